@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -27,8 +29,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from asyncrl.errors import MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, Snapshot
-from asyncrl.weights.collective import CollectiveOffer, CollectiveRequest
+from asyncrl.tensors.parts import on_every_part
+from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, PartWorker, Snapshot
+from asyncrl.weights.collective import CollectiveOffer, CollectiveRequest, group_of_part
+from asyncrl.weights.port import Transfer
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 """Slowest transfer rate that is tolerated. A fixed time is allowed on top."""
@@ -51,8 +55,32 @@ _ENVIRONMENT: Final = threading.Lock()
 """The process has one environment, so concurrent joins must take turns."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOrder:
+    """What a rank that has a part of the model should do.
+
+    action            begin: prepare a transfer to an engine; send: do it; forget: drop engines that are gone
+    request           the engine's request
+    number            number of the part, from 0
+    host              the learner's address as seen by engines; a rank on another machine uses its own address
+    bucket_bytes      see Sender
+    patience_seconds  see Sender
+    beside_bytes      bytes of all parts, which the engine may receive first
+    engines           engines not to forget
+    """
+
+    action: str
+    request: TransferRequest | None = None
+    number: int = 0
+    host: str = ""
+    bucket_bytes: int = 0
+    patience_seconds: float = 0.0
+    beside_bytes: int = 0
+    engines: tuple[str, ...] = ()
+
+
 class Sender:
-    """See Sender in weights/port.py. Thread-safe; one transfer at a time per engine, any number of engines."""
+    """See Sender in weights/port.py. Each rank of the learner sends its part of the model from its own memory."""
 
     def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
         """
@@ -64,49 +92,120 @@ class Sender:
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._patience = patience_seconds
+        self._own = PartSender()
         self._lock = threading.Lock()
-        self._groups: dict[str, _Group] = {}
         self._newest: tuple[tuple[int, int], Snapshot] | None = None
 
     def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         with self._lock:
-            self._newest = ((incarnation, policy_version), snapshot.cut(self._bucket_bytes))
+            self._newest = ((incarnation, policy_version), snapshot)
 
     def begin(self, request: TransferRequest) -> Transfer:
-        with self._lock:
-            newest = self._newest
-        if newest is None:
-            raise WeightsError("the learner has no weights to send yet")
-        return self.begin_with(request, newest[1], order=newest[0])
+        (incarnation, policy_version), snapshot = self._held()
+        begin = PartOrder(
+            action="begin",
+            request=request,
+            host=self._host,
+            bucket_bytes=self._bucket_bytes,
+            patience_seconds=self._patience,
+        )
+        answers = self._run(snapshot, [replace(begin, number=number) for number in range(1 + len(snapshot.others))])
+        own, *others = parts = [decode(answer, CollectiveOffer) for answer in answers]
+        offer = TransferOffer(
+            incarnation=incarnation, policy_version=policy_version, payload=encode(replace(own, others=tuple(others)))
+        )
+        num_bytes = 8 * sum(bucket.num_elements for part in parts for bucket in part.buckets)  # upper bound
+        send = PartOrder(action="send", request=request, beside_bytes=num_bytes)
 
-    def begin_with(self, request: TransferRequest, snapshot: Snapshot, *, order: tuple[int, int]) -> Transfer:
-        """Begin a transfer of the given buckets, whatever is the newest version."""
+        def run() -> None:
+            self._run(snapshot, [replace(send, number=number) for number in range(len(parts))])
+
+        return Transfer(offer=offer, send=run)
+
+    def forget(self, *, engines: Collection[str]) -> None:
+        with contextlib.suppress(WeightsError):  # nothing was sent yet
+            _, snapshot = self._held()
+            self._run(snapshot, [PartOrder(action="forget", engines=tuple(engines))] * (1 + len(snapshot.others)))
+
+    def _held(self) -> tuple[tuple[int, int], Snapshot]:
+        with self._lock:
+            if self._newest is None:
+                raise WeightsError("the learner has no weights to send yet")
+            return self._newest
+
+    def _run(self, snapshot: Snapshot, orders: Sequence[PartOrder]) -> list[bytes]:
+        return on_every_part(snapshot, self._own, list(map(encode, orders)))
+
+
+class PartSender(PartWorker):
+    """Sends the part of one rank, in that rank's process. Thread-safe; one transfer at a time per engine.
+
+    The ranks send concurrently and during training, so different engines may receive different parts at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: dict[str, _Group] = {}
+
+    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+        told = decode(order, PartOrder)
+        if told.action == "forget":
+            self._forget(told.engines)
+        elif told.request is not None and told.action == "begin":
+            return encode(self._begin(snapshot, told, told.request))
+        elif told.request is not None:
+            self._send(told, told.request)
+        return b""
+
+    def _begin(self, snapshot: Snapshot, told: PartOrder, request: TransferRequest) -> CollectiveOffer:
+        """Prepare a transfer: of our part, or only of the name and address of the group to join."""
         if request.num_ranks > _MAX_RANKS:
             raise WeightsError(
                 f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
             )
+        name = group_of_part(request.group, told.number)
         kind = _kind_of(snapshot)
-        if kind == "nccl":
-            snapshot = snapshot.cut(max(1, self._bucket_bytes // _buckets_at_once(request)))
+        at_once = _buckets_at_once(request) if kind == "nccl" else 1
+        snapshot = snapshot.cut(max(1, told.bucket_bytes // at_once))
         with self._lock:
             group = before = self._groups.get(request.engine)
-            if group is None or group.name != request.group:
+            if group is None or group.name != name:
                 if request.has_joined:
-                    raise WeightsError(f"the learner has no group {request.group}: it was restarted; join again")
+                    raise WeightsError(f"the learner has no group {name}: it was restarted; join again")
                 if group is None:
                     self._make_room(request.engine)
-                group = self._groups[request.engine] = self._opened(request, kind)
+                group = self._groups[request.engine] = _open_group(name, kind, request, seconds=told.patience_seconds)
         if before is not None and before is not group:  # left over from an earlier process of this engine
             before.give_up()
         if not group.is_free.acquire(timeout=_HANDOVER_SECONDS):
-            raise WeightsError(f"group {request.group} is broken or still busy; join under another name")
-        meeting = CollectiveOffer(
-            host=self._host, port=group.port, collective=kind, buckets=tuple(map(_layout, snapshot.buckets))
+            raise WeightsError(f"group {name} is broken or still busy; join under another name")
+        group.prepared = snapshot if request.has_joined else None
+        host = told.host if _is_ours(told.host) else _own_address(towards=told.host)
+        return CollectiveOffer(
+            host=host, port=group.port, collective=kind, buckets=tuple(map(_layout, snapshot.buckets))
         )
-        offer = TransferOffer(incarnation=order[0], policy_version=order[1], payload=encode(meeting))
-        return Transfer(offer, group, snapshot if request.has_joined else None)
 
-    def forget(self, *, engines: Collection[str]) -> None:
+    def _send(self, told: PartOrder, request: TransferRequest) -> None:
+        """Join the engine, or send it what was prepared. Raises WeightsError, and gives the group up, if that fails."""
+        name = group_of_part(request.group, told.number)
+        with self._lock:
+            group = self._groups.get(request.engine)
+        if group is None or group.name != name:
+            raise WeightsError(f"{request.engine} asked again, in another group than {name}: it was restarted")
+        try:
+            if group.prepared is None:
+                group.join()
+            else:
+                group.broadcast(group.prepared, beside_bytes=told.beside_bytes)
+        except (RuntimeError, WeightsError) as error:
+            group.give_up()
+            raise WeightsError(f"group {name}: {error}") from error
+        finally:
+            group.prepared = None
+        group.used = time.monotonic()
+        group.is_free.release()
+
+    def _forget(self, engines: Collection[str]) -> None:
         """Give up groups of engines not in ``engines`` that have received nothing for a while."""
         with self._lock:
             gone = [name for name, group in self._groups.items() if name not in engines and group.is_old]
@@ -125,36 +224,14 @@ class Sender:
         if len(self._groups) >= room:
             raise WeightsError(f"no room for {engine}: the learner has groups with {room:,} engines already")
 
-    def _opened(self, request: TransferRequest, kind: str) -> _Group:
-        if kind == "nccl" and CUMEM not in os.environ:
-            raise WeightsError(f"{CUMEM} is not set in this process; before it uses a GPU, set what engines have: 0")
-        try:
-            return _Group(request.group, kind, 1 + request.num_ranks, seconds=self._patience)
-        except RuntimeError as error:  # torch found no free port or file descriptor
-            raise WeightsError(f"cannot open a rendezvous for {request.engine}: {error}") from error
 
-
-class Transfer:
-    """See Transfer in weights/port.py."""
-
-    def __init__(self, offer: TransferOffer, group: _Group, snapshot: Snapshot | None) -> None:
-        """``snapshot`` None: only join, send nothing."""
-        self.offer = offer
-        self._group = group
-        self._snapshot = snapshot
-
-    def send(self, *, beside_bytes: int = 0) -> None:
-        """See Transfer. ``beside_bytes``: bytes that the engine may receive from other ranks first."""
-        try:
-            if self._snapshot is None:
-                self._group.join()
-            else:
-                self._group.broadcast(self._snapshot, beside_bytes=beside_bytes)
-        except (RuntimeError, WeightsError) as error:
-            self._group.give_up()
-            raise WeightsError(f"group {self._group.name}: {error}") from error
-        self._group.used = time.monotonic()
-        self._group.is_free.release()
+def _open_group(name: str, kind: str, request: TransferRequest, *, seconds: float) -> _Group:
+    if kind == "nccl" and CUMEM not in os.environ:
+        raise WeightsError(f"{CUMEM} is not set in this process; before it uses a GPU, set what engines have: 0")
+    try:
+        return _Group(name, kind, 1 + request.num_ranks, seconds=seconds)
+    except RuntimeError as error:  # torch found no free port or file descriptor
+        raise WeightsError(f"cannot open a rendezvous for {request.engine}: {error}") from error
 
 
 class _Group:
@@ -163,11 +240,15 @@ class _Group:
     def __init__(self, name: str, kind: str, size: int, *, seconds: float) -> None:
         self.name = name
         self.is_free = threading.Lock()  # stays locked once a transfer has failed
-        self._kind, self._size, self._seconds = kind, size, seconds
+        self._kind = kind
+        self._size = size
+        self._seconds = seconds
         # The store listens on all interfaces. Its own client uses "localhost", as torch resolves other names by DNS.
         wait = timedelta(seconds=seconds)
         self._store = dist.TCPStore("localhost", 0, size, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self._collective: Any = None
+        self.prepared: Snapshot | None = None
+        """What to send next; None: only join."""
         self.is_given_up = False
         self.used = time.monotonic()
 
@@ -283,3 +364,19 @@ def _layout(bucket: Bucket) -> BucketLayout:
         dtypes=tuple(str(entry.dtype).removeprefix("torch.") for entry in bucket.entries),
         shapes=tuple(entry.shape for entry in bucket.entries),
     )
+
+
+def _is_ours(host: str) -> bool:
+    """Whether the host is an address of this machine."""
+    try:
+        with socket.create_server((host, 0)):
+            return True
+    except OSError:
+        return False
+
+
+def _own_address(*, towards: str) -> str:
+    """Address of this machine as seen from ``towards``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -85,15 +85,16 @@ class Sender(Protocol):
         ...
 
 
-class Transfer(Protocol):
-    """One transfer to one engine."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One transfer to one engine.
 
-    @property
-    def offer(self) -> TransferOffer: ...
+    offer  the answer to the engine
+    send   blocks until the engine has received everything; raises WeightsError if it does not
+    """
 
-    def send(self) -> None:
-        """Block until the engine has received everything. Raises WeightsError if it does not."""
-        ...
+    offer: TransferOffer
+    send: Callable[[], None]
 
 
 Ask: TypeAlias = "Callable[[TransferRequest], Awaitable[TransferOffer]]"

@@ -33,7 +33,7 @@ from asyncrl.messages import WeightVersion
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.nccl_channel import ModelSender
+from asyncrl.weights.nccl import Sender
 
 _MATRIX: Final = 4096
 
@@ -135,7 +135,7 @@ class LearnerSide:
         self._root: Path | None = None
 
     def open(self, transport: str, bucket_bytes: int) -> None:
-        self._sender = ModelSender("127.0.0.1", bucket_bytes=bucket_bytes, patience_seconds=self._patience)
+        self._sender = Sender("127.0.0.1", bucket_bytes=bucket_bytes, patience_seconds=self._patience)
         parent = Path("/dev/shm" if transport.startswith("shm") else tempfile.gettempdir())
         # Always the same name, so that leftovers of a killed run are removed. A concurrent run has another GPU.
         root = parent / f"asyncrl-weights-bench-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"

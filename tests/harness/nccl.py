@@ -23,7 +23,6 @@ from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, Transf
 from asyncrl.tensors.snapshot import Bucket, TensorEntry
 from asyncrl.weights.collective import group_of_part
 from asyncrl.weights.nccl import Sender
-from asyncrl.weights.nccl_channel import ModelSender
 from tests.harness.transfers import collective_of
 
 PATIENCE = 30.0
@@ -107,13 +106,13 @@ class Peer:
     def take(self, layout: BucketLayout, *, part: int = 0) -> Future[bytes]:
         return self._told("take", part, self._group(part), layout)
 
-    def meet(self, sender: Sender | ModelSender) -> None:
+    def meet(self, sender: Sender) -> None:
         transfer = sender.begin(self.request)
         joining = self.join(transfer.offer)
         transfer.send()
         joining.result(PATIENCE)
 
-    def receive(self, sender: Sender | ModelSender) -> list[bytes]:
+    def receive(self, sender: Sender) -> list[bytes]:
         """Return the bytes of every bucket."""
         transfer = sender.begin(self.joined)
         own = collective_of(transfer.offer)

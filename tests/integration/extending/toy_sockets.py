@@ -15,7 +15,7 @@ from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.port import Intake
+from asyncrl.weights.port import Intake, Transfer
 from asyncrl.weights.pull import PullReceiver
 
 PATIENCE = 60.0
@@ -70,36 +70,28 @@ class SocketSender:
     def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         self._held = snapshot, incarnation, policy_version
 
-    def begin(self, request: TransferRequest) -> SocketTransfer:
+    def begin(self, request: TransferRequest) -> Transfer:
         if self._held is None:
             raise WeightsError("the learner has no weights to send yet")
         snapshot, incarnation, policy_version = self._held
         listener = socket.create_server(("127.0.0.1", 0))
         payload = encode(Address(port=listener.getsockname()[1]))
         offer = TransferOffer(incarnation=incarnation, policy_version=policy_version, payload=payload)
-        return SocketTransfer(request.engine, offer, listener, snapshot, self._log)
+
+        def send() -> None:
+            try:
+                with listener:
+                    listener.settimeout(PATIENCE)
+                    connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(safetensors.torch.save(dict(snapshot.tensors())))
+            except OSError as error:
+                raise WeightsError(f"the engine did not take its weights: {error}") from error
+            if self._log:
+                with Path(self._log).open("a") as log:
+                    log.write(f"{request.engine} {policy_version}\n")
+
+        return Transfer(offer=offer, send=send)
 
     def forget(self, *, engines: Collection[str]) -> None:
         """Nothing is kept of an engine."""
-
-
-class SocketTransfer:
-    def __init__(
-        self, engine: str, offer: TransferOffer, listener: socket.socket, snapshot: Snapshot, log: str
-    ) -> None:
-        self.offer = offer
-        self._engine = engine
-        self._listener, self._snapshot, self._log = listener, snapshot, log
-
-    def send(self) -> None:
-        try:
-            with self._listener:
-                self._listener.settimeout(PATIENCE)
-                connection, _ = self._listener.accept()
-            with connection:
-                connection.sendall(safetensors.torch.save(dict(self._snapshot.tensors())))
-        except OSError as error:
-            raise WeightsError(f"the engine did not take its weights: {error}") from error
-        if self._log:
-            with Path(self._log).open("a") as log:
-                log.write(f"{self._engine} {self.offer.policy_version}\n")

@@ -20,8 +20,9 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import nccl
-from asyncrl.weights.nccl import Sender, Transfer
-from asyncrl.weights.nccl_channel import ModelSender, NCCLChannel
+from asyncrl.weights.nccl import Sender
+from asyncrl.weights.nccl_channel import NCCLChannel
+from asyncrl.weights.port import Transfer
 from tests.harness.nccl import PATIENCE, Peer
 from tests.harness.transfers import collective_of
 from tests.harness.weights import OtherRank, in_parts
@@ -117,7 +118,7 @@ def test_an_engine_gets_the_part_of_every_rank_from_that_rank(peers: Any) -> Non
     """Two ranks, with one group each: the engine receives their buckets, one rank after the other."""
     whole = weights(0)
     exported = in_parts(whole.tensors())
-    sender, peer = ModelSender("127.0.0.1", patience_seconds=PATIENCE), peers()
+    sender, peer = Sender("127.0.0.1", patience_seconds=PATIENCE), peers()
     sender.hold(exported, incarnation=0, policy_version=1)
     peer.meet(sender)
     (other,) = exported.others
@@ -251,7 +252,7 @@ def test_a_group_that_is_replaced_between_two_buckets_is_given_up() -> None:
         def wait(self) -> None:
             pass
 
-    group = sender._groups["w0"]
+    group = sender._own._groups["w0"]
     group._collective = Collective()
     group.is_free.release()
     with pytest.raises(WeightsError, match="w0-1: it was given up"):
@@ -312,7 +313,7 @@ def test_a_busy_group_is_refused() -> None:
 
 def test_a_request_is_superseded_by_that_of_the_same_engine_in_another_group() -> None:
     """An engine that restarts asks twice; an error of another kind would end the learner."""
-    sender = ModelSender("127.0.0.1", patience_seconds=PATIENCE)
+    sender = Sender("127.0.0.1", patience_seconds=PATIENCE)
     sender.hold(in_parts(weights(0).tensors(), 2), incarnation=0, policy_version=1)
     first = sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
     sender.begin(TransferRequest(engine="w0", group="w0-2", num_ranks=1))
@@ -341,10 +342,10 @@ def test_of_engines_that_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -
     for name in ("gone", "here", "new"):
         sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
     sender.forget(engines={"here"})
-    assert set(sender._groups) == {"gone", "here", "new"}  # an engine that just joined has no heartbeat yet
+    assert set(sender._own._groups) == {"gone", "here", "new"}  # an engine that just joined has no heartbeat yet
     monkeypatch.setattr(nccl, "_OLD_SECONDS", -1.0)
     sender.forget(engines={"here", "new"})
-    assert set(sender._groups) == {"here", "new"}
+    assert set(sender._own._groups) == {"here", "new"}
 
 
 def test_an_engine_of_very_many_ranks_is_refused() -> None:
@@ -357,13 +358,13 @@ def test_invented_engines_are_refused_until_others_have_failed(monkeypatch: pyte
     monkeypatch.setattr(nccl, "_MAX_GROUPS", 3)
     sender = holding(weights(0))
     for name in ("w0", "w1", "invented"):
-        last = sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
+        sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
     with pytest.raises(WeightsError, match="no room for another: the learner has groups with 3 engines already"):
         sender.begin(TransferRequest(engine="another", group="another-1", num_ranks=1))
     sender.begin(TransferRequest(engine="w0", group="w0-2", num_ranks=1))
-    last._group.give_up()  # no engine joined
+    sender._own._groups["invented"].give_up()  # no engine joined
     sender.begin(TransferRequest(engine="another", group="another-1", num_ranks=1))
-    assert set(sender._groups) == {"w0", "w1", "another"}
+    assert set(sender._own._groups) == {"w0", "w1", "another"}
 
 
 # -- the channel -------------------------------------------------------------------------------------------------------

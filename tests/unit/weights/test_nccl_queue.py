@@ -12,7 +12,8 @@ from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import TransferRequest
 from asyncrl.weights import nccl
 from asyncrl.weights.collective import CollectiveRequest
-from asyncrl.weights.nccl import Sender, Transfer
+from asyncrl.weights.nccl import Sender
+from asyncrl.weights.port import Transfer
 from tests.unit.weights.test_nccl import buckets_of, holding, weights
 
 
@@ -48,7 +49,7 @@ def over_nccl(sender: Sender, queue: Queue) -> Transfer:
     """Begin a transfer of joined engine w0 with a queue in place of NCCL's group."""
     request = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
     sender.begin(request)
-    group = sender._groups["w0"]
+    group = sender._own._groups["w0"]
     group._kind, group._collective = "nccl", queue
     group.is_free.release()
     return sender.begin(replace(request, has_joined=True))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from asyncrl.backends.megatron import process_groups
 from asyncrl.tensors.snapshot import Bucket, TensorEntry
-from asyncrl.weights.nccl_channel import ModelSender
+from asyncrl.weights.nccl import Sender
 from tests.harness.backends import (
     LAYOUTS,
     SETTINGS,
@@ -90,7 +90,7 @@ def done(kind: str, folder: Path, saved: Path, *without: str, device: str) -> Do
 
 def received(exported: Any, *, parts: int) -> dict[str, torch.Tensor]:
     """Receive twice over the same groups; both transfers must be equal."""
-    sender, peer = ModelSender("127.0.0.1", patience_seconds=PATIENCE), Peer(devices=["cuda:1", "cuda:0"])
+    sender, peer = Sender("127.0.0.1", patience_seconds=PATIENCE), Peer(devices=["cuda:1", "cuda:0"])
     sender.hold(exported, incarnation=0, policy_version=1)
     try:
         peer.meet(sender)
