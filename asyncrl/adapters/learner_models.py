@@ -1,6 +1,6 @@
 """The models that a run's learner holds in addition to the policy, as its algorithm requires.
 
-Tests: tests/unit/launch/test_learner_models.py.
+Tests: tests/unit/adapters/test_learner_models.py.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def spend(waits: WaitTracker, clock: Clock, seconds: float) -> None:
         clock.now += seconds
 
 
-def test_waits_of_one_kind_are_one_entry_with_the_longest(waits: WaitTracker, clock: Clock) -> None:
+def test_waits_of_one_kind_are_reported_once_with_the_longest(waits: WaitTracker, clock: Clock) -> None:
     with waits.waiting("weights", on="learner", note="of version 3", first=6):
         clock.now += 2
         with (
@@ -46,7 +46,7 @@ def test_waits_of_one_kind_are_one_entry_with_the_longest(waits: WaitTracker, cl
     assert waits.now() == ()
 
 
-def test_a_limit_follows_what_is_usual_and_one_hang_does_not_move_it(waits: WaitTracker, clock: Clock) -> None:
+def test_limit_follows_the_median_of_past_waits(waits: WaitTracker, clock: Clock) -> None:
     with waits.waiting("an answer", on="engine", note="", first=25):
         assert waits.now()[0].limit == 25  # no earlier waits to compare with
     for seconds in (3, 3, 3, 300, 3):
@@ -55,7 +55,7 @@ def test_a_limit_follows_what_is_usual_and_one_hang_does_not_move_it(waits: Wait
         assert (waits.now()[0].usual, waits.now()[0].limit) == (3, 12)
 
 
-def test_what_gets_on_is_no_stall_and_counts_as_usual_with_all_its_time(waits: WaitTracker, clock: Clock) -> None:
+def test_wait_with_progress_is_no_stall_and_counts_whole_for_the_median(waits: WaitTracker, clock: Clock) -> None:
     chunks = [0]
     with waits.waiting("the weight folder", on="folder", note="", first=6, progress=lambda: chunks[0]):
         for _ in range(10):
@@ -72,14 +72,14 @@ def test_a_wait_for_another_actor_has_no_limit_of_its_own(waits: WaitTracker) ->
         assert waits.now()[0].limit == 0
 
 
-def test_a_wait_that_failed_says_nothing_about_what_is_usual(waits: WaitTracker, clock: Clock) -> None:
+def test_failed_wait_does_not_count_for_the_median(waits: WaitTracker, clock: Clock) -> None:
     with pytest.raises(ValueError, match="no"), waits.waiting("an answer", on="engine", note="", first=25):
         clock.now += 50
         raise ValueError("no")
     assert waits.usual_seconds("an answer", "engine") == 0
 
 
-def test_a_wait_begins_anew_when_whoever_it_waits_for_called_back(waits: WaitTracker, clock: Clock) -> None:
+def test_wait_restarts_after_a_call_back(waits: WaitTracker, clock: Clock) -> None:
     with waits.waiting("its rollout function", on="rollout", note="", first=6) as wait:
         clock.now += 5
         with waits.paused(wait), waits.paused(wait):  # two calls at once
@@ -89,7 +89,7 @@ def test_a_wait_begins_anew_when_whoever_it_waits_for_called_back(waits: WaitTra
         assert waits.now()[0].seconds == 1
 
 
-def test_what_is_usual_for_a_wait_with_pauses_is_its_longest_part(waits: WaitTracker, clock: Clock) -> None:
+def test_longest_part_of_a_paused_wait_counts_for_the_median(waits: WaitTracker, clock: Clock) -> None:
     """A tool call splits the wait. A short last part says nothing about how long the tool takes."""
     with waits.waiting("its rollout function", on="rollout", note="", first=6) as wait:
         for _ in range(3):
@@ -102,7 +102,7 @@ def test_what_is_usual_for_a_wait_with_pauses_is_its_longest_part(waits: WaitTra
     assert waits.usual_seconds("its rollout function", "rollout") == 91
 
 
-def test_an_engine_that_samples_tokens_is_alive_however_long_its_answers_are(clock: Clock) -> None:
+def test_engine_that_samples_tokens_is_alive(clock: Clock) -> None:
     answers = EngineLiveness(clock=clock)
     with answers.expected():
         for tokens in (10, 20, 30):
@@ -116,7 +116,7 @@ def test_an_engine_that_samples_tokens_is_alive_however_long_its_answers_are(clo
     assert answers.waits(stats, is_loading=False) == ()
 
 
-def test_an_engine_that_says_nothing_in_between_is_measured_by_its_answers(clock: Clock) -> None:
+def test_engine_without_streaming_is_measured_by_its_answers(clock: Clock) -> None:
     answers = EngineLiveness(clock=clock)
     with answers.expected():
         clock.now += 10

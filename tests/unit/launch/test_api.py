@@ -37,7 +37,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_package_imports_nothing_heavy_until_it_is_used() -> None:
+def test_import_of_the_package_is_light() -> None:
     code = (
         "import sys, asyncrl\n"
         "assert 'Run' in dir(asyncrl)\n"
@@ -47,14 +47,14 @@ def test_the_package_imports_nothing_heavy_until_it_is_used() -> None:
     assert done.stderr.strip() == "set()"
 
 
-def test_everything_public_is_there() -> None:
+def test_public_names_exist() -> None:
     for name in asyncrl.__all__:
         assert getattr(asyncrl, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Rnu'"):
         asyncrl.Rnu  # noqa: B018
 
 
-def test_overrides_are_a_table_or_as_on_the_command_line() -> None:
+def test_overrides_are_a_table_or_command_line_text() -> None:
     table = {"run.steps": 7, "run.name": "x", "engine.options": {"threads": 2}, "learner.betas": (0.5, 0.9)}
     by_table = asyncrl.Run.from_file(DEMO, overrides=table)
     by_words = asyncrl.Run.from_file(
@@ -66,13 +66,13 @@ def test_overrides_are_a_table_or_as_on_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("value", [1, 0.5, True, 'a "quoted" word', [1, 2], {"a": [1.5, "b"], "c": {}}])
-def test_a_value_is_written_as_toml_reads_it(value: object) -> None:
+def test_writes_values_as_toml(value: object) -> None:
     run = asyncrl.Run.from_file(DEMO, overrides={"engine.options": {"key": value}})
     assert run.settings.engine.options == {"key": value}
     assert toml_text((1, 2)) == "[1, 2]"
 
 
-def test_a_mistake_is_one_line() -> None:
+def test_mistake_is_one_line() -> None:
     with pytest.raises(asyncrl.ConfigError, match="did you mean 'steps'") as error:
         asyncrl.Run.from_file(DEMO, overrides={"run.stesp": 7})
     assert "\n" not in str(error.value)
@@ -82,7 +82,7 @@ def test_a_mistake_is_one_line() -> None:
         asyncrl.open_run("nowhere")
 
 
-def test_a_check_gives_what_follows_as_data(task: Path) -> None:
+def test_check_returns_derived_settings(task: Path) -> None:
     files = {"model.path": str(task / "model"), "data.path": str(task / "prompts.jsonl")}
     made = asyncrl.Run.from_file(DEMO, overrides=files | {"staleness.max_staleness": 3}).check()
     assert (made.algorithm, made.loss.name, made.num_prompts) == ("grpo", "ppo_clip", 32)
@@ -92,12 +92,12 @@ def test_a_check_gives_what_follows_as_data(task: Path) -> None:
         asyncrl.Run.from_file(DEMO, overrides=files | {"data.path": "nowhere.jsonl"}).check()
 
 
-async def test_a_blocking_call_inside_an_event_loop_names_the_other_one() -> None:
+async def test_blocking_call_in_an_event_loop_names_the_async_one() -> None:
     with pytest.raises(asyncrl.ConfigError, match=r"use await train\(\)"):
         asyncrl.Run.from_file(DEMO).train_sync()
 
 
-async def test_a_run_that_ends_before_its_learner_has_begun_says_why(
+async def test_run_that_ends_before_its_learner_starts_says_why(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def launch(*_: Any, **__: Any) -> Outcome:
@@ -110,7 +110,7 @@ async def test_a_run_that_ends_before_its_learner_has_begun_says_why(
     assert (result.reason, result.exit_code, result.steps, result.model) == ("learner ended: no GPU", 3, 0, None)
 
 
-def test_of_steps_and_groups_that_were_trained_again_the_last_ones_count(tmp_path: Path) -> None:
+def test_last_record_of_a_retrained_step_counts(tmp_path: Path) -> None:
     """A learner dies in step 3 and is resumed from the checkpoint of step 1."""
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}}
 
@@ -149,9 +149,7 @@ def test_of_steps_and_groups_that_were_trained_again_the_last_ones_count(tmp_pat
         ({}, "nothing is left of its log"),
     ],
 )
-def test_a_log_that_is_lost_is_refused_by_the_key_that_lost_it(
-    tmp_path: Path, bus: dict[str, str], reason: str
-) -> None:
+def test_refuses_a_lost_log_by_the_key_that_lost_it(tmp_path: Path, bus: dict[str, str], reason: str) -> None:
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": bus}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
     (tmp_path / "history.jsonl").write_bytes(sealed(entry))
@@ -159,7 +157,7 @@ def test_a_log_that_is_lost_is_refused_by_the_key_that_lost_it(
         list(asyncrl.open_run(tmp_path).trajectories())
 
 
-def test_a_log_that_was_trimmed_is_no_empty_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimmed_log_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": {"url": "nats://127.0.0.1:1"}}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
     (tmp_path / "history.jsonl").write_bytes(sealed(entry))

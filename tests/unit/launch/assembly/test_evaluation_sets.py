@@ -44,7 +44,7 @@ def opened(
     )
 
 
-def test_prompts_stay_in_order_with_their_labels_and_tags(tmp_path: Path) -> None:
+def test_keeps_prompts_in_order_with_labels_and_tags(tmp_path: Path) -> None:
     made = opened(tmp_path, samples=3, tag_key="topic", temperature=0.5, stop=("7",))
     assert [one.prompt for one in made.questions] == ["12", "1234", "7"]
     assert [one.label for one in made.questions] == ["34", "5", "0"]
@@ -56,18 +56,18 @@ def test_prompts_stay_in_order_with_their_labels_and_tags(tmp_path: Path) -> Non
     assert made.sampling.max_new_tokens == 8
 
 
-def test_a_limit_takes_the_first(tmp_path: Path) -> None:
+def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
     assert [one.prompt for one in opened(tmp_path, limit=2).questions] == ["12", "1234"]
     assert len(opened(tmp_path, limit=20).questions) == 3
 
 
-def test_a_system_prompt_stands_in_front_of_every_prompt(tmp_path: Path) -> None:
+def test_puts_the_system_prompt_before_every_prompt(tmp_path: Path) -> None:
     made = opened(tmp_path, context=1000, chat_template=True, system_prompt="0 0")
     for question, row in zip(made.questions, ROWS, strict=True):
         assert question.prompt.index("0 0") < question.prompt.rindex(str(row["prompt"]))
 
 
-def test_a_template_is_told_the_data_sets_options_and_tools(tmp_path: Path) -> None:
+def test_passes_options_and_tools_to_the_template(tmp_path: Path) -> None:
     row = {"prompt": "12", "label": "34", "tools": [{"name": "add"}]}
     tokenizer = make_tokenizer("01234567")
     tokenizer.chat_template = "{{ tools }}{{ level }}{{ messages[0].content }}"
@@ -76,7 +76,7 @@ def test_a_template_is_told_the_data_sets_options_and_tools(tmp_path: Path) -> N
     assert question.prompt == "[{'name': 'add'}]712"
 
 
-def test_metadata_of_the_data_set_is_put_over_the_rows(tmp_path: Path) -> None:
+def test_metadata_of_the_data_set_overrides_that_of_rows(tmp_path: Path) -> None:
     rows = [{"prompt": "1", "label": "2", "metadata": {"mode": "train", "id": 1}}, {"prompt": "3", "label": "4"}]
     made = opened(tmp_path, rows, metadata={"mode": "judge"})
     assert [one.metadata for one in made.questions] == [{"mode": "judge", "id": 1}, {"mode": "judge"}]
@@ -102,9 +102,7 @@ def test_metadata_of_the_data_set_is_put_over_the_rows(tmp_path: Path) -> None:
         ({"rows": [{"prompt": [{"role": "user", "content": "1"}], "label": "2"}]}, "; set chat_template = true"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_the_data_sets_name(
-    keys: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_refusal_names_the_data_set(keys: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         opened(tmp_path, **keys)
     assert str(error.value).startswith("evaluation.datasets: sums: ")
@@ -113,7 +111,7 @@ def test_what_cannot_be_asked_is_refused_with_the_data_sets_name(
     assert "data.label_key" not in str(error.value), "[data] is another table"
 
 
-def test_the_rows_of_a_slice_keep_their_tags(tmp_path: Path) -> None:
+def test_rows_of_a_slice_keep_their_tags(tmp_path: Path) -> None:
     opened(tmp_path)
     made = opened(tmp_path, path=f"{tmp_path / 'rows.jsonl'}[1:3]", tag_key="topic")
     assert [(one.prompt, one.tags) for one in made.questions] == [("1234", ("hard",)), ("7", ())]
@@ -124,17 +122,17 @@ def test_metadata_columns_are_part_of_the_metadata(tmp_path: Path) -> None:
     assert [one.metadata for one in made.questions] == [{"source": "a"}]
 
 
-def test_a_tag_is_text(tmp_path: Path) -> None:
+def test_tag_must_be_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a tag or a list of tags, got 3"):
         opened(tmp_path, [{"prompt": "1", "label": "2", "topic": 3}], tag_key="topic")
 
 
-def test_a_tag_key_that_no_row_has_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_tag_key_that_no_row_has(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tag_key = 'subject': no prompt has such a tag; the first row has: label"):
         opened(tmp_path, tag_key="subject")
 
 
-def test_answers_that_do_not_fit_into_their_log_are_refused(tmp_path: Path) -> None:
+def test_refuses_answers_that_do_not_fit_the_log(tmp_path: Path) -> None:
     sets = [opened(tmp_path, samples=7), opened(tmp_path, samples=1)]
     needed = ANSWER_BYTES * (3 * (7 + 1) + 3 * (1 + 1))
     require_space(sets, log_bytes=needed)
@@ -142,7 +140,7 @@ def test_answers_that_do_not_fit_into_their_log_are_refused(tmp_path: Path) -> N
         require_space(sets, log_bytes=needed - 1)
 
 
-def test_answers_that_are_recorded_whole_must_fit_too(tmp_path: Path) -> None:
+def test_whole_recorded_answers_must_fit_the_log(tmp_path: Path) -> None:
     its = opened(tmp_path, samples=7)
     longest = max(len(one.tokens) for one in its.questions)
     counted = ANSWER_BYTES * 3 * (7 + 1)

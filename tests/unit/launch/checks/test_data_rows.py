@@ -16,7 +16,7 @@ def summary_of(run_file: Path, *overrides: str) -> Summary:
     return summarize(config.load(run_file, overrides))
 
 
-def test_every_row_needs_the_label_that_its_reward_compares_with(run_file: Path, tmp_path: Path) -> None:
+def test_refuses_rows_without_the_label_that_the_reward_needs(run_file: Path, tmp_path: Path) -> None:
     data = tmp_path / "unlabelled.jsonl"
     data.write_text('{"prompt": "12"}\n')
     summary = summary_of(run_file, f"data.path={data}")  # a user's own reward may need only the prompt
@@ -29,7 +29,7 @@ def test_every_row_needs_the_label_that_its_reward_compares_with(run_file: Path,
     summary_of(run_file, f"data.path={data}", *matching)
 
 
-def test_a_row_that_names_its_reward_is_checked_for_that_reward(run_file: Path, tmp_path: Path) -> None:
+def test_checks_a_row_for_the_reward_that_it_names(run_file: Path, tmp_path: Path) -> None:
     data = tmp_path / "named.jsonl"
     lines = ({"prompt": "1", "rm": kind, "label": label} for kind, label in (("", "Z"), ("gpqa", "B"), ("gpqa", "Z")))
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -37,16 +37,14 @@ def test_a_row_that_names_its_reward_is_checked_for_that_reward(run_file: Path, 
         summary_of(run_file, f"data.path={data}", "data.reward_key=rm")
 
 
-def test_prompts_that_are_all_too_long_are_found_by_check(run_file: Path, tmp_path: Path) -> None:
+def test_refuses_data_whose_prompts_are_all_too_long(run_file: Path, tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
     data.write_text('{"prompt": "1234567890"}\n')
     with pytest.raises(ConfigError, match="long.jsonl: all 1 prompts have more than data.max_prompt_tokens = 4 tokens"):
         summary_of(run_file, f"data.path={data}", "data.max_prompt_tokens=4")
 
 
-def test_data_that_ends_before_one_batch_is_refused_and_whole_batches_are_promised(
-    run_file: Path, tmp_path: Path
-) -> None:
+def test_refuses_data_that_ends_before_one_batch(run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text(
         "".join((run_file.parent / "prompts.jsonl").read_text().splitlines(keepends=True)[:3])
     )
@@ -56,7 +54,7 @@ def test_data_that_ends_before_one_batch_is_refused_and_whole_batches_are_promis
     assert summary_of(run_file, *few, "data.epochs=3").num_trained_prompts == 8  # of 9 prompts
 
 
-def test_prompts_that_are_too_long_are_not_promised_to_be_trained(run_file: Path, tmp_path: Path) -> None:
+def test_too_long_prompts_do_not_count_as_trained(run_file: Path, tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
     data.write_text("".join(json.dumps({"prompt": "1" * length}) + "\n" for length in [4] * 5 + [8] * 8))
     settings = [f"data.path={data}", "data.max_prompt_tokens=4", "run.steps=100"]

@@ -38,7 +38,7 @@ def warnings(run_file: Path, *overrides: str, caplog: pytest.LogCaptureFixture) 
          'rollout.workers = 4 or more, share = 0.3334, or place = "dedicated"'),
     ],
 )  # fmt: skip
-def test_a_share_that_is_less_than_one_worker_is_warned_of_in_one_line(
+def test_warns_of_a_share_of_less_than_one_worker(
     run_file: Path, caplog: pytest.LogCaptureFixture, workers: int, share: float, said: str
 ) -> None:
     keys = (f"rollout.workers={workers}", f"evaluation.share={share}")
@@ -50,12 +50,12 @@ def test_a_share_that_is_less_than_one_worker_is_warned_of_in_one_line(
 
 
 @pytest.mark.parametrize("place", ["dedicated", "folder"])
-def test_engines_of_its_own_have_no_share(run_file: Path, caplog: pytest.LogCaptureFixture, place: str) -> None:
+def test_dedicated_engines_have_no_share(run_file: Path, caplog: pytest.LogCaptureFixture, place: str) -> None:
     keys = ("rollout.workers=1", f'evaluation.place="{place}"')
     assert warnings(run_file, *keys, caplog=caplog) == []
 
 
-def test_the_command_says_it_once_and_goes_on(
+def test_command_warns_once_and_continues(
     run_file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = run_file.parent / "prompts.jsonl"
@@ -65,7 +65,7 @@ def test_the_command_says_it_once_and_goes_on(
     assert caplog.text.count("evaluation.share: 0.25 of 2 rollout workers") == 1
 
 
-def test_a_best_model_by_a_majority_of_rows_without_labels_is_refused(run_file: Path, tmp_path: Path) -> None:
+def test_refuses_a_best_model_by_majority_without_labels(run_file: Path, tmp_path: Path) -> None:
     """`asyncrl check` and the learner refuse it with the same function, which opens the data sets."""
     rows = tmp_path / "rows.jsonl"
     lines = [{"prompt": "1", "label": "2"}, {"prompt": "12"}, {"prompt": "123", "label": "4"}]

@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> RunConfig:
     return config.load(ROOT / "examples" / "demo.toml", [f"run.directory={tmp_path}"])
 
 
-async def test_a_run_whose_log_begins_behind_a_checkpoint_is_not_begun_anew(bus: Bus, run: RunConfig) -> None:
+async def test_does_not_restart_a_run_whose_log_was_trimmed(bus: Bus, run: RunConfig) -> None:
     await bus.put(PROGRESS, progress(3))
     await publish_groups(bus, 0, 1, 2)
     await bus.trim(TRAJECTORIES, through=2)
@@ -36,7 +36,7 @@ async def test_a_run_whose_log_begins_behind_a_checkpoint_is_not_begun_anew(bus:
     assert "\n" not in str(refused.value)
 
 
-async def test_a_run_that_is_finished_is_not_begun_anew(bus: Bus, run: RunConfig) -> None:
+async def test_does_not_restart_a_finished_run(bus: Bus, run: RunConfig) -> None:
     """Even if its log was kept."""
     await bus.put(PROGRESS, dataclasses.replace(progress(3), finished=True))
     await publish_groups(bus, 0)
@@ -44,22 +44,20 @@ async def test_a_run_that_is_finished_is_not_begun_anew(bus: Bus, run: RunConfig
         await resume_checks.refuse(run, bus=bus)
 
 
-async def test_a_run_that_was_killed_before_its_first_checkpoint_may_begin_anew(bus: Bus, run: RunConfig) -> None:
+async def test_restarts_a_run_that_was_killed_before_its_first_checkpoint(bus: Bus, run: RunConfig) -> None:
     await bus.put(PROGRESS, progress(3))
     await publish_groups(bus, 0, 1)
     await resume_checks.refuse(run, bus=bus)
     assert await bus.depth(TRAJECTORIES) == 2
 
 
-async def test_a_run_whose_only_checkpoint_is_damaged_is_not_begun_anew_without_its_log(
-    bus: Bus, run: RunConfig
-) -> None:
+async def test_does_not_restart_a_run_with_a_damaged_checkpoint_without_its_log(bus: Bus, run: RunConfig) -> None:
     damaged_checkpoint(run)
     with pytest.raises(ConfigError, match=r"has no checkpoint of run 'demo' \(damaged-step-00000005 could not be read"):
         await resume_checks.starting_checkpoint(run, bus=bus)
 
 
-async def test_a_run_that_begins_anew_for_a_damaged_checkpoint_says_so(
+async def test_says_that_it_restarts_because_of_a_damaged_checkpoint(
     bus: Bus, run: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged_checkpoint(run)
@@ -70,7 +68,7 @@ async def test_a_run_that_begins_anew_for_a_damaged_checkpoint_says_so(
 
 
 @pytest.mark.parametrize(("number", "kind", "code"), [(errno.EACCES, DiskError, 5), (errno.EIO, DiskError, 5)])
-async def test_a_checkpoint_that_cannot_be_read_now_is_said_and_left_alone(
+async def test_leaves_an_unreadable_checkpoint_alone(
     bus: Bus, run: RunConfig, number: int, kind: type[AsyncRLError], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -88,7 +86,7 @@ def damaged_checkpoint(run: RunConfig) -> None:
 
 @pytest.mark.parametrize("name", ["checkpoints", "weights"])
 @pytest.mark.parametrize("is_loop", [False, True])
-def test_what_is_no_folder_in_the_place_of_one_is_refused_in_one_line(run: RunConfig, name: str, is_loop: bool) -> None:
+def test_refuses_a_file_in_place_of_a_folder(run: RunConfig, name: str, is_loop: bool) -> None:
     """Otherwise the run would end after six restarts, none of which could help."""
     resume_checks.refuse_others(run)  # the run has never begun
     path = run.run_directory / name

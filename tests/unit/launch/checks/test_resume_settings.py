@@ -38,7 +38,7 @@ def begin(run: RunConfig, *, incarnation: int = 0) -> None:
     history.close()
 
 
-def test_checkpoints_of_another_backend_are_refused_at_once(run: RunConfig) -> None:
+def test_refuses_checkpoints_of_another_backend(run: RunConfig) -> None:
     resume_settings.refuse_others(run)  # the run has never begun
     begin(run)
     other = set_to(run, "learner.backend=reference")
@@ -49,7 +49,7 @@ def test_checkpoints_of_another_backend_are_refused_at_once(run: RunConfig) -> N
         resume_settings.refuse_others(other)
 
 
-def test_checkpoints_of_other_adapters_are_refused_at_once(run: RunConfig) -> None:
+def test_refuses_checkpoints_of_other_adapters(run: RunConfig) -> None:
     begin(set_to(run, "learner.lora.rank=8"))
     (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)
     resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", "learner.lora.publish=adapter"))
@@ -62,7 +62,7 @@ def test_checkpoints_of_other_adapters_are_refused_at_once(run: RunConfig) -> No
             resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", f"learner.lora.{change}"))
 
 
-def test_an_algorithm_with_a_critic_is_refused_where_the_newest_checkpoint_has_none(run: RunConfig) -> None:
+def test_refuses_a_critic_if_the_newest_checkpoint_has_none(run: RunConfig) -> None:
     ppo = set_to(run, "algorithm.name=ppo")
     begin(run)
     resume_settings.refuse_others(ppo)  # no checkpoint yet
@@ -71,7 +71,7 @@ def test_an_algorithm_with_a_critic_is_refused_where_the_newest_checkpoint_has_n
         resume_settings.refuse_others(ppo)
 
 
-def test_a_run_with_a_critic_is_resumed_with_it_even_after_a_start_without(run: RunConfig) -> None:
+def test_resumes_with_the_critic_even_after_a_start_without(run: RunConfig) -> None:
     ppo = set_to(run, "algorithm.name=ppo")
     begin(ppo)
     save_checkpoint(run, incarnation=0)
@@ -89,7 +89,7 @@ def save_checkpoint(run: RunConfig, *, incarnation: int) -> None:
     checkpoint.write(folder, state, save_backend=lambda folder: (folder / "backend.json").touch(), keep=1)
 
 
-def test_another_model_is_refused_and_a_moved_one_is_not(
+def test_refuses_another_model_but_not_a_moved_one(
     run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, layers in (("one", 1), ("moved", 1), ("two", 2)):
@@ -102,7 +102,7 @@ def test_another_model_is_refused_and_a_moved_one_is_not(
         resume_settings.refuse_others(set_to(run, f"model.path={tmp_path / 'two'}"))
 
 
-def test_every_other_change_is_said(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_every_other_change(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     begin(run)
     resume_settings.refuse_others(set_to(run, "run.steps=99", "bus.ack_seconds=9"))
     assert not caplog.messages
@@ -113,7 +113,7 @@ def test_every_other_change_is_said(run: RunConfig, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize(("is_launched", "levels"), [(True, [logging.INFO]), (False, [logging.WARNING])])
-def test_a_learner_that_asyncrl_run_started_does_not_warn_again(
+def test_learner_of_asyncrl_run_does_not_warn_again(
     run: RunConfig,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -129,16 +129,14 @@ def test_a_learner_that_asyncrl_run_started_does_not_warn_again(
 
 
 @pytest.mark.parametrize("change", ["data.path=more.jsonl", "run.seed=7"])
-def test_data_in_another_order_is_said(run: RunConfig, caplog: pytest.LogCaptureFixture, change: str) -> None:
+def test_names_data_in_another_order(run: RunConfig, caplog: pytest.LogCaptureFixture, change: str) -> None:
     begin(run)
     resume_settings.refuse_others(set_to(run, change))
     assert change.partition("=")[0] in caplog.messages[0]
     assert "the data has another order now" in caplog.messages[1]
 
 
-async def test_a_learner_says_which_data_file_changed_since_the_one_before_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_names_the_data_file_that_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     demo_task.write(tmp_path)
     run, prompts = demo_run(tmp_path), tmp_path / "prompts.jsonl"
     warnings = []
@@ -152,7 +150,7 @@ async def test_a_learner_says_which_data_file_changed_since_the_one_before_it(
     assert warnings[2][0].startswith(f"{prompts} changed since this run was last up: the data may have another order")
 
 
-def test_data_of_a_run_that_an_older_version_began_is_not_compared(
+def test_data_without_a_recorded_digest_is_not_compared(
     run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "data.jsonl").write_text("{}")
@@ -162,7 +160,7 @@ def test_data_of_a_run_that_an_older_version_began_is_not_compared(
     assert not caplog.messages
 
 
-def test_a_learner_that_is_started_by_hand_is_refused_too(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_learner_that_is_started_by_hand(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "check_learner", lambda _: None)
     begin(run)
     (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)

@@ -86,9 +86,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_a_model_that_the_backend_cannot_train_is_refused_before_it_starts(
-    make_run: RunMaker, tmp_path: Path, case: str
-) -> None:
+def test_refuses_a_model_that_the_backend_cannot_train(make_run: RunMaker, tmp_path: Path, case: str) -> None:
     architecture, changes, problem = MODELS[case]
     model = changed_model(tmp_path / "odd", architecture, **changes)
     run = make_run(f"model.path={json.dumps(str(model))}")
@@ -123,7 +121,7 @@ def test_tensor_parallel_must_divide_the_key_value_heads(make_run: RunMaker) -> 
     ],
     ids=["stages", "interleaved", "experts", "context"],
 )
-def test_layouts_that_do_not_fit_the_model_are_refused(make_run: RunMaker, settings: list[str], problem: str) -> None:
+def test_refuses_layouts_that_do_not_fit_the_model(make_run: RunMaker, settings: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(make_run(*settings))
 
@@ -151,7 +149,7 @@ def test_layouts_that_do_not_fit_the_model_are_refused(make_run: RunMaker, setti
     ],
     ids=["experts", "cut", "sequence", "adapters", "adapters in bfloat16"],
 )
-def test_layouts_that_do_not_fit_a_mixture_of_experts_are_refused(
+def test_refuses_layouts_that_do_not_fit_a_mixture_of_experts(
     make_run: RunMaker, tmp_path: Path, settings: list[str], problem: str
 ) -> None:
     model = changed_model(tmp_path / "odd", "qwen3_moe")
@@ -159,7 +157,7 @@ def test_layouts_that_do_not_fit_a_mixture_of_experts_are_refused(
         check(make_run(f"model.path={json.dumps(str(model))}", *settings))
 
 
-def test_the_models_beside_the_policy_are_looked_at_too(make_run: RunMaker, folder: Path, tmp_path: Path) -> None:
+def test_checks_the_models_beside_the_policy(make_run: RunMaker, folder: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(folder / "model", tmp_path / "odd"))
     settings = json.loads((odd / "config.json").read_text()) | {"attention_bias": True}
     (odd / "config.json").write_text(json.dumps(settings))
@@ -169,7 +167,7 @@ def test_the_models_beside_the_policy_are_looked_at_too(make_run: RunMaker, fold
     check(make_run(reference[1]))  # kl_coef is 0, so it is not loaded
 
 
-def test_other_backends_take_what_megatron_does_not(make_run: RunMaker, tmp_path: Path) -> None:
+def test_other_backends_accept_what_megatron_refuses(make_run: RunMaker, tmp_path: Path) -> None:
     odd = changed_model(tmp_path / "odd", "qwen3", attention_bias=True)
     model = f"model.path={json.dumps(str(odd))}"
     check(make_run(model, "learner.backend=reference"))
@@ -197,7 +195,7 @@ def installed_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("installed_sglang")
-def test_an_argument_that_the_installed_sglang_does_not_know_is_refused(make_run: RunMaker) -> None:
+def test_refuses_an_argument_that_the_installed_sglang_does_not_know(make_run: RunMaker) -> None:
     def run(table: str) -> RunConfig:
         return make_run("engine.kind=sglang", f"engine.options={{server_arguments = {{{table}}}}}")
 
@@ -208,19 +206,19 @@ def test_an_argument_that_the_installed_sglang_does_not_know_is_refused(make_run
 
 
 @pytest.mark.parametrize("name", ["port", "--model_path", "weight-version"])
-def test_an_argument_of_sglang_that_asyncrl_sets_is_refused(name: str, make_run: RunMaker) -> None:
+def test_refuses_an_argument_of_sglang_that_asyncrl_sets(name: str, make_run: RunMaker) -> None:
     with pytest.raises(ConfigError, match=r"server_arguments: '(port|model-path|weight-version)' is set by asyncrl"):
         check(make_run("engine.kind=sglang", f"engine.options={{server_arguments = {{{name} = 1}}}}"))
 
 
-def test_where_sglang_declares_its_options_in_a_new_way_none_is_refused(installed_sglang: Path) -> None:
+def test_accepts_all_arguments_if_sglang_declares_them_in_a_new_way(installed_sglang: Path) -> None:
     with pytest.raises(ConfigError, match="no option 'anything'"):
         sglang_options.check_arguments({"anything": 1})
     (installed_sglang / "srt" / "server_args.py").write_text("")
     sglang_options.check_arguments({"anything": 1})
 
 
-def test_a_run_in_one_process_refuses_what_needs_others(make_run: RunMaker) -> None:
+def test_run_in_one_process_refuses_what_needs_others(make_run: RunMaker) -> None:
     memory = "bus.kind=memory"
     check(make_run(memory))
     for override, key in (
@@ -233,24 +231,24 @@ def test_a_run_in_one_process_refuses_what_needs_others(make_run: RunMaker) -> N
             check(make_run(memory, override))
 
 
-def test_a_bus_refuses_an_address_that_is_not_its_own(make_run: RunMaker) -> None:
+def test_bus_refuses_the_address_of_another_kind(make_run: RunMaker) -> None:
     with pytest.raises(ConfigError, match=r"^bus: url must start with nats:// or tls://, got http:\.\.\.$"):
         check(make_run("bus.url=http://127.0.0.1:4222"))
 
 
-def test_nobody_looks_at_a_bus_inside_another_process(make_run: RunMaker) -> None:
+def test_memory_bus_of_another_process_cannot_be_observed(make_run: RunMaker) -> None:
     with pytest.raises(ConfigError, match='^bus.kind: "memory" is inside the process of `asyncrl run`'):
         registry.bus_address(make_run("bus.kind=memory"), token="")
 
 
-def test_a_run_file_may_begin_with_a_byte_order_mark(make_run: RunMaker, tmp_path: Path) -> None:
+def test_run_file_may_begin_with_a_byte_order_mark(make_run: RunMaker, tmp_path: Path) -> None:
     make_run()
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert config.load(path).learner.groups_per_batch == 4
 
 
-def test_prompts_have_what_the_answer_leaves_of_the_models_context(make_run: RunMaker) -> None:
+def test_prompt_and_answer_must_fit_the_context_of_the_model(make_run: RunMaker) -> None:
     assert summarize(make_run("data.max_prompt_tokens=5000")).most_prompt_tokens == 64 - 8
     assert summarize(make_run("data.max_prompt_tokens=20")).most_prompt_tokens == 20
 
@@ -258,7 +256,7 @@ def test_prompts_have_what_the_answer_leaves_of_the_models_context(make_run: Run
 SERVER = ("engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}", "data.max_prompt_tokens=5000")
 
 
-def test_prompts_have_what_the_answer_leaves_of_what_sglang_takes(make_run: RunMaker) -> None:
+def test_prompt_and_answer_must_fit_the_context_of_sglang(make_run: RunMaker) -> None:
     assert summarize(make_run(*SERVER)).most_prompt_tokens == 58 - 8
 
 
@@ -266,14 +264,12 @@ def test_prompts_have_what_the_answer_leaves_of_what_sglang_takes(make_run: RunM
     ("settings", "most"),
     [(SERVER[1:2], 58), (["engine.options={server_arguments={context-length=32}}"], 26)],
 )
-def test_an_answer_that_leaves_no_room_for_a_prompt_in_sglang_is_refused(
-    make_run: RunMaker, settings: list[str], most: int
-) -> None:
+def test_refuses_an_answer_that_leaves_no_room_for_a_prompt(make_run: RunMaker, settings: list[str], most: int) -> None:
     with pytest.raises(ConfigError, match=f"^rollout.max_new_tokens: 58 .* no room for a prompt in the {most} tokens"):
         check(make_run("engine.kind=sglang", *settings, "rollout.max_new_tokens=58"))
 
 
-def test_a_folder_as_data_is_said_to_be_one(make_run: RunMaker, tmp_path: Path) -> None:
+def test_refuses_a_folder_as_data(make_run: RunMaker, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.path: .* is a folder; name one file in it"):
         check(make_run(f"data.path={tmp_path}"))
 
@@ -300,7 +296,7 @@ def test_a_folder_as_data_is_said_to_be_one(make_run: RunMaker, tmp_path: Path) 
         (["reference.kl_coef=0.1", "reference.path=/none"], "reference.path: /none: no such model folder"),
     ],
 )
-def test_a_file_that_is_not_there_or_a_count_that_no_machine_has_is_refused(
+def test_refuses_a_missing_file_and_an_impossible_count(
     make_run: RunMaker, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], problem: str
 ) -> None:
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * 2**30 // 4096}
@@ -309,7 +305,7 @@ def test_a_file_that_is_not_there_or_a_count_that_no_machine_has_is_refused(
         check(make_run('bus.url="tls://127.0.0.1:4222"', *(one.format(folder=folder) for one in settings)))
 
 
-def test_a_machine_needs_the_credentials_of_one_role_only(make_run: RunMaker, tmp_path: Path) -> None:
+def test_machine_needs_the_credentials_of_one_role_only(make_run: RunMaker, tmp_path: Path) -> None:
     run = make_run("bus.url=nats://127.0.0.1:4222", f'bus.credentials="{tmp_path}/{{role}}"')
     with pytest.raises(ConfigError, match=r"bus\.credentials"):
         check(run)
@@ -317,13 +313,13 @@ def test_a_machine_needs_the_credentials_of_one_role_only(make_run: RunMaker, tm
     check(run)
 
 
-def test_a_run_directory_that_is_a_file_is_refused(make_run: RunMaker, tmp_path: Path) -> None:
+def test_refuses_a_file_as_run_directory(make_run: RunMaker, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match="run.directory: .*/taken is a file; the run's files go to"):
         check(make_run(f"run.directory={tmp_path / 'taken'}"))
 
 
-def test_a_class_that_does_not_describe_itself_is_refused(make_run: RunMaker) -> None:
+def test_refuses_a_class_that_is_no_adapter(make_run: RunMaker) -> None:
     with pytest.raises(ConfigError, match="derive its class from asyncrl.engines.adapter.EngineAdapter"):
         check(make_run("engine.kind=pathlib:Path"))
 
@@ -341,7 +337,7 @@ def test_a_class_that_does_not_describe_itself_is_refused(make_run: RunMaker) ->
         (['{"prompt": "12", "label": "3"}'], 'reward = {kind = "nope"}', "evaluation.datasets: held_out: reward.kind"),
     ],
 )
-def test_data_sets_of_an_evaluation_are_read_too(
+def test_reads_the_data_sets_of_an_evaluation(
     make_run: RunMaker, tmp_path: Path, lines: list[str], keys: str, problem: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
@@ -353,7 +349,7 @@ def test_data_sets_of_an_evaluation_are_read_too(
         summarize(config.load(path))
 
 
-def test_an_evaluation_has_the_context_that_sglang_takes(make_run: RunMaker, tmp_path: Path) -> None:
+def test_evaluation_must_fit_the_context_of_sglang(make_run: RunMaker, tmp_path: Path) -> None:
     make_run()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12", "label": "3"}\n')
     table = f'[[evaluation.datasets]]\nname = "held_out"\npath = "{tmp_path}/rows.jsonl"\nmax_new_tokens = 58\n'
@@ -364,12 +360,12 @@ def test_an_evaluation_has_the_context_that_sglang_takes(make_run: RunMaker, tmp
         summarize(config.load(path, SERVER))
 
 
-def test_a_data_set_of_an_evaluation_without_a_file_is_refused(make_run: RunMaker) -> None:
+def test_refuses_an_evaluation_data_set_without_a_file(make_run: RunMaker) -> None:
     with pytest.raises(ConfigError, match="evaluation.datasets: held_out: path is empty; name a file"):
         check(make_run('evaluation.datasets=[{name = "held_out", path = ""}]'))
 
 
-def test_what_is_evaluated_is_in_the_summary(make_run: RunMaker, tmp_path: Path) -> None:
+def test_summary_says_what_is_evaluated(make_run: RunMaker, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12", "label": "3"}\n' * 3)
     make_run()
     path = tmp_path / "run.toml"
@@ -377,13 +373,13 @@ def test_what_is_evaluated_is_in_the_summary(make_run: RunMaker, tmp_path: Path)
     assert "evaluation        a: 3 prompts" in str(summarize(config.load(path)))
 
 
-def test_engines_need_every_version_where_they_sample(make_run: RunMaker) -> None:
+def test_engines_that_sample_need_every_version(make_run: RunMaker) -> None:
     with pytest.raises(ConfigError, match='^weights: every_steps 2 needs rollout.function = "given"') as refused:
         check(make_run("weights.every_steps=2"))
     assert "\n" not in str(refused.value)
 
 
-def test_a_rollout_function_of_ones_own_says_that_it_samples_nothing(make_run: RunMaker) -> None:
+def test_own_rollout_function_may_sample_nothing(make_run: RunMaker) -> None:
     """It is checked like "given"."""
     name = "tests.unit.launch.checks.test_run_file:copied"
     own = (f"rollout.function={name}", "weights.every_steps=1000")

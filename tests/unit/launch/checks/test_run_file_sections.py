@@ -51,13 +51,13 @@ SFT = ["algorithm.name=sft", "rollout.group_size=1"]
         ),
     ],
 )
-def test_invalid_evaluation_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+def test_refuses_an_invalid_evaluation(run_file: Path, overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)
 
 
-def test_a_worker_that_joins_may_have_a_server_of_its_own(run_file: Path) -> None:
+def test_joining_worker_may_have_its_own_server(run_file: Path) -> None:
     check_worker(config.load(run_file, ["rollout.workers=2", *SERVER]))
 
 
@@ -72,9 +72,7 @@ def test_a_worker_that_joins_may_have_a_server_of_its_own(run_file: Path) -> Non
         (["learner.schedule=linear", "learner.decay_steps=5", "learner.warmup_steps=5"], "must be > warmup_steps"),
     ],
 )
-def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
-    run_file: Path, overrides: list[str], problem: str
-) -> None:
+def test_refuses_mistakes_about_optimizer_steps(run_file: Path, overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)
@@ -123,9 +121,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
     ],
 )
-def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
-    run_file: Path, overrides: list[str], problem: str
-) -> None:
+def test_refuses_mistakes_about_what_is_trained(run_file: Path, overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)
@@ -169,9 +165,7 @@ def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
         (["weights.quantization=fp8", "engine.kind=sglang"], "blocks of 128 numbers, and hidden_size is"),
     ],
 )
-def test_a_mistake_about_adapters_and_precision_is_refused_in_one_line(
-    run_file: Path, overrides: list[str], problem: str
-) -> None:
+def test_refuses_mistakes_about_adapters_and_precision(run_file: Path, overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)
@@ -193,13 +187,13 @@ def test_a_mistake_about_adapters_and_precision_is_refused_in_one_line(
         ),
     ],
 )
-def test_a_mistake_about_the_data_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+def test_refuses_mistakes_about_the_data(run_file: Path, overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)
 
 
-def test_a_harness_that_leaves_the_reward_to_the_run_needs_one_that_judges(run_file: Path) -> None:
+def test_harness_without_a_reward_needs_one_from_the_run(run_file: Path) -> None:
     options = 'rollout.options={harness="command", harness_options={command=["sh"], reward="grader"}}'
     grader = ["rollout.function=agent", options]
     for none, key in (["reward.kind=none"], "kind"), (["reward.kind=parts", "reward.parts.a.kind=none"], "parts"):
@@ -210,7 +204,7 @@ def test_a_harness_that_leaves_the_reward_to_the_run_needs_one_that_judges(run_f
     check(config.load(run_file, [*grader, "reward.kind=none", "data.reward_key=rm"]))  # rows may name their own
 
 
-def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
+def test_trained_parts_can_be_chosen(run_file: Path) -> None:
     for chosen, unknown in (
         (["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"], "learner.freeze=['no_such']"),
         (["learner.train_only=['q_proj']", "learner.backend=reference"], "learner.train_only=['no_such']"),
@@ -221,7 +215,7 @@ def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
             check(config.load(run_file, [*chosen, unknown]))
 
 
-def test_a_folder_with_tensors_that_the_learner_does_not_export_is_refused(run_file: Path, tmp_path: Path) -> None:
+def test_refuses_a_folder_with_tensors_that_the_learner_does_not_export(run_file: Path, tmp_path: Path) -> None:
     """Before anything starts: engines wait for every tensor of the folder, except rotary frequencies."""
     model = make_tiny_model(tmp_path, architecture="llama")
     tensors = load_file(model / "model.safetensors")
@@ -235,7 +229,7 @@ def test_a_folder_with_tensors_that_the_learner_does_not_export_is_refused(run_f
         check(run)
 
 
-def test_an_embedding_may_count_as_a_layer_of_its_stage(run_file: Path, tmp_path: Path) -> None:
+def test_embedding_may_count_as_a_layer_of_its_stage(run_file: Path, tmp_path: Path) -> None:
     """Three layers on two stages: the embedding and one layer, and two layers."""
     model = make_tiny_model(tmp_path, characters=DIGITS, num_layers=3)
     chosen = ["learner.ranks=2", "learner.pipeline_parallel=2", f"model.path={json.dumps(str(model))}"]
@@ -259,14 +253,14 @@ def digested(run_file: Path, overrides: list[str]) -> dict[str, str]:
         ("metrics.samples_per_evaluation=1", False),
     ],
 )
-def test_ranks_share_the_settings_that_their_losses_depend_on(run_file: Path, setting: str, is_shared: bool) -> None:
+def test_ranks_must_share_the_settings_of_their_losses(run_file: Path, setting: str, is_shared: bool) -> None:
     """A rank with others would train something else. Folders may differ between machines."""
     overrides = ["reference.kl_coef=0.1", "reference.path='here'"]
     assert (digested(run_file, overrides) != digested(run_file, [*overrides, setting])) == is_shared
 
 
 @pytest.mark.parametrize("setting", ["algorithm.denominator='after'", "algorithm.correction='tis_token+self_norm'"])
-def test_a_loss_that_the_correction_would_scale_is_refused(run_file: Path, tmp_path: Path, setting: str) -> None:
+def test_refuses_a_loss_that_the_correction_would_scale(run_file: Path, tmp_path: Path, setting: str) -> None:
     """With denominator "after", a batch that is all rejected would multiply it by the number of tokens."""
     mixture = make_tiny_model(tmp_path / "mixture", architecture="qwen3_moe", characters=DIGITS)
     chosen = [f"model.path={json.dumps(str(mixture))}", "learner.options={aux_loss_coefficient=0.1}"]
@@ -275,7 +269,7 @@ def test_a_loss_that_the_correction_would_scale_is_refused(run_file: Path, tmp_p
         check(config.load(run_file, [*chosen, "algorithm.aggregation='token_mean'", setting]))
 
 
-def test_a_setting_that_differs_is_named_with_its_option(run_file: Path) -> None:
+def test_names_the_option_in_which_ranks_differ(run_file: Path) -> None:
     one, other = digested(run_file, []), digested(run_file, ["learner.options={recompute='full'}"])
     assert [name for name in one if one[name] != other[name]] == ["learner.options.recompute"]
 
@@ -295,7 +289,7 @@ def test_ranks_may_write_the_same_settings_differently(run_file: Path, one: str,
     assert digested(run_file, [one]) == digested(run_file, [other])
 
 
-def test_ranks_share_the_code_of_a_loss_of_the_user_s_own(
+def test_ranks_must_share_the_code_of_an_own_loss(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -317,7 +311,7 @@ def test_fields_of_megatron_must_fit_every_model(run_file: Path, tmp_path: Path)
         check(config.load(run_file, [*stages, fields, *others]))
 
 
-def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:
+def test_accepts_stop_strings_stop_tokens_and_a_shortest_answer(run_file: Path) -> None:
     taken = ['rollout.stop=["12", "\\n"]', "rollout.stop_token_ids=[5]", "rollout.min_new_tokens=2"]
     run = config.load(run_file, taken)
     check(run)
@@ -325,7 +319,7 @@ def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path
     assert (sampling.stop, sampling.stop_token_ids, sampling.min_new_tokens) == (("12", "\n"), (5,), 2)
 
 
-def test_rotary_embeddings_that_sglang_computes_in_another_way_are_refused(run_file: Path, tmp_path: Path) -> None:
+def test_refuses_rotary_embeddings_that_sglang_computes_differently(run_file: Path, tmp_path: Path) -> None:
     odd = make_tiny_model(tmp_path / "odd")
     settings = json.loads((odd / "config.json").read_text())
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}

@@ -14,43 +14,43 @@ def placed(num_gpus: int, **changes: Any) -> Placement:
     return place(num_gpus, **({"ranks": 1, "workers": 2, "gpus_per_worker": 1} | changes))
 
 
-def test_the_learner_takes_the_first_gpus_and_workers_the_next() -> None:
+def test_learner_takes_the_first_gpus_and_workers_the_next() -> None:
     assert placed(4, ranks=2) == Placement(learner=(0, 1), workers=((2,), (3,)))
     assert placed(8, ranks=2, workers=3, gpus_per_worker=2) == Placement(
         learner=(0, 1), workers=((2, 3), (4, 5), (6, 7))
     )
 
 
-def test_workers_share_theirs_when_they_run_out() -> None:
+def test_workers_share_gpus_when_none_is_left() -> None:
     assert placed(3, workers=5).workers == ((1,), (2,), (1,), (2,), (1,))
     assert placed(4, workers=2, gpus_per_worker=2).workers == ((1, 2), (3, 1))
 
 
-def test_on_one_gpu_all_share_it() -> None:
+def test_all_share_a_single_gpu() -> None:
     assert placed(1) == Placement(learner=(0,), workers=((0,), (0,)))
 
 
-def test_workers_that_need_more_than_is_left_share_with_the_learner() -> None:
+def test_workers_that_need_more_gpus_than_are_left_share_with_the_learner() -> None:
     assert placed(2, workers=1, gpus_per_worker=2) == Placement(learner=(0,), workers=((0, 1),))
 
 
-def test_a_machine_without_gpus_places_nothing() -> None:
+def test_machine_without_gpus_assigns_none() -> None:
     assert placed(0, ranks=4) == Placement(learner=(), workers=((), ()))
 
 
-def test_processes_on_the_cpu_get_none() -> None:
+def test_processes_on_the_cpu_get_no_gpu() -> None:
     assert placed(2, ranks=0) == Placement(learner=(), workers=((0,), (1,)))
     assert placed(2, gpus_per_worker=0) == Placement(learner=(0,), workers=((), ()))
 
 
-def test_the_run_file_may_say_it_otherwise() -> None:
+def test_run_file_overrides_the_assignment() -> None:
     assert placed(4, ranks=2, learner_gpus=(3, 2)) == Placement(learner=(3, 2), workers=((0,), (1,)))
     assert placed(4, rollout_gpus=(3, 1), workers=3).workers == ((3,), (1,), (3,))
     assert placed(4, rollout_gpus=(3, 1, 2), workers=2, gpus_per_worker=2).workers == ((3, 1), (2, 3))
     assert placed(2, learner_gpus=(1,), rollout_gpus=(1,)) == Placement(learner=(1,), workers=((1,), (1,)))
 
 
-def test_no_two_ranks_share_a_gpu() -> None:
+def test_ranks_may_not_share_a_gpu() -> None:
     with pytest.raises(ConfigError, match="2 ranks need 2 GPUs, this machine has 1"):
         placed(1, ranks=2)
     with pytest.raises(ConfigError, match="names a GPU twice"):
@@ -70,13 +70,13 @@ def test_no_two_ranks_share_a_gpu() -> None:
         ({"gpus_per_worker": 4}, "tensor_parallel: a worker needs 4 GPUs, this machine has 2"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_refuses_impossible_assignments(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         placed(**({"num_gpus": 2} | changes))
     assert message in str(refused.value)
 
 
-def test_no_more_processes_than_the_memory_could_hold_without_any_model() -> None:
+def test_refuses_more_processes_than_memory_could_hold() -> None:
     counts = {"ranks": 1, "workers": 60, "evaluation_workers": 3}
     check_memory(**counts, machine_bytes=2**30)  # 64 processes of 16 MiB
     with pytest.raises(
@@ -85,18 +85,18 @@ def test_no_more_processes_than_the_memory_could_hold_without_any_model() -> Non
         check_memory(**counts | {"evaluation_workers": 100}, machine_bytes=2**30)
 
 
-def test_a_child_names_its_gpus_as_its_parent_sees_them() -> None:
+def test_child_gets_its_gpus_by_the_names_of_its_parent() -> None:
     assert visible_devices((2, 3), inherited=None) == "2,3"
     assert visible_devices((0, 2), inherited="4, 5,7") == "4,7"
     assert visible_devices((1,), inherited="GPU-aa,GPU-bb") == "GPU-bb"
 
 
-def test_a_shared_gpu_is_named_once() -> None:
+def test_names_a_shared_gpu_once() -> None:
     """CUDA treats a list that names a device twice as no list at all. Ranks are dealt over the visible devices."""
     assert visible_devices((1, 1, 0), inherited=None) == "1,0"
 
 
-def test_workers_that_evaluate_come_after_the_others_or_on_gpus_of_their_own() -> None:
+def test_evaluation_workers_come_last_or_get_their_own_gpus() -> None:
     placed = place(8, ranks=2, workers=3, gpus_per_worker=1, evaluation_workers=2)
     assert placed.processes == {"learner": (0, 1), "w0": (2,), "w1": (3,), "w2": (4,), "e0": (5,), "e1": (6,)}
     given = place(8, ranks=2, workers=3, gpus_per_worker=1, evaluation_workers=2, evaluation_gpus=[7])

@@ -46,7 +46,7 @@ async def everything(of: ProcessAgent) -> tuple[list[tuple[str, str]], int]:
             return lines, news.code
 
 
-async def test_what_it_prints_and_how_it_ends_come_back(
+async def test_returns_output_and_exit_code(
     order: LaunchRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(tmp_path, monkeypatch, 'echo "$1 $2 $3 $SECRET in $PWD"; echo bad >&2; exit 7')
@@ -60,7 +60,7 @@ async def test_what_it_prints_and_how_it_ends_come_back(
     assert await made.news(2) == OutputChunk(lines=(), last=2, code=7)  # fetched lines are gone, the exit code remains
 
 
-async def test_what_was_not_fetched_may_be_asked_for_again(
+async def test_lines_can_be_fetched_again(
     order: LaunchRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(tmp_path, monkeypatch, "echo one; echo two")
@@ -74,7 +74,7 @@ async def test_what_was_not_fetched_may_be_asked_for_again(
     assert (await everything(made))[1] == 0
 
 
-async def test_a_launcher_that_does_not_ask_costs_bounded_memory_and_is_told(
+async def test_keeps_a_bounded_number_of_lines_and_says_how_many_are_lost(
     order: LaunchRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_agent, "MAX_LINES", 3)
@@ -86,7 +86,7 @@ async def test_a_launcher_that_does_not_ask_costs_bounded_memory_and_is_told(
     assert news.last == 5
 
 
-async def test_signals_are_forwarded_and_a_process_blocks_none(
+async def test_forwards_signals_and_blocks_none_in_the_process(
     order: LaunchRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(tmp_path, monkeypatch, "echo up; exec sleep 60")
@@ -110,7 +110,7 @@ def blocked_signals(pid: int) -> int:
     return int(next(line for line in lines if line.startswith("SigBlk")).split()[1], 16)
 
 
-async def test_the_log_of_a_folder_that_is_not_the_launchers_comes_line_by_line(
+async def test_forwards_the_log_if_its_folder_is_not_shared(
     order: LaunchRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(tmp_path, monkeypatch, f"echo new >> {order.log}; printf half >> {order.log}")
@@ -130,7 +130,7 @@ async def test_the_log_of_a_folder_that_is_not_the_launchers_comes_line_by_line(
         ({"version": "0"}, "is installed there, 0 here; install the same on every machine"),
     ],
 )
-async def test_what_a_machine_lacks_is_said_and_nothing_started(
+async def test_machine_that_lacks_something_starts_nothing_and_says_so(
     order: LaunchRequest, change: dict[str, object], problem: str
 ) -> None:
     started = await ProcessAgent().start(dataclasses.replace(order, **change))

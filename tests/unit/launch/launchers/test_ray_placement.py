@@ -19,14 +19,14 @@ def choose(strategy: Strategy, *ours: str, need: Need = CPU, planned: int = 3, a
     )
 
 
-def test_pack_goes_near_the_others_and_spread_away_from_them_if_there_is_room() -> None:
+def test_pack_prefers_the_machine_of_the_others_and_spread_avoids_it() -> None:
     assert choose("PACK", "b", "b", "a") == Choice(near="b")
     assert choose("SPREAD", "b", "b", "a") == Choice(near="a")
     assert choose("PACK") == choose("SPREAD") == Choice()
     assert choose("SPREAD", "a", need=GPU) == Choice(near="a")  # b has no GPU
 
 
-def test_strict_pack_has_one_machine_and_the_first_finds_one_for_all() -> None:
+def test_strict_pack_chooses_one_machine_with_room_for_all() -> None:
     assert choose("STRICT_PACK", "b") == Choice(within=frozenset("b"))
     assert choose("STRICT_PACK") == Choice(within=frozenset("ab"))
     assert choose("STRICT_PACK", need=GPU, planned=2) == Choice(within=frozenset("a"))
@@ -37,7 +37,7 @@ def test_strict_spread_shares_no_machine() -> None:
     assert choose("STRICT_SPREAD", "a", "b").may_come_true([A, B]) is False
 
 
-def test_a_machine_that_lacks_something_is_not_chosen_again() -> None:
+def test_machines_to_stay_apart_from_are_not_chosen() -> None:
     assert choose("PACK", "a", apart="a") == Choice(without=frozenset("a"), near="b")
     assert choose("PACK", apart="a").may_come_true([A]) is False
 
@@ -53,7 +53,7 @@ def test_a_machine_that_lacks_something_is_not_chosen_again() -> None:
         ({"kind": "!H100"}, True),
     ],
 )
-def test_labels_are_compared_and_operators_left_to_ray(need: dict[str, str], fits: bool) -> None:
+def test_compares_labels_and_leaves_operators_to_ray(need: dict[str, str], fits: bool) -> None:
     assert Need(name="w0", resources={"CPU": 1.0}, labels=need).fits(A) is fits
 
 
@@ -61,11 +61,11 @@ def refusal(needs: list[Need], strategy: Strategy = "PACK") -> str:
     return ray_placement.refusal(needs, strategy=strategy, machines=[A, B])
 
 
-def test_what_can_run_is_not_refused() -> None:
+def test_accepts_what_can_run() -> None:
     assert refusal([CPU] * 8) == refusal([GPU, GPU]) == refusal([CPU, CPU], "STRICT_SPREAD") == refusal([]) == ""
 
 
-def test_a_refusal_says_what_is_asked_and_what_there_is() -> None:
+def test_refusal_says_what_is_needed_and_what_there_is() -> None:
     big = Need(name="learner", resources={"CPU": 1.0, "GPU": 4.0}, labels={"kind": "H100"})
     assert refusal([big]) == (
         "learner needs 1 CPU, 4 GPU, kind = H100 on one machine; there is 10.0.0.1 4 CPU, 2 GPU; 10.0.0.2 4 CPU, 0 GPU"
@@ -79,7 +79,7 @@ def test_a_refusal_says_what_is_asked_and_what_there_is() -> None:
     )
 
 
-def test_what_goes_beside_another_goes_there_whatever_the_strategy_and_what_is_apart_does_not() -> None:
+def test_beside_and_apart_win_over_the_strategy() -> None:
     strategies: tuple[Strategy, ...] = ("PACK", "SPREAD", "STRICT_SPREAD")
     for strategy in strategies:
         found = ray_placement.choose(CPU, strategy=strategy, machines=[A, B], ours="b", planned=[CPU], beside="b")
@@ -101,7 +101,7 @@ def machines_of_a_learner(count: int, *, each: int, resources: dict[str, float])
     ]
 
 
-def test_machines_of_a_learner_have_room_for_all_that_goes_beside_each_other() -> None:
+def test_each_machine_of_a_learner_has_room_for_all_its_ranks() -> None:
     two_of_two = machines_of_a_learner(2, each=2, resources={"CPU": 1.0})
     assert refusal(two_of_two) == refusal(two_of_two, "STRICT_SPREAD") == ""
     assert refusal(machines_of_a_learner(2, each=2, resources={"CPU": 1.0, "GPU": 0.5})) == (

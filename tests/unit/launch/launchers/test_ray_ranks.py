@@ -26,7 +26,7 @@ class Ended:
         return SimpleNamespace(remote=remote)
 
 
-async def test_a_rank_waits_for_the_place_of_the_next_learner_once_the_last_one_has_ended(
+async def test_rank_waits_for_the_place_of_the_restarted_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last one's machine may be gone, and with it the address."""

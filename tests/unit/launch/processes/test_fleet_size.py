@@ -35,7 +35,7 @@ async def test_new_workers_take_the_lowest_free_names_and_the_newest_leave_first
     assert await it.end() == 0
 
 
-async def test_a_quarantined_worker_leaves_before_a_newer_one_that_works(stage: Callable[..., Stage]) -> None:
+async def test_quarantined_worker_leaves_first(stage: Callable[..., Stage]) -> None:
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     await it.bus.put(ACTORS, in_quarantine("w0"), key="w0")
@@ -45,7 +45,7 @@ async def test_a_quarantined_worker_leaves_before_a_newer_one_that_works(stage: 
     assert await it.end() == 0
 
 
-async def test_the_command_waits_for_a_quarantined_worker_to_be_mended(
+async def test_command_waits_for_a_quarantined_worker(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     it = stage(Launcher())
@@ -60,9 +60,7 @@ def in_quarantine(name: str) -> Heartbeat:
     return Heartbeat(actor=name, role=WORKER, phase="quarantined", problem="it lies", host="here", pid=0)
 
 
-async def test_who_was_asked_to_leave_did_not_die(
-    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_leaving_worker_is_not_a_failure(stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]) -> None:
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     it.launcher.named("w1").drains = False
@@ -75,7 +73,7 @@ async def test_who_was_asked_to_leave_did_not_die(
     assert await it.end() == 0
 
 
-async def test_who_is_slow_to_leave_is_asked_to_hand_over_and_then_killed(
+async def test_slow_leaver_hands_over_and_is_then_killed(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "DRAIN_SECONDS", 0.05)
@@ -88,7 +86,7 @@ async def test_who_is_slow_to_leave_is_asked_to_hand_over_and_then_killed(
     assert it.launcher.named("w1").signals == [15, 15, 9]
 
 
-async def test_gpus_that_are_free_go_to_new_workers_and_when_there_are_none_they_are_refused(
+async def test_new_workers_get_free_gpus_or_are_refused(
     stage: Callable[..., Stage],
 ) -> None:
     it = stage(Launcher(), gpus=4)
@@ -107,7 +105,7 @@ async def test_gpus_that_are_free_go_to_new_workers_and_when_there_are_none_they
     await it.until_up("w0", "w1")
 
 
-async def test_a_launcher_that_has_no_room_is_heard_too(stage: Callable[..., Stage]) -> None:
+async def test_refuses_workers_if_the_launcher_has_no_room(stage: Callable[..., Stage]) -> None:
     it = stage(Launcher(room=3))
     await it.until_up("w0", "w1")
     await it.ask(5)
@@ -117,7 +115,7 @@ async def test_a_launcher_that_has_no_room_is_heard_too(stage: Callable[..., Sta
     assert status.problem == ("w4 does not start: 1 GPU asked for, 0 free; the fleet stays at 3 rollout workers")
 
 
-async def test_a_new_worker_whose_configuration_is_wrong_is_refused_and_the_run_goes_on(
+async def test_run_continues_if_a_new_worker_has_a_wrong_configuration(
     stage: Callable[..., Stage],
 ) -> None:
     it = stage(Launcher())
@@ -131,7 +129,7 @@ async def test_a_new_worker_whose_configuration_is_wrong_is_refused_and_the_run_
     assert await it.end() == 0
 
 
-async def test_the_command_waits_until_workers_sample(
+async def test_command_waits_until_workers_sample(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     it = stage(Launcher())
@@ -144,7 +142,7 @@ async def test_the_command_waits_until_workers_sample(
     assert "run demo: 3 rollout workers after" in capsys.readouterr().out
 
 
-async def test_the_command_says_what_is_missing_after_its_time(
+async def test_command_names_what_is_missing_after_its_timeout(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     it = stage(Launcher())
@@ -153,14 +151,14 @@ async def test_the_command_says_what_is_missing_after_its_time(
     assert "not yet 2 rollout workers after 1 s; still waiting for w0, w1 to start" in capsys.readouterr().out
 
 
-async def test_a_refusal_is_one_line(stage: Callable[..., Stage]) -> None:
+async def test_refusal_is_one_line(stage: Callable[..., Stage]) -> None:
     it = stage(Launcher(), gpus=3)
     await it.until_up("w0", "w1")
     with pytest.raises(NoRoom, match="another worker needs 1 GPU, and of 0, 1, 2 none is free; the fleet stays at 3"):
         await scale._ask(it.bus, "demo", 4, seconds=60)
 
 
-def test_free_gpus_are_those_that_nobody_has_and_the_run_file_allows() -> None:
+def test_free_gpus_are_unused_and_allowed_by_the_run_file() -> None:
     assert free(8, taken={0, 1, 4}, needed=2) == (2, 3)
     assert free(8, taken={0, 1, 4}, needed=2, given=(4, 6, 7)) == (6, 7)
     assert free(0, taken=set(), needed=2) == free(8, taken=set(), needed=0) == ()

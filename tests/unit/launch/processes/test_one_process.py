@@ -15,7 +15,7 @@ from asyncrl.launch.processes.one_process import run_in_one_process
 from tests import ROOT
 
 
-async def test_the_process_has_what_the_weight_channel_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sets_the_environment_of_the_weight_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it uses a GPU: NCCL reads its settings once."""
     run = config.load(ROOT / "examples" / "demo.toml", ["weights.channel=nccl", f"run.directory={tmp_path}"])
     monkeypatch.setattr(os, "environ", dict(os.environ))

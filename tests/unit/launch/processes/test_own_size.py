@@ -27,7 +27,7 @@ async def steps(it: Stage, numbers: dict[str, float], *, first: int, count: int 
         await asyncio.sleep(0.005)
 
 
-async def test_a_run_grows_while_its_learner_waits_and_shrinks_while_its_engines_do(
+async def test_fleet_grows_while_the_learner_waits_and_shrinks_while_engines_do(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The size survives the process, like a size that an operator requested."""
@@ -52,7 +52,7 @@ async def test_a_run_grows_while_its_learner_waits_and_shrinks_while_its_engines
     assert await it.end() == 0
 
 
-async def test_a_run_that_finds_no_room_for_more_stays_and_asks_no_more(
+async def test_fleet_without_room_stops_asking_for_more(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_specs, "gpus_per_worker", lambda run: 1)
@@ -65,7 +65,7 @@ async def test_a_run_that_finds_no_room_for_more_stays_and_asks_no_more(
     assert await it.end() == 0
 
 
-async def test_a_run_without_it_keeps_its_size(stage: Callable[..., Stage]) -> None:
+async def test_fleet_without_a_rule_keeps_its_size(stage: Callable[..., Stage]) -> None:
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     await steps(it, WAITING, first=1, count=60)
@@ -74,6 +74,6 @@ async def test_a_run_without_it_keeps_its_size(stage: Callable[..., Stage]) -> N
     assert await it.end() == 0
 
 
-def test_fewer_workers_at_most_than_at_least_are_refused() -> None:
+def test_refuses_most_workers_below_workers() -> None:
     with pytest.raises(ConfigError, match=r"most_workers must be 0 \(as many as workers\) or in 2\.\.[0-9]+, got 1"):
         config.load(DEMO, ["learner.device=cpu", "rollout.most_workers=1"])

@@ -19,7 +19,7 @@ from tests.unit.launch.checks.test_run_file import RUN_FILE
 @pytest.mark.parametrize(
     ("keeps_no_bytecode", "gpus", "is_said"), [(True, 2, True), (True, 0, False), (False, 2, False)]
 )
-def test_python_that_keeps_no_bytecode_is_warned_of_where_engines_are_on_gpus(
+def test_warns_of_a_python_without_bytecode_before_engines_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -37,7 +37,7 @@ def test_python_that_keeps_no_bytecode_is_warned_of_where_engines_are_on_gpus(
     assert ("PYTHONDONTWRITEBYTECODE" in capsys.readouterr().out) is is_said
 
 
-def test_the_ranks_of_a_learner_on_several_machines_say_where_they_go_and_whom_they_meet(tmp_path: Path) -> None:
+def test_ranks_on_several_machines_have_placement_constraints(tmp_path: Path) -> None:
     demo_task.write(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
     overrides = ("backend=megatron", "ranks=4", "pipeline_parallel=2", "machines=2")
@@ -53,7 +53,7 @@ def test_the_ranks_of_a_learner_on_several_machines_say_where_they_go_and_whom_t
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_a_learner_is_no_part_of_the_job_that_asyncrl_run_was_started_in(
+def test_learner_does_not_join_the_job_of_its_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: int
 ) -> None:
     """The surroundings are those of the first of 16 processes under torchrun."""

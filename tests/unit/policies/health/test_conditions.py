@@ -21,9 +21,7 @@ def observed(numbers: dict[str, float], *, seconds: float = 0.0) -> Observation:
 
 
 @pytest.mark.parametrize(("number", "condition"), CONDITIONS.items(), ids=[one.fault for one in CONDITIONS.values()])
-def test_each_condition_is_named_from_its_value_on_and_restarts_nobody(
-    number: str, condition: conditions.Condition
-) -> None:
+def test_condition_is_named_at_its_threshold_and_restarts_nobody(number: str, condition: conditions.Condition) -> None:
     assert diagnose(observed({number: condition.threshold * 0.99})) == []
     (found,) = diagnose(observed({number: condition.threshold}))
     assert (found.fault, found.actor, found.pid, found.cure) == (condition.fault, "w0", 7, "")
@@ -31,14 +29,14 @@ def test_each_condition_is_named_from_its_value_on_and_restarts_nobody(
     assert "{" not in found.cause
 
 
-def test_a_share_is_said_in_percent() -> None:
+def test_share_is_shown_in_percent() -> None:
     (found,) = conditions.findings(observed({"data/overlong_share": 0.934}))
     assert found.cause.startswith("w0 has passed over 93% of the rows")
 
 
-def test_nothing_is_said_of_who_is_not_heard_any_more() -> None:
+def test_conditions_of_silent_actors_are_left_out() -> None:
     assert list(conditions.findings(observed({"alarm/mismatch": 1.0}, seconds=SILENT_SECONDS + 1))) == []
 
 
-def test_no_condition_has_the_name_of_another() -> None:
+def test_conditions_have_unique_names() -> None:
     assert len({one.fault for one in CONDITIONS.values()}) == len(CONDITIONS)

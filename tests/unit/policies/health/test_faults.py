@@ -8,7 +8,7 @@ from asyncrl.logs import printable_text
 from asyncrl.policies.health.waits import stall_limit
 
 
-def test_a_limit_is_four_times_the_median_and_never_under_six_seconds() -> None:
+def test_stall_limit_is_four_times_the_median_and_at_least_six_seconds() -> None:
     assert stall_limit(0.5, first=25) == 6
     assert stall_limit(5, first=25) == 20
     assert stall_limit(0, first=25) == 25
@@ -18,10 +18,10 @@ def test_a_limit_is_four_times_the_median_and_never_under_six_seconds() -> None:
     "text",
     ["全角\u3000空白", "prix\xa0: 12\u202f000 €", "می\u200cخواهم", "👩\u200d👩\u200d👧", "soft\xadhy", "a\tb\nc"],
 )
-def test_spaces_and_joiners_of_any_script_are_shown_as_the_model_wrote_them(text: str) -> None:
+def test_shows_spaces_and_joiners_of_any_script(text: str) -> None:
     assert printable_text(text) == text
 
 
 @pytest.mark.parametrize("letter", ["\x1b", "\r", "\x7f", "\x9b", "\u2028", "\u2029", "\ud800", "\u202e", "\u2066"])
-def test_what_could_control_a_terminal_or_reorder_its_lines_is_not_shown(letter: str) -> None:
+def test_hides_characters_that_control_a_terminal_or_reorder_text(letter: str) -> None:
     assert printable_text(f"a{letter}b") == "a?b"

@@ -42,11 +42,11 @@ SLOW: dict[str, dict[str, tuple[Wait, ...]]] = {
 
 
 @pytest.mark.parametrize("waits", SLOW.values(), ids=SLOW.keys())
-def test_a_run_that_is_only_slow_has_no_findings(waits: dict[str, tuple[Wait, ...]]) -> None:
+def test_slow_run_has_no_findings(waits: dict[str, tuple[Wait, ...]]) -> None:
     assert diagnose(observed(replace(HEALTHY, waits=waits))) == []
 
 
-def test_a_learner_that_starts_brings_its_prompt_source_and_its_weights_with_it() -> None:
+def test_starting_learner_counts_for_its_prompt_source_and_weights() -> None:
     """No matter how long workers have waited: the previous learner was killed because of these waits."""
     observation = observed(replace(HEALTHY, waits=IDLE | {"w1": (prompts(90),), "w2": (prompts(90), weights(80))}))
     starting = Heartbeat(actor=LEARNER, role=LEARNER, phase="starting", waits=(on("start", 5, limit=25),), pid=2)
@@ -57,7 +57,7 @@ def test_a_learner_that_starts_brings_its_prompt_source_and_its_weights_with_it(
     assert found.fault == "no learner"
 
 
-def test_a_quarantined_worker_is_named_with_its_reason_and_is_nobody_to_wait_for() -> None:
+def test_quarantined_worker_is_named_and_does_not_count_as_a_worker() -> None:
     def quarantined(name: str) -> ActorStatus:
         seen = observed(replace(HEALTHY, waits=IDLE)).actors[name]
         return replace(seen, beat=replace(seen.beat, phase="quarantined", problem="it lies", waits=()))
@@ -71,7 +71,7 @@ def test_a_quarantined_worker_is_named_with_its_reason_and_is_nobody_to_wait_for
     assert [one.fault for one in both] == ["no worker", "quarantine", "quarantine"]
 
 
-def test_a_process_is_named_once_however_many_actors_it_has() -> None:
+def test_process_is_named_once_for_all_its_actors() -> None:
     found = diagnose(observed(Row(fault="", says="", waits=ALL_ELSE, silent={1: 9, 11: 9}, process={1: "gone"})))
     assert sorted((finding.fault, finding.actor) for finding in found) == [("gone", LEARNER), ("silent", "w1")]
 
@@ -83,14 +83,14 @@ def test_faults_that_hold_up_the_learner_come_first() -> None:
     assert [bool(finding.victims) for finding in found] == [True, True, False]
 
 
-def test_a_finished_run_has_no_findings_and_its_server_may_be_gone() -> None:
+def test_finished_run_has_no_findings() -> None:
     observation = observed(TABLE["there is no worker at all"])
     assert diagnose(replace(observation, is_finished=True)) == []
     assert diagnose(replace(observation, is_finished=True, bus_silent=9.0)) == []
 
 
 @pytest.mark.parametrize("name", ["no learner", "no worker"])
-def test_processes_of_the_launcher_are_not_missed_while_they_are_up(name: str) -> None:
+def test_own_processes_are_not_missed_while_they_are_up(name: str) -> None:
     """Both processes have worked and still run, so their heartbeats are being removed. That must not end the run."""
     rows = [row for row in TABLE.values() if row.fault == name]
     assert rows
@@ -99,13 +99,13 @@ def test_processes_of_the_launcher_are_not_missed_while_they_are_up(name: str) -
         assert not [finding for finding in diagnose(seen) if finding.fault == name]
 
 
-def test_a_learner_that_has_just_left_is_not_missed_at_once() -> None:
+def test_learner_that_has_just_left_is_not_missed_at_once() -> None:
     observation = observed(TABLE["there is no learner"])
     assert diagnose(replace(observation, leaderless=3.0)) == []
     assert [one.fault for one in diagnose(replace(observation, leaderless=7.0))] == ["no learner"]
 
 
-def test_a_finding_keeps_its_key_while_it_lasts() -> None:
+def test_finding_keeps_its_key() -> None:
     def first(seconds: float) -> Finding:
         return diagnose(observed(replace(HEALTHY, waits=ALL_ELSE | {"w2": (on("engine", seconds),)})))[0]
 
@@ -113,7 +113,7 @@ def test_a_finding_keeps_its_key_while_it_lasts() -> None:
     assert first(7).text != first(20).text
 
 
-def test_a_thousand_actors_that_all_stand_still_are_no_burden() -> None:
+def test_diagnoses_hundreds_of_waiting_actors() -> None:
     base = observed(TABLE["the window is full of dead groups"])
     worker = base.actors["w1"]
     many = {f"x{i}": replace(worker, beat=replace(worker.beat, actor=f"x{i}", pid=100 + i)) for i in range(200)}

@@ -18,7 +18,7 @@ from asyncrl.audit.metric_rows import Row, of_newest_history, parsed
         b'\xef\xbb\xbf{"step": 3',
     ],
 )
-def test_anything_else_is_none(line: bytes) -> None:
+def test_other_text_is_no_row(line: bytes) -> None:
     assert parsed(line) is None
 
 
@@ -34,22 +34,22 @@ def _by_key(*rows: Row) -> dict[tuple[int, int], Row]:
     return {(row["learner/incarnation"], row["step"]): row for row in rows}
 
 
-def test_a_step_that_is_trained_again_takes_the_place_of_it_and_of_all_later_ones() -> None:
+def test_retrained_step_replaces_it_and_all_later_steps() -> None:
     rows = _by_key(*(_trained(0, step) for step in (1, 2, 3, 4)), _trained(1, 3))
     assert of_newest_history(rows) == [_trained(0, 1), _trained(0, 2), _trained(1, 3)]
 
 
-def test_the_evaluation_of_the_version_that_a_run_resumes_from_is_added_to_the_row_of_its_step() -> None:
+def test_evaluation_of_a_resumed_version_joins_the_row_of_its_step() -> None:
     rows = _by_key(_trained(0, 1), _trained(0, 2), _evaluated(1, 2), _trained(1, 3))
     assert of_newest_history(rows) == [_trained(0, 1), _evaluated(1, 2) | _trained(0, 2), _trained(1, 3)]
 
 
-def test_an_evaluation_before_the_first_step_has_a_row_of_its_own() -> None:
+def test_evaluation_before_the_first_step_has_its_own_row() -> None:
     rows = _by_key(_evaluated(0, 0), _trained(0, 1))
     assert of_newest_history(rows) == [_evaluated(0, 0), _trained(0, 1)]
 
 
-def test_steps_stay_until_a_resumed_learner_trains_them_again() -> None:
+def test_steps_stay_until_they_are_retrained() -> None:
     rows = _by_key(*(_trained(0, step) for step in (1, 2, 3)), _evaluated(1, 1))
     assert [row["step"] for row in of_newest_history(rows)] == [1, 2, 3]
     rows |= _by_key(_trained(1, 2))

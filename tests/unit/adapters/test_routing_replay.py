@@ -34,7 +34,7 @@ def made(folder: Path, *overrides: str) -> RunConfig:
     return config.load(folder / "run.toml", overrides)
 
 
-def test_it_is_on_by_default_for_a_mixture_of_experts_and_its_bytes_are_counted(folder: Path) -> None:
+def test_is_on_by_default_for_a_mixture_of_experts(folder: Path) -> None:
     run = made(folder)
     replay = registry.routing_replay(run)
     assert (replay.is_on, replay.num_bytes) == (True, GROUP_BYTES)
@@ -50,7 +50,7 @@ def test_it_is_on_by_default_for_a_mixture_of_experts_and_its_bytes_are_counted(
         ("bus.max_group_bytes=49000", "a group with its experts may take .*, over bus.max_group_bytes"),
     ],
 )
-def test_where_it_cannot_be_it_is_off_and_refused_if_it_is_asked_for(folder: Path, setting: str, reason: str) -> None:
+def test_is_off_where_impossible_and_refused_if_required(folder: Path, setting: str, reason: str) -> None:
     setting = setting.format(folder=folder)
     found = registry.routing_replay(made(folder, setting))
     assert not found.is_on
@@ -59,12 +59,12 @@ def test_where_it_cannot_be_it_is_off_and_refused_if_it_is_asked_for(folder: Pat
         check(made(folder, setting, 'rollout.routing_replay="on"'))
 
 
-def test_a_group_that_is_stored_in_pieces_has_them_only_if_it_is_asked_to(folder: Path) -> None:
+def test_group_larger_than_a_message_has_experts_only_on_request(folder: Path) -> None:
     run = made(folder, "bus.max_message_bytes=49000")
     assert "over bus.max_message_bytes (49,000)" in registry.routing_replay(run).reason
     assert registry.routing_replay(made(folder, "bus.max_message_bytes=49000", 'rollout.routing_replay="on"')).is_on
 
 
 @pytest.mark.parametrize("setting", ['rollout.routing_replay="off"', 'algorithm.correction="none"'])
-def test_it_is_off_where_nobody_wants_it(folder: Path, setting: str) -> None:
+def test_is_off_on_request(folder: Path, setting: str) -> None:
     assert not registry.routing_replay(made(folder, setting)).is_on

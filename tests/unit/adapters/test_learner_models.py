@@ -76,7 +76,7 @@ USES: dict[str, tuple[list[str], set[str]]] = {
 
 
 @pytest.mark.parametrize("case", USES)
-def test_the_models_of_a_run_follow_from_its_algorithm(case: str, folder: Path) -> None:
+def test_algorithm_decides_which_models_a_run_has(case: str, folder: Path) -> None:
     overrides, models = USES[case]
     made = run(folder, *overrides)
     check(made)
@@ -84,7 +84,7 @@ def test_the_models_of_a_run_follow_from_its_algorithm(case: str, folder: Path) 
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_kl_to_a_reference_goes_with_every_row(name: str, folder: Path) -> None:
+def test_every_algorithm_takes_a_penalty_to_a_reference(name: str, folder: Path) -> None:
     teacher = ["teacher.path={folder}/same"] if name == "opd" else []
     made = registry.algorithm(run(folder, f"algorithm.name={name}", "reference.kl_coef=0.01", *teacher))
     assert made.kl is not None
@@ -136,19 +136,19 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_with_the_reason(case: str, folder: Path) -> None:
+def test_refuses_models_that_do_not_fit_with_the_reason(case: str, folder: Path) -> None:
     overrides, reason = REFUSED[case]
     with pytest.raises(ConfigError, match=reason) as caught:
         check(run(folder, *overrides))
     assert "\n" not in str(caught.value)
 
 
-def test_a_critic_needs_no_group_to_compare_with(folder: Path) -> None:
+def test_critic_works_with_groups_of_one(folder: Path) -> None:
     made = run(folder, "algorithm.name=ppo", "rollout.group_size=1")
     assert "ppo" in str(summarize(made))  # summarize checks first
 
 
-def test_a_critic_starts_from_the_policys_folder_at_the_policys_learning_rate(folder: Path) -> None:
+def test_critic_starts_from_the_policy(folder: Path) -> None:
     made = run(folder, "algorithm.name=ppo", "critic.loss=huber", "critic.warmup_steps=3")
     optimizer = OptimizerSettings()
     (critic,) = learner_models.models(made, registry.algorithm(made), optimizer=optimizer).values()
@@ -160,13 +160,13 @@ def test_a_critic_starts_from_the_policys_folder_at_the_policys_learning_rate(fo
     assert (faster["critic_learning_rate"], faster["critic_warmup_steps"]) == (1e-3, 0)
 
 
-def test_a_frozen_model_has_neither_objective_nor_optimizer(folder: Path) -> None:
+def test_frozen_model_has_no_objective_and_no_optimizer(folder: Path) -> None:
     made = run(folder, "algorithm.name=opd", "teacher.path={folder}/same", "reference.kl_coef=0.1")
     models = learner_models.models(made, registry.algorithm(made), optimizer=OptimizerSettings())
     assert {name: model.path.name for name, model in models.items()} == {"reference": "policy", "teacher": "same"}
     assert all(model.objective is None and model.optimizer is None for model in models.values())
 
 
-def test_what_a_run_means_shows_the_sections_it_has(folder: Path) -> None:
+def test_summary_shows_the_sections_of_a_run(folder: Path) -> None:
     assert "[critic]" not in str(summarize(run(folder)))
     assert "[critic]\npath = " in str(summarize(run(folder, "algorithm.name=ppo", "critic.warmup_steps=3")))

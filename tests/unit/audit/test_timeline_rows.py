@@ -23,7 +23,7 @@ def rows(folder: Path, row: Any) -> int:
     return len(newest_rows(folder, most_bytes=2**20))
 
 
-def test_a_whole_row_is_read(tmp_path: Path) -> None:
+def test_reads_a_whole_row(tmp_path: Path) -> None:
     assert rows(tmp_path, ROW) == 1
     assert rows(tmp_path, ROW | {"groups": [], "loads": [], "waits": []}) == 1
 
@@ -37,17 +37,17 @@ def test_a_whole_row_is_read(tmp_path: Path) -> None:
         *({"loads": [3]}, {"loads": [[0, *LOAD[1:]]]}, {"waits": [["w0", "prompts", None, 1.0]]}, {"waits": {"a": 1}}),
     ],
 )
-def test_one_of_another_shape_is_left_out(change: dict[str, Any], tmp_path: Path) -> None:
+def test_skips_rows_of_another_shape(change: dict[str, Any], tmp_path: Path) -> None:
     assert rows(tmp_path, ROW | change) == 0
 
 
-def test_a_folder_in_its_place_has_none(tmp_path: Path) -> None:
+def test_folder_instead_of_a_file_has_no_rows(tmp_path: Path) -> None:
     (tmp_path / TIMELINE_FILE).mkdir()
     assert newest_rows(tmp_path, most_bytes=2**20) == []
 
 
 @pytest.mark.parametrize("name", [TIMELINE_FILE, "metrics.jsonl"])
-def test_a_file_that_cannot_be_read_is_one_line_and_exit_code_2(
+def test_unreadable_file_is_one_line_and_exit_code_2(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_exit_code_2(
     assert len(told.splitlines()) == 1
 
 
-def test_a_folder_that_may_not_be_looked_into_is_one_line_and_exit_code_2(
+def test_unreadable_folder_is_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path) -> bool:

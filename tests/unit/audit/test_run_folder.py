@@ -42,24 +42,24 @@ def address(folder: Path) -> tuple[str, str]:
     return registry.bus_address(run, token=run.bus.token)
 
 
-def test_a_copy_from_before_says_nothing_of_the_run_that_came_up_since(folder: Path) -> None:
+def test_copy_of_a_folder_does_not_say_that_the_run_is_up(folder: Path) -> None:
     copy = Path(shutil.copytree(folder, folder.parent / "copy"))
     (copy / BUS_FILE).unlink()
     with pytest.raises(NoSuchRun, match=r"no `asyncrl run` is up in .*/copy; "):
         address(copy)
 
 
-def test_a_renamed_folder_is_opened_where_it_is(folder: Path) -> None:
+def test_opens_a_renamed_folder(folder: Path) -> None:
     opened = open_run(folder.rename(folder.parent / "renamed"))
     assert opened.settings.run_directory == opened.folder.absolute() == folder.parent / "renamed"
     assert opened.settings.weights_directory == folder.parent / "renamed" / "weights"
 
 
-def test_a_folder_that_was_renamed_is_where_its_own_address_says(folder: Path) -> None:
+def test_renamed_folder_of_a_running_run_keeps_its_address(folder: Path) -> None:
     assert address(folder.rename(folder.parent / "renamed")) == (HERE.url, HERE.token)
 
 
-def test_a_run_that_was_killed_is_not_up_and_its_remedy_is_to_resume_it(folder: Path) -> None:
+def test_killed_run_is_not_up_and_its_remedy_is_to_resume_it(folder: Path) -> None:
     """A killed `asyncrl run` leaves its address behind."""
     with subprocess.Popen(["true"]) as ended:
         pass
