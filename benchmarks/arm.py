@@ -38,8 +38,7 @@ from asyncrl.config.staleness import StalenessSection
 from asyncrl.environments.builtin import single_turn
 from asyncrl.launch.assembly.build_learner import LearnerPorts, assemble_learner
 from asyncrl.messages import SamplingParams
-from asyncrl.planning.ideal import Plan
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import Plan, Timing
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question

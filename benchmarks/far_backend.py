@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.port import StepResult
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import Timing
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.tensors.snapshot import Snapshot
 from benchmarks.simulated import TimedBackend

@@ -34,8 +34,7 @@ from typing import Final, Literal
 import uvloop
 
 from asyncrl.config.run import Mode
-from asyncrl.planning.ideal import Ideal, Plan
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import Ideal, Plan, Timing
 from benchmarks.arm import Row, run_arm
 from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, group_lengths
 

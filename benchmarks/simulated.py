@@ -30,9 +30,7 @@ from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.planning.decoding import Decoding, Finished, version_spans
-from asyncrl.planning.ideal import GroupLengths
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import Decoding, Finished, GroupLengths, Timing, version_spans
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.rewards.port import Reward, Sample
 from asyncrl.tensors.snapshot import Snapshot

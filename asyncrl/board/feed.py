@@ -7,18 +7,123 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from aiohttp import web
 
 from asyncrl.audit.run_observer import POLL_SECONDS, RunObserver, RunView
 from asyncrl.board.file_tail import RowTail
 from asyncrl.board.group_index import GroupIndex
 from asyncrl.board.lanes import Doing, doing
-from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import Change, RunState
 from asyncrl.board.watched_run import WatchedRun, row_of
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
+
+# -- changes for every browser -----------------------------------------------------------------------------------------
+
+MOST_WAITING: Final = 256
+"""Maximum number of messages queued for one browser."""
+MOST_BROWSERS: Final = 64
+
+
+class Hub:
+    def __init__(self) -> None:
+        self.browsers: set[Browser] = set()
+
+    def tell(self, run: int, change: dict[str, Any]) -> None:
+        """Send a change of one run to all browsers."""
+        if not self.browsers:
+            return
+        line = encoded({"run": run, **change})
+        for browser in self.browsers:
+            browser.put(line)
+
+    def join(self) -> Browser | None:
+        """Add a browser until ``leave``; None if there are too many."""
+        if len(self.browsers) >= MOST_BROWSERS:
+            return None
+        browser = Browser()
+        self.browsers.add(browser)
+        return browser
+
+    def leave(self, browser: Browser) -> None:
+        self.browsers.discard(browser)
+
+
+class Browser:
+    """The queue of one browser. ``has_news`` is set while it holds messages."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque()
+        self.has_news = asyncio.Event()
+
+    def put(self, line: bytes) -> None:
+        if len(self._lines) >= MOST_WAITING:  # too slow: the browser reloads the state later
+            self._lines.clear()
+            line = encoded({"kind": "restart"})
+        self._lines.append(line)
+        self.has_news.set()
+
+    def take(self) -> bytes:
+        """Remove and return all queued messages; empty if there are none."""
+        data = b"".join(self._lines)
+        self._lines.clear()
+        self.has_news.clear()
+        return data
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """Encode one server-sent event."""
+    return b"data: " + as_json(message) + b"\n\n"
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+# -- threads that read files -------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+THREADS: Final = 2
+MOST_ASKED: Final = 32
+"""Maximum number of requests in progress or waiting; further requests are told to retry."""
+
+
+class Readers:
+    """name: of the threads"""
+
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"board-{name}")
+        self._asked = 0
+
+    async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Run ``function`` in a thread and return its result.
+
+        Raises HTTPServiceUnavailable if too many requests wait.
+        """
+        if self._asked >= MOST_ASKED:
+            text = "asyncrl board: too many browsers ask for this at once; ask again\n"
+            raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "2"})
+        self._asked += 1
+        try:
+            work = functools.partial(function, *arguments, **named)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._asked -= 1
+
+    def close(self) -> None:
+        """Close without waiting for reads in progress."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+# -- the feed of a run -------------------------------------------------------------------------------------------------
 
 ROW_SECONDS: Final = 1.0
 """Seconds between reads of metrics.jsonl; nothing signals that it grew."""

@@ -1,22 +1,187 @@
 """The board's state of one run, and the changes that it sends to browsers. Pure, and bounded.
 
-A change is a dict with its "kind". ``RunFeed`` sends it to every connected browser.
-
-Tests: tests/unit/board/test_run_state.py.
+A change is a dict with its "kind". ``RunFeed`` sends it to every connected browser. Curves and histograms merge
+neighbours if there are too many points: a long run is shown at a lower resolution, but completely.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
 from asyncrl.board.lanes import Doing, Lanes, change, head
-from asyncrl.board.marks import Mark, Marks
 from asyncrl.board.recorded_lanes import recorded_lanes
-from asyncrl.board.series import Columns, Curve
 from asyncrl.board.step_lanes import StepLanes, rank_name, rank_tokens
+
+# -- curves and histograms ---------------------------------------------------------------------------------------------
+
+MOST_POINTS: Final = 2000
+MOST_COLUMNS: Final = 400
+MOST_BINS: Final = 64
+"""Maximum number of bins of a histogram; the last bin also counts everything beyond."""
+
+
+class Curve:
+    """One metric over steps. A point is the mean over ``stride`` steps, at the last of them."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[float] = []
+        self.stride = 1
+        self._pending: list[float] = []
+
+    def add(self, step: int, value: float) -> None:
+        """Add a value. If the step is not new, a resumed learner trained it again, and later points are dropped."""
+        self.rewind(step)
+        self._pending.append(value)
+        if len(self._pending) < self.stride:
+            return
+        self.steps.append(step)
+        self.values.append(sum(self._pending) / len(self._pending))
+        self._pending = []
+        if len(self.steps) > MOST_POINTS:
+            self._halve()
+
+    def rewind(self, step: int) -> None:
+        if self.steps and self.steps[-1] >= step:
+            self._pending = []
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            self.values.pop()
+
+    def _halve(self) -> None:
+        if len(self.steps) % 2:  # the last point has no neighbour yet
+            self._pending = [self.values.pop()] * self.stride
+            self.steps.pop()
+        self.steps = self.steps[1::2]
+        self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2], strict=True)]
+        self.stride *= 2
+
+
+class Columns:
+    """A histogram per step. A column is the sum over ``stride`` steps, and starts at the first of them."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.counts: list[list[int]] = []
+        self.stride = 1
+        self._in_last = 0
+
+    def add(self, step: int, counts: Sequence[int]) -> None:
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            self.counts.pop()
+            self._in_last = self.stride
+        if self.steps and self._in_last < self.stride:
+            self.counts[-1] = _summed(self.counts[-1], folded(counts))
+            self._in_last += 1
+            return
+        self.steps.append(step)
+        self.counts.append(folded(counts))
+        self._in_last = 1
+        if len(self.steps) > MOST_COLUMNS:
+            self._halve()
+
+    def _halve(self) -> None:
+        pairs = zip_longest(self.counts[::2], self.counts[1::2], fillvalue=list[int]())
+        self._in_last += self.stride if len(self.steps) % 2 == 0 else 0
+        self.steps, self.counts = self.steps[::2], [_summed(list(a), list(b)) for a, b in pairs]
+        self.stride *= 2
+
+
+def folded(counts: Sequence[int]) -> list[int]:
+    """Limit a histogram to MOST_BINS bins; the last one also counts everything beyond."""
+    if len(counts) <= MOST_BINS:
+        return list(counts)
+    return [*counts[: MOST_BINS - 1], sum(counts[MOST_BINS - 1 :])]
+
+
+def _summed(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+
+
+# -- events on the timeline --------------------------------------------------------------------------------------------
+
+MOST_MARKS: Final = 500
+LONGEST_TEXT: Final = 500
+
+SHOWN: Final = frozenset({"joined", "quarantined", "released", "rejected", "resumed", "first_trained", "failed"})
+"""Kinds of events that become marks. Events of single groups are counted in the curves instead."""
+
+Mark = dict[str, Any]
+"""{"time": Unix seconds, "kind", "actor", "text"}; a fault also has "remedy", and "until" once it is over."""
+
+
+class Marks:
+    """The marks of one run, in the order in which they became known."""
+
+    def __init__(self) -> None:
+        self.all: deque[Mark] = deque(maxlen=MOST_MARKS)
+        self._open: dict[tuple[str, str], Mark] = {}
+        self._incarnation = 0
+
+    def faults(self, findings: Iterable[Any], *, now: float) -> list[Mark]:
+        """Update faults with the findings of a look. Returns new faults and faults that ended."""
+        found = {finding.key: finding for finding in findings}
+        changed = []
+        for key, finding in found.items():
+            if key not in self._open:
+                mark = _mark(
+                    now - max(0.0, finding.seconds), "fault", finding.actor, f"{finding.fault}: {finding.text}"
+                )
+                self._open[key] = mark | {"remedy": finding.remedy[:LONGEST_TEXT], "until": None}
+                self.all.append(self._open[key])
+                changed.append(self._open[key])
+        for key in self._open.keys() - found.keys():
+            mark = self._open.pop(key)
+            mark["until"] = now
+            changed.append(mark)
+        return changed
+
+    def event(self, event: Any) -> list[Mark]:
+        """Add an event of the bus. Returns the new marks."""
+        if event.kind not in SHOWN:
+            return []
+        text = ", ".join(
+            f"{name} {value}" for name, value in event.data.items() if isinstance(value, str | int | float)
+        )
+        mark = _mark(event.time, event.kind, event.actor, text)
+        # known already if events are read again after the bus was away
+        return [] if mark in self.all else self._added(mark)
+
+    def restarts(self, names: Iterable[str], *, now: float) -> list[Mark]:
+        """Add marks for actors whose process changed since the previous look."""
+        return [mark for name in names for mark in self._added(_mark(now, "restart", name, "another process"))]
+
+    def row(self, row: Mapping[str, Any]) -> list[Mark]:
+        """Check a row of metrics: the first row of a new incarnation means that the learner was restarted."""
+        incarnation = row.get("learner/incarnation")
+        if not isinstance(incarnation, float | int) or incarnation == self._incarnation:
+            return []
+        is_first = not self._incarnation and row["step"] == 1
+        self._incarnation = int(incarnation)
+        time = row.get("time")
+        if is_first or not isinstance(time, float | int):
+            return []
+        load = row.get("learner/load_seconds")
+        began = f", ready after {load:.0f} s" if isinstance(load, float | int) else ""
+        text = f"incarnation {self._incarnation} goes on with step {row['step']}{began}"
+        return self._added(_mark(time, "restart", "learner", text))
+
+    def _added(self, mark: Mark) -> list[Mark]:
+        self.all.append(mark)
+        return [mark]
+
+
+def _mark(time: float, kind: str, actor: str, text: str) -> Mark:
+    return {"time": time, "kind": kind, "actor": actor[:LONGEST_TEXT], "text": text[:LONGEST_TEXT]}
+
+
+# -- the state of a run ------------------------------------------------------------------------------------------------
 
 MOST_CURVES: Final = 500
 MOST_ROWS: Final = 50

@@ -26,12 +26,10 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from asyncrl.board.feed import RunFeed
+from asyncrl.board.feed import Browser, Hub, Readers, RunFeed, as_json
 from asyncrl.board.group_index import rows_as_json
 from asyncrl.board.guard import HEADERS, Guard, Handler
-from asyncrl.board.hub import Browser, Hub, as_json
 from asyncrl.board.lanes import STATES
-from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import RunState
 from asyncrl.board.watched_run import WatchedRun
 from asyncrl.errors import ConfigError

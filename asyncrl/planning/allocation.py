@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.config.layout import Layout
-from asyncrl.planning.ideal import GroupLengths, Ideal, Plan, Reached
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import GroupLengths, Ideal, Plan, Reached, Timing
 
 BOUNDS: Final = (1, 2, 4, 8)
 """Staleness bounds that are tried in addition to the run's own."""

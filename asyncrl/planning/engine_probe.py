@@ -27,7 +27,7 @@ from asyncrl.launch.assembly.build_learner import sampling_of
 from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.messages import Progress, TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
-from asyncrl.planning.timing import DecodeReading
+from asyncrl.planning.simulation import DecodeReading
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.admission import Admission
 

@@ -17,7 +17,7 @@ from asyncrl.adapters import learner_models, registry
 from asyncrl.backends.port import Backend
 from asyncrl.config import RunConfig
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.planning.timing import TrainReading
+from asyncrl.planning.simulation import TrainReading
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.packing import pack_parts

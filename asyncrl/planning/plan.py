@@ -23,9 +23,8 @@ from asyncrl.messages import TrajectoryGroup
 from asyncrl.os_process import signal_on_parent_death
 from asyncrl.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
 from asyncrl.planning.engine_probe import EngineMeasured, measure_engine
-from asyncrl.planning.ideal import Plan
 from asyncrl.planning.learner_probe import LearnerMeasured, measure_learner
-from asyncrl.planning.timing import Timing, fit_decode, fit_training
+from asyncrl.planning.simulation import Plan, Timing, fit_decode, fit_training
 
 LOAD_SECONDS: Final = 0.1
 """Assumed pause of an engine for a new version; not measured, because a step takes many times as long."""

@@ -24,9 +24,8 @@ from typing import Any, Final
 from asyncrl import config
 from asyncrl.config import plugins, tables
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.by_row import RowRewards
 from asyncrl.rewards.guard import GuardedReward
-from asyncrl.rewards.parts import WeightedPart, WeightedParts
+from asyncrl.rewards.parts import RowRewards, WeightedPart, WeightedParts
 from asyncrl.rewards.port import RewardFn, part_problem
 
 KINDS: Final = {

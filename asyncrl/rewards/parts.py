@@ -1,16 +1,4 @@
-"""reward.kind = "parts": the weighted sum of other rewards, each named in [reward.parts].
-
-    [reward.parts.right]
-    kind = "math"
-    [reward.parts.format]
-    kind = "regex"
-    weight = 0.1
-    options = { pattern = "^<think>.*</think>", compare = "match" }
-
-All parts judge the whole group at the same time. Each part's unweighted value is the metric reward/NAME. Parts of a
-part, such as a judge's grade, are named NAME.grade. If a part fails, the group fails. kind = "none" is the reward that
-the rollout function or the harness set; its reward parts keep their own names.
-"""
+"""Rewards made of rewards: weighted parts (reward.kind = "parts"), and a reward for each row (data.reward_key)."""
 
 from __future__ import annotations
 
@@ -81,3 +69,25 @@ class WeightedParts:
                     raise RewardError(f"reward parts: two parts are {name}.{inner}; rename one of [reward.parts]")
                 told[f"{name}.{inner}"] = value
         return Reward(value=sum(self._parts[name].weight * one.value for name, one in found.items()), parts=told)
+
+
+class RowRewards:
+    """A RewardFn that chooses a reward by row. All samples of a group belong to one row."""
+
+    def __init__(self, default: GuardedReward, by_name: Mapping[str, GuardedReward]) -> None:
+        self._default, self._by_name = default, dict(by_name)
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        name = samples[0].reward
+        if name and name not in self._by_name:
+            raise RewardError(f"the row's reward {name!r} is none of this worker's: {', '.join(self._by_name)}")
+        return await (self._by_name[name] if name else self._default)(samples)
+
+    def check_machine(self) -> None:
+        """Raise ConfigError if this machine lacks something that one of the rewards needs."""
+        for reward in (self._default, *self._by_name.values()):
+            reward.check_machine()
+
+    async def close(self) -> None:
+        for reward in (self._default, *self._by_name.values()):
+            await reward.close()

@@ -11,7 +11,7 @@ import uvloop
 
 from asyncrl.config.run import Mode
 from asyncrl.config.staleness import TooOld
-from asyncrl.planning.ideal import Plan
+from asyncrl.planning.simulation import Plan
 from benchmarks.arm import run_arm
 from benchmarks.peers.engine import lengths_of, timing_of
 from benchmarks.peers.scene import PROMPT_TOKENS, Row, Scene

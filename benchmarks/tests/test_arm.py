@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.run import Mode
-from asyncrl.planning.ideal import Plan
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import Plan, Timing
 from benchmarks.arm import Evaluating, run_arm
 from benchmarks.simulated import Lengths
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from asyncrl.planning.ideal import Plan
+from asyncrl.planning.simulation import Plan
 
 _PLAN = Plan(
     mode="async",

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import asyncrl as api
-from asyncrl.board.feed import RunFeed
+from asyncrl.board.feed import Readers, RunFeed
 from asyncrl.board.group_index import rows_as_json
-from asyncrl.board.readers import Readers
 from asyncrl.board.watched_run import WatchedRun
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task

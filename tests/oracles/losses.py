@@ -25,9 +25,8 @@ from asyncrl.policies.corrections.weights import IcePop, TISSequence, TISToken
 from asyncrl.policies.losses import kl
 from asyncrl.policies.losses.cispo import Cispo
 from asyncrl.policies.losses.dppo import DPPO
-from asyncrl.policies.losses.gspo import GSPO
 from asyncrl.policies.losses.loss import Loss
-from asyncrl.policies.losses.ppo import CoupledPPO, PPOClip
+from asyncrl.policies.losses.ppo import GSPO, CoupledPPO, PPOClip
 from asyncrl.policies.losses.ratios import ratio
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
 from tests.oracles.dense import Adapter, Dense, Inputs, Outputs, Params, compute, one_of, renamed

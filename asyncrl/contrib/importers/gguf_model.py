@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.data.model_folder import check_model
-from asyncrl.data.new_folder import new_folder
+from asyncrl.data.model_folder import check_model, new_folder
 from asyncrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights, read_shape
 from asyncrl.contrib.importers import mxfp4
-from asyncrl.data.model_folder import check_model
-from asyncrl.data.new_folder import copy_all_but_weights, new_folder
+from asyncrl.data.model_folder import check_model, copy_all_but_weights, new_folder
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import fp8, int4, safetensors_file
 from asyncrl.tensors.snapshot import TensorEntry

@@ -13,8 +13,7 @@ from asyncrl.policies.corrections.weights import NoCorrection, TISToken
 from asyncrl.policies.losses.aggregation import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean
 from asyncrl.policies.losses.cispo import Cispo
 from asyncrl.policies.losses.distillation import OPDReward
-from asyncrl.policies.losses.gspo import GSPO
-from asyncrl.policies.losses.ppo import PPOClip
+from asyncrl.policies.losses.ppo import GSPO, PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {

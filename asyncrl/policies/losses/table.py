@@ -8,9 +8,8 @@ from typing import Final
 from asyncrl.policies.losses.cispo import Cispo
 from asyncrl.policies.losses.distillation import OPD, OPDReward
 from asyncrl.policies.losses.dppo import DPPO
-from asyncrl.policies.losses.gspo import GSPO
 from asyncrl.policies.losses.loss import Loss
-from asyncrl.policies.losses.ppo import CoupledPPO, DecoupledPPO, PPOClip
+from asyncrl.policies.losses.ppo import GSPO, CoupledPPO, DecoupledPPO, PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
 
 CORE: Final[tuple[type[Loss], ...]] = (

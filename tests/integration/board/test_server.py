@@ -17,10 +17,8 @@ import pytest
 
 from asyncrl import config
 from asyncrl.board import server
-from asyncrl.board.feed import RunFeed
+from asyncrl.board.feed import MOST_ASKED, MOST_WAITING, RunFeed
 from asyncrl.board.group_index import GroupIndex
-from asyncrl.board.hub import MOST_WAITING
-from asyncrl.board.readers import MOST_ASKED
 from asyncrl.board.server import Board
 from asyncrl.board.watched_run import WatchedRun
 from asyncrl.bus.jetstream.bus import JetStreamBus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.board.hub import MOST_BROWSERS, MOST_WAITING, Hub
+from asyncrl.board.feed import MOST_BROWSERS, MOST_WAITING, Hub
 
 
 async def test_everybody_gets_what_is_new_in_one_piece() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.board.marks import MOST_MARKS, Marks
+from asyncrl.board.run_state import MOST_MARKS, Marks
 from asyncrl.messages import Event
 from asyncrl.policies.health.faults import Finding
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 from aiohttp import web
 
-from asyncrl.board.readers import MOST_ASKED, THREADS, Readers
+from asyncrl.board.feed import MOST_ASKED, THREADS, Readers
 
 
 async def test_more_requests_than_may_wait_are_told_to_ask_again_and_hold_up_nobody_else() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.board.series import MOST_BINS, MOST_COLUMNS, MOST_POINTS, Columns, Curve, folded
+from asyncrl.board.run_state import MOST_BINS, MOST_COLUMNS, MOST_POINTS, Columns, Curve, folded
 
 
 def test_a_long_curve_gets_coarser_and_keeps_its_mean() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.layout import Layout
 from asyncrl.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
-from asyncrl.planning.ideal import Reached
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import Reached, Timing
 from tests.harness.planning import plan
 
 ONE = Units(copy=1, engine=1)

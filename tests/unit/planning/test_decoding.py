@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.messages import VersionSpan
-from asyncrl.planning.decoding import Decoding, version_spans
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import Decoding, Timing, version_spans
 
 TIMING = Timing(
     seconds_per_token=1.0,

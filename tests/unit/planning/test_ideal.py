@@ -9,8 +9,7 @@ import pytest
 
 from asyncrl.config.run import Mode
 from asyncrl.planning.allocation import drawn
-from asyncrl.planning.ideal import Ideal
-from asyncrl.planning.timing import Timing
+from asyncrl.planning.simulation import Ideal, Timing
 from tests.harness.planning import plan
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.planning.timing import DecodeReading, TrainReading, fit_decode, fit_training
+from asyncrl.planning.simulation import DecodeReading, TrainReading, fit_decode, fit_training
 
 SECONDS = st.floats(1e-6, 0.1)
 

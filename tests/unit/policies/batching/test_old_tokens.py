@@ -24,8 +24,8 @@ from asyncrl.policies.batching.packing import Document, pack_for_ranks
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
-from asyncrl.policies.losses.gspo import GSPO
 from asyncrl.policies.losses.kl import Penalty
+from asyncrl.policies.losses.ppo import GSPO
 from asyncrl.policies.staleness.staleness import per_token
 from tests.harness.groups import span, trajectory
 

@@ -25,9 +25,8 @@ from asyncrl.contrib.losses.topr import TOPR, TOPRByReward
 from asyncrl.contrib.losses.vespo import VESPO
 from asyncrl.policies.losses.cispo import Cispo
 from asyncrl.policies.losses.dppo import DPPO
-from asyncrl.policies.losses.gspo import GSPO
 from asyncrl.policies.losses.loss import Loss
-from asyncrl.policies.losses.ppo import CoupledPPO, DecoupledPPO, PPOClip
+from asyncrl.policies.losses.ppo import GSPO, CoupledPPO, DecoupledPPO, PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
 from asyncrl.policies.losses.table import LOSSES as TABLE
 

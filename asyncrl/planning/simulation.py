@@ -7,19 +7,202 @@ another, which makes the engines' batches smaller, so long answers decode faster
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import random
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.config.run import Mode
 from asyncrl.config.staleness import TooOld
-from asyncrl.planning.decoding import Decoding, Finished, version_spans
-from asyncrl.planning.timing import Timing
+from asyncrl.messages import VersionSpan
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.staleness.admission import Admission
+
+# -- speeds of engine and learner --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Timings of one machine.
+
+    seconds_per_token     a: reading the weights, once per decode step however many sequences run
+    seconds_per_sequence  b: additional time of a decode step per running sequence
+    capacity              sequences that run at once; further ones queue
+    load_seconds          pause of decoding while new weights are loaded
+    train_tokens_per_second, train_seconds   an optimizer step of T tokens on m machines takes T / (m x rate) + constant
+    """
+
+    seconds_per_token: float
+    seconds_per_sequence: float
+    capacity: int
+    load_seconds: float
+    train_tokens_per_second: float
+    train_seconds: float
+
+    def decode_step(self, running: int) -> float:
+        return self.seconds_per_token + self.seconds_per_sequence * running
+
+    def train_step(self, tokens: int, *, machines: int) -> float:
+        return tokens / (machines * self.train_tokens_per_second) + self.train_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeReading:
+    """A measurement of an engine: ``running`` sequences on average, ``tokens`` in ``seconds``, including prefill."""
+
+    running: float
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReading:
+    """A measurement of one optimizer step of the smallest learner on ``tokens``, including prompts."""
+
+    tokens: int
+    seconds: float
+
+
+def fit_decode(readings: Iterable[DecodeReading]) -> tuple[float, float]:
+    """Fit (a, b) of a decode step of a + b x running seconds, both >= 0, to measurements at different ``running``.
+
+    Least squares over the total seconds of each measurement, so long ones weigh more. The result is scaled so that all
+    measurements together take as long as they did. Raises ValueError without a token.
+    """
+    given = [reading for reading in readings if reading.running > 0 and reading.seconds > 0]
+    steps = np.array([reading.tokens / reading.running for reading in given])
+    running = np.array([reading.running for reading in given])
+    seconds = np.array([reading.seconds for reading in given])
+    if not steps.sum() > 0:
+        raise ValueError("the engine sampled no token")
+    a, b = _positive_line(steps, steps * running, seconds)
+    scale = seconds.sum() / (steps * (a + b * running)).sum()
+    return a * scale, b * scale
+
+
+def fit_training(readings: Iterable[TrainReading]) -> tuple[float, float]:
+    """Fit (tokens per second, constant seconds) of an optimizer step to measurements at different ``tokens``.
+
+    Raises ValueError without a token.
+    """
+    given = list(readings)
+    if not given or not any(reading.tokens for reading in given):
+        raise ValueError("the learner trained no token")
+    tokens = np.array([float(reading.tokens) for reading in given])
+    constant, per_token = _positive_line(np.ones(len(given)), tokens, np.array([one.seconds for one in given]))
+    if per_token <= 0:  # too short to separate the two: attribute all time to the tokens
+        constant, per_token = 0.0, float(sum(one.seconds for one in given) / tokens.sum())
+    return 1 / per_token, constant
+
+
+def _positive_line(
+    first: NDArray[np.float64], second: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return the least-squares fit of first x a + second x b = seconds, with a >= 0 and b >= 0."""
+    both = np.stack([first, second], axis=1)
+    a, b = np.linalg.lstsq(both, seconds, rcond=None)[0]
+    if a < 0:
+        return 0.0, float(second @ seconds / (second @ second))
+    if b < 0:
+        return float(first @ seconds / (first @ first)), 0.0
+    return float(a), float(b)
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished sequence.  entered: the engine's position (decode steps so far) when the sequence began"""
+
+    number: int
+    entered: float
+    length: int
+
+
+@dataclass(slots=True)
+class Decoding:
+    """The continuous batch of one engine, advanced from event to event; in between, all sequences decode equally fast.
+
+    ``position`` counts decode steps. A sequence that enters at position p with length n finishes at p + n.
+    """
+
+    timing: Timing
+    now: float = 0.0
+    position: float = 0.0
+    busy_seconds: float = 0.0
+    is_paused: bool = False
+    _running: list[tuple[float, int, float, int]] = field(default_factory=list)  # (finish, number, entered, length)
+    _waiting: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def add(self, number: int, length: int) -> None:
+        """Add a sequence of ``length`` tokens at ``now``; it runs if a slot is free, else it waits for one."""
+        if len(self._running) < self.timing.capacity:
+            heapq.heappush(self._running, (self.position + length, number, self.position, length))
+        else:
+            self._waiting.append((number, length))
+
+    def next_finish(self) -> float:
+        """Return when the next sequence ends if nothing is added; infinity if none runs or decoding is paused."""
+        if not self._running or self.is_paused:
+            return math.inf
+        left = max(0.0, self._running[0][0] - self.position)
+        return self.now + left * self.timing.decode_step(len(self._running))
+
+    def advance(self, now: float) -> list[Finished]:
+        """Decode until ``now``; return what has ended, in order. A slot that becomes free is filled at that moment."""
+        ended: list[Finished] = []
+        while (finish := self.next_finish()) <= now:
+            self.busy_seconds += finish - self.now
+            self.now, self.position = finish, max(self.position, self._running[0][0])
+            _, number, entered, length = heapq.heappop(self._running)
+            ended.append(Finished(number, entered, length))
+            if self._waiting:
+                self.add(*self._waiting.popleft())
+        if self._running:
+            self.busy_seconds += now - self.now
+            if not self.is_paused:
+                self.position += (now - self.now) / self.timing.decode_step(len(self._running))
+        self.now = now
+        return ended
+
+    def places(self) -> Iterator[tuple[int, float | None]]:
+        """Yield each unfinished sequence with the position at which it began; None if it waits for a slot."""
+        yield from ((number, entered) for _, number, entered, _ in self._running)
+        yield from ((number, None) for number, _ in self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+
+def version_spans(
+    changes: Sequence[tuple[float, tuple[int, int]]], *, entered: float, length: int
+) -> tuple[VersionSpan, ...]:
+    """Return the version of each token. ``changes``: (position, version), rising, the first before ``entered``."""
+    first = bisect_right(changes, entered, key=lambda change: change[0]) - 1
+    starts: dict[int, tuple[int, int]] = {}
+    for position, version in itertools.islice(changes, first, None):
+        start = max(0, math.ceil(position - entered))
+        if start >= length:
+            break
+        starts[start] = version
+    return tuple(VersionSpan(start=s, incarnation=v[0], policy_version=v[1]) for s, v in starts.items())
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
 
 _ENDLESS: Final = 10**9
 """Number of groups; a run that runs out of groups in its last steps is not in a steady state."""
