@@ -305,7 +305,7 @@ class ProcessManager:
     def _fail(self, code: int, reason: str) -> None:
         self.say(reason)
         self._reason = reason
-        self._failure = code if code > 0 else 1
+        self._failure = code if code in (ConfigError.exit_code, INTERRUPTED) else 1
         self._over.set()
 
     def say(self, text: str) -> None:

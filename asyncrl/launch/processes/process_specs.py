@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ class ProcessSpecs:
 
         size  size that `asyncrl scale` set last; None: that of the run file
 
-        Prints which process gets which GPUs, if there are any, and what slows their start. Raises ConfigError if there
+        Prints which process gets which GPUs, if there are any. Raises ConfigError if there
         are too few GPUs.
         """
         run = self._run
@@ -53,8 +52,6 @@ class ProcessSpecs:
         for name, its in gpus.processes.items():
             if its:
                 print_line(f"{name:10s}GPU {numbers(its)}")
-        if sys.dont_write_bytecode and any(gpus.workers):  # SGLang imports 7,000 modules in each of two processes
-            print_line("PYTHONDONTWRITEBYTECODE is set: a start on GPUs takes twice as long; unset it")
         return [
             *self._learner(gpus.learner, resume=resume),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),

@@ -23,7 +23,7 @@ def results(run: RunProcess) -> list[dict[str, Any]]:
     return [row for row in rows if "evaluation/complete" in row]
 
 
-async def test_workers_that_joined_evaluate_a_run_that_has_no_others(tmp_path: Path, forks: ForkServer) -> None:
+async def test_joined_workers_evaluate(tmp_path: Path, forks: ForkServer) -> None:
     here, away = tmp_path / "here", tmp_path / "away"
     away.mkdir()
     path = f'path = "{here}/prompts.jsonl", samples = 2, limit = 8'

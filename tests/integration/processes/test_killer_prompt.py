@@ -51,7 +51,7 @@ async def answer(prompt, generate, *, index):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_prompt_that_kills_its_worker_fails_after_its_last_attempt(tmp_path: Path, forks: ForkServer) -> None:
+def test_prompt_that_kills_workers_fails_after_its_last_attempt(tmp_path: Path, forks: ForkServer) -> None:
     demo_task.write(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_FILE)
     (tmp_path / "killer.py").write_text(KILLER)

@@ -39,7 +39,7 @@ def run(tmp_path: Path, megatron_forks: ForkServer) -> Iterator[RunProcess]:
         pytest.param("learner", signal.SIGKILL, "", id="learner"),
     ],
 )
-async def test_a_learner_goes_on_from_its_checkpoint_when_a_rank_is_killed(
+async def test_learner_continues_from_its_checkpoint_when_a_rank_is_killed(
     run: RunProcess, megatron_forks: ForkServer, struck: str, number: int, end: str
 ) -> None:
     """For whole machines and all moments, see python -m tests.chaos --faults ranks."""

@@ -35,7 +35,7 @@ def started(tmp_path: Path, request: pytest.FixtureRequest, megatron_forks: Fork
     indirect=True,
     ids=["stages, each of which stores its part", "context"],
 )
-def test_a_run_trains_its_steps_and_accounts_for_every_group(started: RunProcess) -> None:
+def test_trains_its_steps_and_accounts_for_every_group(started: RunProcess) -> None:
     assert started.wait() == 0, started.said
     assert started.steps == 4
     found = started.audit()
@@ -50,7 +50,7 @@ def test_a_run_trains_its_steps_and_accounts_for_every_group(started: RunProcess
         pytest.param(signal.SIGSTOP, "is gone: it hangs: no sign of life for 6 s", id="stopped"),
     ],
 )
-async def test_a_stage_that_is_killed_or_stopped_costs_no_group(
+async def test_killed_or_stopped_pipeline_stage_loses_no_group(
     started: RunProcess, megatron_forks: ForkServer, number: int, end: str
 ) -> None:
     """The learner's first process notices the failed communication between stages, or that the other one is silent. It

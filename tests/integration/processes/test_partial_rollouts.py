@@ -67,7 +67,7 @@ def worker(forks: ForkServer, run_file: Path, name: str, *, token: str) -> Itera
         process.wait()
 
 
-async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
+async def test_worker_continues_with_the_tokens_of_a_killed_one(
     tmp_path: Path, own_server: EmbeddedServer, connect: Connect, forks: ForkServer
 ) -> None:
     """New weights are published in between: version 0 sampled the first worker's tokens, version 1 the rest."""

@@ -39,7 +39,7 @@ def make(tmp_path: Path, forks: ForkServer) -> Iterator[Make]:
         run.kill()
 
 
-async def test_a_fleet_grows_and_shrinks_during_training_and_has_its_size_again_when_resumed(make: Make) -> None:
+async def test_fleet_grows_and_shrinks_and_keeps_its_size_when_resumed(make: Make) -> None:
     run = make()
     run.start()
     async with run.heard():
@@ -71,7 +71,7 @@ async def test_a_fleet_grows_and_shrinks_during_training_and_has_its_size_again_
     assert run.audit()["code"] == 0
 
 
-async def test_a_fleet_grows_by_itself_while_the_learner_waits_for_answers(make: Make) -> None:
+async def test_fleet_grows_by_itself_while_the_learner_waits(make: Make) -> None:
     """Answers have 40 tokens, so the engine is the bottleneck. A resumed run keeps the size that it chose."""
     run = make("fleet", "rollout.most_workers=2", "rollout.max_new_tokens=40", "rollout.ignore_eos=true")
     run.start()
@@ -88,7 +88,7 @@ async def test_a_fleet_grows_by_itself_while_the_learner_waits_for_answers(make:
         assert await asyncio.to_thread(run.drain) == 130
 
 
-async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(make: Make, tmp_path: Path) -> None:
+async def test_worker_joins_and_leaves_a_run(make: Make, tmp_path: Path) -> None:
     run = make()
     run.start()
     away = tmp_path / "away"
@@ -111,9 +111,7 @@ async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(mak
     assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
 
 
-async def test_a_second_run_of_a_name_is_refused_in_one_line(
-    make: Make, own_server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_refuses_a_second_run_of_the_same_name(make: Make, own_server: EmbeddedServer, tmp_path: Path) -> None:
     """Two runs start at the same moment from different folders: only one becomes the run.
 
     A worker of it that is killed at any time comes back under its own name.
@@ -151,7 +149,7 @@ async def beats(run: RunProcess) -> dict[str, Heartbeat]:
         await bus.close()
 
 
-async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make, own_server: EmbeddedServer) -> None:
+async def test_two_runs_share_a_server(make: Make, own_server: EmbeddedServer) -> None:
     """Even if their names have a common prefix and they use the same model, prompts and folder."""
     where = {"url": own_server.url, "token": own_server.token}
     runs = [make(name, **where) for name in ("one", "one-state")]
@@ -191,7 +189,7 @@ async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make,
         assert (found["code"], found["lost"], found["duplicated"], found["steps"]) == (0, 0, 0, run.steps)
 
 
-async def test_on_a_server_with_roles_the_operators_password_is_enough_to_scale(make: Make, tmp_path: Path) -> None:
+async def test_operator_may_scale_on_a_server_with_roles(make: Make, tmp_path: Path) -> None:
     server = Server(tmp_path / "server")
     try:
         run = make("mine", f"bus.credentials={server.directory}/mine/{{role}}", url=f"nats://127.0.0.1:{server.port}")

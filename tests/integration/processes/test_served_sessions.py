@@ -97,9 +97,7 @@ async def at_play(producers: list[Producer]) -> AsyncIterator[None]:
             await asyncio.wait(playing)
 
 
-async def test_a_killed_worker_s_sessions_are_over_and_its_samples_are_played_again_from_what_was_sampled(
-    tmp_path: Path, forks: ForkServer
-) -> None:
+async def test_sessions_of_a_killed_worker_are_replayed_from_their_tokens(tmp_path: Path, forks: ForkServer) -> None:
     gate = asyncio.Event()
     gate.set()
     async with contextlib.AsyncExitStack() as stack:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,27 +13,6 @@ from asyncrl.launch.processes.process_specs import ProcessSpecs
 from asyncrl.os_process import environment_of_child
 from tests.harness.fleet import Launcher
 from tests.unit.launch.checks.test_run_file import RUN_FILE
-
-
-@pytest.mark.parametrize(
-    ("keeps_no_bytecode", "gpus", "is_said"), [(True, 2, True), (True, 0, False), (False, 2, False)]
-)
-def test_warns_of_a_python_without_bytecode_before_engines_start(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    keeps_no_bytecode: bool,
-    gpus: int,
-    is_said: bool,
-) -> None:
-    demo_task.write(tmp_path)
-    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", keeps_no_bytecode)
-    monkeypatch.setattr("asyncrl.launch.processes.gpus.num_gpus", lambda: gpus)
-    monkeypatch.setattr("asyncrl.launch.processes.gpus.gpus_per_worker", lambda run: int(gpus > 0))
-    run = config.load(tmp_path / "run.toml")
-    ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
-    assert ("PYTHONDONTWRITEBYTECODE" in capsys.readouterr().out) is is_said
 
 
 def test_ranks_on_several_machines_have_placement_constraints(tmp_path: Path) -> None:
