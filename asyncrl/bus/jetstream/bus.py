@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Final, Literal, TypeVar
@@ -22,16 +23,13 @@ from urllib.parse import urlsplit
 
 from asyncrl.bus.encoding import Each, encoded, opened
 from asyncrl.bus.jetstream.connection import Connection, Refused, dial
+from asyncrl.bus.jetstream.consumers import shared_consumer
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
-from asyncrl.bus.jetstream.last_per_subject import last_of_each
 from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layout, is_removed
 from asyncrl.bus.jetstream.lease import Lease
-from asyncrl.bus.jetstream.log_reader import open_log
+from asyncrl.bus.jetstream.log import PieceStore, Records, open_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
-from asyncrl.bus.jetstream.own_address import address_towards
-from asyncrl.bus.jetstream.records import PieceStore, Records
-from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
 from asyncrl.bus.jetstream.streams import Streams, batches, inspect, remove_message, require_unchanged, subjects
 from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
 from asyncrl.bus.pieces import Pieces, most_bytes
@@ -49,8 +47,6 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 
 _STORE_FAILED: Final = 10077
-_FEW: Final = 8
-"""Up to this many states are read with one request each."""
 
 
 class JetStreamBus:
@@ -72,7 +68,6 @@ class JetStreamBus:
         self._signatures = signatures
         self._streams = Streams(connection, layout, role=access.role)
         self._stream = self._streams.of
-        self._workers = SharedConsumers(connection, layout, role=access.role)
         store = PieceStore(connection, layout, stream=self._stream)
         self._pieces = Pieces(self, most=most, signatures=signatures, fetch=store.fetch, remove=store.remove)
         self.rejections = Rejections()
@@ -117,7 +112,7 @@ class JetStreamBus:
         try:
             await bus._streams.open((*ALL, Lease.TOPIC))
             if access.takes_part:
-                await bus._workers.start()
+                await asyncio.gather(*(bus._until_consumable(topic) for topic in ALL if topic.kind == "work"))
         except BaseException:
             await connection.close()
             raise
@@ -152,13 +147,21 @@ class JetStreamBus:
     async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
         await self._stream(topic)
         deliveries = JetStreamDeliveries(
-            self._connection, topic, self._layout, consumer=self._workers.of(topic), signatures=self._signatures
+            self._connection,
+            topic,
+            self._layout,
+            ready=functools.partial(self._until_consumable, topic),
+            signatures=self._signatures,
         )
         try:
             await deliveries.start()
             yield deliveries
         finally:
             await deliveries.end()
+
+    async def _until_consumable(self, topic: Topic[Any]) -> None:
+        """waits for: the learner, which makes the consumer that all workers share"""
+        await shared_consumer(self._connection, self._layout, self._layout.stream(topic), role=self._role)
 
     @contextlib.asynccontextmanager
     async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
@@ -251,15 +254,6 @@ class JetStreamBus:
         found: dict[str, M] = {}
         seen = self._signatures.seen()  # before the reads: a watcher may see newer states before our replies arrive
         subjects = await self._subjects(topic, under=under)
-        # In a cluster the consumer may run on a server that lags. States that expire in seconds tolerate this
-        # (see _last).
-        if len(subjects) > _FEW and topic.seconds_to_live and self._creates_consumers:
-            stream = await self._stream(topic)
-            for item in await last_of_each(self._connection, stream=stream, subjects=self._layout.under(topic, under)):
-                key = self._layout.key(topic, item.subject)
-                if (message := self._value(topic, key, item.data, item.headers, seen)) is not None:
-                    found[key] = message
-            return found
         for some in batches(subjects):
             lasts = await asyncio.gather(*(self._last(topic, subject) for subject in some))
             for subject, last in zip(some, lasts, strict=True):
@@ -364,7 +358,13 @@ class JetStreamBus:
 
     @property
     def own_address(self) -> str:
-        return address_towards(urlsplit(servers(self._connection.name)[0]).hostname or "127.0.0.1")
+        server = urlsplit(servers(self._connection.name)[0]).hostname or "127.0.0.1"
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((server, 9))  # sends nothing, but selects the interface that routes there
+                return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
 
     @property
     def max_message_bytes(self) -> int:

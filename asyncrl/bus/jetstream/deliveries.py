@@ -10,10 +10,8 @@ from typing import Final, Generic, TypeVar
 
 from asyncrl.bus.encoding import Opened, opened
 from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.consumers import GIVE_BACK, Arrival, PullConsumer
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
-from asyncrl.bus.jetstream.ordered_consumer import Arrival
-from asyncrl.bus.jetstream.pull_consumer import GIVE_BACK, PullConsumer
-from asyncrl.bus.jetstream.shared_consumer import SharedConsumer
 from asyncrl.bus.jetstream.streams import remove_message
 from asyncrl.bus.port import Delivery
 from asyncrl.errors import Unanswered
@@ -40,7 +38,7 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
         topic: Topic[M],
         layout: Layout,
         *,
-        consumer: SharedConsumer,
+        ready: Callable[[], Awaitable[None]],
         signatures: Signatures,
     ) -> None:
         self._connection, self._topic, self._layout = connection, topic, layout
@@ -49,7 +47,7 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
             connection,
             stream=layout.stream(topic),
             name=WORKERS,
-            ready=consumer.ready,
+            ready=ready,
             give_back=self._give_back,
         )
         self._held: list[JetStreamDelivery[M]] = []

@@ -156,17 +156,10 @@ class Layout:
 
 def reader(name: str, *, after: int) -> dict[str, Any]:
     """Configuration of a reader's consumer that starts at sequence ``after`` + 1."""
-    return _ephemeral(name) | {"deliver_policy": "by_start_sequence", "opt_start_seq": after + 1}
-
-
-def everything(name: str, *, subjects: str) -> dict[str, Any]:
-    """Configuration of a consumer of the last message of each of ``subjects``."""
-    return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subjects}
-
-
-def _ephemeral(name: str) -> dict[str, Any]:
     return {
         "name": name,
+        "deliver_policy": "by_start_sequence",
+        "opt_start_seq": after + 1,
         "ack_policy": "none",
         "replay_policy": "instant",
         "mem_storage": True,

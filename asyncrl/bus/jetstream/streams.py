@@ -89,8 +89,7 @@ class Streams:
             if refused.code in _OTHER_SETTINGS:
                 raise ConfigError(
                     f"{where}: exists with other settings ({refused.description}); use the settings it had "
-                    "(bus.store, bus.replicas), choose another run.name, or delete the stream: a resumed run makes it "
-                    "again"
+                    "(bus.store, bus.replicas) or choose another run.name"
                 ) from None
             raise
         return name

@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from asyncrl.bus.jetstream.connection import Refused
-from asyncrl.bus.jetstream.ordered_consumer import Wire
+from asyncrl.bus.jetstream.consumers import Wire
 
 REFRESH_SECONDS: Final = 30.0
 _NO_MESSAGE: Final = 10037
@@ -44,8 +44,6 @@ class Watch:
         self._changed = asyncio.Event()
         self._newest: StoredMessage | None = None
         self._seen = 0
-        self._data, self._time = b"", 0  # of the last message seen
-        self._is_back = False  # the stream was recreated or went back, and no message has arrived since
         self._generation = -1  # of the connection at our last request
         self._subscription: Any = None
         self._unlisten: Callable[[], None] = lambda: None
@@ -84,10 +82,7 @@ class Watch:
         stored = await last_stored(self._wire, stream=self._stream, subject=self._subject)
         last = stored.sequence if stored is not None else 0
         if self._seen == seen and last < seen:
-            # The stream was recreated, or went back to an earlier state, and continues counting from there. Its present
-            # value may be older than the last one seen. A writer may repeat a lost value.
-            is_older = stored is None or stored.stored < self._time
-            self._seen, self._is_back = (last if is_older else 0), True
+            self._seen = 0  # a resumed run made the stream again, or it went back to an earlier state
         if stored is not None and stored.sequence > self._seen:
             self._hear(stored)
         self._generation = generation
@@ -102,11 +97,8 @@ class Watch:
 
     def _hear(self, stored: StoredMessage) -> None:
         if stored.sequence > self._seen:
-            is_repeated, self._is_back = self._is_back and stored.data == self._data, False
-            self._seen, self._data, self._time = stored.sequence, stored.data, stored.stored
-            if not is_repeated:
-                self._newest = stored
-                self._changed.set()
+            self._seen, self._newest = stored.sequence, stored
+            self._changed.set()
         elif stored.sequence < self._seen:  # arrived late, or the stream was recreated: ask its leader
             self._generation = -1
             self._changed.set()

@@ -345,7 +345,7 @@ async def test_a_jetstream_without_a_leader_is_tried_again_and_no_config_error(
 
     monkeypatch.setattr("asyncrl.bus.jetstream.connection._PATIENCE_SECONDS", 0.0)
     bus = await connect(nats_server, run="leaderless")
-    bus._made.clear()
+    bus._streams.made.clear()
     monkeypatch.setattr(Connection, "request", leaderless)
     with pytest.raises(BusError, match="no quorum: start the other servers of the cluster") as making:
         await bus._stream(TRAJECTORIES)

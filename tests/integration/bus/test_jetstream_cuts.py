@@ -52,7 +52,7 @@ async def test_a_worker_that_hears_nothing_for_a_while_orders_one_message_and_no
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its old pull requests, which the server still holds, must not deliver more than it has room for."""
-    monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr("asyncrl.bus.jetstream.consumers.PULL_SILENCE_SECONDS", 0.02)
     bus, other = await connect(nats_server, run="silent"), await connect(nats_server, run="silent")
     async with bus.consume(PROMPTS) as deliveries:
         waiting = asyncio.ensure_future(anext(deliveries))
@@ -71,8 +71,8 @@ async def test_a_worker_whose_loop_was_blocked_orders_one_message_and_no_more(
 ) -> None:
     """Blocked for longer than the silence limit and the request's lifetime: its timer and the message are ready
     together."""
-    monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.EXPIRES_SECONDS", 0.2)
+    monkeypatch.setattr("asyncrl.bus.jetstream.consumers.PULL_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr("asyncrl.bus.jetstream.consumers.PULL_EXPIRES_SECONDS", 0.2)
     bus, other = await connect(nats_server, run="blocked"), await connect(nats_server, run="blocked")
     for number in range(0, 20, 2):
         async with bus.consume(PROMPTS) as deliveries:

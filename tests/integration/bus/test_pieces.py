@@ -181,7 +181,7 @@ async def test_a_worker_that_vanishes_between_the_two_writes_loses_nothing(
     dying._connection.store = stored
     async with asyncio.TaskGroup() as tasks:
         ends = tasks.create_task(loop.run_learner())
-        victim = asyncio.create_task(run_worker(worker(dying, Engine(), seed=7)))
+        victim = asyncio.create_task(run_worker(worker(dying, Engine())))
         await between.wait()
         victim.cancel()
         with pytest.raises(asyncio.CancelledError):

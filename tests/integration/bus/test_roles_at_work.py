@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bus.jetstream.layout import WORKERS
 from asyncrl.bus.jetstream.lease import Lease
-from asyncrl.messages.topics import ACTORS, PROMPTS, SEGMENTS, TRAJECTORIES
-from tests.harness.buses import heartbeat, publish_groups, publish_prompts
+from asyncrl.messages.topics import ACTORS, SEGMENTS, TRAJECTORIES
+from tests.harness.buses import heartbeat, publish_groups
 from tests.harness.roles import Server, connected
 
 
@@ -32,17 +31,6 @@ async def learner(server: Server) -> AsyncIterator[Any]:
 async def worker(server: Server, learner: Any) -> AsyncIterator[Any]:
     async with connected(server, "rollout-worker") as bus:
         yield bus
-
-
-async def test_the_learner_creates_the_workers_consumer_again_when_it_is_lost(learner: Any, worker: Any) -> None:
-    stream = learner._layout.stream(PROMPTS)
-    async with worker.consume(PROMPTS) as deliveries:
-        waiting = asyncio.create_task(anext(deliveries))
-        await learner._connection.api(f"CONSUMER.DELETE.{stream}.{WORKERS}")
-        await publish_prompts(learner, 0)
-        async with asyncio.timeout(60):
-            await (await waiting).ack()
-    assert await learner.depth(PROMPTS) == 0
 
 
 async def test_a_log_is_read_in_order_without_a_consumer_while_it_is_trimmed_and_grows(

@@ -32,7 +32,7 @@ class Client:
 )
 async def test_it_closes_while_it_is_being_lost(error: Exception) -> None:
     connection = Connection("nats://127.0.0.1:4222")
-    connection._client = client = Client(error)  # type: ignore[assignment]
+    connection._client = client = Client(error)
     await connection.close()
     assert client.is_asked
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.bus.jetstream.consumers import OrderedConsumer, PullConsumer, make_consumer
 from asyncrl.bus.jetstream.layout import reader
-from asyncrl.bus.jetstream.ordered_consumer import OrderedConsumer, make_consumer
-from asyncrl.bus.jetstream.pull_consumer import PullConsumer
 from asyncrl.errors import Unanswered
 
 
@@ -234,7 +233,7 @@ async def test_a_shared_consumer_that_is_gone_is_recreated() -> None:
 
 
 async def test_a_message_that_comes_while_a_silent_order_is_withdrawn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr("asyncrl.bus.jetstream.consumers.PULL_SILENCE_SECONDS", 0.0)
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.bus.encoding import Opened
+from asyncrl.bus.jetstream.consumers import Arrival
 from asyncrl.bus.jetstream.deliveries import JetStreamDelivery
 from asyncrl.bus.jetstream.layout import Layout
-from asyncrl.bus.jetstream.ordered_consumer import Arrival
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.topics import PROMPTS
 from tests.harness.buses import prompt
