@@ -81,7 +81,7 @@ class FarBackend(TimedBackend):
         return [[np.full(micro_batch.num_tokens, -1, np.float32) for micro_batch in share] for share in dp_shards]
 
     def export(self) -> Snapshot:
-        return Snapshot.of([("weights", self._weights)])
+        return Snapshot.from_tensors([("weights", self._weights)])
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

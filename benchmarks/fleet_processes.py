@@ -341,7 +341,7 @@ class FleetBackend(BackendAdapter):
         return [[np.full(batch.num_tokens, LOGPROB, np.float32) for batch in share] for share in dp_shards]
 
     def export(self) -> Snapshot:
-        return Snapshot.of([("weight", self._weights)])
+        return Snapshot.from_tensors([("weight", self._weights)])
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

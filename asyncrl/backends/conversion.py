@@ -169,7 +169,7 @@ def to_huggingface(source: Path, destination: Path, *, model: Path, check: Calla
     Raises ConfigError, CheckpointError, OSError.
     """
     shape, held, saved = huggingface.read_shape(model, where="--model"), _Held(), TorchDist(source, checks_sums=True)
-    parameters = [_Found.of(one, saved, shape) for one in _parameters(shape)]
+    parameters = [_Found.from_checkpoint(one, saved, shape) for one in _parameters(shape)]
     _refuse_further_layers(saved, shape)
     others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
     left_out = sorted(set(others) - {found.key for found in parameters})
@@ -220,7 +220,7 @@ class _Found:
     padding: int
 
     @classmethod
-    def of(cls, parameter: _Parameter, saved: TorchDist, shape: ModelShape) -> _Found:
+    def from_checkpoint(cls, parameter: _Parameter, saved: TorchDist, shape: ModelShape) -> _Found:
         """Locate ``parameter`` in the checkpoint. Raises CheckpointError."""
         entry = parameter.entry
         wanted = weight_places.key(entry.megatron)

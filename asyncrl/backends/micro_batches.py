@@ -53,7 +53,7 @@ class PackedRow:
     _scores: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(
+    def from_micro_batch(
         cls, micro_batch: MicroBatch, rows: NDArray[np.int64], *, device: torch.device, in_rectangles: bool
     ) -> PackedRow:
         arrays: dict[str, NDArray[Any]] = {

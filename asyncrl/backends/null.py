@@ -70,7 +70,9 @@ class NullBackend(BackendAdapter):
         return [[micro_batch.behavior_logprobs for micro_batch in shard] for shard in dp_shards]
 
     def export(self) -> Snapshot:
-        return Snapshot.of([item for path in self._weights for item in safetensors.torch.load_file(path).items()])
+        return Snapshot.from_tensors(
+            [item for path in self._weights for item in safetensors.torch.load_file(path).items()]
+        )
 
     def save(self, folder: Path) -> None:
         """Write a placeholder, because a checkpoint's folder must not be empty."""

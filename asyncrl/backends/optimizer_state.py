@@ -64,7 +64,7 @@ class SavedState:
         if f"step|{name}" not in self._tensors:
             return {}
         sizes = {"step": 1, "exp_avg": like.numel(), "exp_avg_sq": like.numel()}
-        return shaped({kind: self._tensor(kind, name, size) for kind, size in sizes.items()}, like)
+        return reshape_moments({kind: self._tensor(kind, name, size) for kind, size in sizes.items()}, like)
 
     def restore_random_states(self) -> None:
         """Restore the random generators of this process."""
@@ -82,7 +82,7 @@ class SavedState:
         return tensor
 
 
-def shaped(moments: dict[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
+def reshape_moments(moments: dict[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return moments in the shape and on the device of their tensor. Fused AdamW needs its step count there as well."""
     return {
         kind: value.to(like.device, copy=True).reshape(() if kind == "step" else like.shape)

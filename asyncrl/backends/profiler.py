@@ -81,7 +81,7 @@ def _trace(path: Path) -> Iterator[None]:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = None
-    with _said("profile of", path):
+    with _warn_on_error("profile of", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler = torch.profiler.profile(activities=activities, profile_memory=True)
         profiler.start()
@@ -89,7 +89,7 @@ def _trace(path: Path) -> Iterator[None]:
         yield
     finally:
         if profiler is not None:
-            with _said("profile of", path):
+            with _warn_on_error("profile of", path):
                 profiler.stop()
                 profiler.export_chrome_trace(str(path))
                 log.info("profiled: %s", path)
@@ -100,20 +100,20 @@ def _memory(allocations: Allocations | None, path: Path) -> Iterator[None]:
     if allocations is None:
         yield
         return
-    with _said("memory snapshot of", path):
+    with _warn_on_error("memory snapshot of", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         allocations.record()
     try:
         yield
     finally:
-        with _said("memory snapshot of", path):
+        with _warn_on_error("memory snapshot of", path):
             allocations.dump(path)
-        with _said("end of the memory snapshot of", path):  # recording slows every later step
+        with _warn_on_error("end of the memory snapshot of", path):  # recording slows every later step
             allocations.stop()
 
 
 @contextlib.contextmanager
-def _said(what: str, path: Path) -> Iterator[None]:
+def _warn_on_error(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # no profiler error may fail a step

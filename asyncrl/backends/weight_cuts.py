@@ -66,13 +66,13 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
         shards = zip(*(fuse(expert, one, shape, tensor_parallel=tensor_parallel) for expert in experts), strict=True)
         return [torch.stack(shard) for shard in shards]
     if cut == "expert_fused_rows":
-        return [_transposed(parts[0])]
+        return [_transpose(parts[0])]
     if cut == "expert_fused_gate_up":
-        mixed = _transposed(parts[0])
+        mixed = _transpose(parts[0])
         return [torch.cat([mixed[:, ::2], mixed[:, 1::2]], dim=1)]
     groups, sizes = groups_of(cut, shape)
     if cut == "gated_qkv":
-        parts = [_swapped(parts[0], shape, (-1, 2)), *parts[1:]]
+        parts = [_swap_order(parts[0], shape, (-1, 2)), *parts[1:]]
     elif cut == "delta_kernels":
         parts = torch.split(parts[0], [groups * size for size in sizes])
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
@@ -87,32 +87,32 @@ def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[
     if cut == "whole":
         return [shards[0]]
     if cut == "vocabulary":
-        return [_joined(shards)[: shape.vocabulary_size]]
+        return [_concatenate(shards)[: shape.vocabulary_size]]
     if cut == "rows":
-        return [_joined(shards, dim=1)]
+        return [_concatenate(shards, dim=1)]
     if cut == "heads":
-        return [_joined(shards)]
+        return [_concatenate(shards)]
     if cut in ("stacked", "expert_stacked"):
         return list(shards[0].flatten(0, -3).unbind())
     if cut == "stacked_rows":
-        return list(_joined(shards, dim=2).unbind())
+        return list(_concatenate(shards, dim=2).unbind())
     if cut == "gate_then_up":
-        return [_joined(unfuse(shards, "gate_up", shape))]
+        return [_concatenate(unfuse(shards, "gate_up", shape))]
     if cut == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
-        return [_joined([half[part] for half in halves]) for part in (0, 1)]
+        return [_concatenate([half[part] for half in halves]) for part in (0, 1)]
     if cut in ("expert_rows", "expert_gate_up"):
         one: Cut = "rows" if cut == "expert_rows" else "gate_up"
         return [tensor for expert in zip(*shards, strict=True) for tensor in unfuse(expert, one, shape)]
     if cut == "expert_fused_rows":
-        return [_transposed(shards[0])]
+        return [_transpose(shards[0])]
     if cut == "expert_fused_gate_up":
-        return [_transposed(torch.stack(shards[0].chunk(2, dim=1), dim=2).flatten(1, 2))]
-    whole, (groups, sizes) = _joined(shards), groups_of(cut, shape)
+        return [_transpose(torch.stack(shards[0].chunk(2, dim=1), dim=2).flatten(1, 2))]
+    whole, (groups, sizes) = _concatenate(shards), groups_of(cut, shape)
     parts = torch.split(whole.reshape(groups, -1, *whole.shape[1:]), sizes, dim=1)
     tensors = [part.flatten(0, 1) for part in parts]
     if cut == "gated_qkv":
-        return [_swapped(tensors[0], shape, (2, -1)), *tensors[1:]]
+        return [_swap_order(tensors[0], shape, (2, -1)), *tensors[1:]]
     return [torch.cat(tensors)] if cut == "delta_kernels" else tensors
 
 
@@ -128,16 +128,16 @@ def groups_of(cut: Cut, shape: ModelShape) -> tuple[int, list[int]]:
     return shape.num_key_value_heads, [queries, shape.head_size, shape.head_size]
 
 
-def _swapped(queries: torch.Tensor, shape: ModelShape, order: tuple[int, int]) -> torch.Tensor:
+def _swap_order(queries: torch.Tensor, shape: ModelShape, order: tuple[int, int]) -> torch.Tensor:
     """Swap the order of queries and gates within each group: (-1, 2) by head, (2, -1) all queries before all gates."""
     by_group = queries.view(shape.num_key_value_heads, *order, shape.head_size, *queries.shape[1:])
     return by_group.transpose(1, 2).reshape(queries.shape)
 
 
-def _transposed(experts: torch.Tensor) -> torch.Tensor:
+def _transpose(experts: torch.Tensor) -> torch.Tensor:
     """Swap input and output of every expert's matrix; biases have only an output."""
     return experts.transpose(1, 2) if experts.ndim == 3 else experts
 
 
-def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+def _concatenate(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)

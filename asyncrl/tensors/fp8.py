@@ -38,7 +38,7 @@ def scale_of(name: str) -> str:
     return name + _SCALE
 
 
-def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def quantize_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``tensors``, replacing each matrix of a layer by its e4m3 weights and their block scales."""
     for name, tensor in tensors:
         if not module_of(name) or tensor.ndim != 2:

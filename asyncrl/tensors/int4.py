@@ -64,7 +64,7 @@ def group_of(config: Mapping[str, Any]) -> int:
     return group if is_same and not weights.get("actorder") and type(group) is int and group > 0 else 0
 
 
-def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def quantize_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``tensors``, replacing each matrix of a layer by its packed integers, their scales, and its shape."""
     for name, tensor in tensors:
         if not module_of(name) or tensor.ndim != 2:

@@ -31,21 +31,21 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 class Format:
     """A format of quantized weights.
 
-    quantized  replaces each matrix of a layer by the tensors of the format
+    quantize_tensors  replaces each matrix of a layer by the tensors of the format
     config     the quantization_config of config.json
     suffix     end of the name of a tensor that each such matrix has
     block      sizes of matrices, and what a rank of the engine has of them, must be multiples of it
     """
 
-    quantized: Callable[[Tensors], Iterator[tuple[str, torch.Tensor]]]
+    quantize_tensors: Callable[[Tensors], Iterator[tuple[str, torch.Tensor]]]
     config: Mapping[str, Any]
     suffix: str
     block: int
 
 
 FORMATS: Final[Mapping[str, Format]] = {
-    "fp8": Format(quantized=fp8.quantized, config=fp8.CONFIG, suffix=fp8.scale_of(""), block=fp8.BLOCK),
-    "int4": Format(quantized=int4.quantized, config=int4.CONFIG, suffix=int4.PACKED, block=int4.TILE),
+    "fp8": Format(quantize_tensors=fp8.quantize_tensors, config=fp8.CONFIG, suffix=fp8.scale_of(""), block=fp8.BLOCK),
+    "int4": Format(quantize_tensors=int4.quantize_tensors, config=int4.CONFIG, suffix=int4.PACKED, block=int4.TILE),
 }
 """By the values of weights.quantization."""
 
@@ -56,9 +56,9 @@ _LOCK: Final = "lock"
 """File of an unfinished folder, locked by the process that makes it."""
 
 
-def quantized(tensors: Tensors, quantization: str) -> Tensors:
+def quantize_tensors(tensors: Tensors, quantization: str) -> Tensors:
     """Yield ``tensors`` in that format; unchanged for an empty one."""
-    return FORMATS[quantization].quantized(tensors) if quantization else tensors
+    return FORMATS[quantization].quantize_tensors(tensors) if quantization else tensors
 
 
 def format_of(names: Iterable[str]) -> str:
@@ -70,7 +70,7 @@ def format_of(names: Iterable[str]) -> str:
     return ""
 
 
-def described(config: Path, quantization: str) -> None:
+def describe_quantization(config: Path, quantization: str) -> None:
     """Add quantization_config to a config.json, to say that its weights are quantized."""
     settings = json.loads(config.read_text())
     text = json.dumps(settings | {"quantization_config": FORMATS[quantization].config}, indent=2)
@@ -120,7 +120,7 @@ def _write(model: Path, folder: Path, quantization: str) -> None:
     index: dict[str, str] = {}
     files = weight_files.paths(model)  # a folder may hold the weights a second time, as consolidated.safetensors
     for file in files:
-        made = dict(quantized(_tensors(file), quantization))
+        made = dict(quantize_tensors(_tensors(file), quantization))
         save_file(made, folder / file.name, metadata={"format": "pt"})
         index |= dict.fromkeys(made, file.name)
     for file in sorted(model.iterdir()):
@@ -129,7 +129,7 @@ def _write(model: Path, folder: Path, quantization: str) -> None:
     if files[0].name != weight_files.WEIGHTS_FILE:
         text = json.dumps({"metadata": {}, "weight_map": index})
         (folder / weight_files.INDEX_FILE).write_text(text)
-    described(folder / "config.json", quantization)
+    describe_quantization(folder / "config.json", quantization)
     folder.chmod(0o755)
 
 

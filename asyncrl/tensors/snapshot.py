@@ -72,7 +72,7 @@ class Snapshot:
 
     @classmethod
     @torch.no_grad()
-    def of(
+    def from_tensors(
         cls,
         tensors: Iterable[tuple[str, torch.Tensor]],
         *,

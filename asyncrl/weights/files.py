@@ -158,7 +158,7 @@ class FilesChannel(ChannelAdapter):
         if self._adapters is not None:
             (folder / CONFIG_FILE).write_text(json.dumps(self._adapters, indent=1))
         if self._quantization:
-            quantized_model.described(folder / "config.json", self._quantization)
+            quantized_model.describe_quantization(folder / "config.json", self._quantization)
         self._beside = tuple(name for name in os.listdir(folder) if not is_of_weights(name))
 
     def _collect(self, *, newest: tuple[int, int]) -> None:

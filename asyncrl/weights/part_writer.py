@@ -90,4 +90,4 @@ class PartReader(PartWorker):
 def whole_adapters(snapshot: Snapshot) -> Snapshot:
     """Collect the adapters of all ranks in this process."""
     answers = on_every_part(snapshot, PartReader(), [b""] * (1 + len(snapshot.others)))
-    return Snapshot.of(item for answer in answers for item in safetensors.torch.load(answer).items())
+    return Snapshot.from_tensors(item for answer in answers for item in safetensors.torch.load(answer).items())

@@ -61,7 +61,7 @@ def cases(tokens: int, device: torch.device, dtype: torch.dtype) -> Iterator[Cas
             name="rms_norm",
             size=f"{tokens} x {hidden}",
             inputs=[tensor(tokens, hidden), tensor(hidden)],
-            exact=lambda x, weight: (fused._normed(x, weight, 1e-6, False),),
+            exact=lambda x, weight: (fused._normalize(x, weight, 1e-6, False),),
             own=lambda x, weight: (fused.rms_norm(x, weight, 1e-6),),
             library=liger_norm(),
         )
@@ -86,7 +86,7 @@ def cases(tokens: int, device: torch.device, dtype: torch.dtype) -> Iterator[Cas
             own=heads,
             library=liger_heads(angles, groups=groups),
         )
-    chunks = delta_rule.Chunks.of(np.array([0, tokens // 4, tokens // 2, tokens], np.int32), device)
+    chunks = delta_rule.Chunks.from_boundaries(np.array([0, tokens // 4, tokens // 2, tokens], np.int32), device)
     keys, values, width = 16, 32, 128
     decay = -torch.rand(tokens, values, generator=random, device=device)
     step = torch.rand(tokens, values, generator=random, device=device)
@@ -95,8 +95,8 @@ def cases(tokens: int, device: torch.device, dtype: torch.dtype) -> Iterator[Cas
         name="gated delta rule",
         size=f"{tokens} x {values} x {width}",
         inputs=[*inputs, decay.requires_grad_(), step.requires_grad_()],
-        exact=lambda *rows: (delta_rule._read(rows, chunks),),
-        own=lambda *rows: (delta_rule._read(rows, chunks),),
+        exact=lambda *rows: (delta_rule._read_in_chunks(rows, chunks),),
+        own=lambda *rows: (delta_rule._read_in_chunks(rows, chunks),),
         library=(lambda *rows: (flash_linear_attention.gated_delta_rule(*rows, **chunks.ends),))
         if device.type == "cuda" and flash_linear_attention.is_installed()
         else None,

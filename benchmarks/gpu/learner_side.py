@@ -84,7 +84,7 @@ class OtherRank:
     def export(self) -> int:
         """Export this rank's part; return its bytes."""
         self._snapshot = None  # free its memory for the next one
-        self._snapshot = Snapshot.of(self._tensors.items())
+        self._snapshot = Snapshot.from_tensors(self._tensors.items())
         return self._snapshot.num_bytes
 
     def run(self, worker: type[PartWorker], order: bytes) -> bytes:
@@ -147,7 +147,7 @@ class LearnerSide:
         """Export a snapshot; return its bytes, and the seconds that the learner stalls."""
         began = time.monotonic()
         others = [self._threads.submit(part._side.export) for part in self._others]
-        self._snapshot = replace(Snapshot.of(self._tensors.items()), others=tuple(self._others))
+        self._snapshot = replace(Snapshot.from_tensors(self._tensors.items()), others=tuple(self._others))
         num_bytes = self._snapshot.num_bytes + sum(other.result() for other in others)
         seconds = time.monotonic() - began
         self._version = version

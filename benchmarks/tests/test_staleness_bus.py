@@ -73,7 +73,7 @@ def test_with_a_shorter_delay_the_bound_holds_while_everybody_races() -> None:
 
 def test_a_version_is_announced_as_late_as_asked(policy: Policy, folder: Path, tmp_path: Path) -> None:
     channel = DelayedChannel(tmp_path, keep=2 + SPARE, model_path=folder / "model")
-    snapshot = Snapshot.of(policy.named_parameters.items())
+    snapshot = Snapshot.from_tensors(policy.named_parameters.items())
     announced = [channel.publish(snapshot, incarnation=0, policy_version=version) for version in range(1, 12)]
     assert [weights.policy_version for weights in announced] == [0, 0, *range(1, 10)]
     assert channel.verify(announced[-1]).is_dir()
@@ -83,7 +83,7 @@ def test_a_version_that_was_never_written_does_not_hold_up_its_groups(
     policy: Policy, folder: Path, tmp_path: Path
 ) -> None:
     channel = DelayedChannel(tmp_path, keep=2 + SPARE, model_path=folder / "model")
-    snapshot = Snapshot.of(policy.named_parameters.items())
+    snapshot = Snapshot.from_tensors(policy.named_parameters.items())
     announced = [channel.publish(snapshot, incarnation=0, policy_version=version) for version in (1, 3, 4)]
     assert [weights.policy_version for weights in announced] == [0, 1, 3]
 

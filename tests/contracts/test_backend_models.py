@@ -301,7 +301,7 @@ def test_numbers_of_other_models_reach_the_objective_beside_the_tokens_they_are_
     command = Command(name="step", micro_batches=(packed,))
     (received,) = codec.decode(codec.encode(command), Command).micro_batches
     rows = response_rows(received)
-    row = PackedRow.of(received, rows, device=torch.device("cpu"), in_rectangles=True)
+    row = PackedRow.from_micro_batch(received, rows, device=torch.device("cpu"), in_rectangles=True)
     inputs = row.loss_inputs(torch.zeros(len(rows)), torch.zeros(len(rows)))
     assert inputs.scores["ref_logprobs"].tolist() == rows.tolist()
     assert received.documents.tolist() == packed.documents.tolist() == list(range(len(documents())))

@@ -56,7 +56,7 @@ def test_what_is_read_is_bit_equal_to_what_was_published(channel: WeightChannel)
         "bytes": torch.arange(5, dtype=torch.uint8),
         "special": torch.tensor([float("nan"), float("inf"), -0.0]),
     }
-    weights = channel.publish(Snapshot.of(published.items()), incarnation=0, policy_version=1)
+    weights = channel.publish(Snapshot.from_tensors(published.items()), incarnation=0, policy_version=1)
     read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
     assert read.keys() == published.keys()
     for name, tensor in published.items():
@@ -90,7 +90,7 @@ def assert_loads_as_published(channel: WeightChannel, model_path: Path, *, ranks
 def test_quantized_versions_say_their_format(files_channel: FilesChannel, quantization: str) -> None:
     given = {"model.norm.weight": torch.ones(8), "model.layers.0.mlp.up_proj.weight": torch.ones(128, 128)}
     for version in (1, 2):  # the second version takes its config from the first
-        exported = Snapshot.of(quantized_model.quantized(given.items(), quantization))
+        exported = Snapshot.from_tensors(quantized_model.quantize_tensors(given.items(), quantization))
         weights = files_channel.publish(exported, incarnation=0, policy_version=version)
         folder = files_channel.verify(weights)
         config = json.loads((folder / "config.json").read_text())

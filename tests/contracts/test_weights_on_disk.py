@@ -35,7 +35,7 @@ directory, model_path, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.arg
 channel = FilesChannel(directory, keep=2, model_path=model_path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 try:
-    channel.publish(Snapshot.of([("a", torch.zeros(1 << 20))]), incarnation=0, policy_version=1)
+    channel.publish(Snapshot.from_tensors([("a", torch.zeros(1 << 20))]), incarnation=0, policy_version=1)
 except WeightsError as error:
     print(error)
 print(sorted(path.name for path in directory.iterdir()))

@@ -158,7 +158,7 @@ class Backend:
         return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in shares]
 
     def export(self) -> Snapshot:
-        return Snapshot.of([("steps", torch.tensor([self.steps]))])
+        return Snapshot.from_tensors([("steps", torch.tensor([self.steps]))])
 
     def save(self, folder: Path) -> None:
         (folder / "steps").write_text(str(self.steps))

@@ -47,7 +47,7 @@ class ScriptedBackend:
     def start(self) -> None: ...
 
     def export(self) -> Snapshot:
-        return Snapshot.of(())
+        return Snapshot.from_tensors(())
 
     def save(self, folder: Path) -> None: ...
 

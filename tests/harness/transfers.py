@@ -22,7 +22,7 @@ BUCKET_BYTES = 20_000
 
 def snapshot(model: Model) -> Snapshot:
     tensors = safetensors.torch.load_file(model.folder / "model.safetensors")
-    return Snapshot.of(tensors.items(), bucket_bytes=BUCKET_BYTES)
+    return Snapshot.from_tensors(tensors.items(), bucket_bytes=BUCKET_BYTES)
 
 
 def layouts(model: Model) -> tuple[BucketLayout, ...]:

@@ -29,12 +29,14 @@ from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.port import Ask, LoadReport
 from tests.harness import fakes
 
-SNAPSHOT = Snapshot.of([("weight", torch.zeros(4))])
+SNAPSHOT = Snapshot.from_tensors([("weight", torch.zeros(4))])
 TORN = (-1, -1)
 
 
 def tensors(value: float = 1.0) -> Snapshot:
-    return Snapshot.of([("b", torch.full((3,), value)), ("a", torch.full((2, 2), value, dtype=torch.bfloat16))])
+    return Snapshot.from_tensors(
+        [("b", torch.full((3,), value)), ("a", torch.full((2, 2), value, dtype=torch.bfloat16))]
+    )
 
 
 def visible(channel: FilesChannel) -> set[str]:
@@ -59,7 +61,7 @@ class OtherRank:
 def in_parts(tensors: Iterable[tuple[str, torch.Tensor]], count: int = 2, *, dies: bool = False) -> Snapshot:
     """Distribute the tensors over ``count`` ranks; the first is this process."""
     given = list(tensors)
-    own, *others = (Snapshot.of(given[number::count]) for number in range(count))
+    own, *others = (Snapshot.from_tensors(given[number::count]) for number in range(count))
     ranks = (OtherRank(one, rank=number + 1, dies=dies) for number, one in enumerate(others))
     return replace(own, others=tuple(ranks))
 

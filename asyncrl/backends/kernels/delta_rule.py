@@ -62,7 +62,7 @@ class Chunks:
     host_boundaries: torch.Tensor
 
     @classmethod
-    def of(cls, boundaries: NDArray[np.int32], device: torch.device) -> Chunks:
+    def from_boundaries(cls, boundaries: NDArray[np.int32], device: torch.device) -> Chunks:
         """boundaries: i32[D + 1]"""
         ends = boundaries.astype(np.int64)
         lengths = np.diff(ends)
@@ -99,10 +99,10 @@ def short_convolution(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) ->
     """
     if _may_have_kernels(x) and convolution_agrees(x.device, x.dtype, kernels.shape[0], kernels.shape[-1]):
         return flash_linear_attention.short_convolution(x, kernels, **chunks.ends)
-    return _convolved(x, kernels, chunks)
+    return _convolve(x, kernels, chunks)
 
 
-def _convolved(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) -> torch.Tensor:
+def _convolve(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     wide, kernels = x.float(), kernels.float()
     total = wide * kernels[:, 0, -1]
     for back in range(1, kernels.shape[-1]):
@@ -129,18 +129,18 @@ def gated_delta_rule(
     rows = (query, key, value, log_decay, step)
     if _may_have_kernels(value) and rule_agrees(value.device, value.dtype, key.shape[1:], value.shape[1:]):
         return flash_linear_attention.gated_delta_rule(*rows, **chunks.ends)
-    return _read(rows, chunks)
+    return _read_in_chunks(rows, chunks)
 
 
-def _read(rows: Sequence[torch.Tensor], chunks: Chunks) -> torch.Tensor:
+def _read_in_chunks(rows: Sequence[torch.Tensor], chunks: Chunks) -> torch.Tensor:
     query, key, value, log_decay, step = rows
     per_key = value.shape[1] // key.shape[1]
-    read = _by_chunk(
-        _in_chunks(_unit(query) * query.shape[-1] ** -0.5, 1, chunks),
-        _in_chunks(_unit(key), 1, chunks),
-        _in_chunks(value.float(), per_key, chunks),
-        _in_chunks(log_decay, per_key, chunks),
-        _in_chunks(step, per_key, chunks),
+    read = _scan_chunks(
+        _split_in_chunks(_normalize(query) * query.shape[-1] ** -0.5, 1, chunks),
+        _split_in_chunks(_normalize(key), 1, chunks),
+        _split_in_chunks(value.float(), per_key, chunks),
+        _split_in_chunks(log_decay, per_key, chunks),
+        _split_in_chunks(step, per_key, chunks),
         chunks.runs,
     )
     by_token = read.flatten(1, 2).transpose(1, 2).flatten(0, 1)  # [chunks x 64, value heads, value size]
@@ -154,11 +154,11 @@ def _may_have_kernels(x: torch.Tensor) -> bool:
 @functools.cache
 def convolution_agrees(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
     """Return whether the package's convolution computes what plain torch does. Logs once if not."""
-    chunks = Chunks.of(_TRIED, device)
+    chunks = Chunks.from_boundaries(_TRIED, device)
     return _agrees(
         "the convolution",
         lambda x, weights: flash_linear_attention.short_convolution(x, weights, **chunks.ends),
-        lambda x, weights: _convolved(x, weights, chunks),
+        lambda x, weights: _convolve(x, weights, chunks),
         _random([(int(_TRIED[-1]), channels), (channels, 1, width)], device, dtype),
     )
 
@@ -169,13 +169,13 @@ def rule_agrees(device: torch.device, dtype: torch.dtype, of_key: torch.Size, of
 
     of_key, of_value: (heads, size)
     """
-    chunks, tokens = Chunks.of(_TRIED, device), int(_TRIED[-1])
+    chunks, tokens = Chunks.from_boundaries(_TRIED, device), int(_TRIED[-1])
     heads = _random([(tokens, *of_key), (tokens, *of_key), (tokens, *of_value)], device, dtype)
     decay, step = _random([(tokens, of_value[0])] * 2, device, torch.float32)
     return _agrees(
         "the delta rule",
         lambda *rows: flash_linear_attention.gated_delta_rule(*rows, **chunks.ends),
-        lambda *rows: _read(rows, chunks),
+        lambda *rows: _read_in_chunks(rows, chunks),
         [*heads, -decay.square(), step.sigmoid()],
     )
 
@@ -202,18 +202,18 @@ def _agrees(
     return not problem
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def _normalize(x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _in_chunks(x: torch.Tensor, per_key: int, chunks: Chunks) -> torch.Tensor:
+def _split_in_chunks(x: torch.Tensor, per_key: int, chunks: Chunks) -> torch.Tensor:
     """[N, key heads x per_key, ...] -> [chunks, key heads, per_key, 64, ...]"""
     by_chunk = x[chunks.indices]
     return by_chunk.view(*by_chunk.shape[:2], -1, per_key, *x.shape[2:]).movedim(1, 3)
 
 
-def _by_chunk(
+def _scan_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -27,7 +27,7 @@ class ExpertRows:
     counts: torch.Tensor
 
     @classmethod
-    def of(cls, experts: torch.Tensor, num_experts: int) -> ExpertRows:
+    def from_choices(cls, experts: torch.Tensor, num_experts: int) -> ExpertRows:
         """experts: i64[n, k], distinct for each token"""
         flat = experts.flatten()
         order = flat.argsort(stable=True)
@@ -41,7 +41,7 @@ class ExpertRows:
         """[n, H] -> [n k, H]: copy each token to the rows of its experts."""
         return _Spread.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n k, H] -> [n, H]: sum the rows of each token."""
         return _Gathered.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -98,10 +98,10 @@ def on_rows(compiled: Callable[P, R]) -> Callable[P, R]:
 @in_triton("triton_norm")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool = False) -> torch.Tensor:
     """[..., H] x [H] -> [..., H]. A zero-centred weight multiplies as 1 + weight, in float32."""
-    return _normed(x, weight, eps, is_zero_centered)
+    return _normalize(x, weight, eps, is_zero_centered)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
+def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (1.0 + weight.float())).to(x.dtype) if is_zero_centered else weight * normed.to(x.dtype)
@@ -167,13 +167,13 @@ def heads(
     grouped = mixed.view(mixed.shape[0], groups, -1, size)
     query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
     if query_weight is not None and key_weight is not None:
-        query = _normed(query, query_weight, eps, is_zero_centered)
-        key = _normed(key, key_weight, eps, is_zero_centered)
-    query, key = (_rotated(x, cosines, sines, is_interleaved) for x in (query, key))
+        query = _normalize(query, query_weight, eps, is_zero_centered)
+        key = _normalize(key, key_weight, eps, is_zero_centered)
+    query, key = (_rotate(x, cosines, sines, is_interleaved) for x in (query, key))
     return query if query_scale == 1.0 else query * query_scale, key, value.contiguous()
 
 
-def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
     """Rotate the first d numbers of each head. Pairs are (i, i + d / 2), as in most Hugging Face models, or interleaved
     (2 i, 2 i + 1). Results have the order of pairs (i, i + d / 2) in both cases; scores do not depend on it."""
     half = cosines.shape[-1]
@@ -181,11 +181,13 @@ def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_int
         first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()
     else:
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = _turned(first, second, cosines, sines).to(x.dtype)
+    turned = _rotate_pairs(first, second, cosines, sines).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat([turned, x[..., 2 * half :]], dim=-1)
 
 
-def _turned(first: torch.Tensor, second: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+def _rotate_pairs(
+    first: torch.Tensor, second: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> torch.Tensor:
     """Rotate the two halves of pairs [N, heads, d / 2] -> [N, heads, d]"""
     cosines, sines = cosines[:, None], sines[:, None]
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
@@ -207,7 +209,7 @@ def latent_heads(
     queries [N, heads, plain + r], keys_and_values [N, heads, plain + v], shared_key [N, 1, r]
     -> query (times ``scale``) and key [N, heads, plain + r], value [N, heads, plain + r], padded with 0 after v
     """
-    query, key = (_rotated(x, cosines, sines, is_interleaved) for x in (queries[..., plain_size:], shared_key))
+    query, key = (_rotate(x, cosines, sines, is_interleaved) for x in (queries[..., plain_size:], shared_key))
     query = torch.cat([queries[..., :plain_size], query], dim=-1)
     key = torch.cat([keys_and_values[..., :plain_size], key.expand(-1, queries.shape[1], -1)], dim=-1)
     value = keys_and_values[..., plain_size:]
@@ -259,7 +261,7 @@ def logits_gradient_with_entropy(
 
 
 @contextmanager
-def remade(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+def recompute_in_backward(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
     """Operations inside save ``make`` for the backward pass instead of ``tensor``, which is then recomputed.
 
     A matrix product saves its input as a matrix, so the shape may differ.

@@ -79,7 +79,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if left >= 0:
                 ctx.kept[rows.start] = logits
             del logits  # before the next chunk is computed
-        logprobs, log_total, mean = _normalised(statistics, group)
+        logprobs, log_total, mean = _normalize(statistics, group)
         ctx.save_for_backward(hidden, weight, columns, log_total, mean)
         ctx.temperature, ctx.num_valid, ctx.group = temperature, num_valid, group
         ctx.set_materialize_grads(False)
@@ -107,19 +107,19 @@ class _LinearLogprobs(torch.autograd.Function):
             _add_product(of_weight[: ctx.num_valid], of_logits.t(), hidden[rows])
             del of_logits  # before the next logits are computed
         if ctx.group is not None:
-            of_hidden = _reduced(of_hidden, dist.ReduceOp.SUM, ctx.group)
+            of_hidden = _reduce(of_hidden, dist.ReduceOp.SUM, ctx.group)
         return of_hidden, of_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _normalised(
+def _normalize(
     statistics: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row statistics f32[4, M] of each rank's columns -> logprob, Z and m over all columns, f32[M] each."""
     largest, total, weighted, own = statistics
     if group is not None:
-        local, largest = largest, _reduced(largest.clone(), dist.ReduceOp.MAX, group)
+        local, largest = largest, _reduce(largest.clone(), dist.ReduceOp.MAX, group)
         scale = (local - largest).exp()
-        total, weighted, own = _reduced(torch.stack([total * scale, weighted * scale, own]), dist.ReduceOp.SUM, group)
+        total, weighted, own = _reduce(torch.stack([total * scale, weighted * scale, own]), dist.ReduceOp.SUM, group)
     log_total = largest + total.log()
     return own - log_total, log_total, weighted / total
 
@@ -156,6 +156,6 @@ def _chunks(hidden: torch.Tensor, width: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _reduced(values: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:
+def _reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:
     dist.all_reduce(values, op=operation, group=group)
     return values

@@ -61,7 +61,7 @@ class Adapter(torch.nn.Module):
         return F.grouped_mm(narrow, self._up().transpose(1, 2), offs=ends)
 
     @torch.no_grad()
-    def merged(self, base: torch.Tensor) -> torch.Tensor:
+    def merge(self, base: torch.Tensor) -> torch.Tensor:
         """Return ``base`` plus the adapter, computed in float32 and rounded once."""
         return (base.float() + self._up().float() @ self._down().float()).to(base.dtype)
 
@@ -103,10 +103,10 @@ class _TensorParallelLinear(torch.nn.Module):
         exchange = process_groups.exchange()
         if exchange is None:
             return super().forward(x)
-        output = self._overlapped(x, exchange)
+        output = self._forward_overlapped(x, exchange)
         return (output if added is None else output + added), returned
 
-    def _overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
+    def _forward_overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
         raise NotImplementedError
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class _TensorParallelLinear(torch.nn.Module):
 class ColumnLinear(_TensorParallelLinear, ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's column-parallel layer: every rank has some outputs."""
 
-    def _overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
+    def _forward_overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
         return overlapped_linear.column(x, self.weight, exchange)
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class ColumnLinear(_TensorParallelLinear, ColumnParallelLinear):  # type: ignore
 class RowLinear(_TensorParallelLinear, RowParallelLinear):  # type: ignore[misc]
     """Megatron's row-parallel layer: every rank has some inputs."""
 
-    def _overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
+    def _forward_overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
         return overlapped_linear.row(x, self.weight, exchange)
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ class RankState:
     steps: Mapping[str, float] = field(default_factory=dict)
     base: str = ""
 
-    def staged(self) -> RankState:
+    def copy_to_host(self) -> RankState:
         """Return a copy on the host. CUDA copies may be unfinished until the stream is synchronised."""
         chunks = [dataclasses.replace(chunk, data=_on_host(chunk.data)) for chunk in self.chunks]
         return dataclasses.replace(self, chunks=chunks)
@@ -85,7 +85,7 @@ class BackgroundSave:
         self._files: list[SavedFile] = []
         self._staged: list[RankState] = []
         try:
-            self._staged = [state.staged() for state in states]
+            self._staged = [state.copy_to_host() for state in states]
             if any(chunk.data.is_pinned() for state in self._staged for chunk in state.chunks):
                 torch.cuda.current_stream().synchronize()
         except (RuntimeError, MemoryError) as error:  # too little host memory: reported when all ranks are done

@@ -2,7 +2,7 @@
 
 Computations are unchanged, and all other code sees the original torch. Only Megatron's modules get a ``torch`` in which
 the names below use the CPU as the device. Comments name the file in megatron/core that needs each name.
-Tests: test_the_shim_leaves_torch_alone, test_the_shim_answers_megatron_with_the_cpu.
+Tests: test_cpu_shim_does_not_change_torch, test_cpu_shim_gives_megatron_the_cpu.
 """
 
 from __future__ import annotations

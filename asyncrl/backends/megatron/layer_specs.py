@@ -9,7 +9,6 @@ from typing import Any
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
-from asyncrl.backends.megatron.biased_mixture import BiasedExperts, BiasedRouter
 from asyncrl.backends.megatron.latent_attention import PackedLatentAttention
 from asyncrl.backends.megatron.layers import (
     BiasedRowLinear,
@@ -23,7 +22,7 @@ from asyncrl.backends.megatron.layers import (
 )
 from asyncrl.backends.megatron.linear_attention import GatedDeltaNet
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.mixture import mixture
+from asyncrl.backends.megatron.mixture import BiasedExperts, BiasedRouter, mixture
 from asyncrl.backends.megatron.routing import SparseLayer
 
 with quiet(), cpu_shim.without_compilation():

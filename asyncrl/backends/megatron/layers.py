@@ -18,7 +18,7 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.packed_attention import attention
-from asyncrl.backends.megatron.recompute import forgetting
+from asyncrl.backends.megatron.recompute import recompute_selectively
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.megatron.sink_attention import attention_with_sinks
 
@@ -69,7 +69,7 @@ class NormedLinear(ColumnLinear):
 
     def forward(self, x: torch.Tensor) -> Any:
         normed = rms_norm(x, self.layer_norm_weight, self.config)
-        with forgetting(self.config, normed, rms_norm, x, self.layer_norm_weight, self.config):
+        with recompute_selectively(self.config, normed, rms_norm, x, self.layer_norm_weight, self.config):
             return super().forward(normed)
 
 
@@ -79,7 +79,7 @@ class GatedLinear(RowLinear):
     def forward(self, x: torch.Tensor) -> Any:
         activation = fused.geglu if self.config.activation_func is F.gelu else fused.swiglu
         gated = activation(x)
-        with forgetting(self.config, gated, activation, x):
+        with recompute_selectively(self.config, gated, activation, x):
             return super().forward(gated)
 
 

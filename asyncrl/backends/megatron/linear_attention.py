@@ -15,7 +15,7 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import RowLinear
 from asyncrl.backends.megatron.layers import NormedLinear, RowParameters
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.recompute import forgetting
+from asyncrl.backends.megatron.recompute import recompute_selectively
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig
@@ -83,7 +83,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         )
         arguments = read, self._by_value(gate), self.norm, self.config.layernorm_epsilon
         gated = delta_rule.gated_norm(*arguments)
-        with forgetting(self.config, gated, delta_rule.gated_norm, *arguments):
+        with recompute_selectively(self.config, gated, delta_rule.gated_norm, *arguments):
             return self.linear_proj(gated)
 
     def _by_value(self, x: torch.Tensor) -> torch.Tensor:

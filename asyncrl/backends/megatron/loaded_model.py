@@ -111,14 +111,14 @@ class LoadedModel:
                 if entry.is_adapter:
                     adapters.initialise(parameter, entry, shards=ranks, shard=rank)
                 else:
-                    parts = [self._of_own_experts(entry, read(tensor)) for tensor in entry.huggingface]
+                    parts = [self._select_own_experts(entry, read(tensor)) for tensor in entry.huggingface]
                     shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
                     self._require_shape(entry, shards[rank], parameter)
                     parameter.copy_(shards[rank])
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
                 parameter.tensor_model_parallel = not entry.is_replicated
 
-    def _of_own_experts(self, entry: Mapping, tensor: torch.Tensor) -> torch.Tensor:
+    def _select_own_experts(self, entry: Mapping, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of a fused tensor that are of this rank's experts; other tensors as they are."""
         held = self._stages[0].part.experts
         return tensor[held.start : held.stop] if entry.is_fused else tensor
@@ -139,18 +139,20 @@ class LoadedModel:
         """
         if not share:
             return Scores()
-        scores = forward_backward(self._stages, share, make_row=self._scored_row, finish=self._scored, is_scoring=True)
+        scores = forward_backward(
+            self._stages, share, make_row=self._row_to_score, finish=self._score_row, is_scoring=True
+        )
         if self._rank not in self._layout.scorers:
             return Scores()
         ends = np.cumsum([len(score) for score in scores])
         return Scores(rows=tuple(np.split(torch.cat(scores).cpu().numpy(), ends[:-1])))
 
-    def _scored_row(self, micro_batch: MicroBatch) -> RowPart:
+    def _row_to_score(self, micro_batch: MicroBatch) -> RowPart:
         has_values = self._model.head == "values"
         rows = np.empty(0, np.int64) if has_values else micro_batches.predicted_rows(micro_batch)
         return self._row(micro_batch, rows)
 
-    def _scored(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score_row(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a pair: a tensor for the schedule, not a loss, and scores f32[N] on the device."""
         num_tokens = len(row.row.tokens)
         if self._model.head == "values":
@@ -160,7 +162,7 @@ class LoadedModel:
         return hidden, logprobs.new_zeros(num_tokens).index_copy(0, row.row.rows, logprobs)
 
     def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, batch_tokens: int = 0) -> RowPart:
-        return RowPart.of(
+        return RowPart.from_micro_batch(
             micro_batch,
             rows,
             layout=self._layout,
@@ -187,10 +189,10 @@ class LoadedModel:
 
         Memory besides the copy: a bucket of gathered tensors and one parameter.
         """
-        return Snapshot.of(quantized_model.quantized(self.exported(), self._quantization))
+        return Snapshot.from_tensors(quantized_model.quantize_tensors(self.export_tensors(), self._quantization))
 
     @torch.no_grad()
-    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, tensor in the folder's dtype) of what this rank exports, one parameter at a time.
 
         One rank of a stage exports each of its parameters. Experts are exported by a rank that has them. Other
@@ -199,7 +201,7 @@ class LoadedModel:
         """
         exporters = self._exporters()
         for name, entry in self._maps.items():
-            shards = self._gathered(entry, name, exporters.get(name, -1))
+            shards = self._gather_shards(entry, name, exporters.get(name, -1))
             if shards:
                 dtype = torch.float32 if entry.is_bias_of_choice else self._shape.dtype
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
@@ -248,9 +250,9 @@ class LoadedModel:
         if entry.is_adapter:  # scaled, so that the folder need not specify a scale
             return parameter * self._lora.scale if self._lora and name.endswith(".up") else parameter
         adapter = self._adapters.get(name)
-        return parameter if adapter is None else adapter.merged(parameter)
+        return parameter if adapter is None else adapter.merge(parameter)
 
-    def _gathered(self, entry: Mapping, name: str, exporter: int) -> list[torch.Tensor]:
+    def _gather_shards(self, entry: Mapping, name: str, exporter: int) -> list[torch.Tensor]:
         """Return all shards of a parameter on the rank of the stage that exports it; [] on other ranks."""
         group, own = self._tensor_parallel, self._rank - self._first_of_stage
         if entry.is_fused:

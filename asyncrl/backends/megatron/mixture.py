@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from asyncrl.backends.kernels import fused
+from asyncrl.backends.kernels.expert_bias import with_bias
+from asyncrl.backends.kernels.expert_rows import ExpertRows
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import Adapter
 from asyncrl.backends.megatron.load_balance import RouterTally, with_loss
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.own_experts import OwnExperts
-from asyncrl.backends.megatron.recompute import forgetting
+from asyncrl.backends.megatron.recompute import recompute_selectively
 from asyncrl.backends.megatron.routing import Chosen
 from asyncrl.backends.megatron.row_part import RowPart
 
@@ -24,6 +25,7 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
 
 
@@ -88,23 +90,101 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         ends = tokens_per_expert.cumsum(0).to(torch.int32).to(hidden.device)
         mixed = self._mixed(hidden, ends)
         gated = self._gate(mixed, scores)
-        with forgetting(self.config, gated, self._gate, mixed, scores):
+        with recompute_selectively(self.config, gated, self._gate, mixed, scores):
             return self._output(gated, ends, scores), None
 
     def _mixed(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return _through(hidden, self.gate_up, self.gate_up_adapter, ends)
+        return _apply_experts(hidden, self.gate_up, self.gate_up_adapter, ends)
 
     def _gate(self, mixed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return fused.scored_swiglu(mixed, scores)
 
     def _output(self, gated: torch.Tensor, ends: torch.Tensor, _scores: torch.Tensor) -> torch.Tensor:
-        return _through(gated, self.down, self.down_adapter, ends)
+        return _apply_experts(gated, self.down, self.down_adapter, ends)
 
 
-def _through(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
+def _apply_experts(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
     """x [N, in], sorted by expert; weights [experts, out, in]; rows of expert i end at ends[i] -> [N, out]"""
     output = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
     return output if adapter is None or not adapter.is_on else output + adapter.of_experts(x, ends)
+
+
+# -- gpt-oss: a router and experts with biases, and a clamped gate -----------------------------------------------------
+
+
+class BiasedRouter(Router):
+    """A router whose logits have a bias, which also counts in the scores."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.bias = torch.nn.Parameter(torch.zeros(config.num_moe_experts, dtype=config.params_dtype))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def gating(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().gating(hidden) + self.bias.float()
+
+
+class BiasedExperts(GroupedExperts):
+    """Experts with biases, gate_up_bias [experts, 2 F] and down_bias [experts, H], and a clamped gate."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        super().__init__(num_local_experts, config)
+        self.gate_up_bias = self._weights(num_local_experts, self.gate_up.shape[1])
+        self.down_bias = self._weights(num_local_experts, self.down.shape[1])
+
+    def _mixed(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return with_bias(super()._mixed(hidden, ends), self.gate_up_bias, ends)
+
+    def _gate(self, mixed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return fused.scored_clamped_swiglu(mixed, scores)
+
+    def _output(self, gated: torch.Tensor, ends: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores multiply the last bias, too."""
+        return with_bias(super()._output(gated, ends, scores), self.down_bias, ends, scores)
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+
+
+class OwnExperts(MoETokenDispatcher):  # type: ignore[misc]
+    """Token dispatch where a rank has all experts of a mixture, so no token moves between ranks.
+
+    Megatron's dispatchers copy the token count of each expert to the host, and wait for it in every layer. This one
+    never waits for the device. It implements the steps of Megatron's dispatchers, in Megatron's order.
+    """
+
+    def __init__(self, experts_per_token: int) -> None:
+        """Does not call Megatron's constructor, which requires process groups."""
+        self._experts_per_token = experts_per_token
+
+    def dispatch_preprocess(
+        self, hidden: torch.Tensor, routing_map: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [..., H], routing_map bool[n, experts], scores f32[n, experts] -> rows [n k, H] and their scores"""
+        self._shape = hidden.shape
+        num_experts = routing_map.shape[1]
+        numbers = torch.arange(num_experts, 0, -1, device=hidden.device)  # distinct, because topk does not order ties
+        experts = (routing_map * numbers).topk(self._experts_per_token, dim=1).indices
+        self._rows = ExpertRows.from_choices(experts, num_experts)
+        chosen = scores.gather(1, experts).flatten().index_select(0, self._rows.order)
+        return self._rows.spread(hidden.reshape(-1, self._shape[-1])), chosen
+
+    def token_dispatch(self, rows: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows, scores
+
+    def dispatch_postprocess(
+        self, rows: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return rows, self._rows.counts, scores
+
+    def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def token_combine(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._rows.gather(rows).view(self._shape)
 
 
 class Mixture(MoELayer):  # type: ignore[misc]

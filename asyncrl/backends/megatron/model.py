@@ -95,7 +95,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
                 hidden.requires_grad_()  # frozen embeddings: recomputed layers need a gradient at their input
         rotary = fused.rotary(row.positions, self._frequencies, self._rope_scale)
         local = None if self._local_frequencies is None else fused.rotary(row.positions, self._local_frequencies)
-        chunks = Chunks.of(row.boundaries, row.tokens.device) if self._has_linear_attention else None
+        chunks = Chunks.from_boundaries(row.boundaries, row.tokens.device) if self._has_linear_attention else None
         after: torch.Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
@@ -112,7 +112,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         """
         is_tied = self.share_embeddings_and_output_weights
         logprobs, entropy = linear_logprobs(
-            self._gathered(hidden).index_select(0, row.sources),
+            self._gather_sequence(hidden).index_select(0, row.sources),
             self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight,
             row.targets,
             temperature=temperature,
@@ -132,13 +132,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         Every tensor-parallel rank has the whole head and the same hidden states, hence the full gradient of both. Do
         not sum this gradient over these ranks.
         """
-        own = self._gathered(hidden).float() @ self.value_head.weight[0].float()
+        own = self._gather_sequence(hidden).float() @ self.value_head.weight[0].float()
         if row.kept is None:
             return own
         values = own.new_zeros(row.length).index_copy(0, row.kept, own)
         return reduce_from_tensor_model_parallel_region(values, group=context_parallel_group())  # type: ignore[no-any-return]
 
-    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _gather_sequence(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states [n, H] of the whole part, which all tensor-parallel ranks use in the same way."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

@@ -182,7 +182,7 @@ class _Column(torch.autograd.Function):
         share_grad = weight_grad = None
         gathering = exchange.gather(share) if needs_weight else None  # arrives during the next products
         if needs_share:
-            scattering = _scattered(exchange, grad, weight)
+            scattering = _scatter(exchange, grad, weight)
         if gathering is not None:
             weight_grad = grad.t() @ gathering.whole()
         if needs_share:
@@ -198,7 +198,7 @@ class _Row(torch.autograd.Function):
         ctx.exchange = exchange
         tokens = x.flatten(0, 1)
         ctx.save_for_backward(tokens, weight)
-        return _scattered(exchange, tokens, weight.t()).sum()[:, None]
+        return _scatter(exchange, tokens, weight.t()).sum()[:, None]
 
     @staticmethod
     def backward(ctx: Any, of_output: torch.Tensor) -> Any:
@@ -218,7 +218,7 @@ class _Row(torch.autograd.Function):
         return tokens_grad, weight_grad, None
 
 
-def _scattered(exchange: Exchange, tokens: torch.Tensor, matrix: torch.Tensor) -> Scattering:
+def _scatter(exchange: Exchange, tokens: torch.Tensor, matrix: torch.Tensor) -> Scattering:
     """Multiply all tokens, other ranks' shares first, and send the results on their way."""
     scattering = exchange.scatter((len(tokens) // exchange.size, matrix.shape[1]), like=tokens)
     own, *others = _shares(tokens, exchange)

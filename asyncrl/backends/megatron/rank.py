@@ -115,7 +115,7 @@ class MegatronRank:
     def _save(self, folder: Path) -> None:
         """Copy the state to be saved. It is written while later commands run (finish_save)."""
         self._stop_saving()
-        states = [model.saved(models.saved_in(folder, name)) for name, model in self._trained.items()]
+        states = [model.state_to_save(models.saved_in(folder, name)) for name, model in self._trained.items()]
         self._saving = BackgroundSave(states, rank=dist.get_rank())
 
     def _finish_save(self, *, wait: bool) -> SavedPart:

@@ -215,13 +215,12 @@ class RankGroup:
         self._is_handled = threading.Event()
         """Set once this process knows that a rank is gone, or closes."""
         self._locks: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
-        self._names = {} if info.rank else {0: "learner rank 0"}
-        self._join(settings or {})
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_default_device() if info.host else gloo.create_device(hostname=_LOOPBACK)]
-        options._timeout = info.timeout
-        self._gloo = gloo(PrefixStore("asyncrl", store), info.rank, info.ranks, options)
+        self._names: dict[int, str] = {}
+        if info.rank:
+            self._introduce(settings or {})
+        else:
+            self._admit(settings or {})
+        self._gloo = self._connect()
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank,), name="rank-watch", daemon=True) for rank in self.others
         ]
@@ -233,43 +232,61 @@ class RankGroup:
         """The ranks that this one exchanges messages with."""
         return [0] if self.info.rank else range(1, self.info.ranks)
 
-    def _join(self, settings: Mapping[str, str]) -> None:
-        """Rank 0 waits until every rank has said who and what it is; the others are told whether they may go on."""
-        store, rank, deadline = self.store, self.info.rank, time.monotonic() + self.info.timeout_seconds
-        own = Hello(host="" if not self.info.host else socket.gethostname(), pid=os.getpid(), settings=settings)
-        if rank:
-            store.set(f"hello/{rank}", codec.encode(own))
-            problem = store.get("welcome").decode()
-            if problem:
-                raise ConfigError(f"learner rank {rank} is refused: {problem}")
-            return
-        problem = ""
-        for other in range(1, self.info.ranks):
-            while not problem and not store.check([f"hello/{other}"]):
-                time.sleep(_POLL_SECONDS)
-                if ended := self._why_ended(other, 0.0):
-                    raise BackendError(f"learner rank {other} did not start: {ended}")
-                if time.monotonic() > deadline:
-                    missing = [str(one) for one in range(1, self.info.ranks) if not store.check([f"hello/{one}"])]
-                    raise BackendError(
-                        f"learner rank {', '.join(missing)} of {self.info.ranks} has not joined within "
-                        f"{self.info.timeout_seconds:g} s; look at its log"
-                    )
-            if not problem:
-                hello = codec.decode(store.get(f"hello/{other}"), Hello)
-                place = f" on {hello.host}" if hello.host else ""
-                self._names[other] = f"learner rank {other}{place} (pid {hello.pid})"
-                differing = sorted(
-                    name for name in {*settings, *hello.settings} if settings.get(name) != hello.settings.get(name)
-                )
-                if differing:
-                    problem = (
-                        f"{self._names[other]} differs from rank 0 in {', '.join(differing)}; start both with the same "
-                        "code, settings and models"
-                    )
-        store.set("welcome", problem)
+    def _introduce(self, settings: Mapping[str, str]) -> None:
+        """Tell rank 0 who this rank is, and wait until all ranks may go on."""
+        rank = self.info.rank
+        hello = Hello(host=socket.gethostname() if self.info.host else "", pid=os.getpid(), settings=settings)
+        try:
+            self.store.set(f"hello/{rank}", codec.encode(hello))
+            problem = self.store.get("welcome").decode()
+        except RuntimeError as error:
+            raise BackendError(f"learner rank {rank}: rank 0 ended before all had joined: {describe(error)}") from None
         if problem:
+            raise ConfigError(f"learner rank {rank} is refused: {problem}")
+
+    def _admit(self, settings: Mapping[str, str]) -> None:
+        """Wait until every rank has said who and what it is, and let all of them go on."""
+        deadline = time.monotonic() + self.info.timeout_seconds
+        problem = ""
+        for rank in self.others:
+            hello = self._wait_for(rank, deadline)
+            place = f" on {hello.host}" if hello.host else ""
+            self._names[rank] = f"learner rank {rank}{place} (pid {hello.pid})"
+            names = {*settings, *hello.settings}
+            if differing := sorted(name for name in names if settings.get(name) != hello.settings.get(name)):
+                problem = (
+                    f"{self._names[rank]} differs from rank 0 in {', '.join(differing)}; start both with the same "
+                    "code, settings and models"
+                )
+        self.store.set("welcome", problem)
+        if problem:
+            time.sleep(_GRACE_SECONDS)  # the store ends with this process, and the ranks should read why
             raise ConfigError(problem)
+
+    def _wait_for(self, rank: int, deadline: float) -> Hello:
+        while not self.store.check([f"hello/{rank}"]):
+            if ended := self._why_ended(rank, 0.0):
+                raise BackendError(f"learner rank {rank} did not start: {ended}")
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(one) for one in self.others if not self.store.check([f"hello/{one}"]))
+                raise BackendError(
+                    f"learner rank {missing} of {self.info.ranks} has not joined within {self.info.timeout_seconds:g} "
+                    "s; look at its log"
+                )
+            time.sleep(_POLL_SECONDS)
+        return codec.decode(self.store.get(f"hello/{rank}"), Hello)
+
+    def _connect(self) -> Any:
+        """Return the gloo group. It stays out of torch.distributed's registry, whose groups end with Megatron's."""
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        is_local = not self.info.host
+        options._devices = [gloo.create_device(hostname=_LOOPBACK) if is_local else gloo.create_default_device()]
+        options._timeout = self.info.timeout
+        try:
+            return gloo(PrefixStore("asyncrl", self.store), self.info.rank, self.info.ranks, options)
+        except RuntimeError as error:
+            raise BackendError(f"learner rank {self.info.rank} cannot reach the others: {describe(error)}") from None
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

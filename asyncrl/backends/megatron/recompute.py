@@ -11,7 +11,7 @@ import torch
 from asyncrl.backends.kernels import fused
 
 
-def forgetting(
+def recompute_selectively(
     config: Any, result: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any
 ) -> AbstractContextManager[Any]:
     """With selective recomputation, recompute ``result`` in the backward pass of the operations inside.
@@ -20,4 +20,4 @@ def forgetting(
     """
     if config.recompute_granularity != "selective" or not torch.is_grad_enabled():
         return nullcontext()
-    return fused.remade(result, lambda: function(*arguments))
+    return fused.recompute_in_backward(result, lambda: function(*arguments))

@@ -56,7 +56,7 @@ class RowPart:
     micro_batch: MicroBatch
 
     @classmethod
-    def of(
+    def from_micro_batch(
         cls,
         micro_batch: MicroBatch,
         rows: NDArray[np.int64],
@@ -77,13 +77,13 @@ class RowPart:
         chosen = _by_layers(micro_batch.experts) if is_routed and len(micro_batch.experts) else None
         if layout.row_multiple == 1:
             in_rectangles = not uses_varlen(device, dtype)
-            row = PackedRow.of(micro_batch, rows, device=device, in_rectangles=in_rectangles)
-            return _whole(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device), share)
+            row = PackedRow.from_micro_batch(micro_batch, rows, device=device, in_rectangles=in_rectangles)
+            return _whole_row(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device), share)
         length = -(-micro_batch.num_tokens // layout.row_multiple) * layout.row_multiple
         tokens = np.pad(micro_batch.tokens.astype(np.int64), (0, length - micro_batch.num_tokens))
-        boundaries = _padded(micro_batch, length)
+        boundaries = _pad_boundaries(micro_batch, length)
         positions = np.arange(length) - np.repeat(boundaries[:-1], np.diff(boundaries)).astype(np.int64)
-        kept = kept_by(context_rank, length=length, ranks=layout.context)
+        kept = tokens_of_rank(context_rank, length=length, ranks=layout.context)
         at = np.full(length, -1)
         at[kept] = np.arange(len(kept))
         places = np.flatnonzero(at[rows - 1] >= 0)
@@ -98,7 +98,7 @@ class RowPart:
         if chosen is not None:
             filled = np.pad(chosen, ((0, 0), (0, length - micro_batch.num_tokens), (0, 0)), constant_values=-1)
             arrays["experts"] = filled[:, kept]
-        cuts = [_Cut.of(boundaries, *span) for span in spans(context_rank, length=length, ranks=layout.context)]
+        cuts = [_Cut.between(boundaries, *span) for span in spans(context_rank, length=length, ranks=layout.context)]
         for i, cut in enumerate(cuts):
             arrays |= {f"queries {i}": cut.query_boundaries, f"keys {i}": cut.key_boundaries}
         moved = to_device(arrays | {"order": order(length=length, ranks=layout.context)}, device)
@@ -119,17 +119,17 @@ class RowPart:
             length=length,
             num_unpadded=int(np.searchsorted(kept, micro_batch.num_tokens)),
             share_of_batch=share,
-            row=PackedRow.of(micro_batch, rows, device=device, in_rectangles=False),
+            row=PackedRow.from_micro_batch(micro_batch, rows, device=device, in_rectangles=False),
             micro_batch=micro_batch,
         )
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
         """i32[documents + 1] of the padded row; the padding is a document."""
-        return _padded(self.micro_batch, self.length)
+        return _pad_boundaries(self.micro_batch, self.length)
 
 
-def _padded(micro_batch: MicroBatch, length: int) -> NDArray[np.int32]:
+def _pad_boundaries(micro_batch: MicroBatch, length: int) -> NDArray[np.int32]:
     return np.unique(np.append(micro_batch.boundaries, length)).astype(np.int32)
 
 
@@ -139,7 +139,7 @@ def _by_layers(experts: ExpertArray) -> NDArray[np.int16]:
     return np.where(experts.transpose(1, 0, 2) == unrouted(experts), np.int16(-1), by_layers)
 
 
-def _whole(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None, share: float) -> RowPart:
+def _whole_row(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None, share: float) -> RowPart:
     """Return a part that holds the whole row."""
     how: Rectangles | Pieces | None = row.layout
     if how is None:
@@ -181,14 +181,14 @@ def spans(rank: int, *, length: int, ranks: int) -> list[tuple[int, int]]:
     return [(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank)]
 
 
-def kept_by(rank: int, *, length: int, ranks: int) -> NDArray[np.int64]:
+def tokens_of_rank(rank: int, *, length: int, ranks: int) -> NDArray[np.int64]:
     """Return i64[length / ranks]: the tokens that a rank holds, in rising order."""
     return np.concatenate([np.arange(*span) for span in spans(rank, length=length, ranks=ranks)])
 
 
 def order(*, length: int, ranks: int) -> NDArray[np.int64]:
     """Return i64[length]: the position of each token of the row in the concatenated parts of all ranks."""
-    return np.argsort(np.concatenate([kept_by(rank, length=length, ranks=ranks) for rank in range(ranks)]))
+    return np.argsort(np.concatenate([tokens_of_rank(rank, length=length, ranks=ranks) for rank in range(ranks)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class _Cut:
     key_boundaries: NDArray[np.int32]
 
     @classmethod
-    def of(cls, boundaries: NDArray[np.int32], begin: int, end: int) -> _Cut:
+    def between(cls, boundaries: NDArray[np.int32], begin: int, end: int) -> _Cut:
         first, last = np.searchsorted(boundaries, begin, "right") - 1, np.searchsorted(boundaries, end, "left")
         starts = boundaries[first:last]
         return cls(

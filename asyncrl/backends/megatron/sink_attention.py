@@ -137,7 +137,7 @@ class _WithSinks(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: Kernel
     ) -> torch.Tensor:
         out, lse = kernel.forward(query, key, value)
-        out = _damped(out, lse.t(), sinks)
+        out = _damp(out, lse.t(), sinks)
         total = torch.logaddexp(lse, sinks.float()[:, None])
         ctx.save_for_backward(query, key, value, sinks, out, total)
         ctx.kernel = kernel
@@ -152,7 +152,7 @@ class _WithSinks(torch.autograd.Function):
 
 
 @fused
-def _damped(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _damp(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """out [n, heads, d], lse f32[n, heads] -> the output with sinks"""
     return (out.float() * torch.sigmoid(lse - sinks.float())[..., None]).to(out.dtype)
 

@@ -66,17 +66,17 @@ def why_not(group: dist.ProcessGroup) -> str:
         return "the ranks are on several machines, or in containers that do not see each other's processes"
     if len(set(made)) > 1:
         return "one of the ranks belonged to an earlier learner in its process"
-    if not _agreed(_has_peers(), group):
+    if not _all_agree(_has_peers(), group):
         return "the GPUs cannot access each other's memory, or NCCL_P2P_DISABLE is set"
     window, problem = None, ""
     try:
         window = Window(group, 2**20)
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # torch's interface is not public
         problem = str(error).partition("\n")[0]
-    if not _agreed(window is not None, group):
+    if not _all_agree(window is not None, group):
         return f"they cannot share memory: {problem or 'see the log of another rank'}"
     assert window is not None
-    if not _agreed(reads_all(window, rank=group.rank(), size=group.size()), group):
+    if not _all_agree(reads_all(window, rank=group.rank(), size=group.size()), group):
         return "the GPUs read other bytes than were written"  # as on hosts that need NCCL_P2P_DISABLE=1
     return ""
 
@@ -99,7 +99,7 @@ def _has_peers() -> bool:
     return all(torch.cuda.can_device_access_peer(own, other) for other in range(count) if other != own)
 
 
-def _agreed(answer: bool, group: dist.ProcessGroup) -> bool:
+def _all_agree(answer: bool, group: dist.ProcessGroup) -> bool:
     told = torch.tensor(float(answer), device="cuda")
     dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
     return bool(told)

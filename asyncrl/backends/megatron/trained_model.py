@@ -29,9 +29,8 @@ from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens
 from asyncrl.backends.models import VALUE_HEAD
-from asyncrl.backends.offload import HostMoments
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
-from asyncrl.backends.optimizer_state import shaped
+from asyncrl.backends.optimizer_state import reshape_moments
 from asyncrl.backends.port import StepResult
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, CheckpointError
@@ -67,7 +66,7 @@ class TrainedModel(LoadedModel):
             has_loss = job.aux_loss_coefficient > 0
             self._balance = ExpertBalance(self._stages, self._shape, has_loss=has_loss, device=device)
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
-        self._moments = [HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
+        self._moments = [optimizer.HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from super().tensors()
@@ -98,7 +97,7 @@ class TrainedModel(LoadedModel):
             self._balance.forget()
             self._batch_tokens = batch_tokens
         # The last backward pass sums gradients over ranks. Only the last stage has metric sums.
-        sums = forward_backward(self._stages, share or (empty(),), make_row=self._trained_row, finish=self._loss)
+        sums = forward_backward(self._stages, share or (empty(),), make_row=self._row_to_train, finish=self._loss)
         totals = sum(sums, start=self._objective.zero(self._device))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
@@ -134,7 +133,7 @@ class TrainedModel(LoadedModel):
             metrics = {**metrics, "learner/memory_bytes": float(torch.cuda.max_memory_allocated())}
         return StepResult(metrics=metrics, tokens=self._recorded.on_host())
 
-    def _trained_row(self, micro_batch: MicroBatch) -> RowPart:
+    def _row_to_train(self, micro_batch: MicroBatch) -> RowPart:
         return self._row(micro_batch, micro_batches.response_rows(micro_batch), batch_tokens=self._batch_tokens)
 
     def _loss(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
@@ -183,7 +182,7 @@ class TrainedModel(LoadedModel):
                     group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron's scheduler's task
                 part.megatron.step_with_ready_grads()
 
-    def saved(self, folder: Path) -> RankState:
+    def state_to_save(self, folder: Path) -> RankState:
         """Return what this rank writes to the checkpoint in ``folder``: views of tensors that the next step changes."""
         if self._moments and self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # they may be on their way to the host
@@ -211,19 +210,19 @@ class TrainedModel(LoadedModel):
         self._require_no_more(saved)
         for held in self._held_parameters():
             key = held.place.key
-            _read(saved, key, held.place, held.parameter)
+            _read_into(saved, key, held.place, held.parameter)
             if not held.parameter.requires_grad:
                 continue  # it is restored, and has no moments
             main = STATE + _MAIN + key if STATE + _MAIN + key in saved else key
             for piece in self._pieces(held):
-                _read(saved, main, held.place, piece.main, start=piece.start)
+                _read_into(saved, main, held.place, piece.main, start=piece.start)
                 moments: dict[str, torch.Tensor] = {}
                 if key in saved.steps:
                     moments = {kind: torch.zeros_like(piece.main) for kind in _MOMENTS}
                     for kind, values in moments.items():
-                        _read(saved, f"{STATE}{kind}.{key}", held.place, values, start=piece.start)
+                        _read_into(saved, f"{STATE}{kind}.{key}", held.place, values, start=piece.start)
                     moments["step"] = torch.tensor(saved.steps[key])
-                self._adamw(held).state[piece.main] = shaped(moments, piece.main)
+                self._adamw(held).state[piece.main] = reshape_moments(moments, piece.main)
         saved.restore_random_states(dist.get_rank())
         for offloaded in self._moments:
             offloaded.take_home()
@@ -324,7 +323,7 @@ class _Piece:
     main: torch.Tensor
 
 
-def _read(saved: TorchDist, key: str, place: weight_places.Place, into: torch.Tensor, *, start: int = 0) -> None:
+def _read_into(saved: TorchDist, key: str, place: weight_places.Place, into: torch.Tensor, *, start: int = 0) -> None:
     """Fill a tensor whose flattened elements are those of ``place`` from ``start`` on. Raises CheckpointError."""
     _require_size(saved, key, place)
     for view, corner in place.views(into.detach().view(-1), start):

@@ -86,7 +86,7 @@ class ReferenceBackend(BackendAdapter):
     def export(self) -> Snapshot:
         policy = self._trained[POLICY]
         tensors = by_names_in_files({**policy.parameters, **policy.buffers}, model_type=policy.model_type)
-        return Snapshot.of(tensors.items(), dtype=policy.folder_dtype, kept=policy.buffers)
+        return Snapshot.from_tensors(tensors.items(), dtype=policy.folder_dtype, kept=policy.buffers)
 
     def save(self, folder: Path) -> None:
         for name, trained in self._trained.items():

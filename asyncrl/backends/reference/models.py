@@ -78,7 +78,7 @@ class LoadedModel:
         return result
 
     def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> PackedRow:
-        return PackedRow.of(micro_batch, rows, device=self._device, in_rectangles=True)
+        return PackedRow.from_micro_batch(micro_batch, rows, device=self._device, in_rectangles=True)
 
     def _outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
         """Return logprobs and entropy f32[M] of ``row.rows``, or the value after every token f32[N]."""

@@ -104,7 +104,9 @@ class TinyBackend(BackendAdapter):
         return totals, float(torch.nn.utils.clip_grad_norm_(self._policy.parameters, self._settings.max_grad_norm))
 
     def _accumulate(self, micro_batch: MicroBatch) -> diagnostics.Sums:
-        row = PackedRow.of(micro_batch, micro_batches.response_rows(micro_batch), device=_CPU, in_rectangles=False)
+        row = PackedRow.from_micro_batch(
+            micro_batch, micro_batches.response_rows(micro_batch), device=_CPU, in_rectangles=False
+        )
         each, logprobs = self._predict(micro_batch)
         inputs = row.loss_inputs(logprobs, -(each.detach().exp() * each.detach()).sum(1))
         if self._options.behavior == "recomputed":
@@ -133,7 +135,7 @@ class TinyBackend(BackendAdapter):
         return result
 
     def export(self) -> Snapshot:
-        return Snapshot.of(self._policy.named_parameters.items())
+        return Snapshot.from_tensors(self._policy.named_parameters.items())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -60,12 +60,14 @@ def assert_same(first: Path, second: Path) -> None:
             assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
-def test_every_family_is_here() -> None:
+def test_all_families_are_converted() -> None:
     assert len(ARCHITECTURES) == len(FAMILIES)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_there_and_back_is_the_same_folder(tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converting_there_and_back_restores_the_folder(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conversion, "FILE_BYTES", 20_000)  # makes several files
     folder = made(tmp_path / "model", architecture)
     there = convert(folder, tmp_path / "megatron")
@@ -76,7 +78,7 @@ def test_there_and_back_is_the_same_folder(tmp_path: Path, architecture: str, mo
     assert len(set(index["weight_map"].values())) > 1
 
 
-def test_memory_is_bounded_by_the_largest_parameter_and_not_by_the_model(tmp_path: Path) -> None:
+def test_conversion_memory_is_bounded_by_the_largest_parameter(tmp_path: Path) -> None:
     """At most a parameter, its parts and a copy are in memory; experts are converted one at a time."""
     folder = made(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
@@ -87,7 +89,7 @@ def test_memory_is_bounded_by_the_largest_parameter_and_not_by_the_model(tmp_pat
     assert sum(one.nbytes for one in tensors.values()) > 6 * largest
 
 
-def test_what_megatron_wrote_is_read(tmp_path: Path) -> None:
+def test_reads_a_checkpoint_of_megatron(tmp_path: Path) -> None:
     """Megatron stacks layers in one tensor, names norms after its own layers, and pads the vocabulary."""
     folder = made(tmp_path / "model", "qwen3")
     convert(folder, tmp_path / "ours")
@@ -210,7 +212,7 @@ def key_of_layer(key: str) -> tuple[int, str]:
     return (int(parts[2]), ".".join(parts[3:])) if parts[:2] == ["decoder", "layers"] else (-1, key)
 
 
-def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line_and_leave_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = made(tmp_path / "model", "qwen3")
     convert(folder, tmp_path / "megatron")
     (tmp_path / "other").mkdir()

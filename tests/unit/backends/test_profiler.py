@@ -19,7 +19,7 @@ def step() -> float:
     return float((torch.ones(8, 8) @ torch.ones(8, 8)).sum())
 
 
-def test_only_the_steps_that_were_asked_for_leave_a_trace(tmp_path: Path) -> None:
+def test_profiles_only_the_chosen_steps(tmp_path: Path) -> None:
     profiler = StepProfiler((2,), tmp_path)
     assert [profiler(number, step) for number in (1, 2, 3)] == [512.0] * 3
     (trace,) = (tmp_path / "profile").iterdir()
@@ -28,7 +28,7 @@ def test_only_the_steps_that_were_asked_for_leave_a_trace(tmp_path: Path) -> Non
     assert any(event.get("name") == "aten::mm" for event in events)
 
 
-def test_what_a_step_raises_is_raised(tmp_path: Path) -> None:
+def test_profiler_raises_the_error_of_the_step(tmp_path: Path) -> None:
     def fails() -> float:
         raise ValueError("a bad batch")
 
@@ -36,7 +36,7 @@ def test_what_a_step_raises_is_raised(tmp_path: Path) -> None:
         StepProfiler((1,), tmp_path)(1, fails)
 
 
-def test_a_profiler_that_fails_fails_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_profiler_error_does_not_fail_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("a file is in the way")
     with caplog.at_level(logging.WARNING):
         assert StepProfiler((1,), tmp_path)(1, step) == 512.0
@@ -81,7 +81,7 @@ def test_a_snapshot_is_of_the_memory_that_a_step_allocated(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("broken", ["record", "dump", "stop"])
-def test_a_snapshot_that_fails_fails_no_step_and_ends_the_recording(
+def test_snapshot_error_does_not_fail_the_step_and_stops_recording(
     broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     allocations = Fake(broken)
@@ -116,6 +116,6 @@ def test_a_gpus_snapshot_names_what_was_allocated(tmp_path: Path) -> None:
     assert any(size >= 4 * 2**20 for size in allocated)
 
 
-def test_a_step_that_is_none_is_refused() -> None:
+def test_profiling_step_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match="profile_steps must be numbers of steps"):
         LearnerSection(profile_steps=(0,))

@@ -18,7 +18,7 @@ from asyncrl.data.tiny_model import make_tiny_model
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
-def test_a_flat_range_is_few_rectangles(sizes: list[int], data: st.DataObject) -> None:
+def test_flat_range_is_covered_by_few_rectangles(sizes: list[int], data: st.DataObject) -> None:
     numbers = torch.arange(math.prod(sizes)).view(sizes)
     start = data.draw(st.integers(0, numbers.numel()))
     stop = data.draw(st.integers(start, numbers.numel()))
@@ -36,7 +36,7 @@ def shape_of(folder: Path, architecture: str) -> ModelShape:
 @pytest.mark.parametrize(
     "architecture", ["qwen2", "glm4", "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss"]
 )
-def test_parts_of_all_ranks_make_the_whole_and_the_whole_makes_them(tmp_path: Path, architecture: str) -> None:
+def test_parts_of_all_ranks_reassemble_the_whole(tmp_path: Path, architecture: str) -> None:
     """For every kind of cut, any number of cuts, and any split of the elements among copies of the model."""
     shape = shape_of(tmp_path, architecture)
     wholes: dict[str, torch.Tensor] = {}

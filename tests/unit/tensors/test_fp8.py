@@ -37,7 +37,7 @@ def test_scales_are_worked_by_hand() -> None:
     assert fp8.quantize(torch.zeros(128, 128))[1].tolist() == [[1.0]]  # no 0 / 0
 
 
-def test_what_was_quantized_once_stays_as_it_is() -> None:
+def test_quantizing_twice_changes_nothing() -> None:
     weight, scale = fp8.quantize(torch.randn(256, 256, generator=torch.Generator().manual_seed(1)))
     again, same = fp8.quantize(dequantized(weight, scale))
     assert torch.equal(weight.float(), again.float())

@@ -7,7 +7,7 @@ import torch
 from asyncrl.tensors.host_memory import HostMemory
 
 
-def test_what_comes_back_is_what_left_to_the_last_bit_in_every_view() -> None:
+def test_host_round_trip_keeps_every_view_bit_for_bit() -> None:
     whole = torch.randn(64)
     view = whole[16:32].view(4, 4)
     weight = torch.nn.Parameter(torch.randn(8).bfloat16())
@@ -25,7 +25,7 @@ def test_what_comes_back_is_what_left_to_the_last_bit_in_every_view() -> None:
     assert torch.equal(view, before[1] + 1)
 
 
-def test_what_left_holds_what_it_had_when_it_left_last() -> None:
+def test_second_offload_keeps_the_newest_values() -> None:
     weight = torch.zeros(4)
     memory = HostMemory(lambda: [weight])
     for step in (1.0, 2.0):
@@ -35,7 +35,7 @@ def test_what_left_holds_what_it_had_when_it_left_last() -> None:
         weight.fill_(step)
 
 
-def test_memory_of_a_file_or_of_numpy_stays() -> None:
+def test_memory_of_files_and_numpy_is_not_moved() -> None:
     borrowed = torch.from_numpy(torch.ones(4).numpy())
     memory = HostMemory(lambda: [borrowed])
     memory.leave()

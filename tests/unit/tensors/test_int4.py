@@ -68,7 +68,7 @@ def test_matrices_of_layers_alone_get_three_tensors() -> None:
         "model.layers.0.self_attn.q_proj.bias": torch.ones(64),
         "model.layers.0.mlp.gate.weight": torch.ones(4, 32),
     }
-    made = dict(int4.quantized(given.items()))
+    made = dict(int4.quantize_tensors(given.items()))
     matrix = "model.layers.0.self_attn.q_proj.weight"
     assert set(made) == set(given) - {matrix} | {f"{matrix}{end}" for end in ("_packed", "_scale", "_shape")}
     assert made[f"{matrix}_shape"].tolist() == [64, 32]

@@ -61,7 +61,7 @@ def test_another_model_has_another_folder_and_what_a_killed_process_left_is_remo
 def test_a_weight_takes_the_bits_that_the_format_has(tmp_path: Path, quantization: str, bits: float) -> None:
     """fp8: 8 + 32 / 16384. int4: 4 + 16 / 32, and 128 for the shape of a matrix of 128 x 128."""
     matrices = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(128, 128) for number in range(3)}
-    made = dict(quantized_model.quantized(matrices.items(), quantization))
+    made = dict(quantized_model.quantize_tensors(matrices.items(), quantization))
     assert 8 * sum(one.nbytes for one in made.values()) / (3 * 128 * 128) == pytest.approx(bits, abs=5e-4)
 
 
@@ -96,4 +96,4 @@ def test_weights_that_the_index_does_not_name_are_not_quantized(tmp_path: Path) 
     save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, model / "consolidated.safetensors")
     made = quantized_model.model_folder(model, tmp_path / "made", "fp8")
     assert {path.name for path in made.glob("*.safetensors")} == set(parts)
-    assert read_shapes(made).keys() == {name for name, _ in quantized_model.quantized(tensors.items(), "fp8")}
+    assert read_shapes(made).keys() == {name for name, _ in quantized_model.quantize_tensors(tensors.items(), "fp8")}

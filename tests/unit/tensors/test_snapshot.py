@@ -16,7 +16,7 @@ def tensors(*names: str, dtype: torch.dtype = torch.float32) -> list[tuple[str, 
     return [(name, torch.randn(3, 5, generator=generator).to(dtype)) for name in names]
 
 
-def test_a_snapshot_gives_back_every_bit() -> None:
+def test_snapshot_keeps_every_bit() -> None:
     given = [
         ("matrix", torch.randn(7, 3)),
         ("transposed", torch.randn(4, 6, dtype=torch.float64).T),
@@ -24,7 +24,7 @@ def test_a_snapshot_gives_back_every_bit() -> None:
         ("scalar", torch.tensor(3)),
         ("nan", torch.tensor([float("nan"), -0.0])),
     ]
-    taken = dict(Snapshot.of(given).tensors())
+    taken = dict(Snapshot.from_tensors(given).tensors())
     assert taken.keys() == dict(given).keys()
     for name, tensor in given:
         assert (taken[name].dtype, taken[name].shape) == (tensor.dtype, tensor.shape)
@@ -33,15 +33,15 @@ def test_a_snapshot_gives_back_every_bit() -> None:
         )
 
 
-def test_wide_types_come_first_and_then_those_that_came_first() -> None:
+def test_buckets_are_ordered_by_width_then_arrival() -> None:
     given = [*tensors("b", "a", dtype=torch.bfloat16), *tensors("d", "c")]
-    snapshot = Snapshot.of(given)
+    snapshot = Snapshot.from_tensors(given)
     assert [name for name, _ in snapshot.tensors()] == ["d", "c", "b", "a"]
     assert [entry.name for entry in snapshot.entries] == ["d", "c", "b", "a"]
 
 
 def test_buckets_laid_end_to_end_are_the_tensors_without_gaps() -> None:
-    snapshot = Snapshot.of(tensors("a", "b", "c"), bucket_bytes=130)
+    snapshot = Snapshot.from_tensors(tensors("a", "b", "c"), bucket_bytes=130)
     body = b"".join(bytes(bucket.data.tolist()) for bucket in snapshot.buckets)
     assert body == b"".join(bytes(t.reshape(-1).view(torch.uint8).tolist()) for _, t in snapshot.tensors())
     assert snapshot.num_bytes == len(body) == 3 * 60
@@ -49,7 +49,7 @@ def test_buckets_laid_end_to_end_are_the_tensors_without_gaps() -> None:
 
 def test_a_bucket_holds_no_more_than_its_bound_unless_one_tensor_is_larger() -> None:
     large = ("large", torch.zeros(100))
-    snapshot = Snapshot.of([*tensors("a", "b", "c", "x"), large], bucket_bytes=130)
+    snapshot = Snapshot.from_tensors([*tensors("a", "b", "c", "x"), large], bucket_bytes=130)
     assert [[entry.name for entry in bucket.entries] for bucket in snapshot.buckets] == [
         ["a", "b"],
         ["c", "x"],
@@ -70,13 +70,13 @@ def test_no_more_than_a_bucket_of_tensors_is_held_beside_the_copy() -> None:
             most = max(most, sum(one() is not None for one in alive))
             yield str(number), tensor
 
-    snapshot = Snapshot.of(made(), bucket_bytes=130)
+    snapshot = Snapshot.from_tensors(made(), bucket_bytes=130)
     assert [float(tensor[0]) for _, tensor in snapshot.tensors()] == list(range(20))
     assert most == 3
 
 
 def test_a_snapshot_cut_into_smaller_buckets_has_the_same_bytes_and_copies_none() -> None:
-    snapshot = Snapshot.of([*tensors("a", "b", "c"), ("large", torch.zeros(100))])
+    snapshot = Snapshot.from_tensors([*tensors("a", "b", "c"), ("large", torch.zeros(100))])
     (whole,) = snapshot.buckets
     cut = snapshot.cut(130)
     assert [[entry.name for entry in bucket.entries] for bucket in cut.buckets] == [["a", "b"], ["c"], ["large"]]
@@ -86,7 +86,7 @@ def test_a_snapshot_cut_into_smaller_buckets_has_the_same_bytes_and_copies_none(
 
 
 def test_a_bucket_has_one_type() -> None:
-    snapshot = Snapshot.of([*tensors("a"), *tensors("b", dtype=torch.bfloat16)])
+    snapshot = Snapshot.from_tensors([*tensors("a"), *tensors("b", dtype=torch.bfloat16)])
     assert [{entry.dtype for entry in bucket.entries} for bucket in snapshot.buckets] == [
         {torch.float32},
         {torch.bfloat16},
@@ -94,13 +94,13 @@ def test_a_bucket_has_one_type() -> None:
 
 
 def test_floating_tensors_take_the_wanted_type_and_others_keep_theirs() -> None:
-    snapshot = Snapshot.of([*tensors("a"), ("count", torch.tensor([1, 2]))], dtype=torch.bfloat16)
+    snapshot = Snapshot.from_tensors([*tensors("a"), ("count", torch.tensor([1, 2]))], dtype=torch.bfloat16)
     assert {name: tensor.dtype for name, tensor in snapshot.tensors()} == {"a": torch.bfloat16, "count": torch.int64}
 
 
-def test_later_changes_of_the_weights_do_not_show() -> None:
+def test_snapshot_does_not_change_with_the_weights() -> None:
     ((name, weight),) = tensors("a")
-    snapshot = Snapshot.of([(name, weight)])
+    snapshot = Snapshot.from_tensors([(name, weight)])
     before = weight.clone()
     weight.add_(1.0)
     assert torch.equal(dict(snapshot.tensors())[name], before)
@@ -108,4 +108,4 @@ def test_later_changes_of_the_weights_do_not_show() -> None:
 
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="'a'"):
-        Snapshot.of(tensors("a", "b", "a"))
+        Snapshot.from_tensors(tensors("a", "b", "a"))

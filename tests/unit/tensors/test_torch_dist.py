@@ -34,7 +34,7 @@ def written(folder: Path, *of_ranks: Sequence[Chunk]) -> Path:
     return folder
 
 
-def test_any_rectangle_is_read_from_what_other_ranks_wrote(tmp_path: Path) -> None:
+def test_reads_any_rectangle_across_rank_files(tmp_path: Path) -> None:
     left, right = slice(0, 4), slice(4, 6)
     first = [*cut(slice(0, 3), slice(7, 10), columns=left), *cut(slice(3, 7), columns=left)]
     bias = Chunk(key="bias", whole=(3,), start=(0,), data=torch.tensor([1, 2, 3], dtype=torch.bfloat16))
@@ -67,7 +67,7 @@ def test_the_sha256_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
         (lambda folder: (folder / "__0_0.distcp").unlink(), "matrix cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path, damage: object, said: str) -> None:
+def test_unreadable_checkpoint_is_one_line(tmp_path: Path, damage: object, said: str) -> None:
     folder = written(tmp_path, cut(slice(0, 10)))
     damage(folder)  # type: ignore[operator]
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -93,7 +93,7 @@ def test_a_full_disk_is_the_error_of_a_write() -> None:
         torch_dist.write_chunks(Path("/dev/full"), [large])
 
 
-def test_another_model_s_sizes_are_refused(tmp_path: Path) -> None:
+def test_sizes_of_another_model_are_refused(tmp_path: Path) -> None:
     found = TorchDist(written(tmp_path, cut(slice(0, 10))))
     with pytest.raises(CheckpointError, match=r"matrix has the size \[10, 6\], the model needs \[12, 6\]"):
         found.read("matrix", (0, 0), (12, 6))
@@ -109,7 +109,7 @@ class Hostile:
         return os.system, (f"touch {self._path}",)
 
 
-def test_metadata_that_would_run_something_is_refused(tmp_path: Path) -> None:
+def test_metadata_with_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
     with pytest.raises(CheckpointError, match="system, which does not belong in a checkpoint"):
         TorchDist(tmp_path)

@@ -58,7 +58,7 @@ def weights(seed: int, *, device: str = "cpu") -> Snapshot:
     narrow = ("narrow", torch.randn(11, generator=generator).bfloat16())
     flags = ("flags", torch.randint(0, 255, (5, 3), generator=generator, dtype=torch.uint8))
     given = [(name, tensor.to(device)) for name, tensor in (*wide, narrow, flags)]
-    return Snapshot.of(given, bucket_bytes=1700)
+    return Snapshot.from_tensors(given, bucket_bytes=1700)
 
 
 def bytes_of(snapshot: Snapshot) -> list[bytes]:

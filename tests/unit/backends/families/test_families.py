@@ -28,7 +28,7 @@ def edited(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_the_quick_look_at_a_folder_knows_the_same_families() -> None:
+def test_cheap_check_knows_all_families() -> None:
     """`asyncrl check` uses the quick look before torch is imported."""
     assert set(model_folder.SUPPORTED_ARCHITECTURES) == set(FAMILIES)
 
@@ -111,7 +111,7 @@ def test_a_token_s_flops_in_linear_attention_are_those_of_its_products_and_state
     assert flops.training_flops(shape, [10]) == 6 * flops.matrix_parameters(shape) * 10 + scores
 
 
-def test_scores_outside_of_a_window_are_no_flops(tmp_path: Path) -> None:
+def test_flops_exclude_scores_outside_the_window(tmp_path: Path) -> None:
     """For 10 tokens, a full layer has 2 x 50 scores per head; with a window of 8, it has 2 x (10 x 8 - 8 x 8 / 2)."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="gemma3"))
     products = 6.0 * flops.matrix_parameters(shape) * 10
@@ -182,7 +182,7 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         "groups of one",
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(
+def test_unsupported_config_values_are_refused(
     tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]
 ) -> None:
     folder = edited(tiny_model(tmp_path, architecture=architecture), **changes)
@@ -192,7 +192,7 @@ def test_what_would_be_silently_wrong_is_refused(
         assert word in str(caught.value)
 
 
-def test_groups_that_are_all_chosen_are_none(tmp_path: Path) -> None:
+def test_choosing_all_groups_equals_no_groups(tmp_path: Path) -> None:
     folder = edited(tiny_model(tmp_path, architecture="deepseek_v3"), topk_group=4)
     experts = huggingface.read_shape(folder).experts
     assert experts is not None
@@ -260,7 +260,7 @@ def test_an_output_layer_that_is_tied_must_not_differ_from_the_embedding(tmp_pat
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 60}, {"moe_intermediate_size": 20}])
-def test_experts_need_sizes_of_whole_groups_of_16_bytes(tmp_path: Path, changes: dict[str, int]) -> None:
+def test_expert_sizes_must_be_multiples_of_16_bytes(tmp_path: Path, changes: dict[str, int]) -> None:
     shape = huggingface.read_shape(edited(tiny_model(tmp_path, architecture="qwen3_moe"), **changes))
     refusals.require_aligned_experts(shape, "float32", where="model.path")
     with pytest.raises(ConfigError, match=r"^model.path: .* is .0, and kernels for experts need a multiple of 8 in bf"):
@@ -284,7 +284,7 @@ def test_uneven_stages_need_a_field_that_says_how(tmp_path: Path) -> None:
         refusals.require_trainable(folder, where="model.path", layout=Layout(ranks=4, pipeline=4), transformer={})
 
 
-def test_default_rope_of_gemma_3_has_no_factor(tmp_path: Path) -> None:
+def test_gemma3_default_rope_has_no_factor(tmp_path: Path) -> None:
     """transformers reads a factor only with "linear"."""
     folder = tiny_model(tmp_path, architecture="gemma3")
     kinds = json.loads((folder / "config.json").read_text())["rope_parameters"]

@@ -65,8 +65,8 @@ def assert_same(
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_chunks_write_and_read_what_single_tokens_do(lengths: tuple[int, ...]) -> None:
-    tensors, chunks = inputs(sum(lengths)), Chunks.of(boundaries(lengths), CPU)
+def test_chunked_delta_rule_equals_a_loop_over_tokens(lengths: tuple[int, ...]) -> None:
+    tensors, chunks = inputs(sum(lengths)), Chunks.from_boundaries(boundaries(lengths), CPU)
     assert_same(
         lambda: delta_rule.gated_delta_rule(*tensors, chunks),
         lambda: token_by_token(tensors, lengths),
@@ -75,11 +75,11 @@ def test_chunks_write_and_read_what_single_tokens_do(lengths: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_a_convolution_sees_no_other_document(lengths: tuple[int, ...]) -> None:
+def test_convolution_stays_within_documents(lengths: tuple[int, ...]) -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(sum(lengths), 10, generator=random).requires_grad_()
     kernels = torch.randn(10, 1, WIDTH, generator=random).requires_grad_()
-    chunks = Chunks.of(boundaries(lengths), CPU)
+    chunks = Chunks.from_boundaries(boundaries(lengths), CPU)
 
     def one_by_one() -> torch.Tensor:
         documents = [F.pad(document.T, (WIDTH - 1, 0)) for document in x.split(lengths)]
@@ -88,9 +88,9 @@ def test_a_convolution_sees_no_other_document(lengths: tuple[int, ...]) -> None:
     assert_same(lambda: delta_rule.short_convolution(x, kernels, chunks), one_by_one, [x, kernels])
 
 
-def test_the_loop_has_a_step_for_each_chunk_of_the_longest_document_alone() -> None:
+def test_loop_length_is_the_chunks_of_the_longest_document() -> None:
     """Documents of 65, 3 and 200 tokens have 2, 1 and 4 chunks."""
-    chunks = Chunks.of(boundaries([65, 3, 200]), CPU)
+    chunks = Chunks.from_boundaries(boundaries([65, 3, 200]), CPU)
     assert chunks.runs == [3, 2, 1, 1]
     assert chunks.indices[:, 0].tolist() == [68, 0, 65, 132, 64, 196, 260]
     assert torch.equal(chunks.indices.flatten()[chunks.order], torch.arange(268))
@@ -109,7 +109,7 @@ def keep(of_out: torch.Tensor) -> None: ...
     [(1.0, keep, ""), (1.2, keep, "its results differ"), (1.0, refuse, "RuntimeError: Triton 3.6 on Hopper is wrong")],
     ids=["right", "wrong", "without gradients"],
 )
-def test_kernels_of_a_package_are_used_only_where_they_compute_the_same(
+def test_uses_fla_delta_rule_only_if_it_agrees(
     factor: float,
     hook: Callable[[torch.Tensor], None],
     problem: str,
@@ -119,7 +119,7 @@ def test_kernels_of_a_package_are_used_only_where_they_compute_the_same(
     """Otherwise the first step would fail: the package refuses the gradient with some versions of Triton."""
 
     def kernels(*rows: torch.Tensor, boundaries: torch.Tensor, host_boundaries: torch.Tensor) -> torch.Tensor:
-        out = factor * delta_rule.gated_delta_rule(*rows, chunks=Chunks.of(boundaries.int().numpy(), CPU))
+        out = factor * delta_rule.gated_delta_rule(*rows, chunks=Chunks.from_boundaries(boundaries.int().numpy(), CPU))
         out.register_hook(hook)
         return out
 
@@ -130,13 +130,11 @@ def test_kernels_of_a_package_are_used_only_where_they_compute_the_same(
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
-def test_the_convolution_of_a_package_is_used_only_where_it_computes_the_same(
-    factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses_fla_convolution_only_if_it_agrees(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def kernels(
         x: torch.Tensor, weights: torch.Tensor, boundaries: torch.Tensor, host_boundaries: torch.Tensor
     ) -> torch.Tensor:
-        return factor * delta_rule.short_convolution(x, weights, Chunks.of(boundaries.int().numpy(), CPU))
+        return factor * delta_rule.short_convolution(x, weights, Chunks.from_boundaries(boundaries.int().numpy(), CPU))
 
     monkeypatch.setattr(flash_linear_attention, "short_convolution", kernels)
     with torch.inference_mode():  # as a first call may be
@@ -155,7 +153,7 @@ def test_kernels_that_do_not_agree_are_not_called(agrees: bool, monkeypatch: pyt
     monkeypatch.setattr(delta_rule, "_may_have_kernels", lambda x: True)
     for name in ("rule_agrees", "convolution_agrees"):
         monkeypatch.setattr(delta_rule, name, lambda *_: agrees)
-    chunks = Chunks.of(boundaries((3,)), CPU)
+    chunks = Chunks.from_boundaries(boundaries((3,)), CPU)
     delta_rule.gated_delta_rule(*inputs(3), chunks)
     delta_rule.short_convolution(torch.zeros(3, 2), torch.zeros(2, 1, WIDTH), chunks)
     assert used == (["gated_delta_rule", "short_convolution"] if agrees else [])

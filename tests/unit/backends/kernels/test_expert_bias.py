@@ -12,7 +12,7 @@ COUNTS = (2, 0, 3)
 
 
 @pytest.mark.parametrize("is_scored", [False, True])
-def test_rows_get_the_bias_of_their_expert_and_give_it_their_gradients(is_scored: bool) -> None:
+def test_expert_bias_is_added_to_its_rows_and_gets_their_gradients(is_scored: bool) -> None:
     random = torch.Generator().manual_seed(0)
     x, bias, scores, slopes = (torch.randn(size, generator=random) for size in ((5, 8), (3, 8), (5,), (5, 8)))
     ends = torch.tensor(COUNTS).cumsum(0).int()
@@ -29,7 +29,7 @@ def test_rows_get_the_bias_of_their_expert_and_give_it_their_gradients(is_scored
         torch.testing.assert_close(ours, theirs)
 
 
-def test_no_rows_give_a_bias_no_gradient() -> None:
+def test_expert_bias_without_rows_gets_zero_gradient() -> None:
     x, bias = torch.zeros(0, 8, requires_grad=True), torch.ones(3, 8, requires_grad=True)
     with_bias(x, bias, torch.zeros(3, dtype=torch.int32)).sum().backward()
     assert bias.grad is not None

@@ -26,19 +26,19 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0b36")
 
 
-def test_without_the_package_torchs_kernels_are_used_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_falls_back_silently_when_flash_attention_is_missing(caplog: pytest.LogCaptureFixture) -> None:
     assert not flash._has_newer(*HEADS)
     assert not caplog.records
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_that_agrees_with_torch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_flash_attention_that_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_agrees", lambda *_, **__: True)
     assert flash._has_newer(*HEADS)
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_with_other_results_is_named_and_not_used(
+def test_rejects_flash_attention_with_other_results(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flash, "_agrees", lambda *_, **__: False)
@@ -52,9 +52,7 @@ def test_a_package_with_other_results_is_named_and_not_used(
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_that_does_not_work_here_is_named_and_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rejects_flash_attention_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fails(*_: object, **__: object) -> bool:
         raise ModuleNotFoundError("No module named 'cutlass'")
 

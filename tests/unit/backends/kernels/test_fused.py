@@ -79,7 +79,7 @@ def test_queries_and_keys_are_normalised_before_they_are_rotated() -> None:
     torch.testing.assert_close((query, key), expected[:2])
 
 
-def test_what_is_remade_is_not_kept_and_gives_the_same_gradient() -> None:
+def test_recomputed_tensors_are_not_saved_and_keep_the_gradient() -> None:
     x, weight = random(ROWS, 16), random(4, 8)
     made: list[int] = []
 
@@ -88,7 +88,7 @@ def test_what_is_remade_is_not_kept_and_gives_the_same_gradient() -> None:
         return fused.swiglu(x)
 
     gated = fused.swiglu(x)
-    with fused.remade(gated, make):
+    with fused.recompute_in_backward(gated, make):
         out = gated @ weight.T
     expected = torch.autograd.grad((fused.swiglu(x) @ weight.T).square().sum(), (x, weight))
     assert not made
@@ -121,7 +121,7 @@ CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_the_compiler_takes_each_whole_and_once_for_any_number_of_rows(name: str) -> None:
+def test_functions_compile_once_for_any_number_of_rows(name: str) -> None:
     function = getattr(fused, name)
     graphs: list[Any] = []
 
@@ -165,7 +165,7 @@ def test_more_than_eight_variants_are_compiled_in_any_thread(monkeypatch: pytest
     ],
     ids=["the backend fails", "too many variants"],
 )
-def test_what_the_compiler_cannot_compile_runs_as_it_is_written(
+def test_functions_that_do_not_compile_run_eagerly(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Any:

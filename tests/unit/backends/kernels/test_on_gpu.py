@@ -140,7 +140,7 @@ def test_linear_attention_in_kernels_is_that_in_plain_torch() -> None:
     decays, steps = -random(301, 4, seed=1).square(), random(301, 4).sigmoid()
     results = {}
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        chunks = Chunks.of(boundaries, torch.device(device))
+        chunks = Chunks.from_boundaries(boundaries, torch.device(device))
         x, weights = (one.to(device, dtype).requires_grad_() for one in (mixed, kernels))
         decay, step = (one.to(device).requires_grad_() for one in (decays, steps))
         heads = delta_rule.short_convolution(x, weights, chunks).view(301, 8, 64)

@@ -24,7 +24,7 @@ def state(folder: Path, rank: int, data: torch.Tensor) -> RankState:
     return RankState(folder=folder, chunks=[chunk, *random_states(rank)], steps={"matrix": 7.0})
 
 
-def test_what_changes_later_is_not_in_it(tmp_path: Path) -> None:
+def test_save_keeps_the_state_of_its_beginning(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).view(4, 3)
     drawn = torch.get_rng_state()
     saves = [BackgroundSave([state(tmp_path, rank, half)], rank=rank) for rank, half in enumerate(matrix.split(2))]
@@ -49,7 +49,7 @@ def test_a_missing_part_makes_no_checkpoint(tmp_path: Path) -> None:
     assert "No such file or directory" in lost.problem
 
 
-def test_a_rank_that_ends_leaves_what_it_has_not_written(tmp_path: Path) -> None:
+def test_cancelled_save_reports_no_file(tmp_path: Path) -> None:
     chunks = [Chunk(key=str(number), whole=(1,), start=(0,), data=torch.zeros(1)) for number in range(10_000)]
     save = BackgroundSave([RankState(folder=tmp_path, chunks=chunks)], rank=0)
     save.cancel()
@@ -58,7 +58,7 @@ def test_a_rank_that_ends_leaves_what_it_has_not_written(tmp_path: Path) -> None
     assert not part.files
 
 
-def test_a_checkpoint_of_another_backend_is_none_of_megatron_s(tmp_path: Path) -> None:
+def test_checkpoint_of_the_reference_backend_is_refused(tmp_path: Path) -> None:
     (tmp_path / "backend.json").write_text(json.dumps({"format": "reference"}))
     with pytest.raises(CheckpointError, match="is not a distributed checkpoint"):
         SavedModel(tmp_path)

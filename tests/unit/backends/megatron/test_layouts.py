@@ -181,7 +181,7 @@ def test_an_export_gives_back_the_folder_bit_for_bit(case: Case) -> None:
     assert all(torch.equal(case.got.before[weight], tensor) for weight, tensor in original.items())
 
 
-def test_no_rank_holds_the_whole_model_and_all_of_them_write_a_version_together(case: Case) -> None:
+def test_ranks_publish_a_version_without_gathering_the_model(case: Case) -> None:
     """Each rank holds its share and at most one more parameter. An engine finds every tensor in the folder."""
     sizes = [sum(tensor.nbytes for tensor in part.values()) for part in case.got.parts]
     assert len(sizes) == LAYOUTS[case.kind].exporters
@@ -206,12 +206,12 @@ def test_steps_make_the_metrics_and_the_weights_of_one_process(case: Case) -> No
         before = wanted
 
 
-def test_the_values_of_a_critic_are_those_of_one_process(case: Case) -> None:
+def test_critic_values_equal_one_process(case: Case) -> None:
     assert np.abs(case.expected.values).max() > 0.01
     np.testing.assert_allclose(case.got.values, case.expected.values, atol=1e-5)
 
 
-def test_a_step_from_the_checkpoint_is_the_step_that_was_taken(case: Case) -> None:
+def test_step_after_restore_repeats_bit_for_bit(case: Case) -> None:
     assert distance(dict(case.got.again), dict(case.got.after[-1])) == 0.0
 
 
@@ -228,7 +228,7 @@ def test_a_step_from_the_checkpoint_is_the_step_that_was_taken(case: Case) -> No
         ("megatron-tp2-ep2", "gpt_oss", "megatron-cp2"),
     ],
 )
-def test_a_checkpoint_goes_to_another_layout_and_back(tmp_path: Path, kind: str, architecture: str, other: str) -> None:
+def test_checkpoint_moves_between_layouts(tmp_path: Path, kind: str, architecture: str, other: str) -> None:
     """Checkpoints number layers and experts as in the whole model, and store tied embeddings once."""
     folder = tiny_model(tmp_path / "model", architecture=architecture, tied=architecture == "qwen2", num_layers=4)
 

@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_those_of_the_paper(mixture: Path, recompute: str
     assert routers
 
 
-def test_the_loss_is_added_to_the_policys(folder: Path) -> None:
+def test_balance_loss_is_added_to_the_policy_loss(folder: Path) -> None:
     packed = pack(documents(), max_tokens=45)
     found = {}
     for coefficient in (0.0, COEFFICIENT, 2 * COEFFICIENT):
@@ -162,7 +162,7 @@ def test_metrics_tell_how_unevenly_a_batch_uses_the_experts(folder: Path) -> Non
     assert metrics["learner/experts_unused"] == pytest.approx(float((chosen == 0).double().mean()))
 
 
-def test_a_row_without_documents_counts_for_nothing(folder: Path) -> None:
+def test_filler_rows_do_not_count_for_the_balance(folder: Path) -> None:
     found = []
     for packed in (rows(), [empty(), *rows(), empty()]):
         with started("megatron-1", folder, optimizer=GENTLE, options=WITH_LOSS) as backend:
@@ -177,7 +177,7 @@ def test_a_row_without_documents_counts_for_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "architecture", "options"), [pytest.param(*layout, marks=LAYOUT_RANKS) for layout in LAYOUTS]
 )
-def test_every_layout_trains_it_as_one_process(
+def test_every_layout_trains_the_balance_loss_as_one_process(
     tmp_path: Path, kind: str, architecture: str, options: Mapping[str, Any]
 ) -> None:
     """The ranks share experts, rows or layers. Rows are filled up to a length that ranks can share, and copies get
@@ -225,13 +225,13 @@ def test_only_the_policy_has_the_loss(folder: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_batch_without_tokens_tells_nothing_of_experts(folder: Path) -> None:
+def test_empty_batch_has_no_expert_metrics(folder: Path) -> None:
     with started("megatron-1", folder, optimizer=GENTLE, options=WITH_LOSS) as backend:
         metrics = backend.step([[empty()]], learning_rate=1e-3).metrics
     assert not [name for name in metrics if "expert" in name or "aux" in name]
 
 
-def test_training_with_it_evens_the_use_of_experts(folder: Path) -> None:
+def test_balance_loss_evens_expert_use(folder: Path) -> None:
     settings = dataclasses.replace(SETTINGS, weight_decay=0.0)
     with started("megatron-1", folder, optimizer=settings, options=WITH_LOSS) as backend:
         told = [backend.step([rows()], learning_rate=5e-3).metrics for _ in range(20)]
@@ -240,6 +240,6 @@ def test_training_with_it_evens_the_use_of_experts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
-def test_a_coefficient_that_is_no_weight_is_refused(wrong: float) -> None:
+def test_negative_or_infinite_coefficient_is_refused(wrong: float) -> None:
     with pytest.raises(ConfigError, match="aux_loss_coefficient must be 0 or more"):
         Options(aux_loss_coefficient=wrong)

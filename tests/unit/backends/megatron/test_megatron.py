@@ -64,7 +64,7 @@ def edited(folder: Path, copy: Path, **changes: Any) -> Path:
     ],
     ids=["architecture", "bias", "activation", "quantized", "rope"],
 )
-def test_a_model_it_cannot_train_is_a_config_error_that_names_it(
+def test_untrainable_model_is_a_config_error(
     folder: Path, tmp_path: Path, changes: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -255,7 +255,7 @@ def test_rectangles_hold_documents_of_similar_length_and_lose_no_token() -> None
 # -- the shim ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_shim_leaves_torch_alone(folder: Path) -> None:
+def test_cpu_shim_does_not_change_torch(folder: Path) -> None:
     """torch's device contexts know factories by identity; if one is wrapped, transformers loads garbage."""
     before = {name: getattr(torch, name) for name in ("zeros", "empty", "tensor", "compile")}
     before_cuda = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "get_rng_state")}
@@ -270,7 +270,7 @@ def test_the_shim_leaves_torch_alone(folder: Path) -> None:
         assert torch.empty(1).is_meta
 
 
-def test_the_shim_answers_megatron_with_the_cpu() -> None:
+def test_cpu_shim_gives_megatron_the_cpu() -> None:
     cpu_shim.use_device(torch.device("cuda"))
     assert sys.modules["megatron.core.optimizer.clip_grads"].torch is torch
     cpu_shim.use_device(torch.device("cpu"))
@@ -320,7 +320,7 @@ def living_models() -> set[int]:
     return {id(thing) for thing in gc.get_objects() if type(thing) is megatron_model.PackedGPT}
 
 
-def test_moments_that_wait_on_the_host_change_no_number(folder: Path, tmp_path: Path) -> None:
+def test_offloaded_moments_do_not_change_training(folder: Path, tmp_path: Path) -> None:
     results = []
     for offload in (False, True):
         with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
@@ -333,7 +333,7 @@ def test_moments_that_wait_on_the_host_change_no_number(folder: Path, tmp_path: 
     assert distance(*results) == 0.0
 
 
-def test_moments_wait_on_the_host_from_the_restore_on(folder: Path, tmp_path: Path) -> None:
+def test_moments_are_offloaded_after_a_restore(folder: Path, tmp_path: Path) -> None:
     with started("megatron-1", folder, options={"offload_optimizer": True}) as backend:
         backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
         backend.save(tmp_path)
@@ -345,7 +345,7 @@ def test_moments_wait_on_the_host_from_the_restore_on(folder: Path, tmp_path: Pa
         assert all(any(one is home for home in moments._homes.values()) for one in waiting)
 
 
-def test_arrays_reach_the_device_as_they_were() -> None:
+def test_arrays_are_unchanged_on_the_device() -> None:
     arrays = {
         "longs": np.arange(5),
         "none": np.zeros(0, np.int64),
@@ -374,7 +374,7 @@ def test_the_peak_of_a_device_is_known_by_its_name() -> None:
     assert flops.peak_flops("NVIDIA GeForce GT 710") is None
 
 
-def test_what_gradient_buffers_held_before_a_step_is_overwritten(folder: Path) -> None:
+def test_step_overwrites_old_gradient_buffers(folder: Path) -> None:
     """The buffers are not zeroed: the first micro-batch overwrites them, and the following micro-batches add."""
     batch = shares("megatron-1", documents(), max_tokens=30)
     assert len(batch[0]) > 2

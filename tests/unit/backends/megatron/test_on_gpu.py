@@ -61,7 +61,7 @@ def test_logprobs_are_close_to_those_of_hugging_face(folder: Path, dtype: str, m
     assert errors.max() < largest
 
 
-def test_a_checkpoint_restores_to_the_last_bit(folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_restores_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     batch = shares("megatron-1", documents())
     with started("megatron-1", folder, device="cuda", dtype="bfloat16") as backend:
         backend.step(batch, learning_rate=LEARNING_RATE)

@@ -138,7 +138,7 @@ def test_a_frozen_weight_gets_no_gradient_and_its_input_does() -> None:
     torch.testing.assert_close(torch.cat([one[0] for one in made]), expected)
 
 
-def test_memory_that_was_released_is_allocated_again() -> None:
+def test_released_windows_are_allocated_again() -> None:
     layers = weights(1)
     x = torch.randn(8, 1, HIDDEN, dtype=torch.float64)
     board = Board(2, seed=2)
@@ -163,7 +163,7 @@ class Apart(Window):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Window, True), (Apart, False)], ids=["shared", "apart"])
-def test_memory_is_used_only_if_every_rank_reads_what_the_others_wrote(kind: type[Window], expected: bool) -> None:
+def test_symmetric_memory_is_used_only_if_all_ranks_can_read_it(kind: type[Window], expected: bool) -> None:
     board = Board(3, seed=0)
 
     def work(rank: int) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ def test_engines_get_the_trained_weights_in_their_format(kind: str, folder: Path
             backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
             made[wanted] = weights(backend)
     assert any(not torch.equal(one, made[""][name]) for name, one in load_file(folder / "model.safetensors").items())
-    expected = dict(quantized_model.quantized(made[""].items(), quantization))
+    expected = dict(quantized_model.quantize_tensors(made[""].items(), quantization))
     assert made[quantization].keys() == expected.keys()
     for name, one in expected.items():
         assert made[quantization][name].dtype == one.dtype
@@ -47,7 +47,7 @@ def test_engines_get_the_trained_weights_in_their_format(kind: str, folder: Path
         ("deepseek_v3", "was not tried with (experts|latent attention); remove it"),
     ],
 )
-def test_a_model_that_was_not_tried_is_refused_in_one_line(
+def test_untested_quantized_model_is_refused(
     tmp_path: Path, quantization: str, architecture: str, problem: str
 ) -> None:
     shape: ModelShape = read_shape(tiny_model(tmp_path, architecture=architecture))

@@ -206,7 +206,7 @@ def test_parts_of_the_weights_are_processed_where_they_are_until_they_are_forgot
     first, second = joined()
     parts = HeldParts()
     for export in (1, 2):
-        parts.hold(export, Snapshot.of([("weight", torch.full((2,), float(export)))]))
+        parts.hold(export, Snapshot.from_tensors([("weight", torch.full((2,), float(export)))]))
     parts.serve(second)
     one, two = (RemotePart(first, 1, export) for export in (1, 2))
     assert one.run(Sum, b" of one") == b"2.0 of one"

@@ -72,7 +72,7 @@ def listening(pid: int) -> list[Any]:
     return [one.laddr for one in psutil.Process(pid).net_connections() if one.status == psutil.CONN_LISTEN]
 
 
-def test_a_backend_that_is_not_started_says_so(folder: Path) -> None:
+def test_unstarted_backend_raises(folder: Path) -> None:
     with started("megatron-1", folder) as backend:
         pass
     with pytest.raises(BackendError, match="not started"):
@@ -112,13 +112,13 @@ def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
     assert distance(results["reference"], results["megatron-4"]) < 1e-5
 
 
-def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> None:
+def test_indivisible_heads_are_a_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads, 2"):
         weight_cuts.require_divisible(huggingface.read_shape(folder), 4)
 
 
 @pytest.mark.slow
-def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: Path) -> None:
+def test_failed_save_can_be_repeated_on_all_ranks(folder: Path, tmp_path: Path) -> None:
     """A folder blocks the file of rank 1, but not the leader's. Once it is gone, all ranks save while a step runs."""
     with started("megatron-2", folder) as backend:
         backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
@@ -144,7 +144,7 @@ def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_index_that_cannot_be_written_leaves_the_ranks_together(folder: Path, tmp_path: Path) -> None:
+def test_failed_index_write_leaves_ranks_in_step(folder: Path, tmp_path: Path) -> None:
     """Only the leader writes the index. Its write fails for the policy; the critic's save comes next."""
     with started("megatron-2", folder, auxiliary={"critic": critic(folder)}) as backend:
         taken = tmp_path / "one" / "backend.json"
@@ -297,7 +297,7 @@ def test_a_rank_that_cannot_start_ends_the_start_in_a_line_that_names_it(folder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["is killed", "exits without closing them"])
-def test_followers_end_with_a_leader_that(folder: Path, end: str) -> None:
+def test_ranks_end_with_rank_0_that(folder: Path, end: str) -> None:
     script = f"""
 import sys
 from pathlib import Path

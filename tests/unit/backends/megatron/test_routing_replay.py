@@ -97,7 +97,7 @@ def without(packed: MicroBatch) -> MicroBatch:
     return dataclasses.replace(packed, experts=NO_EXPERTS)
 
 
-def test_an_engine_tells_the_experts_of_every_token_but_the_last(folder: Path) -> None:
+def test_engine_reports_experts_of_all_but_the_last_token(folder: Path) -> None:
     for prompt, answer in zip(PROMPTS, answers(folder, "float32"), strict=True):
         assert answer.experts.shape == (len(prompt) + 40, 4, 2)
         assert answer.experts.dtype == np.uint8
@@ -105,7 +105,7 @@ def test_an_engine_tells_the_experts_of_every_token_but_the_last(folder: Path) -
         assert (answer.experts[-1] == 255).all()
 
 
-def test_in_bfloat16_replay_brings_the_trainer_near_the_engine(folder: Path) -> None:
+def test_replay_brings_bfloat16_logprobs_near_the_engine(folder: Path) -> None:
     packed = row(answers(folder, "bfloat16"))
     with started("megatron-1", folder, dtype="bfloat16") as backend:
         own = mismatch(scored(backend, "megatron-1", without(packed)), packed)
@@ -114,7 +114,7 @@ def test_in_bfloat16_replay_brings_the_trainer_near_the_engine(folder: Path) -> 
     assert np.abs(own).max() > 3 * np.abs(replayed).max()
 
 
-def test_in_float32_replay_changes_no_bit_of_the_scores(folder: Path) -> None:
+def test_replay_keeps_float32_scores(folder: Path) -> None:
     packed = row(answers(folder, "float32"))
     with started("megatron-1", folder) as backend:
         own, replayed = (scored(backend, "megatron-1", one) for one in (without(packed), packed))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncrl.backends.megatron.packed_attention import Pieces, attention
-from asyncrl.backends.megatron.row_part import RowPart, kept_by, order, spans
+from asyncrl.backends.megatron.row_part import RowPart, order, spans, tokens_of_rank
 from asyncrl.backends.micro_batches import response_rows
 from asyncrl.config.layout import Layout
 from asyncrl.policies.batching.packing import MicroBatch
@@ -24,14 +24,16 @@ def packed(*lengths: int) -> MicroBatch:
 
 def part(row: MicroBatch, rank: int, **sizes: int) -> RowPart:
     layout = Layout(ranks=8, **sizes)
-    return RowPart.of(row, response_rows(row), layout=layout, context_rank=rank, device=CPU, dtype=torch.float32)
+    return RowPart.from_micro_batch(
+        row, response_rows(row), layout=layout, context_rank=rank, device=CPU, dtype=torch.float32
+    )
 
 
-def test_a_rank_has_a_piece_from_each_end_so_that_all_attend_to_as_many_keys() -> None:
+def test_context_parallel_pieces_balance_attention() -> None:
     """16 tokens on 2 ranks: 4 pieces of 4 tokens; the first rank has the first and the last piece."""
     assert spans(0, length=16, ranks=2) == [(0, 4), (12, 16)]
     assert spans(1, length=16, ranks=2) == [(4, 8), (8, 12)]
-    gathered = np.concatenate([kept_by(rank, length=16, ranks=2) for rank in (0, 1)])
+    gathered = np.concatenate([tokens_of_rank(rank, length=16, ranks=2) for rank in (0, 1)])
     np.testing.assert_array_equal(gathered[order(length=16, ranks=2)], np.arange(16))
 
 
@@ -57,7 +59,7 @@ def test_every_token_is_predicted_by_the_rank_that_has_the_one_before_it() -> No
         np.testing.assert_array_equal(one.targets.numpy(), row.tokens[rows[one.places]])
 
 
-def test_filling_up_is_a_document_of_its_own_that_the_objective_does_not_see() -> None:
+def test_padding_is_a_document_without_loss() -> None:
     row = packed(6, 7)
     one = part(row, 0, context=2)
     assert (one.length, one.row.boundaries.tolist()) == (16, row.boundaries.tolist())
@@ -65,7 +67,7 @@ def test_filling_up_is_a_document_of_its_own_that_the_objective_does_not_see() -
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_parts_attend_as_the_whole_row_does(ranks: int) -> None:
+def test_attention_over_parts_equals_the_whole_row(ranks: int) -> None:
     row = packed(12, 30, 2, 17, 9, 23, 12, 7)  # 112 tokens
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(112, heads, 8, generator=generator) for heads in (4, 2, 2))

@@ -97,7 +97,7 @@ def on_top_of_a_kernel(
 
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("attend", [in_columns, on_top_of_a_kernel])
-def test_it_is_a_softmax_with_one_more_column(attend: Callable[..., torch.Tensor], window: int) -> None:
+def test_attention_sink_is_a_softmax_with_one_more_column(attend: Callable[..., torch.Tensor], window: int) -> None:
     tensors = inputs(19)
     found = with_gradients(attend(*tensors, window), tensors)
     expected = with_gradients(explicit(*tensors, window), tensors)

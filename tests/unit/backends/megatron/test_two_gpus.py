@@ -159,10 +159,10 @@ def test_a_step_makes_the_metrics_and_the_weights_of_one_process(case: Case) -> 
     assert distance(case.got.after, case.expected.after) < 3e-3 * distance(before, case.expected.after)
 
 
-def test_a_checkpoint_restores_to_the_last_bit(case: Case) -> None:
+def test_checkpoint_restores_bit_for_bit(case: Case) -> None:
     assert distance(case.got.restored, case.got.after) == 0.0
 
 
-def test_an_engine_gets_every_ranks_part_by_nccl_bit_for_bit(case: Case) -> None:
+def test_nccl_delivers_all_parts_bit_for_bit(case: Case) -> None:
     published = safetensors.torch.load_file(case.folder / "model.safetensors")
     assert distance(case.got.arrived, published) == 0.0

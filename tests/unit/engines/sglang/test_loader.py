@@ -30,7 +30,7 @@ def written(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    snapshot = Snapshot.of(tensors.items())
+    snapshot = Snapshot.from_tensors(tensors.items())
     blocks = [bucket.data.numpy().tobytes() for bucket in snapshot.buckets]
     with path.open("wb") as stream:
         safetensors_file.write(stream, [safetensors_file.header(snapshot.entries), *blocks])

@@ -242,7 +242,7 @@ def arriving(buckets: Sequence[Bucket], device: torch.device = CPU) -> receiving
 
 @pytest.mark.parametrize("keeps", KEEPS)
 def test_a_model_may_keep_tensors_and_few_buckets_are_in_memory(monkeypatch: pytest.MonkeyPatch, keeps: int) -> None:
-    snapshot = Snapshot.of(tensors(0).items(), bucket_bytes=500)
+    snapshot = Snapshot.from_tensors(tensors(0).items(), bucket_bytes=500)
     broadcast = Broadcasts(snapshot.buckets)
     monkeypatch.setattr(receiving.dist, "broadcast", broadcast)
     network = Network(keeps)
@@ -257,7 +257,7 @@ def test_a_model_may_keep_tensors_and_few_buckets_are_in_memory(monkeypatch: pyt
 def test_broadcasts_run_ahead_of_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the model gets the first tensor of bucket n, bucket n + 2 is on its way."""
     given = {f"t{n}": torch.full((8,), float(n)) for n in range(12)}
-    snapshot = Snapshot.of(given.items(), bucket_bytes=2 * 32)  # six buckets of two tensors
+    snapshot = Snapshot.from_tensors(given.items(), bucket_bytes=2 * 32)  # six buckets of two tensors
     broadcast = Broadcasts(snapshot.buckets)
     monkeypatch.setattr(receiving.dist, "broadcast", broadcast)
     begun = []
@@ -295,7 +295,7 @@ def test_on_a_gpu_no_bucket_is_overwritten_or_read_too_early(monkeypatch: pytest
     device = torch.device("cuda", 0)
     generator = torch.Generator().manual_seed(0)
     given = {f"layer.{n}": torch.randn(512, 1024 + n, generator=generator) for n in range(48)}
-    snapshot = Snapshot.of([(n, t.to(device)) for n, t in given.items()], bucket_bytes=8 * 2**20)
+    snapshot = Snapshot.from_tensors([(n, t.to(device)) for n, t in given.items()], bucket_bytes=8 * 2**20)
 
     def sleep() -> None:
         torch.cuda._sleep(2_000_000)

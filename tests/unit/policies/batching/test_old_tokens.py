@@ -131,7 +131,7 @@ def test_a_sequence_s_ratio_is_that_of_its_trained_tokens_given_what_is_before_t
     losses = []
     for one in (late, tail):
         ((micro,),) = pack_for_ranks(build(one, algorithm=algorithm).documents, ranks=1, max_tokens=100)
-        row = PackedRow.of(micro, response_rows(micro), device=torch.device("cpu"), in_rectangles=False)
+        row = PackedRow.from_micro_batch(micro, response_rows(micro), device=torch.device("cpu"), in_rectangles=False)
         inputs = row.loss_inputs(torch.tensor([-0.4, -0.9]), torch.zeros(2))
         loss, _ = GSPO(anchor="behavior")(inputs)
         losses.append(loss)

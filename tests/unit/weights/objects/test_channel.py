@@ -70,7 +70,7 @@ class Rig:
 
     def publish(self, version: int, *, incarnation: int = 0, learner: ObjectsChannel | None = None) -> WeightVersion:
         self.weight[version % 400, ::7] += 0.5
-        snapshot = Snapshot.of([("a", self.weight), ("b", torch.arange(5.0)), ("c", torch.zeros(3, dtype=torch.uint8))])
+        snapshot = Snapshot.from_tensors([("a", self.weight), ("b", torch.arange(5.0)), ("c", torch.zeros(3, dtype=torch.uint8))])
         return (learner or self.learner).publish(snapshot, incarnation=incarnation, policy_version=version)
 
     def host(self, name: str = "far") -> FetchedVersions:
@@ -102,8 +102,8 @@ def test_a_follower_fetches_the_first_version_whole_and_then_only_what_changed(r
 def in_two_files(rig: Rig, version: int) -> WeightVersion:
     """Publish a version of a learner of two ranks; the changed tensor is in the first rank's part."""
     rig.weight[version % 400, ::7] += 0.5
-    other = OtherRank(Snapshot.of([("b", torch.arange(5.0)), ("c", torch.zeros(3, dtype=torch.uint8))]))
-    exported = replace(Snapshot.of([("a", rig.weight)]), others=(other,))
+    other = OtherRank(Snapshot.from_tensors([("b", torch.arange(5.0)), ("c", torch.zeros(3, dtype=torch.uint8))]))
+    exported = replace(Snapshot.from_tensors([("a", rig.weight)]), others=(other,))
     return rig.learner.publish(exported, incarnation=0, policy_version=version)
 
 
@@ -164,7 +164,7 @@ def test_more_change_than_a_delta_is_worth_is_stored_whole(rig: Rig) -> None:
 
 
 def test_a_version_in_which_nothing_changed_is_stored_as_next_to_nothing(rig: Rig) -> None:
-    snapshot = Snapshot.of([("a", rig.weight)])
+    snapshot = Snapshot.from_tensors([("a", rig.weight)])
     rig.learner.publish(snapshot, incarnation=0, policy_version=1)
     weights = rig.learner.publish(snapshot, incarnation=0, policy_version=2)
     assert rig.learner.published_bytes < 100
@@ -173,7 +173,7 @@ def test_a_version_in_which_nothing_changed_is_stored_as_next_to_nothing(rig: Ri
 
 def test_other_tensors_than_before_are_stored_whole(rig: Rig) -> None:
     rig.publish(1)
-    other = Snapshot.of([("a", rig.weight), ("new", torch.zeros(7))])
+    other = Snapshot.from_tensors([("a", rig.weight), ("new", torch.zeros(7))])
     assert rig.learner.publish(other, incarnation=0, policy_version=2).uri == "0-2.full"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.backends.megatron.own_experts import OwnExperts
+from asyncrl.backends.megatron.mixture import OwnExperts
 
 
-def test_tokens_reach_their_experts_and_come_back_without_a_wait() -> None:
+def test_dispatch_on_one_rank_never_synchronises() -> None:
     """Three tokens, three experts, two per token; every row returns times its score. On "meta" a wait is impossible."""
     routing_map = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
     scores = torch.tensor([[0.25, 0.0, 0.75], [0.5, 0.5, 0.0], [0.0, 0.125, 0.875]]).requires_grad_()
