@@ -186,7 +186,7 @@ class FakeGroup:
 def test_logprobs_and_entropy_over_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch, ranks: int, chunk: int) -> None:
     """19 tokens in 20 columns: the last column is padding, and must have no probability despite its large logit."""
     monkeypatch.setattr(token_logprobs, "_CHUNK_NUMBERS", {"cpu": chunk})
-    monkeypatch.setattr(token_logprobs, "_reduced", lambda v, op, group: group.reduce(v, op))
+    monkeypatch.setattr(token_logprobs, "_reduce", lambda v, op, group: group.reduce(v, op))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 9, generator=generator)
     weight = torch.randn(20, 9, generator=generator)

@@ -70,7 +70,9 @@ class Rig:
 
     def publish(self, version: int, *, incarnation: int = 0, learner: ObjectsChannel | None = None) -> WeightVersion:
         self.weight[version % 400, ::7] += 0.5
-        snapshot = Snapshot.from_tensors([("a", self.weight), ("b", torch.arange(5.0)), ("c", torch.zeros(3, dtype=torch.uint8))])
+        snapshot = Snapshot.from_tensors(
+            [("a", self.weight), ("b", torch.arange(5.0)), ("c", torch.zeros(3, dtype=torch.uint8))]
+        )
         return (learner or self.learner).publish(snapshot, incarnation=incarnation, policy_version=version)
 
     def host(self, name: str = "far") -> FetchedVersions:
