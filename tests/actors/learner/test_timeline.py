@@ -151,7 +151,7 @@ async def test_alarms_see_how_many_workers_there_are_and_how_busy(
     class Looking:
         name, is_on, text = "looking", False, ""
 
-        def look(self, metrics: Any) -> dict[str, Any]:
+        def update(self, metrics: Any) -> dict[str, Any]:
             seen.append(set(metrics))
             return {}
 

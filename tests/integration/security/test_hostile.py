@@ -42,6 +42,7 @@ from asyncrl.messages.topics import (
     group_id_of,
 )
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import GroupValidation
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import Engine, Loop, run_worker, worker
@@ -127,8 +128,14 @@ def is_the_learners(topic: Topic[Any], data: bytes) -> bool:
     return topic in LEARNERS
 
 
+TICKETS = Tickets(b"of this run")
+LENT = {str(group_id): TICKETS.key(group_id) for group_id in range(6)}
+"""Keys of answers to the first window of prompts, which were delivered to the enemy."""
+
+
 async def throw(bus: MemoryBus, hostile: list[tuple[Topic[Any], str, bytes]]) -> None:
     for topic, key, data in hostile:
+        key = LENT.get(key, key) if topic is TRAJECTORIES else key
         if topic.kind == "state":
             bus._state(topic).put(key, data)
         else:
@@ -141,7 +148,7 @@ async def run_among(hostile: list[tuple[Topic[Any], str, bytes]], directory: Pat
     """Run two steps; a third of the messages is on the bus before the start."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": MAX_MESSAGE_BYTES, "max_prompts": 1000}))
     validator = Validator(bus, validation=GroupValidation(vocabulary_size=VOCABULARY, context_tokens=1000))
-    loop = Loop(bus, directory, steps=2, validator=validator, max_failed_in_a_row=1000)
+    loop = Loop(bus, directory, steps=2, validator=validator, max_failed_in_a_row=1000, tickets=TICKETS)
     early = len(hostile) // 3
     await throw(bus, hostile[:early])
     async with asyncio.timeout(240), asyncio.TaskGroup() as group:
