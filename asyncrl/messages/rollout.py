@@ -128,7 +128,7 @@ class PromptGroup:
     response_tokens     i32[R], an answer to imitate, including <eos>; empty if the data has none
     response_mask       bool[R], True for the response tokens to train; empty: all
     reward              name of the row's own reward; empty: reward.kind
-    ticket              ticket that the answer's key must contain (policies/trust/tickets.py); empty: none
+    ticket              ticket that the answer's key must contain (policies/groups/tickets.py); empty: none
     policy_version      learner's version at publication; the age of a given answer counts from it
     epoch               pass over the data
     dataset             data set of an evaluation's prompt; empty in training

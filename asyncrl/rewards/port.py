@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory
-from asyncrl.policies.trust.validation import MOST_PARTS as MOST_PARTS
-from asyncrl.policies.trust.validation import part_problem as part_problem
+from asyncrl.policies.groups.validation import MOST_PARTS as MOST_PARTS
+from asyncrl.policies.groups.validation import part_problem as part_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

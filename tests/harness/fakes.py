@@ -57,8 +57,8 @@ from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.groups.tickets import Tickets
 from asyncrl.policies.metric import Metric
-from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.rewards.port import Reward, Sample
 from asyncrl.state import checkpoint
 from asyncrl.tensors.snapshot import Snapshot

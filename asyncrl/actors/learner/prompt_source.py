@@ -28,11 +28,11 @@ from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, SENT, TRAJECTORIE
 from asyncrl.policies.groups.overdue import Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.states import PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.groups.tickets import Tickets
+from asyncrl.policies.groups.validation import Asked, digest
 from asyncrl.policies.health.waits import ROOM_IN_WINDOW
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
-from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.policies.trust.validation import Asked, digest
 
 FULL_QUEUE_SECONDS = 0.5
 LOOK_SECONDS = 2.0

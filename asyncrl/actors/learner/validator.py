@@ -30,12 +30,12 @@ from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of
 from asyncrl.messages.validation import name_problem
 from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.groups import resumed_tokens
+from asyncrl.policies.groups.logprob_mismatch import ChosenAnswer, LogprobMismatch, routing_mismatch
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.groups.tickets import Tickets
+from asyncrl.policies.groups.validation import GroupValidation
 from asyncrl.policies.metric import Metric
-from asyncrl.policies.trust import resumed_tokens
-from asyncrl.policies.trust.logprob_mismatch import ChosenAnswer, LogprobMismatch, routing_mismatch
-from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.policies.trust.validation import GroupValidation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

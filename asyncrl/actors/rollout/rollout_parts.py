@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, Trajectory, replace
-from asyncrl.policies.trust.validation import reward_problems
+from asyncrl.policies.groups.validation import reward_problems
 from asyncrl.rewards.port import Reward
 
 _NO_PROMPT: Final = np.zeros(0, np.int32)
@@ -41,7 +41,7 @@ def check_rollout(
 
     num_resumed: number of its first sampled tokens that earlier attempts sampled. With several parts, contexts may grow
     in parallel, so it is unknown which parts contain these tokens. All sampled tokens of all parts then count as
-    resumed (policies/trust/resumed_tokens).
+    resumed (policies/groups/resumed_tokens).
     """
     trajectories = made if isinstance(made, list | tuple) else (made,)
     if not trajectories:

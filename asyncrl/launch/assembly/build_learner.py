@@ -55,12 +55,12 @@ from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
+from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.groups.tickets import Tickets
+from asyncrl.policies.groups.validation import Asked, GroupValidation
 from asyncrl.policies.staleness.admission import Admission
-from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
-from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
 from asyncrl.state.samples import RotatedLines

@@ -3,7 +3,7 @@
     keys/learner      in the run's folder: the learner's secret, 0600
     keys/learner.pub  its public half, for bus.learner_key of workers on other machines
     keys/heard        life and sequence of the newest messages of others (heard_file.py)
-    keys/tickets      the learner's secret for making tickets (policies/trust/tickets.py), 0600; a run that an older
+    keys/tickets      the learner's secret for making tickets (policies/groups/tickets.py), 0600; a run that an older
                       version started without this file has no tickets
     keys/life         life of the newest process that signs, including workers that the launcher starts; each start
                       increases it

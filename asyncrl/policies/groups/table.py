@@ -26,8 +26,8 @@ from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
+from asyncrl.policies.groups.validation import Asked
 from asyncrl.policies.staleness.staleness import newest_version, oldest_version
-from asyncrl.policies.trust.validation import Asked
 
 
 @dataclass(slots=True, kw_only=True)

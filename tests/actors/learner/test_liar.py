@@ -18,7 +18,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.errors import RewardError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
-from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes, groups
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker

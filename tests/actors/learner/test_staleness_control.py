@@ -17,7 +17,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.errors import BackendError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, replace
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
-from asyncrl.policies.trust.validation import GroupValidation
+from asyncrl.policies.groups.validation import GroupValidation
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker
 from tests.harness.rows import Rows
 

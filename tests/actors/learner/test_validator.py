@@ -21,8 +21,8 @@ from asyncrl.errors import HopelessError
 from asyncrl.messages import Heartbeat, Quarantine, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
-from asyncrl.policies.trust.validation import GroupValidation
+from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.groups.validation import GroupValidation
 from tests.conftest import BUS_SIZES
 from tests.harness.fakes import Backend, Engine, Loop, run_worker, until, worker
 from tests.harness.rows import Rows

@@ -21,8 +21,8 @@ from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import HopelessError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from asyncrl.messages.topics import PROMPTS, QUARANTINE
-from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
-from asyncrl.policies.trust.validation import GroupValidation
+from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.groups.validation import GroupValidation
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
 from tests.harness.buses import first

@@ -26,8 +26,8 @@ from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.processes.gpus import placement
 from asyncrl.launch.summary import summarize
 from asyncrl.messages import ANY_INCARNATION, PromptGroup, SamplingParams, VersionSpan, WeightVersion, codec
+from asyncrl.policies.groups.validation import GroupValidation
 from asyncrl.policies.staleness.staleness import effective_version, per_token
-from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.rewards.load import load_reward
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES

@@ -42,8 +42,8 @@ from asyncrl.messages.topics import (
     group_id_of,
 )
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.policies.trust.validation import GroupValidation
+from asyncrl.policies.groups.tickets import Tickets
+from asyncrl.policies.groups.validation import GroupValidation
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 from tests.harness.packed import packb, unpackb

@@ -24,9 +24,9 @@ from asyncrl.messages import PromptGroup, replace
 from asyncrl.messages.codec import decode
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES, answer_key
 from asyncrl.policies.audit.accounting import account
-from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
-from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.policies.trust.validation import GroupValidation
+from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.groups.tickets import Tickets
+from asyncrl.policies.groups.validation import GroupValidation
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
 from tests.actors.learner.test_failed_batches import Shards

@@ -5,7 +5,7 @@ A message checks by itself what it can when it is built: lengths of arrays, posi
 vocabulary and context, the versions that existed. ``CHECKS`` is the table, in the order of checking; cheap checks that
 bound the size of the rest come first. A group that passes costs the learner no more than an honest group may.
 
-Tests: tests/unit/policies/trust/test_validation.py.
+Tests: tests/unit/policies/groups/test_validation.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ sender that never got the prompt does not count: it takes no place in the log an
 outstanding. A redelivered or republished prompt has the same ticket: any worker that got it may answer, and the first
 answer counts.
 
-Tests: tests/unit/policies/trust/test_tickets.py, tests/integration/security/test_liar.py.
+Tests: tests/unit/policies/groups/test_tickets.py, tests/integration/security/test_liar.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.messages.topics import group_id_of
-from asyncrl.policies.trust.tickets import Tickets
+from asyncrl.policies.groups.tickets import Tickets
 
 
 def test_a_key_answers_its_group_with_that_groups_ticket_alone() -> None:

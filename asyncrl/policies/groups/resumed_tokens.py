@@ -6,7 +6,7 @@ with its own. The saved tokens may be invented. So a trajectory states how many 
 are scored whenever they are about to be trained. If they are not the policy's, their group is not trained, and no
 worker is quarantined.
 
-Tests: tests/unit/policies/trust/test_resumed_tokens.py, tests/actors/learner/test_validator.py.
+Tests: tests/unit/policies/groups/test_resumed_tokens.py, tests/actors/learner/test_validator.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ it moves per version. A worker without fresh answers is judged by its old ones:
 A worker is no suspect if it has no fresh answers and there are no old answers of others to compare with, because a
 policy that moves fast looks the same. A worker that is over the bound twice in a row, the second time at the next step
 with one of its answers, is quarantined.
-Tests: tests/unit/policies/trust/test_logprob_mismatch.py.
+Tests: tests/unit/policies/groups/test_logprob_mismatch.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.policies.batching.packing import Document
-from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch, routing_mismatch
+from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch, routing_mismatch
 
 
 def document(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> Document:

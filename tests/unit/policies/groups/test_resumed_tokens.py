@@ -10,7 +10,7 @@ import pytest
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.batching.packing import Document
-from asyncrl.policies.trust.resumed_tokens import split, spoiled
+from asyncrl.policies.groups.resumed_tokens import split, spoiled
 
 
 def trajectory(*, resumed: int) -> Trajectory:

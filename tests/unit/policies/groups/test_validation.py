@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, TurnReward, VersionSpan, replace
-from asyncrl.policies.trust.validation import LEAST_LOGPROB, UNLIKELY, Asked, GroupValidation, digest
+from asyncrl.policies.groups.validation import LEAST_LOGPROB, UNLIKELY, Asked, GroupValidation, digest
 
 VETTING = GroupValidation(vocabulary_size=100, context_tokens=8)
 SPAN = VersionSpan(start=0, incarnation=1, policy_version=6)

@@ -1,1 +1,0 @@
-"""Which trajectories to trust: validation and logprob mismatch."""
