@@ -45,7 +45,7 @@ VERBS: Final = {
     "replay": "Train a run again from its recorded log, without sampling.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
     "import-eval": "Print the [evaluation] of a run file from the evaluation YAML of slime or Miles.",
-    "import-model": "Convert a GGUF file, or a folder with FP8, MXFP4 or INT4 weights, to a folder for training.",
+    "import-model": "Convert a GGUF file, or a folder with FP8 or MXFP4 weights, to a folder for training.",
     "convert": "Convert a Hugging Face model folder to a Megatron checkpoint, or back.",
 }
 """Name and summary of each verb. The file of a verb has its name, with "_" for "-"."""

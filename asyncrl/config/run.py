@@ -276,10 +276,9 @@ class WeightsSection:
     models_every: int = 0
     """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
     keeps none."""
-    quantization: Literal["", "fp8", "int4"] = ""
+    quantization: Literal["", "fp8"] = ""
     """Format in which engines receive the weight matrices of the layers; experimental. fp8: 8 bits, with one scale per
-    block of 128 x 128; int4: 4 bits, with one scale per 32 inputs of an output. Empty: the same format as in
-    training."""
+    block of 128 x 128. Empty: the same format as in training."""
     every_steps: int = 1
     """Steps between published versions. More than 1 only with rollout.function = "given"."""
 

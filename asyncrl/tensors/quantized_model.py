@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from asyncrl.tensors import fp8, int4, weight_files
+from asyncrl.tensors import fp8, weight_files
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -45,7 +45,6 @@ class Format:
 
 FORMATS: Final[Mapping[str, Format]] = {
     "fp8": Format(quantize_tensors=fp8.quantize_tensors, config=fp8.CONFIG, suffix=fp8.scale_of(""), block=fp8.BLOCK),
-    "int4": Format(quantize_tensors=int4.quantize_tensors, config=int4.CONFIG, suffix=int4.PACKED, block=int4.TILE),
 }
 """By the values of weights.quantization."""
 

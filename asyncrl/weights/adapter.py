@@ -20,7 +20,7 @@ class ChannelAdapter(Adapter):
 
     takes: ClassVar[frozenset[str]] = frozenset()
     """What the channel can store besides whole models as trained: "adapters" (learner.lora.publish), "fp8"
-    and "int4" (weights.quantization)."""
+    (weights.quantization)."""
 
     sends_from_memory: ClassVar[bool] = False
     """Whether engines get versions from the learner's memory, which needs both to be up at the same time."""

@@ -39,7 +39,7 @@ _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 class FilesChannel(ChannelAdapter):
     """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer and any number of readers, in any process."""
 
-    takes = frozenset({"adapters", "fp8", "int4"})
+    takes = frozenset({"adapters", "fp8"})
     takes_parts = True
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, links: bool = True) -> None:

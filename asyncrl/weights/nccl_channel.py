@@ -42,7 +42,6 @@ class NCCLChannel(ChannelAdapter):
     """See WeightChannel. Stores folders as FilesChannel does, and has a sender."""
 
     options_type = Options
-    takes = frozenset({"int4"})
     takes_parts = True
     sends_from_memory = True
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.engines.sglang import loader
 from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
 from asyncrl.engines.sglang.weights import WeightLoader
@@ -61,7 +60,7 @@ class TimedEngine(SGLangEngine):
 
     async def load_nothing(self, version: Version) -> LoadReport:
         """Pause, let the server finish the steps it has begun, and continue with the weights it has."""
-        return await self._loader.take(version, loader.serialized_step(loader.PACK), what="nothing")
+        return await self._loader._switch(version, [], what="nothing")
 
     async def kill(self) -> None:
         assert self._client.server is not None

@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder with 8-bit or 4-bit matrices to bfloat16 (`asyncrl import-model FOLDER NEW_FOLDER`).
 
 DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with 8-bit matrices, gpt-oss with 4-bit experts (MXFP4), and
-runs with weights.quantization keep 8-bit or 4-bit models. The new folder gets the model type that transformers reads
+runs with weights.quantization keep 8-bit models. The new folder gets the model type that transformers reads
 without the model's own code. One matrix is in memory at a time, or one tensor with a layer's 4-bit experts.
 """
 
@@ -22,7 +22,7 @@ from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights, read_s
 from asyncrl.contrib.importers import mxfp4
 from asyncrl.data.model_folder import check_model, copy_all_but_weights, new_folder
 from asyncrl.errors import ConfigError
-from asyncrl.tensors import fp8, int4, safetensors_file
+from asyncrl.tensors import fp8, safetensors_file
 from asyncrl.tensors.snapshot import TensorEntry
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -143,31 +143,6 @@ class _Mxfp4:
         return mxfp4.dequantize(read(entry.name), read(mxfp4.scale_of(entry.name)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Int4:
-    """Packed matrices.  group: inputs that share a scale"""
-
-    group: int
-
-    def whole(self, entry: TensorEntry) -> TensorEntry | None:
-        if entry.name.endswith((".weight_scale", ".weight_shape")):
-            return None
-        if not entry.name.endswith(int4.PACKED):
-            return entry
-        if len(entry.shape) != 2:
-            raise ValueError(f"{entry.name}: packed integers of shape {list(entry.shape)} are no matrix")
-        rows, words = entry.shape
-        name = entry.name.removesuffix(int4.PACKED)
-        return TensorEntry(name=name, dtype=torch.bfloat16, shape=(rows, words * int4.IN_A_WORD))
-
-    def read(self, entry: TensorEntry, read: Read) -> torch.Tensor:
-        tensor = read(entry.name)
-        if not entry.name.endswith(int4.PACKED):
-            return tensor
-        scale = read(entry.name.removesuffix(int4.PACKED) + "_scale")
-        return int4.dequantize(tensor, scale, group=self.group)
-
-
 def _kind(source: Path, config: dict[str, Any]) -> _Kind:
     """Return how the weights are quantized. Raises ConfigError for kinds that cannot be read."""
     about = config.get("quantization_config")
@@ -179,11 +154,9 @@ def _kind(source: Path, config: dict[str, Any]) -> _Kind:
         return _Mxfp4()
     if method == "fp8" and isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
         return _Fp8(block=(size[0], size[1]))
-    if method == int4.CONFIG["quant_method"] and (group := int4.group_of(table)):
-        return _Int4(group=group)
     raise ConfigError(
-        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks, MXFP4, and "
-        "symmetric INT4 in groups can be read; use the unquantized model"
+        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks and "
+        "MXFP4 can be read; use the unquantized model"
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.engines.sglang import repacking
 from asyncrl.engines.sglang.options import CPU_ARGUMENTS, LOADER, QUANTIZATIONS, Options, option_name
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import quantized_model
@@ -51,15 +50,10 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
 
 
-def check_attached(*, quantization: str, is_colocated: bool) -> None:
+def check_attached(*, is_colocated: bool) -> None:
     """Raise ConfigError for what a server that we did not launch cannot do."""
     if is_colocated:
         raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
-    if quantization in repacking.FORMATS:
-        raise ConfigError(
-            f'weights.quantization: "{quantization}" needs asyncrl\'s loader in the server, and a server of your own '
-            '(engine.options.url) lacks it; use "fp8", or remove engine.options.url'
-        )
 
 
 def check_installed() -> None:
@@ -160,21 +154,15 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *,
         if quantization is not None:
             _require_served(info, quantization)
         return 0
-    is_repacked = quantization in repacking.FORMATS
     ranks = int(info.get("tp_size") or 1)
     is_plain = (
         LOADER in (info.get("custom_weight_loader") or ())
         and int(info.get("dp_size") or 1) == 1  # SGLang cannot update replicas from tensors
         and int(info.get("nnodes") or 1) == 1  # other hosts cannot see the file we hold open
-        and (is_repacked or not info.get("quantization"))  # SGLang quantizes in its own loader
+        and not info.get("quantization")  # SGLang quantizes in its own loader
         and not info.get("speculative_algorithm")  # the draft model is also read from the folder
     )
-    if is_repacked and not is_plain:
-        raise ConfigError(
-            f'weights.quantization: "{quantization}" needs asyncrl\'s loader in the server, which replicas, several '
-            'machines and speculative decoding exclude; remove them from engine.options.server_arguments, or use "fp8"'
-        )
-    return ranks if is_plain and (is_repacked or ranks <= _MOST_RANKS_OF_LOADER) else 0
+    return ranks if is_plain and ranks <= _MOST_RANKS_OF_LOADER else 0
 
 
 def is_whole(info: Mapping[str, Any]) -> bool:

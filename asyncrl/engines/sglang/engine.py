@@ -26,7 +26,7 @@ from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
-from asyncrl.engines.sglang import attached, memory, repacking
+from asyncrl.engines.sglang import attached, memory
 from asyncrl.engines.sglang.adapters import Adapters
 from asyncrl.engines.sglang.checks import (
     check_architecture,
@@ -61,7 +61,7 @@ class SGLangEngine(EngineAdapter):
     """See Engine in engines/port.py."""
 
     options_type = Options
-    takes = frozenset({"adapters", "fp8", "int4"})
+    takes = frozenset({"adapters", "fp8"})
     shares_gpus = True
 
     @classmethod
@@ -95,7 +95,7 @@ class SGLangEngine(EngineAdapter):
         if not options.url:
             check_arguments(options.server_arguments)
         else:
-            check_attached(quantization=run.weights.quantization, is_colocated=run.run.colocated)
+            check_attached(is_colocated=run.run.colocated)
             attached.check_workers(run)
 
     @classmethod
@@ -308,7 +308,6 @@ class SGLangEngine(EngineAdapter):
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
-        self._loader.is_repacked = quantization in repacking.FORMATS
         self._loader.is_whole = is_whole(info)
         if self._tells_experts and not info.get(EXPERTS_OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{EXPERTS_OPTION} of the server at {self.url}')

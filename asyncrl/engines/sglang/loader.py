@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from asyncrl.config import plugins
-from asyncrl.engines.sglang import receiving, repacking
+from asyncrl.engines.sglang import receiving
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import safetensors_file
 from asyncrl.tensors.model_tensors import Shapes, check_layout
@@ -36,10 +36,6 @@ from asyncrl.weights.port import Source
 
 _SOURCE: Final = "source:"
 _GROUPS: Final = "groups"
-UNPACK: Final = "unpack"
-"""Order that must come before tensors that the server receives itself, if its layers are repacked (repacking.py)."""
-PACK: Final = "pack"
-"""Order that must come after them."""
 _THREADS: Final = 8
 _PIECE_BYTES: Final = 32 * 2**20
 """Bytes that one thread reads and copies at a time. Each thread keeps a pinned buffer of this size."""
@@ -56,11 +52,6 @@ def serialized(*files: Sequence[Path]) -> str:
     readable: file capabilities and security modules may forbid it.
     """
     return _encoded(*(json.dumps([str(name) for name in names]) for names in files))
-
-
-def serialized_step(step: str) -> str:
-    """Encode UNPACK or PACK."""
-    return _encoded(step)
 
 
 def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optional: frozenset[str]) -> str:
@@ -107,16 +98,12 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         return
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the last step of a paused server may still run on another stream
-    if names[0] != PACK:
-        repacking.unpack(model)
     if arriving is not None:
         arriving.load_into(model)
-    elif names[0] not in (UNPACK, PACK):
+    else:
         model.load_weights(  # type: ignore[operator]
             _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
         )
-    if names[0] != UNPACK:
-        repacking.pack(model)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 LOADER = "asyncrl.engines.sglang.loader.load"
 """Loader of weight files in servers launched by us."""
 
-QUANTIZATIONS: Mapping[str, str] = {"fp8": "fp8", "int4": "compressed-tensors"}
+QUANTIZATIONS: Mapping[str, str] = {"fp8": "fp8"}
 """SGLang's names for the values of weights.quantization."""
 
 CPU_ARGUMENTS: Mapping[str, Any] = {

@@ -38,10 +38,8 @@ _BY_LOADER: Final = "/update_weights_from_tensor"
 _FROM_LEARNER: Final = "/update_weights_from_distributed"
 _BEGIN: Final = "/begin_weight_update"
 _END: Final = "/end_weight_update"
-_IS_OPEN: Final = "session is already open"
-"""In the answer to _BEGIN (weight_updater.py of 0.5.23; 0.5.16 has no sessions)."""
 _IS_CLOSED: Final = "no weight-update session is open"
-"""In the answer to _END."""
+"""In the answer to _END (weight_updater.py of 0.5.23; 0.5.16 has no sessions)."""
 _UNCHANGED: Final = "Failed to get model loader"
 """In the answer to _FROM_FOLDER if every rank refused it before it changed anything. Any other failure may come after
 a change: a load that broke off is "rolled back" to the same folder, a cache that is not flushed fails a load that
@@ -72,9 +70,6 @@ class WeightLoader:
         """Whether the server needs tensor updates between a begin and an end request (0.5.23 does)."""
         self.ranks_with_loader = 0
         """Ranks of the server if they have our loader (loader.py); 0 if SGLang's own loader is used."""
-        self.is_repacked = False
-        """Whether only our loader can update the layers (repacking.py). The first session then stays open: at its end
-        the server would repack the layers once more."""
         self.is_whole = False
         """Whether one process of the server has all weights, so its answer to a load is that of every rank."""
         self.finds_groups = True
@@ -148,8 +143,6 @@ class WeightLoader:
             for group, buckets in parts
             for bucket in buckets
         ]
-        if self.is_repacked:
-            updates = [self._step(version, loader.UNPACK), *updates, self._step(version, loader.PACK)]
         for _, body in updates[:-1]:
             del body["weight_version"]  # set with the last bucket only
         return await self._switch(version, self._in_session(updates), what=what)
@@ -160,13 +153,8 @@ class WeightLoader:
         body["serialized_named_tensors"] = [order] * self.ranks_with_loader
         return _BY_LOADER, body
 
-    def _step(self, version: Version, step: str) -> Order:
-        return self._by_loader(version, loader.serialized_step(step))
-
     def _in_session(self, updates: list[Order]) -> list[Order]:
-        if not self.has_sessions or self.is_repacked:
-            return updates
-        return [(_BEGIN, {}), *updates, (_END, {})]
+        return [(_BEGIN, {}), *updates, (_END, {})] if self.has_sessions else updates
 
     def _body(self, version: Version) -> dict[str, Any]:
         # The KV cache of requests kept in place cannot be flushed; the cache of retracted requests must be.
@@ -195,8 +183,8 @@ class WeightLoader:
             was_torn = self._is_torn
             try:
                 await self._post("/pause_generation", {"mode": self._pause})
-                if self.has_sessions and (self.is_repacked or self._is_torn or not self._knows_session):
-                    await self._settle_session()
+                if self.has_sessions and (self._is_torn or not self._knows_session):
+                    await self._end_open_session()
                     self._knows_session = True
                 for path, body in updates:
                     self._is_torn = True
@@ -222,13 +210,12 @@ class WeightLoader:
             now = time.monotonic()
         return LoadReport(pause_seconds=now - began, load_seconds=now - asked)
 
-    async def _settle_session(self) -> None:
-        """Begin the session that stays open unless it is, or end the one that a failed load may have left open."""
-        path, settled = (_BEGIN, _IS_OPEN) if self.is_repacked else (_END, _IS_CLOSED)
+    async def _end_open_session(self) -> None:
+        """End the session that a failed load may have left open."""
         try:
-            await self._order(path, {})
+            await self._order(_END, {})
         except EngineError as error:
-            if isinstance(error, EngineDied) or settled not in str(error):
+            if isinstance(error, EngineDied) or _IS_CLOSED not in str(error):
                 raise
 
     async def _order(self, path: str, body: Mapping[str, Any]) -> None:

@@ -178,28 +178,6 @@ async def test_folders_and_transfers_take_turns(
 
 
 @on_a_server
-async def test_the_first_session_may_stay_open_for_all_updates(
-    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for repacked weights, with our loader's orders before and after the tensors that the server receives."""
-    monkeypatch.setattr(engine._loader, "is_repacked", True)
-    try:
-        sender = holding(new, 2)
-        await join(receiver, sender)
-        await receive(receiver, sender)
-        assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-        await engine.load(old.version(3))
-        assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-        sender.hold(snapshot(new), incarnation=0, policy_version=4)
-        await receive(receiver, sender)
-        generation = await engine.generate(PROMPT, SHORT, seed=0)
-        assert Check(new)(generation) < TOLERANCE
-        assert [span.policy_version for span in generation.version_spans] == [4]
-    finally:
-        await engine._loader._post("/end_weight_update", {})
-
-
-@on_a_server
 async def test_our_loader_in_the_server_receives_all_buckets_in_one_order(
     engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

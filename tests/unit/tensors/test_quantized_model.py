@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.validation import read_shapes
-from asyncrl.tensors import int4, quantized_model
+from asyncrl.tensors import fp8, quantized_model
 
-ENDS = {"fp8": ("", "_scale_inv"), "int4": ("_packed", "_scale", "_shape")}
+ENDS = {"fp8": ("", "_scale_inv")}
 """What the names of the tensors that replace a matrix end in."""
 
 
@@ -49,35 +48,17 @@ def test_another_model_has_another_folder_and_what_a_killed_process_left_is_remo
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text("{}")
         save_file({matrix: torch.full((128, 128), value, dtype=torch.bfloat16)}, model / "model.safetensors")
-        made = load_file(quantized_model.model_folder(model, tmp_path / "made", "int4") / "model.safetensors")
-        assert int4.dequantize(made[f"{matrix}_packed"], made[f"{matrix}_scale"])[0, 0].item() == pytest.approx(
-            value, rel=0.1
-        )
+        made = load_file(quantized_model.model_folder(model, tmp_path / "made", "fp8") / "model.safetensors")
+        assert fp8.dequantize(made[matrix], made[f"{matrix}_scale_inv"])[0, 0].item() == pytest.approx(value, rel=0.1)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert len(list(tmp_path.glob("made-*"))) == 2
 
 
-@pytest.mark.parametrize(("quantization", "bits"), [("fp8", 8.002), ("int4", 4.508)])
-def test_a_weight_takes_the_bits_that_the_format_has(tmp_path: Path, quantization: str, bits: float) -> None:
-    """fp8: 8 + 32 / 16384. int4: 4 + 16 / 32, and 128 for the shape of a matrix of 128 x 128."""
+def test_a_weight_in_fp8_takes_8_bits_and_its_share_of_a_scale() -> None:
+    """8 + 32 / 16384."""
     matrices = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(128, 128) for number in range(3)}
-    made = dict(quantized_model.quantize_tensors(matrices.items(), quantization))
-    assert 8 * sum(one.nbytes for one in made.values()) / (3 * 128 * 128) == pytest.approx(bits, abs=5e-4)
-
-
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-def test_transformers_reads_an_int4_folder_as_the_weights_that_engines_have(tmp_path: Path) -> None:
-    """An engine multiplies an integer by its scale in bfloat16."""
-    model = make_tiny_model(tmp_path / "model", hidden_size=128)
-    made = quantized_model.model_folder(model, tmp_path / "made", "int4")
-    stored = load_file(made / "model.safetensors")
-    read = transformers.AutoModelForCausalLM.from_pretrained(
-        made, dtype=torch.bfloat16, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False)
-    ).state_dict()
-    matrices = [name for name in stored if name.endswith("_packed")]
-    assert len(matrices) == 2 * 7
-    for name in (one.removesuffix("_packed") for one in matrices):
-        assert torch.equal(read[name], int4.dequantize(stored[f"{name}_packed"], stored[f"{name}_scale"]))
+    made = dict(quantized_model.quantize_tensors(matrices.items(), "fp8"))
+    assert 8 * sum(one.nbytes for one in made.values()) / (3 * 128 * 128) == pytest.approx(8.002, abs=5e-4)
 
 
 def test_weights_that_the_index_does_not_name_are_not_quantized(tmp_path: Path) -> None:

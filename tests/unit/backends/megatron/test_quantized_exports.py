@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), hidden_size=128)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["fp8"])
 @pytest.mark.parametrize("kind", ["megatron-1", pytest.param("megatron-tp2", marks=RANKS)])
 def test_engines_get_the_trained_weights_in_their_format(kind: str, folder: Path, quantization: str) -> None:
     """With tensor parallelism a matrix is gathered first: its blocks are those of the whole matrix."""
@@ -38,7 +38,7 @@ def test_engines_get_the_trained_weights_in_their_format(kind: str, folder: Path
         assert torch.equal(made[quantization][name].view(torch.uint8), one.contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["fp8"])
 @pytest.mark.parametrize(
     ("architecture", "problem"),
     [

@@ -18,7 +18,7 @@ from asyncrl.contrib.importers import mxfp4
 from asyncrl.contrib.importers.quantized_folder import import_folder
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.tensors import fp8, int4, quantized_model
+from asyncrl.tensors import fp8, quantized_model
 
 KIMI_K2 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -150,36 +150,6 @@ def test_an_imported_folder_has_the_weights_in_bfloat16_and_can_be_trained(
         assert torch.allclose(one.float(), original[name].float(), rtol=2**-4 + 2**-8, atol=float(largest) / 2**10)
     assert str(huggingface.read_shape(tmp_path / "imported")) == str(huggingface.read_shape(whole))
     assert sorted(huggingface.weight_names(tmp_path / "imported")) == sorted(original)
-
-
-def test_a_folder_in_int4_becomes_the_weights_that_engines_had(tmp_path: Path) -> None:
-    whole = make_tiny_model(tmp_path / "whole", hidden_size=128)
-    kept = quantized_model.model_folder(whole, tmp_path / "kept", "int4")
-    original, stored = load_file(whole / "model.safetensors"), load_file(kept / "model.safetensors")
-    assert import_folder(kept, tmp_path / "imported") == sum(one.numel() for one in original.values())
-    imported = load_file(tmp_path / "imported" / "model.safetensors")
-    assert imported.keys() == original.keys()
-    for name, one in imported.items():
-        if f"{name}_packed" in stored:
-            expected = int4.dequantize(stored[f"{name}_packed"], stored[f"{name}_scale"])
-            assert torch.equal(one, expected)
-        else:
-            assert torch.equal(one, original[name])
-    assert str(huggingface.read_shape(tmp_path / "imported")) == str(huggingface.read_shape(whole))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"symmetric": False}, {"num_bits": 8}, {"strategy": "channel", "group_size": None}, {"actorder": "group"}],
-)
-def test_other_formats_of_compressed_tensors_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    whole = make_tiny_model(tmp_path / "whole", hidden_size=128)
-    kept = quantized_model.model_folder(whole, tmp_path / "kept", "int4")
-    about = json.loads((kept / "config.json").read_text())["quantization_config"]
-    about["config_groups"]["group_0"]["weights"] |= changes
-    describe(kept, quantization_config=about)
-    with pytest.raises(ConfigError, match=r"compressed-tensors.* symmetric INT4 in groups can be read"):
-        import_folder(kept, tmp_path / "imported")
 
 
 def test_a_folder_in_fp8_is_refused_where_it_is_trained_with_what_mends_it(published: Path) -> None:

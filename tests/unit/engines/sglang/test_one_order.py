@@ -38,12 +38,8 @@ async def with_loader(attached: Attached) -> None:
     await attached.join()
 
 
-@pytest.mark.parametrize("is_repacked", [False, True])
-async def test_over_nccl_our_loader_receives_all_buckets_of_all_groups_in_one_order(
-    attach: Attach, is_repacked: bool
-) -> None:
+async def test_over_nccl_our_loader_receives_all_buckets_of_all_groups_in_one_order(attach: Attach) -> None:
     attached = await attach()
-    attached.engine._loader.is_repacked = is_repacked
     own = collective_of(attached.offer)
     half = len(own.buckets) // 2
     other = replace(own, collective="nccl", buckets=own.buckets[half:])
@@ -51,7 +47,7 @@ async def test_over_nccl_our_loader_receives_all_buckets_of_all_groups_in_one_or
     await with_loader(attached)
     group = attached.receiver.request.group
     await attached.receive()
-    assert attached.paths == [PAUSE, BEGIN, BY_LOADER, *([] if is_repacked else [END]), CONTINUE]
+    assert attached.paths == [PAUSE, BEGIN, BY_LOADER, END, CONTINUE]
     ((kind, described, _),) = attached.server.loader_orders()
     assert kind == "groups"
     told = json.loads(described)

@@ -65,7 +65,6 @@ def test_a_gpu_server_keeps_its_own_defaults() -> None:
 def test_a_server_of_quantized_weights_is_told_their_format_by_sglangs_name() -> None:
     assert "--quantization" not in command("cuda")
     assert value_of(command("cuda", quantization="fp8"), "--quantization") == "fp8"
-    assert value_of(command("cuda", quantization="int4"), "--quantization") == "compressed-tensors"
 
 
 def test_no_server_warms_up_with_a_sentence() -> None:
@@ -90,17 +89,6 @@ def test_no_server_warms_up_with_a_sentence() -> None:
 def test_our_loader_reads_files_in_plain_servers_and_sglang_in_all_others(said: dict[str, Any], ranks: int) -> None:
     info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
     assert checks.ranks_with_loader(info | said) == ranks
-
-
-def test_our_loader_alone_loads_repacked_weights_whatever_the_number_of_gpus() -> None:
-    info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
-    info |= {"quantization": "compressed-tensors"}
-    for ranks in (1, 2, 8):
-        assert checks.ranks_with_loader(info | {"tp_size": ranks}, "int4") == ranks
-    for said in ({"dp_size": 2}, {"nnodes": 2}, {"speculative_algorithm": "EAGLE"}, {"custom_weight_loader": None}):
-        with pytest.raises(ConfigError, match=r'"int4" needs asyncrl\'s loader .*server_arguments, or use "fp8"$'):
-            checks.ranks_with_loader(info | said, "int4")
-        assert checks.ranks_with_loader(info | said | {"quantization": "fp8"}, "fp8") == 0
 
 
 def test_a_server_of_your_own_must_serve_the_format_that_versions_have(tmp_path: Path) -> None:
@@ -262,27 +250,26 @@ def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_pa
     checks.check_architecture(tmp_path / "none", device="cpu")
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
-def test_gpus_that_would_cut_a_block_are_refused_before_the_server_starts(tmp_path: Path, quantization: str) -> None:
+def test_gpus_that_would_cut_a_block_are_refused_before_the_server_starts(tmp_path: Path) -> None:
     """The shapes of Qwen3-0.6B: 3072 = 24 blocks, 16 heads of 128, and 8 key-value heads of 128, copied from 16 on."""
     config = '{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 1024, '
     (tmp_path / "config.json").write_text(config + '"intermediate_size": 3072}')
     for tensor_parallel in (1, 2, 4, 8):
         options = Options(tensor_parallel=tensor_parallel)
-        checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
+        checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=options)
     options = Options(tensor_parallel=16)
     checks.check_architecture(tmp_path, device="cuda", options=options)
     with pytest.raises(ConfigError, match=r"blocks of 128 .* = 16 cuts intermediate_size, 3072, inside one; lower"):
-        checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
-    with pytest.raises(ConfigError, match=f'SGLang has no kernels for "{quantization}" on CPUs; remove it'):
-        checks.check_architecture(tmp_path, device="cpu", quantization=quantization)
+        checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=options)
+    with pytest.raises(ConfigError, match='SGLang has no kernels for "fp8" on CPUs; remove it'):
+        checks.check_architecture(tmp_path, device="cpu", quantization="fp8")
     apart = Options(tensor_parallel=16, server_arguments={"enable-dp-attention": True, "dp_size": 2})
     with pytest.raises(ConfigError, match=r"= 16 cuts intermediate_size, 3072, inside one"):
-        checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=apart)
+        checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=apart)
     (tmp_path / "config.json").write_text(config + '"intermediate_size": 4096}')
-    checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=apart)
+    checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=apart)
     (tmp_path / "config.json").write_text("{}")
-    checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
+    checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=options)
 
 
 def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> None:

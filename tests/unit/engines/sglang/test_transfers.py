@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.engines.sglang import loader
 from asyncrl.engines.sglang import weights as sglang_weights
 from asyncrl.errors import EngineDied, WeightsError
 from asyncrl.messages import SamplingParams
@@ -27,7 +26,6 @@ from tests.unit.engines.sglang.attached import (
     CONTINUE,
     END,
     FROM_FOLDER,
-    IS_OPEN,
     JOIN,
     LEAVE,
     PAUSE,
@@ -72,51 +70,14 @@ async def test_buckets_are_taken_in_order_while_the_server_is_paused(attach: Att
     assert 0 <= report.pause_seconds <= report.load_seconds
 
 
-@pytest.mark.parametrize("has_sessions", [True, False])
-async def test_buckets_of_repacked_layers_come_between_two_orders_in_a_session_that_stays_open(
-    attach: Attach, has_sessions: bool
-) -> None:
-    """The end of a session would repack the layers once more. The server refuses to begin a session again."""
-    attached = await attach(has_sessions=has_sessions)
-    attached.engine._loader.is_repacked, attached.engine._loader.ranks_with_loader = True, 1
-    await attached.join()
-    buckets = [UPDATE] * len(collective_of(attached.offer).buckets)
-    loads = [PAUSE, *([BEGIN] if has_sessions else []), BY_LOADER, *buckets, BY_LOADER, CONTINUE]
-    await attached.receive()
-    assert attached.paths == loads
-    orders = [name for names in attached.server.loader_orders() for name in names]
-    assert orders == [loader.UNPACK, loader.PACK]
-    updates = [body for path, body in attached.server.asked if path in (UPDATE, BY_LOADER)]
-    assert [body.get("weight_version") for body in updates] == [None] * (len(updates) - 1) + [attached.stamp((0, 4))]
-    attached.server.refuses, attached.server.says = {(BEGIN, 2)}, IS_OPEN
-    attached.server.asked.clear()
-    attached.server.asked.append((BEGIN, {}))
-    await attached.receive()
-    assert attached.paths == [BEGIN, *loads]
-    assert attached.engine.version == (0, 4)
-
-
-async def test_a_session_that_cannot_begin_fails_the_load_and_keeps_the_old_weights(attach: Attach) -> None:
-    """The layers would be unpacked in no session."""
-    attached = await attach()
-    attached.engine._loader.is_repacked, attached.engine._loader.ranks_with_loader = True, 1
-    await attached.join()
-    attached.server.refuses, attached.server.says = {(BEGIN, 1)}, "no memory to restore the weights"
-    with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to restore the weights") as failure:
-        await attached.receive()
-    assert "\n" not in str(failure.value)
-    assert attached.paths == [PAUSE, BEGIN, CONTINUE, LEAVE]
-    assert attached.engine.version == (0, 3)
-
-
 async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: Attach, model: Model) -> None:
     attached = await attach()
     await attached.join()
     attached.server.refuses = {(UPDATE, 2), (END, 1), (END, 2)}
     with pytest.raises(WeightsError):
         await attached.receive()
-    attached.server.says = "no memory to repack the weights"
-    with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to repack"):
+    attached.server.says = "no memory to restore the weights"
+    with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to restore"):
         await attached.engine.load(model.version(4))
     assert attached.paths[-2:] == [PAUSE, END]
     assert attached.engine.version < (0, 0)
