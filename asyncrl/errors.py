@@ -176,11 +176,8 @@ class CheckpointDamaged(CheckpointError):
     """A checkpoint's files are missing, truncated, changed, or invalid. A resumed learner uses the previous one."""
 
 
-_ONLY_DISKS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
-"""Errors that only a disk causes, wherever in a process they are raised."""
-
 DISK_ERRORS: Final = (
-    *_ONLY_DISKS,
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.EACCES, errno.EPERM, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),
 )
 """Errors of writing to a file that could be written before. They may end when space is freed or a disk is mounted

@@ -14,7 +14,7 @@ from asyncrl.adapters.registry import backend_class, connect, serve_rank, set_le
 from asyncrl.cli import arguments
 from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervised
 from asyncrl.config import RunConfig
-from asyncrl.launch.checks import resume_checks, resume_settings, single_learner
+from asyncrl.launch.checks import resume_checks, single_learner
 from asyncrl.launch.checks.run_file import check_learner
 from asyncrl.launch.keys import signing_keys
 from asyncrl.os_process import end_with_parent, exit_within
@@ -45,7 +45,7 @@ def run_learner(run_config: RunConfig, *, resume: bool, token: str, is_launched:
     """
     check_learner(run_config)
     if resume:
-        resume_settings.refuse_others(run_config, level=logging.INFO if is_launched else logging.WARNING)
+        resume_checks.check_settings(run_config, level=logging.INFO if is_launched else logging.WARNING)
     with single_learner.in_folder(run_config.run_directory):
         return in_event_loop(_learn(run_config, resume=resume, token=token, is_launched=is_launched))
 
@@ -65,7 +65,7 @@ async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched
         await single_learner.on_bus(bus, run=run_config.run.name)
         await single_learner.of_this_key(bus, run_config)
         if resume:
-            await resume_checks.refuse(run_config, bus=bus)
+            await resume_checks.require_checkpoint(run_config, bus=bus)
         async with signing_keys.heard_kept(run_config):
             code = await train(run_config, bus, resume=resume, supervised=supervised)
         exit_within(EXIT_SECONDS, code)

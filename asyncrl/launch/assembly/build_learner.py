@@ -45,12 +45,21 @@ from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated
 from asyncrl.launch.assembly import data
-from asyncrl.launch.assembly.alarms import alarms_of
 from asyncrl.launch.assembly.recorders import recorders_of
-from asyncrl.launch.checks import resume_checks, resume_settings
+from asyncrl.launch.checks import resume_checks
 from asyncrl.launch.keys import signing_keys
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
+from asyncrl.metrics.alarms import (
+    Alarm,
+    DropAlarm,
+    HoldAlarm,
+    MismatchAlarm,
+    NoSignalAlarm,
+    SplitAlarm,
+    StandstillAlarm,
+    TruncationAlarm,
+)
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.evaluation.questions import EvaluationSet
@@ -97,13 +106,13 @@ class LearnerPorts:
 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
     """Return the learner and the other actors of its process, ready to be supervised."""
-    resume_checks.refuse_others(run)
+    resume_checks.check_paths(run)
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = await _starting_point(
         run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation
     )
     rows = await asyncio.to_thread(data.open_rows, run)
-    digests = await asyncio.to_thread(resume_settings.compared_data, run)
+    digests = await asyncio.to_thread(resume_checks.digest_data, run)
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders = recorders_of(run, algorithm=algorithm)
@@ -117,7 +126,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         metrics=MetricsReporter(
             bus,
             open_sinks(run, resume=resume, step=state.step),
-            alarms=alarms_of(run, are_sampled=_are_sampled(run)),
+            alarms=_choose_alarms(run, are_sampled=_are_sampled(run)),
             has_behavior=_are_sampled(run),
             samples=recorders.writers,
             timeline=_timeline(run),
@@ -257,6 +266,33 @@ def _timeline(run: RunConfig) -> Timeline | None:
     return Timeline(RotatedLines(folder / TIMELINE_FILE, older=folder / OLDER_FILE, most_bytes=most_bytes))
 
 
+def _choose_alarms(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
+    """are_sampled: whether engines sample the answers, rather than the data providing them"""
+    alarms: list[Alarm] = [
+        MismatchAlarm(run.metrics.mismatch_alarm),
+        DropAlarm(run.metrics.drop_alarm),
+        HoldAlarm(run.metrics.hold_alarm, max_staleness=run.max_staleness),
+        StandstillAlarm(),
+    ]
+    if are_sampled and not run.rollout.ignore_eos:
+        alarms.append(TruncationAlarm())
+    if are_sampled and run.reward.judges:
+        alarms.append(NoSignalAlarm())
+    if are_sampled and _may_move_gpus(run):
+        alarms.append(SplitAlarm(run.metrics.split_alarm, warmup=2 * (run.max_staleness + 1)))
+    return alarms
+
+
+def _may_move_gpus(run: RunConfig) -> bool:
+    """Whether learner and engines have GPUs of their own and work at the same time."""
+    if run.run.mode != "async" or run.run.colocated:
+        return False
+    import torch
+
+    counts = registry.engine_class(run).num_gpus(run), registry.backend_class(run).num_gpus(run)
+    return all(counts) and torch.cuda.is_available()
+
+
 def sampling_of(run: RunConfig) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=run.rollout.max_new_tokens,
@@ -349,7 +385,7 @@ async def _starting_point(
                 "--resume, or start another with --set run.name=NAME"
             )
         return LearnerState.fresh(), None
-    found = await resume_checks.starting_checkpoint(run, bus=bus)
+    found = await resume_checks.find_checkpoint(run, bus=bus)
     state, folder = found if found is not None else (LearnerState.fresh(), None)
     if run.run.steps < state.step:
         raise ConfigError(f"run.steps is {run.run.steps}, but the checkpoint is at step {state.step} already")

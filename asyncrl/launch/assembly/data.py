@@ -7,30 +7,29 @@ a busy machine. Tests: tests/unit/launch/checks/test_data_rows.py, tests/unit/cl
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from asyncrl import config
 from asyncrl.adapters import registry
-from asyncrl.config import RewardSection, RunConfig
+from asyncrl.config import EvaluationDataset, RewardSection, RunConfig
 from asyncrl.config.secret_values import hide_secrets
+from asyncrl.data import row_files
 from asyncrl.data.model_folder import check_model_at
-from asyncrl.data.prompts import PromptDataset, indexed
-from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward
+from asyncrl.data.prompts import PromptDataset, PromptRow, indexed
+from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward, plain
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
-from asyncrl.launch.assembly.evaluation_sets import (
-    look_at_rows,
-    open_set,
-    require_metric,
-    require_space,
-    row_limits,
-)
+from asyncrl.messages import SamplingParams
+from asyncrl.policies.evaluation.questions import EvaluationSet, Question
+from asyncrl.policies.evaluation.results import Measured, metric_names
 from asyncrl.rewards.load import label_check, needs_label, rewards_of_rows
 
 if TYPE_CHECKING:
     from asyncrl.data.sources import Positions
-    from asyncrl.policies.evaluation.questions import EvaluationSet
 
 
 def index_rows(run: RunConfig) -> Positions:
@@ -142,3 +141,210 @@ def _keeps_messages(run: RunConfig) -> bool:
 
 def _as_toml(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+# -- data sets of an evaluation ----------------------------------------------------------------------------------------
+
+_ANY: Final = 2**31
+ANSWER_BYTES: Final = 512
+"""Size of an answer in the log: a vote of 64 characters and some numbers. Each prompt takes the same again."""
+TOKEN_BYTES: Final = 9
+"""Size of each token of an answer that is recorded whole: the token, its logprob, and whether the policy sampled it."""
+PROMPT_TOKEN_BYTES: Final = 4
+"""Size of each token of a prompt that is recorded with its answers."""
+
+
+def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = False, **more: Any) -> RowLimits:
+    """Return RowLimits without a limit on the prompt length; ``open_set`` refuses prompts that are too long."""
+    return RowLimits(
+        prompt_tokens=_ANY,
+        row_bytes=row_bytes,
+        labelled_for=labelled_for,
+        keys="",
+        keeps_messages=keeps_messages,
+        **more,
+    )
+
+
+def look_at_rows(dataset: EvaluationDataset, *, limits: RowLimits) -> None:
+    """Check every row and its tags without a tokenizer.
+
+    Raises ConfigError for the first row that cannot be a prompt.
+    """
+    try:
+        num_rows = indexed(_section(dataset), seed=0, limits=limits).num_rows
+        _tags(dataset, min(num_rows, dataset.limit or num_rows))
+    except ConfigError as error:
+        raise ConfigError(f"evaluation.datasets: {dataset.name}: {error}") from None
+
+
+def open_set(
+    dataset: EvaluationDataset,
+    *,
+    tokenizer: Any,
+    max_new_tokens: int,
+    context_tokens: int,
+    vocabulary: int,
+    limits: RowLimits,
+) -> EvaluationSet:
+    """Read and tokenise a data set. Raises ConfigError for the first row that cannot be a prompt.
+
+    max_new_tokens  limit for an answer if the data set has none
+    context_tokens  tokens that a prompt and its answer may have together in the engine
+    vocabulary      vocabulary size of the model
+    limits          limits of its rows, from ``row_limits``
+    """
+    max_new_tokens = dataset.max_new_tokens or max_new_tokens
+    most = context_tokens - max_new_tokens
+    where = f"evaluation.datasets: {dataset.name}"
+    if most < 1:
+        raise ConfigError(
+            f"{where}: {max_new_tokens:,} new tokens leave no room for a prompt in the engine's context of "
+            f"{context_tokens:,} tokens; use fewer"
+        )
+    if dataset.min_new_tokens > max_new_tokens:
+        raise ConfigError(
+            f"{where}: min_new_tokens = {dataset.min_new_tokens:,} is over rollout.max_new_tokens "
+            f"({max_new_tokens:,}), which holds where the data set has no max_new_tokens; give it one"
+        )
+    if unknown := [token for token in dataset.stop_token_ids if token >= vocabulary]:
+        raise ConfigError(f"{where}: stop_token_ids: {unknown[0]} is not a token of the model's {vocabulary:,}")
+    metadata = plain(dataset.metadata, where, "metadata")
+    try:
+        prompts = PromptDataset.open(
+            _section(dataset), tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt
+        )
+        count = min(prompts.num_rows, dataset.limit or prompts.num_rows)
+        rows = [_whole(prompts.at(index), index, dataset, most) for index in range(count)]
+        tags = _tags(dataset, count)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return EvaluationSet(
+        name=dataset.name,
+        questions=[
+            Question(
+                prompt=row.prompt,
+                tokens=row.tokens,
+                label=row.label,
+                metadata=row.metadata | metadata,
+                tags=its,
+                messages=row.messages,
+            )
+            for row, its in zip(rows, tags, strict=True)
+        ],
+        sampling=_sampling(dataset, max_new_tokens=max_new_tokens),
+        measured=Measured(
+            num_prompts=count,
+            num_samples=dataset.samples,
+            k=dataset.k,
+            solved_at=dataset.solved_at,
+            has_labels=all(row.label is not None for row in rows),
+            tags=Counter(tag for one in tags for tag in one),
+        ),
+    )
+
+
+def _section(dataset: EvaluationDataset) -> config.DataSection:
+    return config.DataSection(
+        path=dataset.path,
+        prompt_key=dataset.prompt_key,
+        label_key=dataset.label_key,
+        metadata_key=dataset.metadata_key,
+        metadata_columns=dataset.metadata_columns,
+        tools_key=dataset.tools_key,
+        chat_template=dataset.chat_template,
+        chat_template_options=dataset.chat_template_options,
+        shuffle=False,
+        epochs=1,
+        max_prompt_tokens=_ANY,  # ``open_set`` refuses longer prompts
+    )
+
+
+def _whole(row: PromptRow | None, index: int, dataset: EvaluationDataset, most: int) -> PromptRow:
+    """Check the length of a prompt.  most: tokens that the model's context has for a prompt"""
+    assert row is not None, "one epoch has every row"
+    own = dataset.max_prompt_tokens
+    if len(row.tokens) > min(most, own or most):
+        limit = (
+            f"max_prompt_tokens = {own:,}" if 0 < own <= most else f"the {most:,} that an answer leaves of the context"
+        )
+        raise ConfigError(
+            f"prompt {index + 1} has {len(row.tokens):,} tokens, more than {limit}, and an evaluation leaves none out; "
+            "shorten it, or allow " + ("more" if 0 < own <= most else "fewer new tokens")
+        )
+    return row
+
+
+def _sampling(dataset: EvaluationDataset, *, max_new_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=dataset.temperature,
+        top_p=dataset.top_p,
+        top_k=dataset.top_k,
+        min_new_tokens=dataset.min_new_tokens,
+        stop=dataset.stop,
+        stop_token_ids=dataset.stop_token_ids,
+        repetition_penalty=dataset.repetition_penalty,
+        presence_penalty=dataset.presence_penalty,
+        frequency_penalty=dataset.frequency_penalty,
+        is_trained=False,
+    )
+
+
+def _tags(dataset: EvaluationDataset, count: int) -> tuple[tuple[str, ...], ...]:
+    if not dataset.tag_key:
+        return ((),) * count
+    rows = row_files.open_rows(Path(dataset.path), check=lambda row, where: None)
+    tags = tuple(_of_row(rows.row(index).get(dataset.tag_key), rows.where(index), dataset) for index in range(count))
+    if count and not any(tags):
+        keys = ", ".join(sorted(rows.row(0)))
+        raise ConfigError(f"tag_key = {dataset.tag_key!r}: no prompt has such a tag; the first row has: {keys}")
+    return tags
+
+
+def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ...]:
+    tags: Sequence[Any] = [value] if isinstance(value, str) else value or []
+    if not isinstance(tags, list | tuple) or not all(isinstance(tag, str) and tag for tag in tags):
+        raise ConfigError(f"{where}: {dataset.tag_key!r} must be a tag or a list of tags, got {value!r}")
+    return tuple(dict.fromkeys(tag.replace("/", "-") for tag in tags))
+
+
+def require_metric(best: str, sets: Iterable[EvaluationSet]) -> None:
+    """Raise ConfigError if rows lack the labels for the metric of ``checkpoint.best``, because no model would be kept.
+
+    best  DATASET/METRIC, a metric that the data set would have with labels; "" for none
+    """
+    name, _, metric = best.partition("/")
+    for its in sets:
+        measured = its.measured
+        known = metric_names(measured.num_samples, k=measured.k, has_labels=measured.has_labels)
+        if its.name == name and metric not in known:
+            first = next(number for number, one in enumerate(its.questions, 1) if one.label is None)
+            raise ConfigError(
+                f"checkpoint.best: {best} needs a label in every row of evaluation.datasets {name}, and prompt {first} "
+                f"has none (label_key); label it, or name one of {', '.join(known)}"
+            )
+
+
+def require_space(
+    sets: Iterable[EvaluationSet], *, log_bytes: int, num_recorded: int = 0, turn_tokens: int = 0
+) -> None:
+    """Raise ConfigError if the answers do not fit into their log, which is trimmed when the next evaluation begins.
+
+    log_bytes     bus.max_log_bytes, which also limits that log
+    num_recorded  prompts of each data set whose answers are recorded whole
+    turn_tokens   maximum tokens of an answer with all its turns, including tool output; 0: it has one turn
+    """
+    counted, whole = 0, 0
+    for its in sets:
+        samples, prompts = its.measured.num_samples, its.measured.num_prompts
+        counted += ANSWER_BYTES * (1 + samples) * prompts
+        longest = max((len(one.tokens) for one in its.questions), default=0)
+        of_prompt = TOKEN_BYTES * max(its.sampling.max_new_tokens, turn_tokens) * samples + PROMPT_TOKEN_BYTES * longest
+        whole += of_prompt * min(prompts, num_recorded)
+    if counted + whole > log_bytes:
+        lower = "limit or samples" if counted > log_bytes else "metrics.samples_per_evaluation"
+        raise ConfigError(
+            f"evaluation.datasets: their answers may take {counted + whole:,} bytes, over bus.max_log_bytes "
+            f"({log_bytes:,}): a full log would stop the evaluation; raise it, or lower {lower}"
+        )

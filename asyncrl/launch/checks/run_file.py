@@ -21,11 +21,15 @@ from asyncrl.data.sources import make_source
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated
-from asyncrl.launch.checks import evaluation
 from asyncrl.launch.launchers.adapter import launcher_class
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm
+import math
+
+from asyncrl.config.toml_text import toml_text
+from asyncrl.policies.evaluation.held import num_held
+from asyncrl.policies.evaluation.results import metric_names
 
 log = logging.getLogger("asyncrl.check")
 
@@ -40,7 +44,7 @@ def check(run: RunConfig) -> None:
     launcher = launcher_class(run)
     launcher.check_machine(run)
     _check_settings(run)
-    evaluation.warn_of_share(run)
+    warn_of_share(run)
     if launcher.places:  # each process checks its own machine
         return
     _check_prometheus(run)
@@ -89,7 +93,7 @@ def check_before_torch(run: RunConfig) -> None:
     _check_data(run)
     for key, folder in run.model_paths.items():
         check_model_at(key, folder)
-    evaluation.check_paths(run)
+    _check_evaluation_paths(run)
     _check_directory("run.directory", run.run_directory)
     if run.weights.directory:
         _check_directory("weights.directory", run.weights_directory)
@@ -182,7 +186,7 @@ def _check_of_worker_before_torch(run: RunConfig) -> None:
     _check_context(run, model.context_tokens)
     registry.load_reward(run)
     registry.load_evaluation_rewards(run)
-    evaluation.check_section(run)
+    _check_evaluation(run)
     rollout_functions.load_rollout(run.rollout)
 
 
@@ -261,11 +265,11 @@ def _check_filters(run: RunConfig) -> None:
 
 def check_evaluation(run: RunConfig) -> None:
     """Same as ``check``, for evaluating saved models only."""
-    evaluation.check_paths(run)
+    _check_evaluation_paths(run)
     check_model_at("model.path", Path(run.model.path))
     registry.load_evaluation_rewards(run)
     rollout_functions.load_rollout(run.rollout)
-    evaluation.check_section(run)
+    _check_evaluation(run)
     _check_engine_and_channel(_alone(run))
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run)
@@ -368,3 +372,55 @@ def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
                 f'{key} compares the policy with what sampled the answers, and rollout.function = "{name}" takes '
                 f"answers that no policy sampled; use {instead}"
             )
+
+
+def _check_evaluation(run: RunConfig) -> None:
+    """Check what every process can see. The files of the data sets are checked by the learner."""
+    section, best = run.evaluation, run.checkpoint.best
+    if section.is_on and not rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(
+            f'evaluation.place: rollout.function = "{run.rollout.function}" has no engine that could answer; use place '
+            '= "folder" and `asyncrl evaluate`'
+        )
+    if not best:
+        return
+    name, _, metric = best.partition("/")
+    dataset = section.dataset(name)
+    assert dataset is not None, "EvaluationSection.check saw to it"
+    # the rows are checked in data.require_metric
+    known = metric_names(dataset.samples, k=dataset.k, has_labels=True)
+    if metric not in known:
+        raise ConfigError(f"checkpoint.best: {name} has no metric {metric!r}; it has {', '.join(known)}")
+
+
+def _check_evaluation_paths(run: RunConfig) -> None:
+    for dataset in run.evaluation.datasets:
+        if not dataset.path:  # machines that join have no paths, because they open no data
+            raise ConfigError(f"evaluation.datasets: {dataset.name}: path is empty; name a file")
+        try:
+            require_data(dataset.path)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation.datasets: {dataset.name}: path {error}") from None
+
+
+def warn_of_share(run: RunConfig) -> None:
+    """Warn if one worker, the fewest that an evaluation can hold, is more than the run file allows.
+
+    Only for `asyncrl run` and its check: if the workers are started separately, their number is not yet known.
+    """
+    section, workers = run.evaluation, run.rollout.workers
+    if not section.is_on or section.place != "shared" or not workers:
+        return
+    held = num_held(section.share, workers)
+    if held <= section.share * workers:
+        return
+    log.warning(
+        "evaluation.share: %s of %d rollout worker%s is less than one, and an evaluation holds back one, %.0f %% of "
+        'them; use rollout.workers = %d or more, share = %s, or place = "dedicated"',
+        toml_text(section.share),
+        workers,
+        "" if workers == 1 else "s",
+        100 * held / workers,
+        math.ceil(1 / section.share),
+        toml_text(math.ceil(1e4 / workers) / 1e4),
+    )

@@ -25,7 +25,7 @@ from asyncrl.bus.adapter import BusServer
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import resume_checks, resume_settings, single_instance, single_learner
+from asyncrl.launch.checks import resume_checks, single_instance, single_learner
 from asyncrl.launch.keys import signing_keys
 from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.launch.launchers.adapter import launcher_class
@@ -74,7 +74,7 @@ async def launch(
         if not run_config.bus.url:
             _require_run(directory)
         RecordedRun(directory).checkpoint()  # raises if it cannot be read; the learner would wait for it
-        resume_settings.refuse_others(run_config)
+        resume_checks.check_settings(run_config)
     launcher = launcher_class(run_config).build(run_config)
     host = launcher.connect()
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
@@ -176,7 +176,7 @@ async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> Async
             await single_learner.on_bus(bus, run=run_config.run.name)
             await single_learner.of_this_key(bus, run_config)
             if resume:
-                await resume_checks.refuse(run_config, bus=bus)
+                await resume_checks.require_checkpoint(run_config, bus=bus)
                 if not await bus.states(PROGRESS):
                     _require_run(run_config.run_directory)
             yield

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config import EvaluationDataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
-from asyncrl.launch.assembly.evaluation_sets import (
+from asyncrl.launch.assembly.data import (
     ANSWER_BYTES,
     PROMPT_TOKEN_BYTES,
     TOKEN_BYTES,

@@ -12,7 +12,7 @@ import pytest
 from asyncrl import config
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncRLError, ConfigError, DiskError, exit_code_of
+from asyncrl.errors import ConfigError, DiskError
 from asyncrl.launch.checks import resume_checks
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.state import checkpoint
@@ -32,7 +32,7 @@ async def test_does_not_restart_a_run_whose_log_was_trimmed(bus: Bus, run: RunCo
     await publish_groups(bus, 0, 1, 2)
     await bus.trim(TRAJECTORIES, through=2)
     with pytest.raises(ConfigError, match=REFUSED) as refused:
-        await resume_checks.refuse(run, bus=bus)
+        await resume_checks.require_checkpoint(run, bus=bus)
     assert "\n" not in str(refused.value)
 
 
@@ -41,20 +41,20 @@ async def test_does_not_restart_a_finished_run(bus: Bus, run: RunConfig) -> None
     await bus.put(PROGRESS, dataclasses.replace(progress(3), finished=True))
     await publish_groups(bus, 0)
     with pytest.raises(ConfigError, match=REFUSED):
-        await resume_checks.refuse(run, bus=bus)
+        await resume_checks.require_checkpoint(run, bus=bus)
 
 
 async def test_restarts_a_run_that_was_killed_before_its_first_checkpoint(bus: Bus, run: RunConfig) -> None:
     await bus.put(PROGRESS, progress(3))
     await publish_groups(bus, 0, 1)
-    await resume_checks.refuse(run, bus=bus)
+    await resume_checks.require_checkpoint(run, bus=bus)
     assert await bus.depth(TRAJECTORIES) == 2
 
 
 async def test_does_not_restart_a_run_with_a_damaged_checkpoint_without_its_log(bus: Bus, run: RunConfig) -> None:
     damaged_checkpoint(run)
     with pytest.raises(ConfigError, match=r"has no checkpoint of run 'demo' \(damaged-step-00000005 could not be read"):
-        await resume_checks.starting_checkpoint(run, bus=bus)
+        await resume_checks.find_checkpoint(run, bus=bus)
 
 
 async def test_says_that_it_restarts_because_of_a_damaged_checkpoint(
@@ -63,21 +63,20 @@ async def test_says_that_it_restarts_because_of_a_damaged_checkpoint(
     damaged_checkpoint(run)
     await publish_groups(bus, 0, 1)
     with caplog.at_level(logging.WARNING, "asyncrl.learner"):
-        assert await resume_checks.starting_checkpoint(run, bus=bus) is None
+        assert await resume_checks.find_checkpoint(run, bus=bus) is None
     assert "only damaged-step-00000005 is left; starting at step 0, from the whole log" in caplog.text
 
 
-@pytest.mark.parametrize(("number", "kind", "code"), [(errno.EACCES, DiskError, 5), (errno.EIO, DiskError, 5)])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 async def test_leaves_an_unreadable_checkpoint_alone(
-    bus: Bus, run: RunConfig, number: int, kind: type[AsyncRLError], code: int, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, run: RunConfig, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, "out of reach", "checkpoints/step-00000005/learner.json")
 
     monkeypatch.setattr(checkpoint, "resume", fail)
-    with pytest.raises(kind, match="learner.json: cannot be read: out of reach") as raised:
-        await resume_checks.starting_checkpoint(run, bus=bus)
-    assert exit_code_of(raised.value) == code
+    with pytest.raises(DiskError, match="learner.json: cannot be read: out of reach"):
+        await resume_checks.find_checkpoint(run, bus=bus)
 
 
 def damaged_checkpoint(run: RunConfig) -> None:
@@ -88,14 +87,14 @@ def damaged_checkpoint(run: RunConfig) -> None:
 @pytest.mark.parametrize("is_loop", [False, True])
 def test_refuses_a_file_in_place_of_a_folder(run: RunConfig, name: str, is_loop: bool) -> None:
     """Otherwise the run would end after six restarts, none of which could help."""
-    resume_checks.refuse_others(run)  # the run has never begun
+    resume_checks.check_paths(run)  # the run has never begun
     path = run.run_directory / name
     path.mkdir(parents=True)
-    resume_checks.refuse_others(run)
+    resume_checks.check_paths(run)
     path.rmdir()
     path.symlink_to(path) if is_loop else path.write_text("")
     with pytest.raises(ConfigError) as refused:
-        resume_checks.refuse_others(run)
+        resume_checks.check_paths(run)
     problem = "is a link to itself" if is_loop else "is not a folder"
     of = "weights.directory" if name == "weights" else "run.directory"
     assert str(refused.value) == f"{of}: {path}: {problem}; one of the run belongs there, so move it away"

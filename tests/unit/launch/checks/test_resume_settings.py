@@ -15,7 +15,7 @@ from asyncrl.config import record as config_record
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
-from asyncrl.launch.checks import resume_settings
+from asyncrl.launch.checks import resume_checks
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History
@@ -39,45 +39,45 @@ def begin(run: RunConfig, *, incarnation: int = 0) -> None:
 
 
 def test_refuses_checkpoints_of_another_backend(run: RunConfig) -> None:
-    resume_settings.refuse_others(run)  # the run has never begun
+    resume_checks.check_settings(run)  # the run has never begun
     begin(run)
     other = set_to(run, "learner.backend=reference")
-    resume_settings.refuse_others(other)  # no checkpoint yet
+    resume_checks.check_settings(other)  # no checkpoint yet
     (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)
-    resume_settings.refuse_others(run)
+    resume_checks.check_settings(run)
     with pytest.raises(ConfigError, match='learner.backend: the checkpoints of this run are those of "megatron"'):
-        resume_settings.refuse_others(other)
+        resume_checks.check_settings(other)
 
 
 def test_refuses_checkpoints_of_other_adapters(run: RunConfig) -> None:
     begin(set_to(run, "learner.lora.rank=8"))
     (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)
-    resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", "learner.lora.publish=adapter"))
+    resume_checks.check_settings(set_to(run, "learner.lora.rank=8", "learner.lora.publish=adapter"))
     for change, is_now in (
         ("rank=16", "rank 16, alpha 32"),
         ("alpha=8.0", "rank 8, alpha 8"),
         ("rank=0", "not of the whole"),
     ):
         with pytest.raises(ConfigError, match=f"learner.lora: the checkpoints .* of adapters of rank 8.*{is_now}"):
-            resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", f"learner.lora.{change}"))
+            resume_checks.check_settings(set_to(run, "learner.lora.rank=8", f"learner.lora.{change}"))
 
 
 def test_refuses_a_critic_if_the_newest_checkpoint_has_none(run: RunConfig) -> None:
     ppo = set_to(run, "algorithm.name=ppo")
     begin(run)
-    resume_settings.refuse_others(ppo)  # no checkpoint yet
+    resume_checks.check_settings(ppo)  # no checkpoint yet
     save_checkpoint(run, incarnation=0)
     with pytest.raises(ConfigError, match='algorithm: "ppo" trains a critic, and the newest checkpoint .* has none'):
-        resume_settings.refuse_others(ppo)
+        resume_checks.check_settings(ppo)
 
 
 def test_resumes_with_the_critic_even_after_a_start_without(run: RunConfig) -> None:
     ppo = set_to(run, "algorithm.name=ppo")
     begin(ppo)
     save_checkpoint(run, incarnation=0)
-    resume_settings.refuse_others(run)
+    resume_checks.check_settings(run)
     begin(run, incarnation=1)  # it ended before its first checkpoint
-    resume_settings.refuse_others(ppo)
+    resume_checks.check_settings(ppo)
 
 
 def save_checkpoint(run: RunConfig, *, incarnation: int) -> None:
@@ -96,17 +96,17 @@ def test_refuses_another_model_but_not_a_moved_one(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
     begin(set_to(run, f"model.path={tmp_path / 'one'}"))
-    resume_settings.refuse_others(set_to(run, f"model.path={tmp_path / 'moved'}"))
+    resume_checks.check_settings(set_to(run, f"model.path={tmp_path / 'moved'}"))
     assert "resumed with other settings: model.path" in caplog.text
     with pytest.raises(ConfigError, match="model.path: this run trains .*/one, and .*/two is another model"):
-        resume_settings.refuse_others(set_to(run, f"model.path={tmp_path / 'two'}"))
+        resume_checks.check_settings(set_to(run, f"model.path={tmp_path / 'two'}"))
 
 
 def test_names_every_other_change(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     begin(run)
-    resume_settings.refuse_others(set_to(run, "run.steps=99", "bus.ack_seconds=9"))
+    resume_checks.check_settings(set_to(run, "run.steps=99", "bus.ack_seconds=9"))
     assert not caplog.messages
-    resume_settings.refuse_others(set_to(run, "rollout.group_size=4", "algorithm.name=rloo"))
+    resume_checks.check_settings(set_to(run, "rollout.group_size=4", "algorithm.name=rloo"))
     assert caplog.messages == [
         'resumed with other settings: algorithm.name "grpo" -> "rloo"; rollout.group_size 8 -> 4',
     ]
@@ -131,7 +131,7 @@ def test_learner_of_asyncrl_run_does_not_warn_again(
 @pytest.mark.parametrize("change", ["data.path=more.jsonl", "run.seed=7"])
 def test_names_data_in_another_order(run: RunConfig, caplog: pytest.LogCaptureFixture, change: str) -> None:
     begin(run)
-    resume_settings.refuse_others(set_to(run, change))
+    resume_checks.check_settings(set_to(run, change))
     assert change.partition("=")[0] in caplog.messages[0]
     assert "the data has another order now" in caplog.messages[1]
 
@@ -156,7 +156,7 @@ def test_data_without_a_recorded_digest_is_not_compared(
     (tmp_path / "data.jsonl").write_text("{}")
     run = set_to(run, f"data.path={tmp_path / 'data.jsonl'}")
     begin(run)
-    assert list(resume_settings.compared_data(run)) == [f"{tmp_path / 'data.jsonl'}"]
+    assert list(resume_checks.digest_data(run)) == [f"{tmp_path / 'data.jsonl'}"]
     assert not caplog.messages
 
 
