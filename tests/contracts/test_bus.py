@@ -48,7 +48,7 @@ async def test_a_key_is_published_once(bus: Bus) -> None:
     assert await bus.depth(PROMPTS) == 1
 
 
-async def test_a_key_that_was_acked_a_moment_ago_is_still_known(bus: Bus) -> None:
+async def test_an_acked_key_is_remembered_for_a_while(bus: Bus) -> None:
     await publish_prompts(bus, 1)
     async with taken(bus, 1) as (delivery,):
         await delivery.ack()
@@ -71,7 +71,7 @@ async def test_any_text_is_a_key(bus: Bus, key: str) -> None:
         assert delivery.key == key
 
 
-async def test_a_full_topic_pushes_back_until_something_is_acked(bus: Bus) -> None:
+async def test_full_topic_refuses_until_a_message_is_acked(bus: Bus) -> None:
     await publish_prompts(bus, *range(8))
     with pytest.raises(BusFull, match="prompts"):
         await bus.publish(PROMPTS, prompt(8), key="8")
@@ -81,7 +81,7 @@ async def test_a_full_topic_pushes_back_until_something_is_acked(bus: Bus) -> No
     assert await bus.publish(PROMPTS, prompt(8), key="8") is True
 
 
-async def test_a_full_log_pushes_back_until_it_is_trimmed(bus_factory: Any) -> None:
+async def test_full_log_refuses_until_it_is_trimmed(bus_factory: Any) -> None:
     bus = await bus_factory(max_log_bytes=100_000)
     large = [group(number, tokens=4_000) for number in range(4)]  # 36 kB each: two fit, three do not
     await bus.publish(TRAJECTORIES, large[0], key="0")
@@ -92,13 +92,13 @@ async def test_a_full_log_pushes_back_until_it_is_trimmed(bus_factory: Any) -> N
     assert await bus.publish(TRAJECTORIES, large[2], key="2") is True
 
 
-async def test_work_comes_in_the_order_it_was_published(bus: Bus) -> None:
+async def test_work_is_delivered_in_the_order_it_was_published(bus: Bus) -> None:
     await publish_prompts(bus, 3, 1, 2)
     async with taken(bus, 3) as deliveries:
         assert [delivery.key for delivery in deliveries] == ["3", "1", "2"]
 
 
-async def test_a_retried_message_comes_again_as_the_next_attempt(bus: Bus) -> None:
+async def test_retried_message_is_redelivered_as_the_next_attempt(bus: Bus) -> None:
     await publish_prompts(bus, 1)
     async with bus.consume(PROMPTS) as deliveries:
         delivery = await anext(deliveries)
@@ -113,14 +113,14 @@ async def test_a_retried_message_comes_again_as_the_next_attempt(bus: Bus) -> No
     assert await bus.depth(PROMPTS) == 0
 
 
-async def test_a_delayed_retry_lets_others_go_first(bus: Bus) -> None:
+async def test_delayed_retry_lets_other_messages_go_first(bus: Bus) -> None:
     await publish_prompts(bus, 1, 2)
     async with bus.consume(PROMPTS) as deliveries:
         await (await anext(deliveries)).retry(delay=60)
         assert (await anext(deliveries)).key == "2"
 
 
-async def test_a_lost_consumer_gives_its_messages_back(bus_factory: Any) -> None:
+async def test_messages_of_a_consumer_that_leaves_are_redelivered_at_once(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     await publish_prompts(bus, 1, 2)
     with pytest.raises(RuntimeError, match="died"):
@@ -131,7 +131,7 @@ async def test_a_lost_consumer_gives_its_messages_back(bus_factory: Any) -> None
         assert (delivery.key, delivery.attempt) == ("2", 2)
 
 
-async def test_a_cancelled_consumer_gives_its_messages_back(bus_factory: Any) -> None:
+async def test_messages_of_a_cancelled_consumer_are_redelivered(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     await publish_prompts(bus, 1)
     has_taken = asyncio.Event()
@@ -149,7 +149,7 @@ async def test_a_cancelled_consumer_gives_its_messages_back(bus_factory: Any) ->
     assert task.cancelled()
 
 
-async def test_a_consumer_that_is_cancelled_twice_gives_its_messages_back(bus_factory: Any) -> None:
+async def test_messages_of_a_consumer_that_is_cancelled_twice_are_redelivered(bus_factory: Any) -> None:
     """As when its engine dies at the same moment as the supervisor stops its actors."""
     bus, other = await bus_factory(), await bus_factory()
     await publish_prompts(bus, 1)
@@ -171,7 +171,7 @@ async def test_a_consumer_that_is_cancelled_twice_gives_its_messages_back(bus_fa
     assert task.cancelled()
 
 
-async def test_a_consumer_that_waits_in_vain_takes_nothing_with_it(bus_factory: Any) -> None:
+async def test_cancelled_wait_takes_no_message(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     async with bus.consume(PROMPTS) as deliveries:
         with pytest.raises(TimeoutError):
@@ -182,7 +182,7 @@ async def test_a_consumer_that_waits_in_vain_takes_nothing_with_it(bus_factory: 
         assert delivery.key == "1"
 
 
-async def test_a_consumer_that_no_longer_waits_leaves_the_work_to_others(bus_factory: Any) -> None:
+async def test_consumer_that_no_longer_waits_leaves_messages_to_others(bus_factory: Any) -> None:
     """Like a draining worker, which finishes its work and takes nothing new."""
     bus, other = await bus_factory(), await bus_factory()
     async with bus.consume(PROMPTS) as deliveries:
@@ -198,7 +198,7 @@ async def test_a_consumer_that_no_longer_waits_leaves_the_work_to_others(bus_fac
             await delivery.ack()
 
 
-async def test_what_is_lent_ahead_comes_in_order_and_no_more_than_is_wanted(bus_factory: Any) -> None:
+async def test_prefetch_is_in_order_and_no_more_than_wanted(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     await publish_prompts(bus, *range(8))
     async with bus.consume(PROMPTS) as deliveries:
@@ -209,7 +209,7 @@ async def test_what_is_lent_ahead_comes_in_order_and_no_more_than_is_wanted(bus_
             assert {(delivery.key, delivery.attempt) for delivery in theirs} == {(key, 1) for key in "4567"}
 
 
-async def test_who_wants_many_leaves_others_their_share(bus_factory: Any) -> None:
+async def test_prefetch_leaves_other_consumers_their_share(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     async with bus.consume(PROMPTS) as ours, other.consume(PROMPTS) as theirs:
         for deliveries in (ours, theirs):
@@ -222,7 +222,7 @@ async def test_who_wants_many_leaves_others_their_share(bus_factory: Any) -> Non
         assert {(await one).key for one in waiting} == {"0", "1"}
 
 
-async def test_what_was_lent_ahead_goes_to_others_when_its_consumer_stops(bus_factory: Any) -> None:
+async def test_prefetched_messages_go_to_others_when_their_consumer_stops(bus_factory: Any) -> None:
     """Like a draining worker: it keeps what it has begun."""
     bus, other = await bus_factory(), await bus_factory()
     await publish_prompts(bus, 0, 1, 2)
@@ -249,7 +249,7 @@ async def test_a_retry_is_not_undone_by_a_keep_in_the_same_moment(bus: Bus) -> N
         assert (await anext(deliveries)).attempt == 2
 
 
-async def test_a_wait_that_was_given_up_can_be_taken_up_again(bus: Bus) -> None:
+async def test_cancelled_wait_can_be_repeated(bus: Bus) -> None:
     async with bus.consume(PROMPTS) as deliveries, bus.read(TRAJECTORIES) as records, bus.watch(PROGRESS) as states:
         for waiting in (deliveries, records, states):
             with pytest.raises(TimeoutError):
@@ -263,7 +263,7 @@ async def test_a_wait_that_was_given_up_can_be_taken_up_again(bus: Bus) -> None:
         assert (await anext(states)).step == 1
 
 
-async def test_a_silent_consumer_loses_its_messages(bus_factory: Any) -> None:
+async def test_messages_of_a_silent_consumer_are_redelivered_after_ack_seconds(bus_factory: Any) -> None:
     bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
     await publish_prompts(bus, 1)
     async with taken(bus, 1) as (silent,), taken(other, 1) as (delivery,):
@@ -271,7 +271,7 @@ async def test_a_silent_consumer_loses_its_messages(bus_factory: Any) -> None:
         await delivery.ack()
 
 
-async def test_what_a_slow_consumer_gives_back_late_is_acked_by_the_next_one(bus_factory: Any) -> None:
+async def test_late_retry_of_a_slow_consumer_does_not_disturb_the_next_one(bus_factory: Any) -> None:
     bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
     await publish_prompts(bus, 1)
     async with other.consume(PROMPTS) as others:
@@ -283,7 +283,7 @@ async def test_what_a_slow_consumer_gives_back_late_is_acked_by_the_next_one(bus
     assert await bus.depth(PROMPTS) == 0
 
 
-async def test_what_a_slow_consumer_finished_is_finished(bus_factory: Any) -> None:
+async def test_late_ack_of_a_slow_consumer_counts(bus_factory: Any) -> None:
     bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
     await publish_prompts(bus, 1)
     async with taken(bus, 1) as (slow,), taken(other, 1):
@@ -314,7 +314,7 @@ async def test_two_consumers_share_the_work(bus_factory: Any) -> None:
         assert group_ids(ours).isdisjoint(group_ids(theirs))
 
 
-async def test_an_ack_has_been_counted_when_it_returns(bus_factory: Any) -> None:
+async def test_ack_has_taken_effect_when_it_returns(bus_factory: Any) -> None:
     bus, observer = await bus_factory(), await bus_factory()
     await publish_prompts(bus, 1, 2, 3)
     async with taken(bus, 3) as deliveries:
@@ -324,7 +324,7 @@ async def test_an_ack_has_been_counted_when_it_returns(bus_factory: Any) -> None
             assert await observer.depth(PROMPTS) == left
 
 
-async def test_what_was_acked_does_not_come_back(bus: Bus) -> None:
+async def test_acked_message_is_not_redelivered(bus: Bus) -> None:
     await publish_prompts(bus, 1, 2)
     async with taken(bus, 2) as (one, two):
         await one.ack()
@@ -336,7 +336,7 @@ async def test_what_was_acked_does_not_come_back(bus: Bus) -> None:
         assert await bus.keys(PROMPTS) == {"2"}
 
 
-async def test_what_is_withdrawn_is_free_for_another_while_somebody_still_works_on_it(bus: Bus) -> None:
+async def test_withdrawn_key_is_free_while_its_message_is_still_held(bus: Bus) -> None:
     """The old holder may renew, retry and ack its delivery; none of that affects the new message."""
     await publish_prompts(bus, 1, 2)
     async with taken(bus, 2) as held:
@@ -356,6 +356,6 @@ async def test_what_is_withdrawn_is_free_for_another_while_somebody_still_works_
     await bus.check()
 
 
-async def test_a_prompt_that_nobody_has_is_withdrawn_without_a_word(bus: Bus) -> None:
+async def test_withdrawing_an_absent_key_does_nothing(bus: Bus) -> None:
     await bus.withdraw(PROMPTS, key="1")
     assert await bus.depth(PROMPTS) == 0

@@ -98,14 +98,14 @@ async def test_a_lease_has_one_holder_at_a_time(bus_factory: Any) -> None:
     assert turns == 20
 
 
-async def test_leases_of_different_names_do_not_meet(bus: Bus) -> None:
+async def test_leases_of_different_names_are_independent(bus: Bus) -> None:
     async with bus.lease("load.0", holder="a"):
         assert await is_free(bus, "load 0")
         assert await is_free(bus, "load=2E0")
         assert await is_free(bus, "")
 
 
-async def test_who_waits_gets_the_lease_when_it_is_released(bus_factory: Any) -> None:
+async def test_waiter_gets_the_lease_when_it_is_released(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     holder = await held(bus)
     waiting = await waits(other)
@@ -129,7 +129,7 @@ async def test_a_lease_is_released_when_its_holder_is_cancelled(bus_factory: Any
     assert await is_free(other)
 
 
-async def test_who_is_cancelled_while_it_waits_takes_nothing_with_it(bus_factory: Any) -> None:
+async def test_cancelled_waiter_does_not_take_the_lease(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     holder = await held(bus)
     await (await waits(other)).cancel()
@@ -137,7 +137,7 @@ async def test_who_is_cancelled_while_it_waits_takes_nothing_with_it(bus_factory
     assert await is_free(bus)
 
 
-async def test_who_is_cancelled_in_the_moment_of_taking_takes_nothing_with_it(bus_factory: Any) -> None:
+async def test_waiter_cancelled_while_taking_releases_the_lease(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     assert await is_free(bus)
     for ticks in range(30):
@@ -148,7 +148,7 @@ async def test_who_is_cancelled_in_the_moment_of_taking_takes_nothing_with_it(bu
         assert await is_free(other)
 
 
-async def test_a_lease_held_for_longer_than_it_lives_is_kept(bus_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_held_lease_is_renewed(bus_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     brief_leases(monkeypatch, seconds=2.0)
     bus, other = await bus_factory(), await bus_factory()
     holder = await held(bus)

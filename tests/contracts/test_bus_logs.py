@@ -38,7 +38,7 @@ async def test_a_log_is_read_from_a_cursor(bus: Bus) -> None:
     assert [record.sequence for record in await first(bus, 1, after=2)] == [3]
 
 
-async def test_a_log_that_never_had_an_entry_begins_with_the_first_one(bus: Bus) -> None:
+async def test_log_without_entries_begins_at_sequence_one(bus: Bus) -> None:
     """Progress in a log is counted from its first entry."""
     assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 1
     await publish_groups(bus, 1)
@@ -48,7 +48,7 @@ async def test_a_log_that_never_had_an_entry_begins_with_the_first_one(bus: Bus)
     await bus.check()
 
 
-async def test_a_cursor_at_the_end_waits_for_what_comes_next(bus: Bus) -> None:
+async def test_cursor_at_the_end_waits_for_the_next_entry(bus: Bus) -> None:
     await publish_groups(bus, 1, 2)
     async with bus.read(TRAJECTORIES, after=2) as records:
         await publish_groups(bus, 3)
@@ -62,7 +62,7 @@ async def test_every_reader_sees_everything(bus_factory: Any) -> None:
         assert [record.key for record in await first(reader, 5)] == ["0", "1", "2", "3", "4"]
 
 
-async def test_a_record_says_its_size(bus: Bus) -> None:
+async def test_record_has_its_size(bus: Bus) -> None:
     await bus.publish(TRAJECTORIES, group(1, tokens=10_000), key="1")
     (record,) = await first(bus, 1)
     assert 90_000 < record.num_bytes < 91_000  # 4 + 4 + 1 bytes per token
@@ -126,7 +126,7 @@ async def test_events_are_a_log(bus: Bus) -> None:
     assert record.message.data == {"tokens": 7}
 
 
-async def test_a_log_is_told_from_another_one(bus: Bus) -> None:
+async def test_log_state_tells_whether_it_is_the_marked_log(bus: Bus) -> None:
     await publish_groups(bus, 1, 2)
     last = (await first(bus, 2))[-1]
     here = await bus.log_state(TRAJECTORIES, mark=LogMark())
@@ -141,7 +141,7 @@ async def test_a_log_is_told_from_another_one(bus: Bus) -> None:
     assert (await bus.log_state(TRAJECTORIES, mark=LogMark(sequence=3))).problem
 
 
-async def test_what_the_bus_has_lost_is_published_again(bus: Bus) -> None:
+async def test_lost_message_can_be_published_again(bus: Bus) -> None:
     await publish_prompts(bus, 1)
     async with taken(bus, 1) as (delivery,):
         await delivery.ack()
@@ -150,7 +150,7 @@ async def test_what_the_bus_has_lost_is_published_again(bus: Bus) -> None:
     assert await bus.publish(PROMPTS, prompt(1), key="1", again=True) is False  # the message is still stored
 
 
-async def test_a_log_takes_a_key_again_once_it_has_lost_it(bus: Bus) -> None:
+async def test_trimmed_key_of_a_log_can_be_published_again(bus: Bus) -> None:
     await publish_groups(bus, 1)
     await bus.trim(TRAJECTORIES, through=1)
     assert await bus.publish(TRAJECTORIES, group(1), key="1") is True

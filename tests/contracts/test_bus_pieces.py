@@ -41,7 +41,7 @@ def owners(keys: set[str]) -> set[str]:
     return {key.split("/")[0] for key in keys}
 
 
-async def test_a_group_larger_than_a_message_arrives_whole(bus_factory: Any) -> None:
+async def test_group_larger_than_a_message_arrives_whole(bus_factory: Any) -> None:
     bus, other = await bus_factory(max_log_bytes=ROOM), await bus_factory(max_log_bytes=ROOM)
     large = group(2, tokens=LARGE)
     await publish_groups(bus, 1)
@@ -68,20 +68,20 @@ async def test_a_large_group_is_published_once(bus_factory: Any) -> None:
     assert len(record.message.trajectories[0].tokens) == LARGE
 
 
-async def test_only_what_the_user_limits_is_refused_for_its_size(bus_factory: Any) -> None:
+async def test_only_groups_over_the_users_limit_are_refused(bus_factory: Any) -> None:
     bus = await bus_factory(max_log_bytes=ROOM, max_group_bytes=2 * 2**20)
     with pytest.raises(MessageTooLarge, match=r"trajectories 1: .* bytes.*bus\.max_group_bytes.*group_size"):
         await bus.publish(TRAJECTORIES, group(1, tokens=LARGE), key="1")
     assert await bus.depth(TRAJECTORIES) == await bus.depth(PIECES) == 0
 
 
-async def test_no_group_takes_more_than_half_of_what_may_be_stored(bus_factory: Any) -> None:
+async def test_no_group_may_take_more_than_half_of_the_log(bus_factory: Any) -> None:
     bus = await bus_factory(max_log_bytes=5 * 2**20)
     with pytest.raises(MessageTooLarge, match=r"2,621,440 are allowed.*bus\.max_log_bytes"):
         await bus.publish(TRAJECTORIES, group(1, tokens=LARGE), key="1")
 
 
-async def test_a_writer_that_finds_no_room_goes_on_where_it_was(bus_factory: Any) -> None:
+async def test_writer_continues_with_its_stored_pieces_after_a_full_log(bus_factory: Any) -> None:
     bus = await bus_factory(max_log_bytes=6 * 2**20)
     await bus.publish(TRAJECTORIES, group(1, tokens=LARGE), key="1")
     await bus.publish(TRAJECTORIES, group(2, tokens=LARGE), key="2")
@@ -94,7 +94,7 @@ async def test_a_writer_that_finds_no_room_goes_on_where_it_was(bus_factory: Any
     assert await bus.last_sequence(PIECES) == 9  # no piece is stored twice
 
 
-async def test_pieces_leave_with_their_entry(bus: Bus) -> None:
+async def test_trim_removes_the_pieces_of_its_entries(bus: Bus) -> None:
     for number in (1, 2):
         await bus.publish(TRAJECTORIES, group(number, tokens=LARGE), key=str(number))
     await bus.trim(TRAJECTORIES, through=1, is_over=lambda key: True)
@@ -105,7 +105,7 @@ async def test_pieces_leave_with_their_entry(bus: Bus) -> None:
     assert await bus.depth(PIECES) == 0
 
 
-async def test_pieces_that_nothing_names_leave_once_their_group_is_over(bus: Bus) -> None:
+async def test_trim_removes_pieces_without_an_entry_once_their_group_is_over(bus: Bus) -> None:
     """A writer was killed before it referred to its pieces, and another worker answered the group."""
     for number in (1, 2):
         await bus.publish(PIECES, Piece(data=b"ab"), key=f"{number}/{digest_of(b'ab').hex()}")
@@ -140,13 +140,13 @@ async def test_a_group_whose_pieces_are_damaged_does_not_decode(bus: Bus) -> Non
         assert problem in bad.problem
 
 
-async def test_pieces_of_something_else_do_not_decode(bus: Bus) -> None:
+async def test_pieces_of_another_message_do_not_decode(bus: Bus) -> None:
     await publish_in_pieces(bus, 1, encode(Piece(data=b"x")))
     (bad,) = await first(bus, 1)
     assert "not a TrajectoryGroup" in bad.problem
 
 
-async def test_what_says_it_is_larger_than_allowed_is_not_put_together(bus: Bus) -> None:
+async def test_message_that_claims_to_be_too_large_is_not_joined(bus: Bus) -> None:
     await bus.publish(NAMES, InPieces(num_bytes=2**40, digests=32 * b"a"), key="1")
     (bad,) = await first(bus, 1)
     assert "1,099,511,627,776 bytes in pieces" in bad.problem

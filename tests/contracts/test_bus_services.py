@@ -20,7 +20,7 @@ async def serve_once(bus: Bus, ready: asyncio.Event, version: int) -> TransferRe
     raise AssertionError
 
 
-async def test_a_question_gets_the_answer_of_who_serves(bus: Bus) -> None:
+async def test_request_gets_the_servers_answer(bus: Bus) -> None:
     ready = asyncio.Event()
     server = asyncio.create_task(serve_once(bus, ready, 7))
     await ready.wait()
@@ -29,11 +29,11 @@ async def test_a_question_gets_the_answer_of_who_serves(bus: Bus) -> None:
     assert await server == REQUEST
 
 
-async def test_nobody_there_is_an_answer(bus: Bus) -> None:
+async def test_request_without_a_server_returns_none(bus: Bus) -> None:
     assert await bus.ask(TRANSFERS, REQUEST, seconds=10) is None
 
 
-async def test_who_left_serves_no_more(bus: Bus) -> None:
+async def test_server_that_left_answers_no_more(bus: Bus) -> None:
     ready = asyncio.Event()
     server = asyncio.create_task(serve_once(bus, ready, 7))
     await ready.wait()
@@ -42,6 +42,6 @@ async def test_who_left_serves_no_more(bus: Bus) -> None:
     assert await bus.ask(TRANSFERS, REQUEST, seconds=10) is None
 
 
-async def test_no_answer_in_time_is_none(bus: Bus) -> None:
+async def test_late_answer_is_none(bus: Bus) -> None:
     async with bus.serve(TRANSFERS):
         assert await bus.ask(TRANSFERS, REQUEST, seconds=0.05) is None

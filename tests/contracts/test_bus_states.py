@@ -27,13 +27,13 @@ pytestmark = pytest.mark.usefixtures("no_blocking")
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_state_that_is_put_without_an_answer_is_there_for_who_asks_behind_it(bus: Bus) -> None:
+async def test_state_put_without_a_reply_is_read_by_a_later_request(bus: Bus) -> None:
     await bus.put(ACTORS, heartbeat("w0"), key="w0", is_sure=False)
     await bus.put(ACTORS, heartbeat("w1"), key="w1")
     assert (await bus.states(ACTORS)).keys() == {"w0", "w1"}
 
 
-async def test_watch_gives_the_present_state_first(bus: Bus) -> None:
+async def test_watch_yields_the_current_state_first(bus: Bus) -> None:
     await bus.put(PROGRESS, progress(1))
     await bus.put(PROGRESS, progress(2))
     async with bus.watch(PROGRESS) as states:
@@ -50,7 +50,7 @@ async def test_watch_waits_for_the_first_state(bus_factory: Any) -> None:
         assert (await waiting).policy_version == 4
 
 
-async def test_a_slow_watcher_gets_the_newest_state(bus: Bus) -> None:
+async def test_slow_watcher_gets_the_newest_state(bus: Bus) -> None:
     async with bus.watch(PROGRESS) as states:
         for step in range(1, 50):
             await bus.put(PROGRESS, progress(step))
@@ -77,7 +77,7 @@ async def test_states_are_the_last_of_each_key(bus: Bus) -> None:
     assert (await bus.states(PROGRESS))[""].step == 3
 
 
-async def test_states_under_a_key_are_asked_for_and_forgotten_together(bus: Bus) -> None:
+async def test_states_under_a_prefix_are_read_and_forgotten_together(bus: Bus) -> None:
     keys = {"1/a", "1/b/c", "1/b/d.e", "11/a", "1"}
     for key in keys:
         await bus.put(ACTORS, heartbeat(key), key=key)
@@ -92,7 +92,7 @@ async def test_states_under_a_key_are_asked_for_and_forgotten_together(bus: Bus)
     assert (await bus.states(ACTORS, under="1/b/"))["1/b/c"].actor == "again"
 
 
-async def test_a_forgotten_state_is_gone_and_may_be_set_again(bus: Bus) -> None:
+async def test_forgotten_state_is_gone_and_can_be_set_again(bus: Bus) -> None:
     for name in ("a", "b"):
         await bus.put(ACTORS, heartbeat(name), key=name)
     await bus.forget(ACTORS, key="a")
@@ -103,7 +103,7 @@ async def test_a_forgotten_state_is_gone_and_may_be_set_again(bus: Bus) -> None:
         assert (await anext(states)).actor == "again"
 
 
-async def test_a_state_dies_with_its_time(bus: Bus) -> None:
+async def test_state_expires(bus: Bus) -> None:
     brief = Topic("brief", "state", Heartbeat, seconds_to_live=2.0)
     await bus.put(brief, heartbeat("a"), key="a")
     assert set(await bus.states(brief)) == {"a"}
@@ -151,7 +151,7 @@ async def test_an_undecodable_state_is_skipped(bus: Bus) -> None:
         assert (await anext(states)).step == 2
 
 
-async def test_a_message_that_is_too_large_says_what_to_do(bus: Bus) -> None:
+async def test_too_large_message_is_refused_with_the_remedy(bus: Bus) -> None:
     event = Event(kind="x", actor="a", time=0.0, data={"text": "y" * bus.max_message_bytes})
     with pytest.raises(MessageTooLarge, match=r"events 1: .* bytes.*max_message_bytes.*group_size"):
         await bus.publish(EVENTS, event, key="1")
@@ -183,7 +183,7 @@ async def test_a_cancellation_is_never_lost(bus: Bus) -> None:
         assert task.cancelled()
 
 
-async def test_a_cancelled_actor_may_still_say_goodbye(bus: Bus) -> None:
+async def test_cancelled_actor_can_still_publish(bus: Bus) -> None:
     await bus.put(ACTORS, heartbeat("a"), key="a")
 
     async def actor() -> None:

@@ -41,7 +41,7 @@ async def stores(bus_factory: BusFactory) -> AsyncIterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 7])
-async def test_what_is_read_is_what_was_put(stores: tuple[Any, Any], size: int) -> None:
+async def test_object_reads_back(stores: tuple[Any, Any], size: int) -> None:
     writer, reader = stores
     data = os.urandom(size)
     info = await put(writer, "0-1.full", data, why="a test")
@@ -53,13 +53,13 @@ async def test_what_is_read_is_what_was_put(stores: tuple[Any, Any], size: int) 
 
 
 @pytest.mark.parametrize("start", [1, CHUNK_BYTES, 2 * CHUNK_BYTES + 5, 3 * CHUNK_BYTES])
-async def test_reading_may_begin_anywhere(stores: tuple[Any, Any], start: int) -> None:
+async def test_read_starts_at_any_byte(stores: tuple[Any, Any], start: int) -> None:
     data = os.urandom(3 * CHUNK_BYTES)
     await put(stores[0], "a", data)
     assert await read(stores[1], "a", start) == data[start:]
 
 
-async def test_an_object_of_the_same_name_replaces_the_one_before(stores: tuple[Any, Any]) -> None:
+async def test_object_of_the_same_name_replaces_the_previous_one(stores: tuple[Any, Any]) -> None:
     writer, reader = stores
     await put(writer, "a", b"old" * CHUNK_BYTES)
     await put(writer, "a", b"new")
@@ -67,7 +67,7 @@ async def test_an_object_of_the_same_name_replaces_the_one_before(stores: tuple[
     assert await asyncio.to_thread(writer.names) == {"a"}
 
 
-async def test_what_is_removed_is_gone_and_what_never_was_too(stores: tuple[Any, Any]) -> None:
+async def test_removed_object_is_gone(stores: tuple[Any, Any]) -> None:
     writer, reader = stores
     await put(writer, "a", b"1")
     await put(writer, "b", b"2")
@@ -89,7 +89,7 @@ async def chunks_stored(bus: JetStreamBus, store: JetStreamObjects) -> int:
     return int(info["state"]["messages"])
 
 
-async def test_an_object_removed_while_it_is_read_is_gone_and_not_short(
+async def test_object_removed_during_a_read_raises_instead_of_ending(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     writer = (await connect(nats_server, run="removed")).objects()
@@ -102,7 +102,7 @@ async def test_an_object_removed_while_it_is_read_is_gone_and_not_short(
         await asyncio.to_thread(list, chunks)
 
 
-async def test_a_writer_that_died_leaves_nothing_visible_and_the_next_one_removes_its_chunks(
+async def test_chunks_of_a_killed_writer_are_invisible_and_removed_by_the_next(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     first = await connect(nats_server, run="died")
@@ -136,7 +136,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         raise failed[0]
 
 
-async def test_a_connection_lost_in_mid_read_is_taken_up_again(nats_server: EmbeddedServer, connect: Connect) -> None:
+async def test_read_continues_after_a_lost_connection(nats_server: EmbeddedServer, connect: Connect) -> None:
     data = os.urandom(300 * CHUNK_BYTES)
     await put((await connect(nats_server, run="cut")).objects(), "a", data)
     async with Proxy(nats_server.port) as proxy:
@@ -152,7 +152,7 @@ async def test_a_connection_lost_in_mid_read_is_taken_up_again(nats_server: Embe
         await bus.close()
 
 
-async def test_a_server_restarted_in_mid_write_stores_every_chunk_once(
+async def test_write_across_a_server_restart_stores_every_chunk_once(
     own_server: EmbeddedServer, connect: Connect
 ) -> None:
     bus = await connect(own_server, run="restart")
@@ -169,7 +169,7 @@ async def test_a_server_restarted_in_mid_write_stores_every_chunk_once(
     assert await read(bus.objects(), "a") == data
 
 
-async def test_what_a_copy_that_is_behind_does_not_have_is_asked_of_the_leader(
+async def test_chunk_missing_on_a_lagging_replica_is_read_from_the_leader(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = (await connect(nats_server, run="behind")).objects()
@@ -193,7 +193,7 @@ async def test_what_a_copy_that_is_behind_does_not_have_is_asked_of_the_leader(
         await asyncio.to_thread(store._call, store._chunk("a", f"$O.{store._bucket}.C.{found['nuid']}", 1))
 
 
-async def test_a_closed_bus_ends_who_still_reads(own_server: EmbeddedServer, connect: Connect) -> None:
+async def test_closing_the_bus_ends_a_read(own_server: EmbeddedServer, connect: Connect) -> None:
     bus = await connect(own_server, run="closed")
     await put(bus.objects(), "a", os.urandom(200 * CHUNK_BYTES))
     chunks = bus.objects().read("a")
@@ -207,7 +207,7 @@ async def test_a_closed_bus_ends_who_still_reads(own_server: EmbeddedServer, con
         await reading
 
 
-async def test_a_closed_bus_ends_who_is_between_two_tries(own_server: EmbeddedServer, connect: Connect) -> None:
+async def test_closing_the_bus_ends_a_retry(own_server: EmbeddedServer, connect: Connect) -> None:
     """Otherwise the process would wait forever for the thread when it ends."""
     bus = await connect(own_server, run="pause")
     await put(bus.objects(), "a", b"1")
@@ -220,7 +220,7 @@ async def test_a_closed_bus_ends_who_is_between_two_tries(own_server: EmbeddedSe
         assert "closed" in str(asked)
 
 
-async def test_a_closed_bus_ends_who_does_not_hear_that_it_is_closed() -> None:
+async def test_closing_the_bus_ends_a_call_that_ignores_it() -> None:
     """This holds for every kind of wait."""
     entered = threading.Event()
 
@@ -244,7 +244,7 @@ async def test_a_closed_bus_ends_who_does_not_hear_that_it_is_closed() -> None:
 
 
 @pytest.mark.slow
-async def test_the_command_line_of_nats_py_reads_them(nats_server: EmbeddedServer, connect: Connect) -> None:
+async def test_nats_py_reads_our_objects(nats_server: EmbeddedServer, connect: Connect) -> None:
     """By ADR-20, every client's object store can read them."""
     data = os.urandom(5 * CHUNK_BYTES + 3)
     await put((await connect(nats_server, run="others")).objects(), "a", data)
@@ -270,7 +270,7 @@ async def test_the_command_line_of_nats_py_reads_them(nats_server: EmbeddedServe
 # -- pace --------------------------------------------------------------------------------------------------------------
 
 
-def test_quick_answers_put_more_on_the_way_and_slow_ones_less() -> None:
+def test_chunks_in_flight_grow_with_quick_replies_and_shrink_with_slow_ones() -> None:
     pace = ChunkWindow()
     for number in range(1000):
         pace.note(asked=number, answered=number + 0.2)
@@ -284,7 +284,7 @@ def test_quick_answers_put_more_on_the_way_and_slow_ones_less() -> None:
     assert pace.in_flight == 1
 
 
-async def test_an_object_that_was_looked_up_is_read_in_one_round_trip(stores: tuple[Any, Any]) -> None:
+async def test_object_is_read_in_one_round_trip_after_info(stores: tuple[Any, Any]) -> None:
     """Over a long distance, each round trip delays new weights. A replacement stored in between is found the next
     time."""
     writer, reader = stores

@@ -45,7 +45,7 @@ def channel(request: pytest.FixtureRequest, tmp_path: Path, model_path: Path) ->
             yield ObjectsChannel(directory, keep=2, model_path=model_path, objects=objects)
 
 
-def test_what_is_read_is_bit_equal_to_what_was_published(channel: WeightChannel) -> None:
+def test_version_reads_back_bit_equal(channel: WeightChannel) -> None:
     generator = torch.Generator().manual_seed(0)
     published = {
         "odd.bf16": torch.randn(3, 5, generator=generator).bfloat16(),
@@ -98,7 +98,7 @@ def test_quantized_versions_say_their_format(files_channel: FilesChannel, quanti
         assert set(read_shapes(folder)) == {entry.name for entry in exported.entries}
 
 
-def test_the_version_says_what_was_published(files_channel: FilesChannel) -> None:
+def test_version_describes_what_was_published(files_channel: FilesChannel) -> None:
     weights = files_channel.publish(tensors(), incarnation=3, policy_version=7)
     assert weights.order == (3, 7)
     file = Path(weights.uri) / "model.safetensors"
@@ -124,7 +124,7 @@ def test_a_torn_write_is_never_visible(files_channel: FilesChannel, monkeypatch:
     assert {path.name for path in files_channel._directory.iterdir()} == {"0-0", "0-2"}
 
 
-def test_a_version_of_which_a_part_is_missing_is_none(channel: WeightChannel) -> None:
+def test_version_with_a_missing_part_is_not_published(channel: WeightChannel) -> None:
     """A rank dies: the version is neither announced nor found, and the previous one stays."""
     given = [("b", torch.zeros(3)), ("a", torch.ones(2))]
     first = channel.publish(in_parts(given), incarnation=0, policy_version=1)
@@ -155,7 +155,7 @@ def test_adapters_of_several_ranks_are_one_file(files_channel: FilesChannel) -> 
     assert (folder / "adapter_config.json").exists()
 
 
-def test_a_part_that_is_not_the_announced_one_is_refused(files_channel: FilesChannel) -> None:
+def test_part_with_another_checksum_is_refused(files_channel: FilesChannel) -> None:
     weights = files_channel.publish(
         in_parts([("b", torch.zeros(3)), ("a", torch.ones(2))]), incarnation=0, policy_version=1
     )
@@ -172,7 +172,7 @@ def test_a_part_that_is_not_the_announced_one_is_refused(files_channel: FilesCha
         files_channel.verify(weights)
 
 
-def test_a_version_of_a_resumed_run_is_read_though_its_number_is_lower(channel: WeightChannel) -> None:
+def test_resumed_run_may_publish_a_lower_version(channel: WeightChannel) -> None:
     channel.publish(tensors(1.0), incarnation=0, policy_version=9)
     weights = channel.publish(tensors(2.0), incarnation=1, policy_version=5)
     read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
@@ -190,7 +190,7 @@ def test_a_retained_version_stays_until_it_is_released(channel: WeightChannel) -
     channel.release(kept)  # releasing a version that is not retained does nothing
 
 
-def test_a_released_version_goes_with_the_next_one(files_channel: FilesChannel) -> None:
+def test_released_version_is_removed_by_the_next_publish(files_channel: FilesChannel) -> None:
     kept = files_channel.publish(tensors(1.0), incarnation=0, policy_version=1)
     files_channel.retain(kept)
     for version in (2, 3, 4):
@@ -201,7 +201,7 @@ def test_a_released_version_goes_with_the_next_one(files_channel: FilesChannel) 
     assert visible(files_channel) == {"0-4", "0-5"}
 
 
-def test_publishing_and_reading_are_seen_to_get_on(channel: WeightChannel) -> None:
+def test_progress_rises_while_publishing(channel: WeightChannel) -> None:
     channel.publish(tensors(1.0), incarnation=0, policy_version=1)
     first = channel.progress
     channel.publish(tensors(2.0), incarnation=0, policy_version=2)
@@ -249,7 +249,7 @@ def test_versions_beyond_keep_are_collected_and_the_newest_never(files_channel: 
     assert visible(files_channel) == {"0-9", "0-10"}
 
 
-def test_a_resumed_run_supersedes_higher_versions_of_the_life_before(files_channel: FilesChannel) -> None:
+def test_resumed_run_supersedes_higher_versions_of_the_previous_incarnation(files_channel: FilesChannel) -> None:
     files_channel.publish(tensors(), incarnation=0, policy_version=8)
     files_channel.publish(tensors(), incarnation=0, policy_version=9)
     rolled_back = files_channel.publish(tensors(), incarnation=1, policy_version=5)

@@ -3,9 +3,9 @@
 layout.py defines names and configurations. connection.py and ordered_consumer.py handle server restarts.
 
 1. A repeated ``publish``, by this process or a restarted worker, stores once (test_a_key_is_published_once).
-2. The messages of a consumer that leaves ``consume`` are redelivered at once. The messages of a consumer that dies are
-   redelivered after ack_seconds
-   (test_a_lost_consumer_gives_its_messages_back, test_a_silent_consumer_loses_its_messages).
+2. The messages of a consumer that leaves ``consume`` are redelivered at once; those of a consumer that dies, after
+   ack_seconds (test_messages_of_a_consumer_that_leaves_are_redelivered_at_once,
+   test_messages_of_a_silent_consumer_are_redelivered_after_ack_seconds).
 3. A reader sees every entry of the log once, in order (test_a_restarted_server_is_transparent).
 4. Undecodable bytes are delivered with a ``problem`` (test_undecodable_bytes_are_delivered_as_a_problem).
 """

@@ -7,7 +7,7 @@ The only file that imports nats.
    (test_a_restarted_server_is_transparent). Message ids make repetition harmless. The same holds while a cluster elects
    a new leader for a stream, which takes four to ten seconds (tests/integration/cluster/test_nats_cluster.py).
    A slow link is not mistaken for a dead server: repeated requests get time to arrive, and a connection that still
-   transfers data is kept (test_a_slow_way_is_given_the_time_that_a_message_takes).
+   transfers data is kept (test_slow_link_is_given_time_for_a_large_message).
 3. No call waits forever for a server that is up but does not answer: BusError after a minute.
 4. With ``awaits_streams``, a call about a deleted stream waits until the learner has created the stream again
    (test_whoever_needs_a_stream_that_is_gone_waits_for_it).

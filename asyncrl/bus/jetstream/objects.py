@@ -5,7 +5,7 @@ stream OBJ_asyncrl-RUN-weights    chunks on $O.BUCKET.C.ID, in order;  JSON on $
 `nats object ls asyncrl-RUN-weights` lists the objects. An object exists once its JSON is stored, after all its chunks.
 The JSON also lists the sequences of the chunks, so a reader requests chunks individually: many concurrently over a long
 link, and a lost chunk again. Any replica of the stream may answer. A chunk missing on a lagging replica is requested
-from the leader (test_what_a_copy_that_is_behind_does_not_have_is_asked_of_the_leader). Objects use their own connection
+from the leader (test_chunk_missing_on_a_lagging_replica_is_read_from_the_leader). Objects use their own connection
 and thread, so prompts and heartbeats do not queue behind gigabytes.
 
 Tests: tests/contracts/test_object_store.py.

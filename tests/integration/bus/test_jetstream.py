@@ -99,7 +99,7 @@ async def test_a_restarted_server_is_transparent(own_server: EmbeddedServer, con
     assert await writer.depth(PROMPTS) == 0
 
 
-async def test_what_had_arrived_and_was_not_looked_at_has_used_no_attempt(
+async def test_prefetched_message_uses_no_attempt_across_a_restart(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     bus, other = await connect(nats_server, run="unread"), await connect(nats_server, run="unread")
@@ -149,7 +149,7 @@ async def test_a_call_that_waits_for_the_server_can_be_cancelled(own_server: Emb
     await bus.close()  # leaving and closing do not wait for the server
 
 
-async def test_what_was_on_loan_at_a_restart_comes_again(own_server: EmbeddedServer, connect: Connect) -> None:
+async def test_messages_held_at_a_restart_are_redelivered(own_server: EmbeddedServer, connect: Connect) -> None:
     bus, other = await connect(own_server, run="r"), await connect(own_server, run="r")
     await publish_prompts(bus, 1, 2)
     async with taken(bus, 2) as (one, _):
@@ -160,7 +160,7 @@ async def test_what_was_on_loan_at_a_restart_comes_again(own_server: EmbeddedSer
         assert (delivery.key, delivery.attempt) == ("2", 2)
 
 
-async def test_an_ack_counts_though_the_server_forgot_the_loan(own_server: EmbeddedServer, connect: Connect) -> None:
+async def test_ack_counts_when_the_server_forgot_the_delivery(own_server: EmbeddedServer, connect: Connect) -> None:
     """A killed server may have lost its consumer's state; it then leaves such an ack unanswered."""
     bus = await connect(own_server, run="r")
     await publish_prompts(bus, 1, 2)
@@ -202,9 +202,7 @@ async def test_a_worker_outlives_its_consumer(nats_server: EmbeddedServer, conne
     await client.close()
 
 
-async def test_a_log_larger_than_what_may_be_on_the_way_is_read_whole(
-    nats_server: EmbeddedServer, connect: Connect
-) -> None:
+async def test_log_larger_than_the_read_ahead_is_read_whole(nats_server: EmbeddedServer, connect: Connect) -> None:
     bus = await connect(nats_server, max_log_bytes=10**9)
     large = 100_000  # tokens of 9 bytes: 40 groups are 36 MB, more than twice the read-ahead
     for number in range(40):
@@ -213,7 +211,7 @@ async def test_a_log_larger_than_what_may_be_on_the_way_is_read_whole(
         assert [int((await anext(records)).key) for _ in range(40)] == list(range(40))
 
 
-async def test_a_store_that_was_removed_is_an_error_to_whoever_looks_only(
+async def test_removed_store_is_an_error_to_an_observer(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner and its workers wait for the store instead: test_deleted_streams.py."""
@@ -249,7 +247,7 @@ async def test_a_state_whose_ack_was_lost_is_stored_once(
     assert await bus.last_sequence(PROGRESS) == 2
 
 
-async def test_a_bus_that_is_closed_while_somebody_leaves_it_leaves_nothing_running(
+async def test_closing_the_bus_while_a_consumer_leaves_ends_all_tasks(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     """The task that leaves was cancelled, and nobody takes what had arrived: the client would wait for that forever."""
@@ -277,7 +275,7 @@ async def test_a_bus_that_is_closed_while_somebody_leaves_it_leaves_nothing_runn
         await asyncio.sleep(0.01)
 
 
-async def test_leaving_twice_cancelled_leaves_the_connection_alive(
+async def test_connection_survives_a_consumer_that_is_cancelled_twice_while_leaving(
     connect: Connect, nats_server: EmbeddedServer
 ) -> None:
     """As when a run is finished and the supervisor stops its actors at the same moment."""
@@ -334,7 +332,7 @@ async def test_another_storage_for_the_same_run_is_a_config_error(
 
 
 @pytest.mark.parametrize("code", [10004, 10008, 10009])
-async def test_a_jetstream_without_a_leader_is_tried_again_and_no_config_error(
+async def test_leaderless_jetstream_is_retried_and_no_config_error(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """The launcher restarts processes that ended with exit code 1. The real case is
@@ -354,7 +352,7 @@ async def test_a_jetstream_without_a_leader_is_tried_again_and_no_config_error(
     assert (making.value.exit_code, opening.value.exit_code) == (1, 1)
 
 
-async def test_a_worker_of_a_run_that_is_not_there_names_those_that_are_in_one_line_and_waits(
+async def test_worker_of_a_missing_run_lists_the_runs_once_and_waits(
     own_server: EmbeddedServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     await connect(own_server, run="mine")
@@ -370,7 +368,7 @@ async def test_a_worker_of_a_run_that_is_not_there_names_those_that_are_in_one_l
     await joining
 
 
-async def test_raw_garbage_is_a_problem_and_no_exception(nats_server: EmbeddedServer, connect: Connect) -> None:
+async def test_undecodable_bytes_are_a_problem_and_no_exception(nats_server: EmbeddedServer, connect: Connect) -> None:
     bus = await connect(nats_server, run="garbage")
     client = await raw(nats_server)
     for topic in ("prompts", "trajectories"):

@@ -48,7 +48,7 @@ async def test_connections_that_the_server_closes_at_once_are_closed_on_our_side
 # -- work --------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_hears_nothing_for_a_while_orders_one_message_and_no_more(
+async def test_silent_worker_requests_one_message_and_no_more(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its old pull requests, which the server still holds, must not deliver more than it has room for."""
@@ -66,7 +66,7 @@ async def test_a_worker_that_hears_nothing_for_a_while_orders_one_message_and_no
             assert [(delivery.key, delivery.attempt) for delivery in theirs] == [("2", 1), ("3", 1)]
 
 
-async def test_a_worker_whose_loop_was_blocked_orders_one_message_and_no_more(
+async def test_worker_whose_loop_was_blocked_requests_one_message_and_no_more(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocked for longer than the silence limit and the request's lifetime: its timer and the message are ready
@@ -88,7 +88,7 @@ async def test_a_worker_whose_loop_was_blocked_orders_one_message_and_no_more(
                 await theirs.ack()
 
 
-async def test_a_worker_that_was_cut_off_for_a_moment_orders_one_message_and_no_more(
+async def test_worker_that_was_cut_off_requests_one_message_and_no_more(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     """The server survived the cut, and so did the pull request that it holds."""
@@ -112,7 +112,7 @@ async def test_a_worker_that_was_cut_off_for_a_moment_orders_one_message_and_no_
 # -- a slow connection -------------------------------------------------------------------------------------------------
 
 
-async def test_a_slow_way_is_given_the_time_that_a_message_takes(
+async def test_slow_link_is_given_time_for_a_large_message(
     nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repeating the request would send the same bytes again over the slow connection, without end."""
@@ -131,7 +131,7 @@ async def test_a_slow_way_is_given_the_time_that_a_message_takes(
 # -- leases ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_dead_holders_lease_comes_free(
+async def test_lease_of_a_dead_holder_expires(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brief_leases(monkeypatch)
@@ -144,7 +144,7 @@ async def test_a_dead_holders_lease_comes_free(
     assert has_it
 
 
-async def test_a_holder_that_was_cut_off_for_too_long_takes_nothing_from_the_next_one(
+async def test_holder_that_was_cut_off_does_not_disturb_the_next_one(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     brief_leases(monkeypatch)
@@ -175,7 +175,7 @@ async def test_leaving_a_lease_does_not_wait_for_a_server_that_is_away(
     assert not own_server.pid
 
 
-async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_running(
+async def test_closing_the_bus_while_it_reconnects_ends_all_tasks(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client loses a cancellation that arrives as an attempt fails. What it leaves running would keep the process
@@ -210,7 +210,7 @@ class _Impatient:
         await self._client.flush(timeout=0.01)
 
 
-async def test_a_drain_that_a_frozen_server_did_not_answer_leaves_the_connection_alive(
+async def test_connection_survives_a_drain_that_a_frozen_server_did_not_answer(
     own_server: EmbeddedServer, connect: Connect
 ) -> None:
     bus = await connect(own_server)

@@ -51,7 +51,7 @@ async def test_read_ends_before_it_skips_an_entry_of_a_log_that_went_back(
     assert [record.key for record in await first(bus, 4)] == ["1", "2", "5", "6"]
 
 
-async def test_a_watch_goes_on_with_states_that_went_back(
+async def test_watch_continues_with_states_that_went_back(
     own_server: EmbeddedServer, connect: Connect, tmp_path: Path
 ) -> None:
     bus = await connect(own_server)

@@ -22,7 +22,7 @@ async def refused(url: str, *, token: str = "", seconds: float = 30.0, **sizes: 
     return str(error.value)
 
 
-async def test_nobody_at_the_url_is_a_config_error(tmp_path: Path) -> None:
+async def test_unreachable_url_is_a_config_error(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path) as server:
         url = server.url
     message = await refused(url, seconds=0.5)
@@ -47,7 +47,7 @@ async def test_a_bad_url_is_a_config_error(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:1,127.0.0.1:2", "nats://127.0.0.1:99999"])
-async def test_an_address_that_is_none_says_how_to_write_one(url: str) -> None:
+async def test_invalid_address_is_refused_with_an_example(url: str) -> None:
     assert "not an address; write nats://HOST:PORT, for a cluster nats://A:PORT,nats://B:PORT" in await refused(url)
 
 

@@ -62,9 +62,7 @@ def small_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
         yield server
 
 
-async def test_a_writer_that_is_killed_between_the_two_writes_leaves_nothing_for_good(
-    nats_server: EmbeddedServer, connect: Connect
-) -> None:
+async def test_pieces_of_a_killed_writer_are_removed_in_the_end(nats_server: EmbeddedServer, connect: Connect) -> None:
     bus = await connect(nats_server, run="killed", max_log_bytes=ROOM)
     command = (sys.executable, "-c", DYING, nats_server.url, nats_server.token)
     dying = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
@@ -83,7 +81,7 @@ async def test_a_writer_that_is_killed_between_the_two_writes_leaves_nothing_for
     assert await bus.keys(PIECES) == set()
 
 
-async def test_a_reader_skips_what_was_trimmed_after_it_was_sent(nats_server: EmbeddedServer, connect: Connect) -> None:
+async def test_reader_skips_entries_trimmed_after_they_were_sent(nats_server: EmbeddedServer, connect: Connect) -> None:
     bus = await connect(nats_server, max_log_bytes=ROOM)
     for number in (1, 2, 3):
         await bus.publish(TRAJECTORIES, group(number, tokens=LARGE), key=str(number))
@@ -94,7 +92,7 @@ async def test_a_reader_skips_what_was_trimmed_after_it_was_sent(nats_server: Em
         assert (record.sequence, record.message.group_id) == (3, 3)
 
 
-async def test_a_reader_that_is_cancelled_among_the_pieces_gives_the_entry_the_next_time(
+async def test_reader_cancelled_while_fetching_pieces_yields_the_entry_next_time(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     bus = await connect(nats_server, max_log_bytes=ROOM)
@@ -127,7 +125,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made.close()
 
 
-async def test_workers_write_pieces_and_read_none_and_who_looks_on_reads_the_group(server: Server) -> None:
+async def test_workers_write_pieces_and_observers_read_them(server: Server) -> None:
     tokens, room = 2_000_000, 2**26  # this server accepts messages of 8 MiB
     async with connected(server, "learner", max_log_bytes=room):
         async with connected(server, "rollout-worker", max_log_bytes=room) as rollout:
@@ -150,7 +148,7 @@ async def test_workers_write_pieces_and_read_none_and_who_looks_on_reads_the_gro
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_run_whose_groups_are_all_larger_than_a_message_trains_them_all(
+async def test_run_with_groups_larger_than_a_message_trains_them_all(
     small_server: EmbeddedServer, connect: Connect, tmp_path: Path
 ) -> None:
     bus, other = [await connect(small_server, run="run", max_log_bytes=ROOM) for _ in range(2)]
@@ -165,7 +163,7 @@ async def test_a_run_whose_groups_are_all_larger_than_a_message_trains_them_all(
     assert len(groups) < 12
 
 
-async def test_a_worker_that_vanishes_between_the_two_writes_loses_nothing(
+async def test_worker_killed_between_pieces_and_entry_loses_nothing(
     small_server: EmbeddedServer, connect: Connect, tmp_path: Path
 ) -> None:
     bus, dying, other = [await connect(small_server, run="run", max_log_bytes=ROOM) for _ in range(3)]
@@ -192,7 +190,7 @@ async def test_a_worker_that_vanishes_between_the_two_writes_loses_nothing(
     assert (made.problems, made.trained, made.failed) == ((), 8, 0)
 
 
-async def test_a_group_whose_pieces_somebody_took_is_failed_as_that_and_the_run_goes_on(
+async def test_group_with_deleted_pieces_is_failed_and_the_run_goes_on(
     small_server: EmbeddedServer, connect: Connect, tmp_path: Path
 ) -> None:
     bus, other = [await connect(small_server, run="run", max_log_bytes=ROOM) for _ in range(2)]

@@ -54,7 +54,7 @@ async def test_an_observer_sees_every_actor_of_a_large_fleet(server: Server, lea
         assert (await observer.states(ACTORS)).keys() == names
 
 
-async def test_what_a_worker_removes_leaves_nothing_on_the_server(learner: Any, worker: Any) -> None:
+async def test_removed_states_leave_nothing_on_the_server(learner: Any, worker: Any) -> None:
     for number in range(20):
         await worker._set(SEGMENTS, f"7/{number}", b"data", {})
     await worker._set(SEGMENTS, "8/0", b"data", {})

@@ -30,14 +30,14 @@ class Client:
     [TypeError("'NoneType' object is not callable"), ConnectionResetError(), nats.errors.ConnectionClosedError()],
     ids=["asyncio of Python 3.12", "reset", "closed"],
 )
-async def test_it_closes_while_it_is_being_lost(error: Exception) -> None:
+async def test_connection_closes_while_it_is_being_lost(error: Exception) -> None:
     connection = Connection("nats://127.0.0.1:4222")
     connection._client = client = Client(error)
     await connection.close()
     assert client.is_asked
 
 
-async def test_opening_ends_when_its_time_is_over_though_the_attempt_that_fails_then_loses_the_cancellation() -> None:
+async def test_open_ends_in_time_even_if_an_attempt_swallows_the_cancellation() -> None:
     """Python 3.11's wait_for loses the cancellation when both come at once; nats-py would then retry without end."""
 
     async def refused(_server: object) -> None:

@@ -86,7 +86,7 @@ def ordered_consumer(wire: ScriptedWire) -> OrderedConsumer:
     return OrderedConsumer(wire, stream="s", create=lambda last: reader(f"reader-{next(names)}", after=last), batch=10)
 
 
-async def test_what_the_old_consumer_still_brings_while_the_new_one_is_made_is_not_read_twice() -> None:
+async def test_late_messages_of_a_replaced_consumer_are_not_read_twice() -> None:
     wire = ScriptedWire()
     pull = ordered_consumer(wire)
     await pull.start()
@@ -118,7 +118,7 @@ async def test_a_missing_message_is_read_again_from_a_new_consumer() -> None:
     assert (await waiting).sequence == 2
 
 
-async def test_a_consumer_that_a_cluster_gave_to_a_dead_server_is_asked_for_under_another_name() -> None:
+async def test_consumer_placed_on_a_dead_server_is_created_under_another_name() -> None:
     wire = ScriptedWire()
 
     async def nobody_answers() -> None:
@@ -145,7 +145,7 @@ def given_back(wire: ScriptedWire) -> list[int]:
     return [int(subject.split(".")[5]) for subject, word in wire.sent if word == b"-NAK"]
 
 
-async def test_an_order_that_ran_out_is_placed_again_and_the_consumer_stays() -> None:
+async def test_expired_pull_request_is_repeated_and_the_consumer_stays() -> None:
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()
@@ -162,7 +162,7 @@ async def test_an_order_that_ran_out_is_placed_again_and_the_consumer_stays() ->
     assert given_back(wire) == []
 
 
-async def test_no_more_is_ordered_than_is_wanted() -> None:
+async def test_no_more_is_requested_than_wanted() -> None:
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()
@@ -184,7 +184,7 @@ async def test_no_more_is_ordered_than_is_wanted() -> None:
     assert wire.batches == [3, 3]
 
 
-async def test_who_waits_for_long_ends_up_with_one_order() -> None:
+async def test_consumer_that_waits_long_has_one_pull_request() -> None:
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()
@@ -200,7 +200,7 @@ async def test_who_waits_for_long_ends_up_with_one_order() -> None:
     await asyncio.wait((waiting,))
 
 
-async def test_who_stops_gives_back_what_came_ahead() -> None:
+async def test_stop_returns_prefetched_messages() -> None:
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()
@@ -232,7 +232,9 @@ async def test_a_shared_consumer_that_is_gone_is_recreated() -> None:
     assert (await waiting).sequence == 1
 
 
-async def test_a_message_that_comes_while_a_silent_order_is_withdrawn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_that_arrives_while_a_silent_request_is_withdrawn_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("asyncrl.bus.jetstream.consumers.PULL_SILENCE_SECONDS", 0.0)
     wire = ScriptedWire()
     lent = lender(wire)
@@ -243,7 +245,7 @@ async def test_a_message_that_comes_while_a_silent_order_is_withdrawn_is_taken(m
     assert given_back(wire) == []
 
 
-async def test_a_message_that_crosses_the_withdrawal_is_given_back() -> None:
+async def test_message_that_crosses_a_withdrawal_is_returned() -> None:
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()
@@ -257,7 +259,7 @@ async def test_a_message_that_crosses_the_withdrawal_is_given_back() -> None:
     assert not wire.listening
 
 
-async def test_a_message_that_comes_together_with_the_cancellation_is_given_back() -> None:
+async def test_message_that_arrives_with_a_cancellation_is_returned() -> None:
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()
@@ -270,7 +272,7 @@ async def test_a_message_that_comes_together_with_the_cancellation_is_given_back
     assert given_back(wire) == [7]
 
 
-async def test_an_order_of_before_a_reconnect_is_withdrawn() -> None:
+async def test_pull_request_from_before_a_reconnect_is_withdrawn() -> None:
     """After a reconnect the client listens on its inboxes again, so the old order would become valid again."""
     wire = ScriptedWire()
     lent = lender(wire)

@@ -53,7 +53,7 @@ def held(listener: Listener, *, share: float) -> JetStreamDelivery[PromptGroup]:
 @pytest.mark.parametrize(
     ("share", "given_back", "kept"), [(0.5, [b"-NAK"], [b"+WPI"]), (0.9, [], [b"+WPI"]), (1.1, [], [])]
 )
-async def test_what_the_server_may_have_lent_to_the_next_one_is_not_given_back(
+async def test_message_that_may_have_been_redelivered_is_not_returned(
     share: float, given_back: list[bytes], kept: list[bytes]
 ) -> None:
     """The server leases a message for ack_seconds from the moment it sends the message, which is before its arrival."""
@@ -63,7 +63,7 @@ async def test_what_the_server_may_have_lent_to_the_next_one_is_not_given_back(
         assert listener.said == said, move
 
 
-async def test_a_kept_message_can_be_given_back_again() -> None:
+async def test_kept_message_can_be_returned() -> None:
     listener = Listener()
     delivery = held(listener, share=0.9)
     await delivery.keep()

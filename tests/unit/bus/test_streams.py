@@ -28,7 +28,7 @@ class ManyRuns(Connection):
         return {"total": len(names), "streams": names[body["offset"] :][:PAGE]}
 
 
-async def test_whoever_asks_for_a_run_that_is_not_there_is_told_of_all_that_are() -> None:
+async def test_missing_run_is_refused_with_the_list_of_runs() -> None:
     layout = Layout(run="nowhere", max_prompts=8, max_log_bytes=2**20, ack_seconds=1.0, storage="memory")
     with pytest.raises(NoSuchRun) as refused:
         await Streams(ManyRuns("nats://127.0.0.1:1"), layout, role="observer").open((PROMPTS,))
@@ -43,7 +43,7 @@ class OtherSettings(Connection):
         raise Refused(verb, {"err_code": 10052, "description": "can not change storage type"})
 
 
-async def test_streams_with_other_settings_are_refused_with_the_keys_that_the_run_file_has() -> None:
+async def test_streams_with_other_settings_are_refused_with_keys_of_the_run_file() -> None:
     layout = Layout(run="r", max_prompts=8, max_log_bytes=2**20, ack_seconds=1.0, storage="memory")
     with pytest.raises(ConfigError, match="exists with other settings") as refused:
         await Streams(OtherSettings("nats://127.0.0.1:1"), layout, role="learner").open((PROMPTS,))

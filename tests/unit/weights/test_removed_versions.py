@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("model"), seed=0)
 
 
-def test_a_version_is_whole_whatever_was_removed_of_the_one_before(tmp_path: Path, model: Model) -> None:
+def test_version_is_whole_when_files_of_the_previous_one_were_removed(tmp_path: Path, model: Model) -> None:
     channel = FilesChannel(tmp_path, keep=4, model_path=model.folder)
     whole = {path.name for path in Path(publish(channel, model, 0)).iterdir()}
     (tmp_path / "0-0" / "config.json").unlink()
@@ -31,7 +31,7 @@ def test_a_version_is_whole_whatever_was_removed_of_the_one_before(tmp_path: Pat
     assert {path.name for path in (tmp_path / "0-2").iterdir()} == whole
 
 
-def test_a_version_is_whole_though_the_one_before_goes_while_it_is_linked(
+def test_version_is_whole_when_the_previous_one_is_removed_while_linking(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = FilesChannel(tmp_path, keep=4, model_path=model.folder)
@@ -49,7 +49,7 @@ def test_a_version_is_whole_though_the_one_before_goes_while_it_is_linked(
     assert (tmp_path / "0-1" / "config.json").read_bytes() == before
 
 
-def test_what_somebody_else_removes_first_needs_no_removing(
+def test_version_removed_by_somebody_else_is_ignored(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = FilesChannel(tmp_path, keep=1, model_path=model.folder)

@@ -93,7 +93,7 @@ def rig(tmp_path: Path, model_path: Path) -> Rig:
     return Rig(tmp_path, model_path)
 
 
-def test_a_follower_fetches_the_first_version_whole_and_then_only_what_changed(rig: Rig) -> None:
+def test_uses_delta_when_previous_version_is_cached(rig: Rig) -> None:
     host = rig.host()
     for version in range(1, 11):
         rig.check(host.folder(rig.publish(version)))
@@ -131,14 +131,14 @@ def test_another_number_of_ranks_is_stored_in_full(rig: Rig) -> None:
     assert in_two_files(rig, 2).uri == "0-2.full"
 
 
-def test_a_late_joiner_fetches_the_last_whole_one_and_what_changed_since(rig: Rig) -> None:
+def test_late_joiner_fetches_the_last_full_version_and_the_deltas_since(rig: Rig) -> None:
     for version in range(1, 8):
         weights = rig.publish(version)
     rig.check(rig.host().folder(weights))
     assert rig.store.took() == ["0-5.full", "0-6.delta", "0-7.delta"]
 
 
-def test_who_missed_versions_catches_up_by_deltas(rig: Rig) -> None:
+def test_worker_that_missed_versions_catches_up_by_deltas(rig: Rig) -> None:
     host = rig.host()
     host.folder(rig.publish(1))
     rig.store.took()
@@ -156,7 +156,7 @@ def test_a_new_incarnation_starts_with_a_full_version_and_removes_the_old_one(ri
     rig.check(rig.host().folder(weights))
 
 
-def test_more_change_than_a_delta_is_worth_is_stored_whole(rig: Rig) -> None:
+def test_large_change_is_stored_in_full(rig: Rig) -> None:
     learner = rig.channel("learner", delta_share=0.0001)
     rig.publish(1, learner=learner)
     weights = rig.publish(2, learner=learner)
@@ -165,7 +165,7 @@ def test_more_change_than_a_delta_is_worth_is_stored_whole(rig: Rig) -> None:
     rig.check(rig.host().folder(weights))
 
 
-def test_a_version_in_which_nothing_changed_is_stored_as_next_to_nothing(rig: Rig) -> None:
+def test_unchanged_version_takes_next_to_nothing(rig: Rig) -> None:
     snapshot = Snapshot.from_tensors([("a", rig.weight)])
     rig.learner.publish(snapshot, incarnation=0, policy_version=1)
     weights = rig.learner.publish(snapshot, incarnation=0, policy_version=2)
@@ -173,13 +173,13 @@ def test_a_version_in_which_nothing_changed_is_stored_as_next_to_nothing(rig: Ri
     rig.check(rig.host().folder(weights))
 
 
-def test_other_tensors_than_before_are_stored_whole(rig: Rig) -> None:
+def test_other_tensors_are_stored_in_full(rig: Rig) -> None:
     rig.publish(1)
     other = Snapshot.from_tensors([("a", rig.weight), ("new", torch.zeros(7))])
     assert rig.learner.publish(other, incarnation=0, policy_version=2).uri == "0-2.full"
 
 
-def test_what_kept_versions_need_is_never_collected_and_the_rest_is(rig: Rig) -> None:
+def test_objects_of_kept_versions_stay_and_others_are_removed(rig: Rig) -> None:
     for version in range(1, 30):
         weights = rig.publish(version)
         assert len(rig.store.names()) <= 8
@@ -187,7 +187,7 @@ def test_what_kept_versions_need_is_never_collected_and_the_rest_is(rig: Rig) ->
 
 
 @pytest.mark.parametrize("name", ["0-3.delta", "0-2.delta"])
-def test_a_delta_that_is_gone_costs_the_whole_version(rig: Rig, name: str) -> None:
+def test_routes_around_a_missing_delta(rig: Rig, name: str) -> None:
     host = rig.host()
     host.folder(rig.publish(1))
     for version in range(2, 6):  # version 5 is stored whole as well
@@ -197,7 +197,7 @@ def test_a_delta_that_is_gone_costs_the_whole_version(rig: Rig, name: str) -> No
     assert rig.store.took()[-1] == "0-5.full"
 
 
-def test_a_wrong_delta_costs_the_whole_version(rig: Rig) -> None:
+def test_routes_around_a_corrupt_delta(rig: Rig) -> None:
     host = rig.host()
     host.folder(rig.publish(1))
     for version in range(2, 6):
@@ -208,7 +208,7 @@ def test_a_wrong_delta_costs_the_whole_version(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 101, 100_000, -1])
-def test_a_base_that_changed_on_disk_is_fetched_anew(rig: Rig, size: int) -> None:
+def test_corrupt_base_is_fetched_again(rig: Rig, size: int) -> None:
     host = rig.host()
     file = host.folder(rig.publish(1)) / WEIGHTS_FILE
     data = file.read_bytes()
@@ -217,13 +217,13 @@ def test_a_base_that_changed_on_disk_is_fetched_anew(rig: Rig, size: int) -> Non
     assert rig.store.took()[-2:] == ["0-1.full", "0-2.delta"]
 
 
-def test_a_learner_that_lost_its_folder_stores_the_next_version_whole(rig: Rig) -> None:
+def test_learner_without_its_previous_folder_stores_in_full(rig: Rig) -> None:
     rig.publish(1)
     shutil.rmtree(rig.root / "learner")
     assert rig.publish(2).uri == "0-2.full"
 
 
-def test_a_whole_version_that_is_wrong_is_refused_and_never_visible(rig: Rig) -> None:
+def test_corrupt_full_version_is_refused_and_never_visible(rig: Rig) -> None:
     weights = rig.publish(1)
     rig.store.wrong = {"0-1.full"}
     with pytest.raises(WeightsError, match="sha256 is .* was published"):
@@ -233,7 +233,7 @@ def test_a_whole_version_that_is_wrong_is_refused_and_never_visible(rig: Rig) ->
     rig.check(rig.host().folder(weights))
 
 
-def test_a_fetch_that_broke_off_goes_on_where_it_was(rig: Rig) -> None:
+def test_interrupted_fetch_is_resumed(rig: Rig) -> None:
     weights = rig.publish(1)
     rig.store.cut = {"0-1.full"}
     with pytest.raises(WeightsError, match="connection is closed"):
@@ -244,7 +244,7 @@ def test_a_fetch_that_broke_off_goes_on_where_it_was(rig: Rig) -> None:
     assert rig.store.starts == [0, 2**17]
 
 
-def test_a_part_that_is_not_what_was_published_is_begun_anew(rig: Rig) -> None:
+def test_corrupt_partial_download_is_started_again(rig: Rig) -> None:
     weights = rig.publish(1)
     rig.store.cut = {"0-1.full"}
     with pytest.raises(WeightsError):
@@ -265,7 +265,7 @@ def test_workers_of_one_machine_fetch_once(rig: Rig) -> None:
     assert rig.store.took() == ["0-1.full"]
 
 
-def test_who_waits_for_another_workers_fetch_is_seen_to_live(rig: Rig) -> None:
+def test_progress_rises_while_another_worker_fetches(rig: Rig) -> None:
     weights, waiting = rig.publish(1), rig.host()
     with rig.host()._alone():
         thread = threading.Thread(target=waiting.folder, args=(weights,))
@@ -276,14 +276,14 @@ def test_who_waits_for_another_workers_fetch_is_seen_to_live(rig: Rig) -> None:
     assert rig.store.took() == ["0-1.full"]
 
 
-def test_a_version_that_was_torn_on_disk_is_fetched_anew(rig: Rig) -> None:
+def test_truncated_version_is_fetched_again(rig: Rig) -> None:
     host, weights = rig.host(), rig.publish(1)
     file = host.folder(weights) / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[:100])
     rig.check(host.folder(weights))
 
 
-def test_a_version_just_fetched_stays_though_the_clock_was_set_back(rig: Rig) -> None:
+def test_fetched_version_stays_when_the_clock_is_set_back(rig: Rig) -> None:
     host = rig.host()
     for version in range(1, 6):
         rig.check(folder := host.folder(rig.publish(version)))
@@ -297,14 +297,14 @@ def test_fetched_versions_beyond_keep_are_removed(rig: Rig) -> None:
     assert {path.name.rpartition("-")[0] for path in (rig.root / "far").iterdir()} == {"0-4", "0-5", ""}
 
 
-def test_who_is_behind_removes_no_version_that_another_worker_of_the_machine_holds(rig: Rig) -> None:
+def test_worker_that_is_behind_keeps_newer_versions_of_others(rig: Rig) -> None:
     behind, newest = [rig.publish(version) for version in (1, 2, 3)][1:]
     ahead = rig.host().folder(newest)
     rig.host().folder(behind)
     rig.check(ahead)
 
 
-def test_versions_of_longer_runs_that_were_here_before_do_not_pile_up(tmp_path: Path, model_path: Path) -> None:
+def test_versions_of_earlier_runs_do_not_pile_up(tmp_path: Path, model_path: Path) -> None:
     for last in (9, 6, 3):
         rig = Rig(tmp_path / f"run-{last}", model_path)
         host = FetchedVersions(tmp_path / "far", keep=2, model_path=model_path, objects=rig.store)
@@ -331,7 +331,7 @@ async def test_an_engine_loads_the_folder_that_its_worker_fetched(rig: Rig) -> N
     assert rig.store.took() == ["0-1.full", "0-2.delta"]
 
 
-def test_a_description_of_other_weights_and_a_sum_that_is_none_are_refused(rig: Rig) -> None:
+def test_description_of_other_weights_and_invalid_checksum_are_refused(rig: Rig) -> None:
     weights = rig.publish(1)
     for sha256, words in (("0" * 64, "others are stored"), ("../../x", "is not a sha256")):
         with pytest.raises(WeightsError, match=words):

@@ -63,7 +63,7 @@ def test_special_floats_are_bit_patterns_like_any_other() -> None:
     assert applied(old.tobytes(), [found]) == new.tobytes()
 
 
-def test_a_change_far_behind_and_across_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_across_blocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "BLOCK_BYTES", 2**16)
     old = bytes(2**19)
     new = bytearray(old)
@@ -76,7 +76,7 @@ def test_equal_files_make_no_delta() -> None:
     assert encoded(b"abcd" * 100, b"abcd" * 100, [(0, 400, 2)]) == delta.MAGIC
 
 
-def test_one_weight_in_fifty_that_moves_to_a_neighbour_costs_about_a_hundredth() -> None:
+def test_delta_of_two_percent_neighbour_steps_takes_one_percent() -> None:
     generator = np.random.default_rng(0)
     old = generator.integers(0, 2**16, 2**20, np.uint16)
     new = old + (generator.random(2**20) < 0.02) * generator.choice(np.array([1, 0xFFFF], np.uint16), 2**20)
@@ -86,7 +86,7 @@ def test_one_weight_in_fifty_that_moves_to_a_neighbour_costs_about_a_hundredth()
 
 @given(pairs(), st.data())
 @settings(max_examples=200, deadline=None)
-def test_a_torn_or_foreign_delta_is_refused_or_fits_and_never_writes_elsewhere(
+def test_damaged_delta_is_refused_or_fits_and_never_writes_out_of_bounds(
     pair: tuple[bytes, bytes, Any], data: Any
 ) -> None:
     old, new, sections = pair
@@ -99,7 +99,7 @@ def test_a_torn_or_foreign_delta_is_refused_or_fits_and_never_writes_elsewhere(
     assert len(weights) == len(old)
 
 
-def test_a_block_that_claims_gigabytes_takes_none() -> None:
+def test_block_that_claims_gigabytes_allocates_none() -> None:
     head = struct.pack("<QBIII", 0, 1, 2**32 - 1, 2**32 - 1, 2**32 - 1)
     with pytest.raises(WeightsError, match="does not fit"):
         applied(bytes(100), [delta.MAGIC, head])
