@@ -42,8 +42,6 @@ class MeteredModel(InProcessEngine):
         self._step_seconds = options.step_seconds
 
     def _step(self, decoder: Decoder) -> None:
-        if self._running:
-            time.sleep(self._step_seconds)
+        time.sleep(self._step_seconds)
         super()._step(decoder)
-        stats = self.stats()
-        self._meter.tell(generated=stats.tokens_generated, running=stats.running)
+        self._meter.tell(generated=decoder.num_sampled, running=self.stats().running)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from asyncrl.engines.inprocess.distribution import reshaped
-from asyncrl.engines.inprocess.experts import ExpertRecorder
 from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
 from asyncrl.engines.stopping import StopWatch
 from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
+from asyncrl.messages.routing import dtype_for, unrouted_rows
 from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.model_tensors import Shapes
@@ -86,6 +86,8 @@ class Decoder:
         self._experts = ExpertRecorder(self._model) if tells_experts else None
         self._rows_changed = True
         self._lengths = self._temperatures = torch.empty(0)
+        self.num_sampled = 0
+        """Tokens sampled since the start."""
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -133,7 +135,7 @@ class Decoder:
         for answer in answers:
             answer.spans.mark(0, self.version)
         if self._experts is not None:
-            of_prompts = self._experts.taken(len(prompts))
+            of_prompts = self._experts.take(len(prompts))
             for answer, row in zip(answers, chosen, strict=True):
                 if answer.sampling.is_trained:
                     answer.experts.append(of_prompts[row, : len(answer.prompt)])
@@ -156,7 +158,7 @@ class Decoder:
         logits = self._forward(ids, positions, visible[:, None, None], keep=1)
         self._lengths = self._lengths + 1
         if self._experts is not None:
-            for answer, experts in zip(self.answers, self._experts.taken(len(self.answers)), strict=True):
+            for answer, experts in zip(self.answers, self._experts.take(len(self.answers)), strict=True):
                 if answer.sampling.is_trained:
                     answer.experts.append(experts)
         self._sample(self.answers, logits[:, 0], self._temperatures)
@@ -206,13 +208,14 @@ class Decoder:
         for row, answer in enumerate(answers):
             sampling = answer.sampling
             if sampling.min_new_tokens or sampling.changes or not sampling.temperature:
-                logits[row] = reshaped(logits[row], sampling, answer.tokens, ends=self._ends_of(sampling))
+                logits[row] = reshape_logits(logits[row], sampling, answer.tokens, ends=self._ends_of(sampling))
         logprobs = torch.log_softmax(logits / temperatures, dim=-1)
         cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         uniforms = self._column([answer.uniforms[len(answer.tokens)] for answer in answers], dtype=torch.float64)
         chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
         chosen.clamp_(max=logits.shape[-1] - 1)
         tokens, values = chosen[:, 0].tolist(), logprobs.gather(1, chosen)[:, 0].tolist()
+        self.num_sampled += len(answers)
         for answer, token, logprob in zip(answers, tokens, values, strict=True):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
@@ -275,3 +278,70 @@ def _end_tokens(model: Any) -> frozenset[int]:
         ids = getattr(config, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return frozenset(found)
+
+
+class ExpertRecorder:
+    """Records which experts each token is routed to, so that the learner can replay the routing (messages/routing.py).
+
+    Hooks every mixture of a model and reads its inputs: hidden states [n, H], experts [n, k], scores [n, k].
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers = len(model.model.layers)
+        self._chosen: dict[int, torch.Tensor] = {}
+        sizes = []
+        for number, layer in enumerate(model.model.layers):
+            if (experts := getattr(layer.mlp, "experts", None)) is not None:
+                experts.register_forward_pre_hook(partial(self._note, number))
+                sizes.append(experts.num_experts)
+        self._dtype = dtype_for(max(sizes))
+
+    def _note(self, layer: int, _module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        self._chosen[layer] = arguments[1]
+
+    def take(self, rows: int) -> NDArray[Any]:
+        """Return the experts of the last pass, which had ``rows`` rows of n tokens: [rows, n, layers, k]."""
+        some = next(iter(self._chosen.values()))
+        found = unrouted_rows(len(some), like=np.empty((0, self._layers, some.shape[1]), self._dtype))
+        for layer, chosen in self._chosen.items():
+            found[:, layer] = chosen.cpu().numpy()
+        self._chosen.clear()
+        return found.reshape(rows, -1, *found.shape[1:])
+
+
+def reshape_logits(
+    logits: torch.Tensor, sampling: SamplingParams, tokens: Sequence[int], *, ends: Collection[int]
+) -> torch.Tensor:
+    """Return logits [V] whose softmax, after division by the temperature, is the sampling distribution.
+
+    The order is SGLang's: penalties on the logits, then temperature, top_k and top_p. Penalties count the tokens of the
+    answer only, without the prompt.
+
+    tokens  the answer so far
+    ends    tokens that end an answer
+    """
+    if len(tokens) < sampling.min_new_tokens:
+        logits = logits.clone()
+        logits[list(ends)] = -torch.inf
+    if not sampling.changes and sampling.temperature:
+        return logits
+    logits = _penalize(logits, sampling, tokens)
+    if not sampling.temperature:
+        return torch.full_like(logits, -torch.inf).index_fill_(0, logits.argmax(keepdim=True), 0.0)
+    if sampling.top_k:
+        kth = logits.topk(min(sampling.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1:
+        values, order = torch.softmax(logits / sampling.temperature, -1).sort(descending=True)
+        is_out = values.cumsum(-1) - values > sampling.top_p  # keeps the first token that exceeds top_p
+        logits = logits.index_fill(0, order[is_out], -torch.inf)
+    return logits
+
+
+def _penalize(logits: torch.Tensor, sampling: SamplingParams, tokens: Sequence[int]) -> torch.Tensor:
+    counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=len(logits)).to(logits)
+    logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if sampling.repetition_penalty == 1:
+        return logits
+    scaled = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
+    return torch.where(counts > 0, scaled, logits)

@@ -1,26 +1,25 @@
 """An engine that runs a Hugging Face model in this process: for tests, demos, and models that no server supports.
 
-One thread, ``engine-decode``, owns the decoder and the waiting requests. It takes commands from a queue: generate, load
-weights, cancel, close. When idle, it blocks on the queue; otherwise it polls the queue between two tokens. Results
-return to the event loop in one call per token. The thread ``engine-read`` reads weight files, so decoding pauses only
-while weights are copied.
+The event loop owns all requests. The task ``engine-decode`` runs one pass of the model after the other in the thread
+``engine-decode``: a load of weights, the prefill of new requests, or tokens for every sequence. The thread
+``engine-read`` reads weight files, so decoding pauses only while weights are copied.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
+import safetensors
+import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
@@ -28,19 +27,18 @@ from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
-from asyncrl.engines.inprocess.incoming_weights import read_weights, taken
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.stopping import StopReader
-from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens
+from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
 from asyncrl.engines.version_spans import Version
-from asyncrl.errors import ConfigError, EngineDied, EngineError
+from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
+from asyncrl.tensors import weight_files
+from asyncrl.tensors.model_tensors import check_layout
 from asyncrl.weights.port import LoadReport, Source
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _PASSED_OVER_STEPS = 4
 """Prefills are batched. After this many decode steps even a single waiting request is prefilled."""
@@ -99,20 +97,10 @@ def _experts(answer: RunningSequence, begin: int, end: int) -> ExpertArray:
 
 
 @dataclass(slots=True, eq=False)
-class _Cancel:
-    request: _Request
-
-
-@dataclass(slots=True, eq=False)
 class _Load:
     tensors: Mapping[str, torch.Tensor]
     version: Version
     future: asyncio.Future[float]
-
-
-@dataclass(slots=True, eq=False)
-class _Close:
-    pass
 
 
 class InProcessEngine(EngineAdapter):
@@ -144,25 +132,24 @@ class InProcessEngine(EngineAdapter):
         self._options = options
         self._tells_experts = tells_experts
         self._decoder: Decoder | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-decode", initializer=self._set_threads)
+        self._task: asyncio.Task[None] | None = None
         self._stops = StopReader(model_path, self._reader)
         self._loading = asyncio.Lock()
-        self._orders: queue.SimpleQueue[_Request | _Cancel | _Load | _Close] = queue.SimpleQueue()
-        self._end: BaseException | None = None
-        self._tokens_generated = 0
-        # Owned by the decode thread. Other threads only read lengths.
+        self._has_news = asyncio.Event()
+        """Set when a request, a cancel or a load came, so that the pass in progress ends after its token."""
+        self._end: Exception | None = None
         self._waiting: deque[_Request] = deque()
-        self._loads: deque[_Load] = deque()
         self._running: dict[RunningSequence, _Request] = {}
+        self._leaving: set[RunningSequence] = set()
+        """Sequences that still have a row in the decoder but are finished or cancelled."""
+        self._load: _Load | None = None
 
     async def start(self) -> None:
         """Load the model. Raises ConfigError."""
-        self._loop = asyncio.get_running_loop()
-        self._decoder = await self._loop.run_in_executor(self._reader, self._read_model)
-        self._thread = threading.Thread(target=self._decode, name="engine-decode", daemon=True)
-        self._thread.start()
+        self._decoder = await asyncio.get_running_loop().run_in_executor(self._reader, self._read_model)
+        self._task = asyncio.create_task(self._decode(self._decoder), name="engine-decode")
 
     async def generate(
         self,
@@ -194,14 +181,21 @@ class InProcessEngine(EngineAdapter):
         )
         request = _Request(answer, asyncio.get_running_loop().create_future())
         partial.follow(request)
-        self._orders.put(request)
+        self._alive()  # the engine may have ended while the stop strings were read
+        self._waiting.append(request)
+        self._has_news.set()
         try:
-            self._alive()  # if the decode thread has exited, nothing will answer the request
             return partial.prefix.then(await request.future)
         finally:
-            if not request.future.done() or request.future.cancelled():
-                request.future.cancel()
-                self._orders.put(_Cancel(request))
+            self._forget(request)
+
+    def _forget(self, request: _Request) -> None:
+        """Drop a request that is cancelled; does nothing if it has ended."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif self._running.pop(request.answer, None) is not None:
+            self._leaving.add(request.answer)
+            self._has_news.set()
 
     async def release(self) -> None:
         memory = self._alive().memory
@@ -218,20 +212,20 @@ class InProcessEngine(EngineAdapter):
     async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
         """See Intake. If ``source`` raises, the old weights stay."""
         decoder = self._alive()
-        return await self._switch(version, lambda: taken(source, payload, decoder))
+        return await self._switch(version, lambda: fetch_weights(source, payload, decoder))
 
     async def _switch(self, version: Version, read: Callable[[], Mapping[str, torch.Tensor]]) -> LoadReport:
         asked = time.monotonic()
         async with self._loading:
             loop = asyncio.get_running_loop()
             tensors = await loop.run_in_executor(self._reader, read)
-            order = _Load(tensors, version, loop.create_future())
-            self._orders.put(order)
+            self._alive()
+            self._load = load = _Load(tensors, version, loop.create_future())
+            self._has_news.set()
             try:
-                self._alive()
-                pause_seconds = await order.future
+                pause_seconds = await load.future
             finally:
-                order.future.cancel()
+                self._load = None
         return LoadReport(pause_seconds=pause_seconds, load_seconds=time.monotonic() - asked)
 
     @property
@@ -245,18 +239,19 @@ class InProcessEngine(EngineAdapter):
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),
-            queued=len(self._waiting) + self._orders.qsize(),
-            tokens_generated=self._tokens_generated,
+            queued=len(self._waiting),
+            tokens_generated=self._decoder.num_sampled if self._decoder else 0,
             is_live=True,
         )
 
     async def close(self) -> None:
-        self._orders.put(_Close())
-        thread, self._thread = self._thread, None
-        if thread:
-            await asyncio.get_running_loop().run_in_executor(self._reader, thread.join)
+        if self._task is not None:
+            self._has_news.set()  # the pass in progress ends
+            self._task.cancel()
+            await asyncio.wait((self._task,))
         self._stops.close()
         self._reader.shutdown(wait=False)
+        self._thread.shutdown(wait=False)
 
     def _alive(self) -> Decoder:
         if self._end is not None:
@@ -265,7 +260,11 @@ class InProcessEngine(EngineAdapter):
             raise EngineDied("the in-process engine is not running: start() it first")
         return self._decoder
 
-    # -- threads -------------------------------------------------------------------------------------------------------
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    def _set_threads(self) -> None:
+        if self._options.threads:
+            torch.set_num_threads(self._options.threads)
 
     def _read_model(self) -> Decoder:
         return Decoder(
@@ -276,116 +275,133 @@ class InProcessEngine(EngineAdapter):
             tells_experts=self._tells_experts,
         )
 
-    def _decode(self) -> None:
-        """Run the decode thread. However it ends, it settles all waiting requests."""
-        assert self._decoder is not None
+    async def _decode(self, decoder: Decoder) -> None:
+        """consumes: requests and loads    waits for: either    woken by: ``generate``, ``_switch``
+
+        However it ends, it settles all requests.
+        """
         end = EngineDied("the in-process engine was closed")
+        run = asyncio.get_running_loop().run_in_executor
+        load: _Load | None = None
         try:
-            if self._options.threads:
-                torch.set_num_threads(self._options.threads)
-            while self._take_orders(self._decoder):
-                self._swap(self._decoder)
-                self._admit(self._decoder)
-                self._step(self._decoder)
-        except BaseException as error:
-            log.exception("the decode thread died")
+            while True:
+                while not (self._running or self._waiting or self._load):
+                    self._has_news.clear()
+                    await self._has_news.wait()
+                self._has_news.clear()
+                leaving, self._leaving = self._leaving, set()
+                if (load := self._load) is not None:
+                    self._load = None
+                    seconds = await run(self._thread, self._swap, decoder, leaving, load)
+                    if not load.future.done():
+                        load.future.set_result(seconds)
+                    continue
+                admitted = self._choose()
+                await run(self._thread, self._pass, decoder, leaving, admitted)
+                self._deliver()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # of the model, such as too little memory
+            log.exception("decoding failed")
             end = EngineDied(f"the in-process engine died: {error!r}")
             end.__cause__ = error
-        self._end = end  # set before the queue is emptied: later requests check it after they are queued
-        while not self._orders.empty():
-            self._sort(self._orders.get())
-        failures = [_failure(request.future, end) for request in (*self._running.values(), *self._waiting)]
-        self._tell([*failures, *(_failure(order.future, end) for order in self._loads)])
+        finally:
+            self._end = end
+            for request in (*self._running.values(), *self._waiting):
+                _fail(request.future, end)
+            for unfinished in (load, self._load):
+                if unfinished is not None:
+                    _fail(unfinished.future, end)
 
-    def _take_orders(self, decoder: Decoder) -> bool:
-        """Wait until there is work, then take all queued commands. Returns False when closed."""
-        is_idle = not (self._running or self._waiting or self._loads)
-        cancelled: set[RunningSequence] = set()
-        while is_idle or not self._orders.empty():
-            order = self._orders.get()
-            is_idle = False
-            if isinstance(order, _Close):
-                return False
-            if isinstance(order, _Cancel):
-                cancelled.add(order.request.answer)
-            self._sort(order)
-        if cancelled:
-            self._waiting = deque(request for request in self._waiting if request.answer not in cancelled)
-            cancelled &= self._running.keys()
-            decoder.remove(cancelled)
-            for answer in cancelled:
-                del self._running[answer]
-        return True
+    def _choose(self) -> list[RunningSequence]:
+        """Return the waiting requests to prefill now: all that fit, once enough have gathered.
 
-    def _sort(self, order: _Request | _Cancel | _Load | _Close) -> None:
-        if isinstance(order, _Request):
-            self._waiting.append(order)
-        elif isinstance(order, _Load):
-            self._loads.append(order)
-
-    def _swap(self, decoder: Decoder) -> None:
-        """Apply queued weight loads."""
-        while self._loads:
-            order, began = self._loads[0], time.monotonic()
-            if not order.future.done():  # not cancelled while it waited
-                decoder.load(order.tensors, order.version)
-                self._tell([_success(order.future, time.monotonic() - began)])
-            self._loads.popleft()
-
-    def _admit(self, decoder: Decoder) -> None:
-        """Prefill the waiting requests that fit.
-
-        Waits until they are a quarter of the running sequences, or the first was passed over often enough.
+        Enough are a quarter of the running sequences, or one that was passed over _PASSED_OVER_STEPS times.
         """
-        free, running = self._options.max_batch_size - len(self._running), len(self._running)
-        if self._loads or not self._waiting or not free:
-            return
-        self._waiting[0].passed_over += 1
-        if 4 * min(free, len(self._waiting)) < running and self._waiting[0].passed_over <= _PASSED_OVER_STEPS:
-            return
-        admitted: list[RunningSequence] = []
+        num_free = self._options.max_batch_size - len(self._running)
+        if not self._waiting or not num_free:
+            return []
+        first = self._waiting[0]
+        first.passed_over += 1
+        is_few = 4 * min(num_free, len(self._waiting)) < len(self._running)
+        if is_few and first.passed_over <= _PASSED_OVER_STEPS:
+            return []
+        chosen: list[RunningSequence] = []
         longest = 0
-        while self._waiting and len(admitted) < free:
+        while self._waiting and len(chosen) < num_free:
             longest = max(longest, len(self._waiting[0].answer.prompt))
-            if admitted and longest * (len(admitted) + 1) > self._options.max_prefill_tokens:
+            if chosen and longest * (len(chosen) + 1) > self._options.max_prefill_tokens:
                 break
             request = self._waiting.popleft()
             self._running[request.answer] = request
-            admitted.append(request.answer)
-        decoder.admit(admitted)
-        self._tokens_generated += len(admitted)
-        self._deliver(decoder)
+            chosen.append(request.answer)
+        return chosen
+
+    def _swap(self, decoder: Decoder, leaving: set[RunningSequence], load: _Load) -> float:
+        """Load weights, in the decode thread. Return the seconds that it took."""
+        began = time.monotonic()
+        decoder.remove(leaving)
+        decoder.load(load.tensors, load.version)
+        return time.monotonic() - began
+
+    def _pass(self, decoder: Decoder, leaving: set[RunningSequence], admitted: list[RunningSequence]) -> None:
+        """Prefill, or sample the next tokens of every sequence, in the decode thread.
+
+        Decodes until a sequence is finished or there are news: a change of thread costs as much as a token of a tiny
+        model.
+        """
+        decoder.remove(leaving)
+        if admitted:
+            decoder.admit(admitted)
+            return
+        while decoder.answers:
+            self._step(decoder)
+            if self._has_news.is_set() or self._waiting or any(answer.finish_reason for answer in decoder.answers):
+                return
 
     def _step(self, decoder: Decoder) -> None:
-        if self._running:
-            decoder.step()
-            self._tokens_generated += len(self._running)
-            self._deliver(decoder)
+        decoder.step()
 
-    def _deliver(self, decoder: Decoder) -> None:
-        done = [answer for answer in self._running if answer.finish_reason]
-        decoder.remove(set(done))
-        self._tell([_result(self._running.pop(answer)) for answer in done])
-
-    def _tell(self, deliveries: list[Callable[[], None]]) -> None:
-        def deliver() -> None:
-            for delivery in deliveries:
-                delivery()
-
-        assert self._loop is not None
-        if deliveries and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(deliver)
+    def _deliver(self) -> None:
+        """Answer the requests whose sequences are finished."""
+        for answer in [answer for answer in self._running if answer.finish_reason]:
+            request = self._running.pop(answer)
+            self._leaving.add(answer)
+            if request.future.done():
+                continue
+            if answer.is_finite:
+                request.future.set_result(request.so_far())
+            else:
+                request.future.set_exception(EngineError("the model returned NaN logprobs: its weights are broken"))
 
 
-def _result(request: _Request) -> Callable[[], None]:
-    if not request.answer.is_finite:
-        return _failure(request.future, EngineError("the model returned NaN logprobs: its weights are broken"))
-    return _success(request.future, request.so_far())
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
-def _success(future: asyncio.Future[T], result: T) -> Callable[[], None]:
-    return lambda: None if future.done() else future.set_result(result)
+def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Read all tensors of a version into memory and check them against the model. Raises WeightsError."""
+    folder = check_weights(weights, expected=decoder.shapes, optional=decoder.optional_names)
+    try:
+        # Read instead of mmap: if a mapped file were truncated, the process would be killed.
+        tensors: dict[str, torch.Tensor] = {}
+        for path in weight_files.paths(folder):
+            tensors |= safetensors.torch.load(path.read_bytes())
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"{folder}: {error}") from error
+    return tensors
 
 
-def _failure(future: asyncio.Future[T], error: Exception) -> Callable[[], None]:
-    return lambda: None if future.done() else future.set_exception(error)
+def fetch_weights(source: Source, payload: bytes, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Return the tensors that ``source`` yields, checked against the model. Raises WeightsError."""
+    where = f"weights from {source.__module__}"
+    try:
+        tensors = dict(source(payload, decoder.device))
+    except WeightsError:
+        raise
+    except Exception as error:  # raised by the channel's code or its transport
+        raise WeightsError(f"{where}: {type(error).__name__}: {error}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_layout(shapes, expected=decoder.shapes, optional=decoder.optional_names, where=where)
+    return tensors

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from asyncrl.engines.inprocess.distribution import reshaped
+from asyncrl.engines.inprocess.decoder import reshape_logits
 from asyncrl.engines.validation import check_sampling
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
@@ -17,7 +17,7 @@ LOGITS = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
 
 def probabilities(tokens: list[int] | None = None, **options: float) -> list[float]:
     sampling = SamplingParams(max_new_tokens=8, is_trained=False, **options)  # type: ignore[arg-type]
-    logits = reshaped(LOGITS, sampling, tokens or [], ends={0})
+    logits = reshape_logits(LOGITS, sampling, tokens or [], ends={0})
     found: list[float] = torch.softmax(logits / (sampling.temperature or 1.0), -1).tolist()
     return found
 
