@@ -43,10 +43,13 @@ class Place:
 
         ``flat`` holds the tensor's elements from ``start`` on, row by row. Views leave out padding.
         """
+        # The distributed optimizer cuts a flattened tensor anywhere: elements 5 to 11 of [4, 3] are one of row 1 and
+        # all of rows 2 and 3, so two rectangles. Each is cut further where the blocks of a fused tensor meet.
         for corner, sizes in rectangles(start, start + flat.numel(), self.local):
             begin = _flat_index(corner, self.local) - start
             rectangle = flat[begin : begin + math.prod(sizes)].view(sizes)
             for block in self.blocks:
+                # the overlap of rectangle and block, in the rank's tensor
                 first = [max(a, b) for a, b in zip(corner, block.local, strict=True)]
                 after = [min(a + n, b + m) for a, n, b, m in zip(corner, sizes, block.local, block.sizes, strict=True)]
                 if all(a < b for a, b in zip(first, after, strict=True)):
@@ -87,6 +90,7 @@ def place(
         whole = (shape.vocabulary_size, *rest)
         blocks = (Block(local=zeros, start=(rank * size, *zeros[1:]), sizes=(held, *rest)),)
     elif cut in ("gate_up", "gate_then_up"):
+        # Rank 0 of 2 holds [gate 0, up 0], and the whole tensor is [gate 0, gate 1, up 0, up 1].
         half = size // 2
         whole = (ranks * size, *rest)
         blocks = tuple(

@@ -64,6 +64,8 @@ class Chunks:
     @classmethod
     def from_boundaries(cls, boundaries: NDArray[np.int32], device: torch.device) -> Chunks:
         """boundaries: i32[D + 1]"""
+        # Example: documents of 70, 1 and 129 tokens. Longest first: 129, 70, 1, with 3, 2 and 1 chunks of 64. The runs
+        # are [3, 2, 1] chunks: the first chunks of all three, the second ones of two, the third one of the longest.
         ends = boundaries.astype(np.int64)
         lengths = np.diff(ends)
         longest_first = np.argsort(-lengths, kind="stable")

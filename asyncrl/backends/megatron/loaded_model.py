@@ -214,6 +214,8 @@ class LoadedModel:
         Experts go to one of the ranks that hold the same experts as this rank. Ranks with other experts assign theirs
         in the same way. Fused experts go to one rank, which gets those of the other ranks.
         """
+        # Greedy: what has the least choice first, each to the rank with the fewest bytes so far. All ranks of a stage
+        # compute the same table, so they exchange nothing. Four equal parameters on two ranks are two for each.
         tensor_parallel, experts = self._tensor_parallel.size(), self._layout.expert
         own = self._rank - self._first_of_stage
         loads = [0] * self._layout.exporters_of_stage

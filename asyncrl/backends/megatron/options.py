@@ -30,8 +30,8 @@ class Options:
     reinforcement learning, is off.
     """
     timeout_seconds: float = 600.0
-    """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. The learner fails if rank 0 begins no
-    micro-batch for so long in a step; the end of a step counts too, when rank 0 waits for ranks with more to do."""
+    """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. A rank that makes no progress for so long
+    ends the learner; one that dies does so at once."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.aux_loss_coefficient < math.inf:

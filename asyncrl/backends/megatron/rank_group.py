@@ -293,7 +293,7 @@ class RankGroup:
     def send(self, data: bytes, rank: int, kind: int, *, timeout: timedelta | None = None) -> None:
         """Send a message, and wait until the rank has taken it. Raises RuntimeError if the rank is gone."""
         limit = timeout or self.info.timeout
-        with self._locks[rank, kind]:
+        with self._locks[rank, kind]:  # else the size of one message may be followed by the data of another
             self._gloo.send([torch.tensor([len(data)])], rank, kind).wait(limit)
             if data:
                 self._gloo.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], rank, kind).wait(limit)

@@ -53,7 +53,7 @@ def serve(job: Job, info: RankInfo, *, settings: Mapping[str, str] | None = None
         group.fail(error)  # first: this process ends when its part of a checkpoint is written
         if isinstance(error, AsyncRLError):
             raise
-        raise BackendError(f"learner rank {info.rank}: {describe(error)}") from error
+        raise BackendError(f"learner rank {info.rank}: {group.lost() or describe(error)}") from error
     group.close()
     rank.close()
 

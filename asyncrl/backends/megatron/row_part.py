@@ -79,12 +79,14 @@ class RowPart:
             in_rectangles = not uses_varlen(device, dtype)
             row = PackedRow.from_micro_batch(micro_batch, rows, device=device, in_rectangles=in_rectangles)
             return _whole_row(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device), share)
+        # Example: 10 tokens, two context-parallel ranks. The row is padded to 12 and cut into four pieces of 3; rank 0
+        # keeps tokens 0-2 and 9-11, rank 1 keeps 3-8. Token n is predicted by the rank that has n - 1.
         length = -(-micro_batch.num_tokens // layout.row_multiple) * layout.row_multiple
         tokens = np.pad(micro_batch.tokens.astype(np.int64), (0, length - micro_batch.num_tokens))
         boundaries = _pad_boundaries(micro_batch, length)
         positions = np.arange(length) - np.repeat(boundaries[:-1], np.diff(boundaries)).astype(np.int64)
         kept = tokens_of_rank(context_rank, length=length, ranks=layout.context)
-        at = np.full(length, -1)
+        at = np.full(length, -1)  # where a token of the row is in this part
         at[kept] = np.arange(len(kept))
         places = np.flatnonzero(at[rows - 1] >= 0)
         arrays: dict[str, NDArray[Any]] = {

@@ -187,6 +187,8 @@ class TrainedModel(LoadedModel):
         if self._moments and self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # they may be on their way to the host
         chunks, steps = list(random_states(dist.get_rank())), dict[str, float]()
+        # Each key is written once: by one replica, or by all of them in pieces (distributed optimizer). A piece is a
+        # range of the flattened parameter, and becomes one or more rectangles of the whole tensor.
         for held in self._held_parameters():
             if not held.is_written:
                 continue

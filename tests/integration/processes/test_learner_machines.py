@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.state import checkpoint
 from tests.harness.forked import ForkServer
 from tests.harness.run_process import RunProcess
 
@@ -25,7 +26,7 @@ def run(tmp_path: Path, megatron_forks: ForkServer) -> Iterator[RunProcess]:
         "learner.ranks=2",
         "learner.machines=2",
         "checkpoint.every_steps=2",
-        "run.steps=12",
+        "run.steps=20",
         forks=megatron_forks,
     )
     yield made
@@ -44,7 +45,8 @@ async def test_learner_continues_from_its_checkpoint_when_a_rank_is_killed(
 ) -> None:
     """For whole machines and all moments, see python -m tests.chaos --faults ranks."""
     run.start()
-    await run.until(lambda: run.steps >= 4, "four steps", seconds=1200)
+    saved = run.run_directory / "checkpoints"
+    await run.until(lambda: run.steps >= 4 and checkpoint.latest(saved), "four steps, and a checkpoint", seconds=1200)
     os.kill(megatron_forks.children_of(run.pid)[struck], number)
     await run.until(lambda: "resumed at step" in run.said, "the learner is back", seconds=1200)
     assert await asyncio.to_thread(run.wait, 600) == 0, run.said
