@@ -27,10 +27,10 @@ class GpuTurn:
         self._file = -1
 
     @property
-    def is_ours(self) -> bool:
+    def is_held(self) -> bool:
         return self._file >= 0
 
-    async def take(self) -> None:
+    async def acquire(self) -> None:
         """Wait for our turn. waits for: the other holders    woken by: the clock"""
         while True:
             if self._try():
@@ -38,7 +38,7 @@ class GpuTurn:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _try(self) -> bool:
-        if self.is_ours:
+        if self.is_held:
             return True
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -50,9 +50,9 @@ class GpuTurn:
         self._file = file
         return True
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Release the lock."""
-        if self.is_ours:
+        if self.is_held:
             file, self._file = self._file, -1
             fcntl.flock(file, fcntl.LOCK_UN)  # a child forked in between also has the file open
             os.close(file)

@@ -34,7 +34,7 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, ow
         loop.add_signal_handler(number, main.drain)
     tasks: list[asyncio.Task[None]] = []
     try:
-        with _watched(tasks, stop_seconds, owns_process=owns_process) as stopping:
+        with _exit_if_stuck(tasks, stop_seconds, owns_process=owns_process) as start_watching:
             async with asyncio.TaskGroup() as beats, contextlib.AsyncExitStack() as stack:
                 for sender in senders:
                     stack.push_async_callback(sender.stop)
@@ -48,24 +48,26 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, ow
                     try:
                         await asyncio.wait(tasks[:1])
                     finally:
-                        stopping()
+                        start_watching()
                         for task in tasks[1:]:
                             task.cancel()
     except BaseExceptionGroup as error:
-        raise _only(error) from error
+        raise _unwrap(error) from error
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
 
 
-def _only(error: BaseExceptionGroup[BaseException]) -> BaseException:
+def _unwrap(error: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first exception in ``error`` if all have one type, as when one engine fails many groups."""
     found = leaves(error)
     return found[0] if len({type(leaf) for leaf in found}) == 1 else error
 
 
 @contextlib.contextmanager
-def _watched(tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: bool) -> Iterator[Callable[[], None]]:
+def _exit_if_stuck(
+    tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: bool
+) -> Iterator[Callable[[], None]]:
     """Watch for tasks that do not stop. A TaskGroup waits forever for a child that lost its cancel or blocks the loop.
     Here, the process exits with code 1 and its launcher restarts it; the bus redelivers the work.
 

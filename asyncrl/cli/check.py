@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    print(summarize(arguments.load(options), tells=_told))
+    print(summarize(arguments.load(options), report=_told))
     return 0
 
 

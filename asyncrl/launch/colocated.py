@@ -53,7 +53,7 @@ def check(run: RunConfig) -> None:
         )
 
 
-def learners_turn(run: RunConfig) -> GpuTurn | None:
+def learner_turn(run: RunConfig) -> GpuTurn | None:
     """Return the learner's lock on the GPUs; None if it does not share them."""
     return GpuTurn(run.run_directory / LOCK_FILE, is_shared=False) if run.run.colocated else None
 
@@ -84,9 +84,9 @@ class TurnTakingEngine:
         self._is_away = False
 
     async def start(self) -> None:
-        await self._turn.take()
+        await self._turn.acquire()
         await self._engine.start()
-        await self._hand_over()
+        await self._release()
 
     async def generate(
         self,
@@ -113,7 +113,7 @@ class TurnTakingEngine:
 
     async def close(self) -> None:
         await self._engine.close()
-        self._turn.give()
+        self._turn.release()
 
     @contextlib.asynccontextmanager
     async def _on_gpus(self) -> AsyncIterator[None]:
@@ -121,7 +121,7 @@ class TurnTakingEngine:
         self._used.set()
         try:
             async with self._switching:
-                await self._turn.take()
+                await self._turn.acquire()
                 if self._is_away:
                     await self._memory.resume()
                     self._is_away = False
@@ -130,9 +130,9 @@ class TurnTakingEngine:
             self._users -= 1
             if not self._users:
                 self._used.clear()
-                await asyncio.shield(self._rest())
+                await asyncio.shield(self._release_when_idle())
 
-    async def _rest(self) -> None:
+    async def _release_when_idle(self) -> None:
         """Release the GPUs unless the engine is needed again within QUIET_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(QUIET_SECONDS):
@@ -140,13 +140,13 @@ class TurnTakingEngine:
                 return
         async with self._switching:
             if not self._users:
-                await self._hand_over()
+                await self._release()
 
-    async def _hand_over(self) -> None:
+    async def _release(self) -> None:
         if not self._is_away:
             try:
                 await self._memory.release()
             except EngineError as error:  # nothing may ask again, and the learner waits; the end frees the GPUs
                 raise EngineDied(f"the engine does not leave the GPUs: {error}") from error
             self._is_away = True
-        self._turn.give()
+        self._turn.release()

@@ -36,7 +36,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
         raise ConfigError(f"{destination}: exists; name a folder that does not")
     if not destination.absolute().parent.is_dir():
         raise ConfigError(f"{destination.parent}: is not a folder; make it first")
-    saved = _checkpoint_in(source)
+    saved = _find_checkpoint(source)
     if saved is None and model is not None:
         raise ConfigError(f"--model: {source} is a Hugging Face folder, which has its own config.json; remove it")
     if model is not None and not (model / "config.json").is_file():  # transformers would ask the hub for it
@@ -50,7 +50,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
                 (folder / _LATEST).write_text("release")
                 copy_all_but_weights(source, folder / _WITHOUT_WEIGHTS)
             else:
-                model = model or _model_of(source)
+                model = model or _model_folder(source)
                 check = functools.partial(check_weights, model)
                 done = conversion.to_huggingface(saved, folder, model=model, check=check)
                 copy_all_but_weights(model, folder)
@@ -61,7 +61,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     return done
 
 
-def _checkpoint_in(source: Path) -> Path | None:
+def _find_checkpoint(source: Path) -> Path | None:
     """Return the distributed checkpoint at or in ``source``; None for a Hugging Face folder. Raises ConfigError."""
     if (source / _LATEST).is_file():
         try:
@@ -73,7 +73,7 @@ def _checkpoint_in(source: Path) -> Path | None:
             raise ConfigError(f"{source}: is not there, but {source.parent / _LATEST} names it")
     for folder in (source, source / "backend"):
         if conversion.is_checkpoint(folder):
-            if (folder.parent / manifest.FILE).is_file() and (problem := _damage(folder)):
+            if (folder.parent / manifest.FILE).is_file() and (problem := _describe_damage(folder)):
                 raise ConfigError(f"{folder.parent}: is damaged: {problem}; convert another checkpoint of the run")
             return folder
     if (source / "config.json").is_file():
@@ -88,12 +88,12 @@ def _checkpoint_in(source: Path) -> Path | None:
     )
 
 
-def _damage(saved: Path) -> str:
+def _describe_damage(saved: Path) -> str:
     """Describe what is wrong with the files of a run's checkpoint; the tensors have sums of their own."""
     return manifest.damage(saved.parent, only=f"{saved.name}/{conversion.METADATA}")
 
 
-def _model_of(source: Path) -> Path:
+def _model_folder(source: Path) -> Path:
     folder = source / _WITHOUT_WEIGHTS
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -132,13 +132,13 @@ class _Asking(Actor):
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            helpers = [group.create_task(self._evaluator.run()), group.create_task(self._say_how_far())]
+            helpers = [group.create_task(self._evaluator.run()), group.create_task(self._report_progress())]
             await self._evaluator.stored(WeightVersion(incarnation=0, policy_version=0))
             await self._evaluator.finish_unless(self.draining)
             for task in helpers:
                 task.cancel()
 
-    async def _say_how_far(self) -> None:
+    async def _report_progress(self) -> None:
         """consumes: nothing    waits for: the clock    woken by: the clock"""
         while True:
             await asyncio.sleep(SAY_SECONDS)

@@ -25,10 +25,10 @@ def serve(run: RunConfig, *, host: str = "") -> None:
 
     host: address to listen on; "" uses the host of the run file's url. Raises ConfigError.
     """
-    options = options_of(run)
+    options = harness_options(run)
     address = urlsplit(options.url)
     where = f"port {address.port} of --host {host}" if host else options.url
-    entry = Entry(host=host or address.hostname or "", port=address.port or 0, key=key_of(Path(options.key_file)))
+    entry = Entry(host=host or address.hostname or "", port=address.port or 0, key=read_key(Path(options.key_file)))
 
     async def forever() -> None:
         try:
@@ -44,7 +44,7 @@ def serve(run: RunConfig, *, host: str = "") -> None:
     asyncio.run(forever())
 
 
-def options_of(run: RunConfig) -> Options:
+def harness_options(run: RunConfig) -> Options:
     """Return the harness options. Raises ConfigError unless the run's samples are played outside."""
     agent = load_options(run.rollout)
     if not isinstance(agent, AgentOptions) or agent.harness != _HARNESS:
@@ -56,7 +56,7 @@ def options_of(run: RunConfig) -> Options:
     return made
 
 
-def key_of(file: Path) -> str:
+def read_key(file: Path) -> str:
     """Read the key from the file.
 
     If there is no file, create one with a new key that only the owner can read. Raises ConfigError.

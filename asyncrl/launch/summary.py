@@ -99,21 +99,21 @@ class Summary:
         return "\n".join([*_sections(self.settings), "# what follows", *_consequences(self)])
 
 
-def _silent(what: str) -> None:
-    """Default for ``tells`` of ``summarize``."""
+def _ignore(what: str) -> None:
+    """Default for ``report`` of ``summarize``."""
 
 
-def summarize(run: RunConfig, *, tells: Callable[[str], None] = _silent) -> Summary:
+def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Summary:
     """Check the run file and every row of its data. Raises ConfigError for the first problem.
 
-    tells  called before each wait of seconds with what is being read
+    report  called before each wait of seconds with what is being read
     """
     check_before_torch(run)
-    tells(f"reading {run.data.where} ...")
+    report(f"reading {run.data.where} ...")
     found = data.index_rows(run)
     data.require_batch(run, found.num_rows)
-    data.look_at_evaluation_rows(run)
-    tells(f"importing torch and transformers, reading {run.model.path} ...")
+    data.check_evaluation_rows(run)
+    report(f"importing torch and transformers, reading {run.model.path} ...")
     check(run)
     placed = "found by the launcher" if launcher_class(run).places else str(gpus.placement(run))
     algorithm = registry.algorithm(run)

@@ -23,7 +23,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import EngineError
 from asyncrl.launch.assembly import data
-from asyncrl.launch.assembly.build_learner import sampling_of
+from asyncrl.launch.assembly.build_learner import sampling_params
 from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.messages import Progress, TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
@@ -65,7 +65,7 @@ async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> Eng
             bus,
             rows=await asyncio.to_thread(data.open_rows, run),
             admission=Admission(mode="async", groups_per_batch=1, max_staleness=run.window - 1, total_groups=2**31),
-            sampling=sampling_of(run),
+            sampling=sampling_params(run),
             group_size=run.rollout.group_size,
             table=GroupTable(),
             are_sampled=False,  # no new weights will come

@@ -133,9 +133,9 @@ async def test_an_engine_stays_while_more_is_asked_of_it_and_leaves_before_its_l
         while engine.running < 3:
             await asyncio.sleep(0)
         learner = GpuTurn(tmp_path / colocated.LOCK_FILE, is_shared=False)
-        turn = group.create_task(learner.take())
+        turn = group.create_task(learner.acquire())
         await asyncio.sleep(0)
-        assert not learner.is_ours
+        assert not learner.is_held
         engine.gate.set()
         await asyncio.wait(answers)
         assert gpus.events == ["engine comes", "engine leaves"] * 2
@@ -144,7 +144,7 @@ async def test_an_engine_stays_while_more_is_asked_of_it_and_leaves_before_its_l
         while not shared.stats().queued:
             await asyncio.sleep(0)
         assert shared.stats().is_away
-        learner.give()
+        learner.release()
         await waiting
 
 
@@ -168,14 +168,14 @@ async def test_an_engine_that_does_not_leave_the_gpus_ends_and_its_turn_with_it(
     await shared.close()
     learner = GpuTurn(tmp_path / colocated.LOCK_FILE, is_shared=False)
     async with asyncio.timeout(60):
-        await learner.take()
-    learner.give()
+        await learner.acquire()
+    learner.release()
 
 
 async def test_the_turn_of_one_that_ends_is_free(tmp_path: Path) -> None:
     code = (
         "import asyncio, pathlib, sys; from asyncrl.actors.gpu_turn import GpuTurn\n"
-        "turn = GpuTurn(pathlib.Path(sys.argv[1]), is_shared=True); asyncio.run(turn.take())\n"
+        "turn = GpuTurn(pathlib.Path(sys.argv[1]), is_shared=True); asyncio.run(turn.acquire())\n"
         "print('taken', flush=True); sys.stdin.read()"
     )
     lock = tmp_path / "gpus.lock"
@@ -185,11 +185,11 @@ async def test_the_turn_of_one_that_ends_is_free(tmp_path: Path) -> None:
     assert process.stdout is not None
     await process.stdout.readline()
     learner = GpuTurn(lock, is_shared=False)
-    waiting = asyncio.create_task(learner.take())
+    waiting = asyncio.create_task(learner.acquire())
     await asyncio.sleep(0)
-    assert not learner.is_ours
+    assert not learner.is_held
     process.kill()
     await process.wait()
     await waiting
-    assert learner.is_ours
-    learner.give()
+    assert learner.is_held
+    learner.release()

@@ -145,11 +145,11 @@ class Trainer:
 
     async def take_gpus(self) -> None:
         """Wait until engines that share the GPUs have left them, then move the model back."""
-        if self._turn is None or self._turn.is_ours:
+        if self._turn is None or self._turn.is_held:
             return
         since = time.monotonic()
         with self.waits.waiting("its turn on the GPUs", on=WORKER):
-            await self._turn.take()
+            await self._turn.acquire()
         taken = time.monotonic()
         if self._is_away:
             assert isinstance(self._backend, Offloads)
@@ -162,14 +162,14 @@ class Trainer:
 
     async def leave_gpus(self) -> None:
         """Give the GPUs to the engines that share them, once the newest weights are available to them."""
-        if self._turn is None or not self._turn.is_ours:
+        if self._turn is None or not self._turn.is_held:
             return
         await self.weights_published()
         since = time.monotonic()
         assert isinstance(self._backend, Offloads)
         await self.call(self._backend.offload, what="the model to leave the GPUs")
         self._is_away = True
-        self._turn.give()
+        self._turn.release()
         self._gpu_seconds["learner/offload_seconds"] = time.monotonic() - since
 
     @property

@@ -45,7 +45,7 @@ from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated
 from asyncrl.launch.assembly import data
-from asyncrl.launch.assembly.recorders import recorders_of
+from asyncrl.launch.assembly.recorders import open_recorders
 from asyncrl.launch.checks import resume_checks
 from asyncrl.launch.keys import signing_keys
 from asyncrl.messages import SamplingParams
@@ -115,7 +115,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     digests = await asyncio.to_thread(resume_checks.digest_data, run)
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
-    recorders = recorders_of(run, algorithm=algorithm)
+    recorders = open_recorders(run, algorithm=algorithm)
     ports = LearnerPorts(
         algorithm=algorithm,
         backend=backend,
@@ -180,7 +180,7 @@ def assemble_learner(
         waits=waits,
         restore_from=restore_from,
         profile=registry.profiler(run),
-        turn=colocated.learners_turn(run),
+        turn=colocated.learner_turn(run),
     )
     learner = Learner(
         "learner",
@@ -225,7 +225,7 @@ def _prompts(
         bus,
         rows=ports.rows,
         admission=ports.admission or Admission.of(run),
-        sampling=sampling_of(run),
+        sampling=sampling_params(run),
         max_tokens=_max_tokens(run),
         group_size=run.rollout.group_size,
         table=table,
@@ -293,7 +293,7 @@ def _may_move_gpus(run: RunConfig) -> bool:
     return all(counts) and torch.cuda.is_available()
 
 
-def sampling_of(run: RunConfig) -> SamplingParams:
+def sampling_params(run: RunConfig) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=run.rollout.max_new_tokens,
         temperature=run.rollout.temperature,
@@ -320,8 +320,8 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             are_sampled=_are_sampled(run),
             are_whole=all(rollout_functions.traits(one["rollout"]["function"]).gives_one for one in run_files),
             max_parts=_max_parts(run_files),
-            asked_before=_asked_before(run_files),
-            **_of_experts(model),
+            asked_before=_prompt_limits(run_files),
+            **_expert_limits(model),
         ),
         rescoring=LogprobMismatch(bound=bound, every=run.learner.rescore_every),
         filters=GroupFilters(
@@ -341,7 +341,7 @@ def _max_parts(run_files: Sequence[Mapping[str, Any]]) -> int:
     return max(found) if all(found) else 0
 
 
-def _of_experts(model: ModelFolder) -> dict[str, Any]:
+def _expert_limits(model: ModelFolder) -> dict[str, Any]:
     """Return the limits on experts in answers. They also cover earlier incarnations, whatever this one replays."""
     if (experts := model.experts) is None:
         return {}
@@ -357,7 +357,7 @@ def _max_tokens(run: RunConfig) -> int:
     return run.rollout.max_new_tokens if rollout_functions.traits(run.rollout.function).gives_one else _ANY
 
 
-def _asked_before(run_files: Sequence[Mapping[str, Any]]) -> Asked:
+def _prompt_limits(run_files: Sequence[Mapping[str, Any]]) -> Asked:
     """Return what a prompt that is still on the bus may ask for. ``run_files``: settings of every incarnation"""
     rollouts = [one["rollout"] for one in run_files]
     built_in = all(rollout_functions.traits(rollout["function"]).gives_one for rollout in rollouts)

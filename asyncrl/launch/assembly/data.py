@@ -98,10 +98,10 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     return sets
 
 
-def look_at_evaluation_rows(run: RunConfig) -> None:
+def check_evaluation_rows(run: RunConfig) -> None:
     """Check every row of the data sets of [evaluation] without tokenising it. Raises ConfigError."""
     for dataset in run.evaluation.datasets:
-        look_at_rows(dataset, limits=_limits_of_set(run, dataset.reward or run.reward))
+        check_rows(dataset, limits=_limits_of_set(run, dataset.reward or run.reward))
 
 
 def _limits_of_set(run: RunConfig, reward: RewardSection) -> RowLimits:
@@ -166,7 +166,7 @@ def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = Fals
     )
 
 
-def look_at_rows(dataset: EvaluationDataset, *, limits: RowLimits) -> None:
+def check_rows(dataset: EvaluationDataset, *, limits: RowLimits) -> None:
     """Check every row and its tags without a tokenizer.
 
     Raises ConfigError for the first row that cannot be a prompt.

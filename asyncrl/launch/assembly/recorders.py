@@ -25,7 +25,7 @@ class Recorders:
     writers: Sequence[SampleWriter]
 
 
-def recorders_of(run: RunConfig, *, algorithm: Algorithm) -> Recorders:
+def open_recorders(run: RunConfig, *, algorithm: Algorithm) -> Recorders:
     section, samples, answers, writers = run.metrics, None, None, []
     if section.samples_per_step:
         file = SampleFile(run.run_directory, most_bytes=section.samples_max_bytes)

@@ -80,7 +80,7 @@ def check_learner(run: RunConfig) -> None:
 
 def check_worker(run: RunConfig) -> None:
     """Same as ``check``, for a machine that runs only a rollout worker: no data, no learner."""
-    _check_of_worker_before_torch(run)
+    _check_worker_before_torch(run)
     _check_engine_and_channel(_alone(run))
     _check_context(run, registry.context_tokens(run))
     registry.engine_class(run).check_machine(run)
@@ -102,7 +102,7 @@ def check_before_torch(run: RunConfig) -> None:
                 f"weights.directory: {run.weights_directory} is the run's own folder; name another, or leave it empty "
                 "for weights/ in it"
             )
-    _check_of_worker_before_torch(run)
+    _check_worker_before_torch(run)
     launcher = launcher_class(run)
     for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
         if gpus and launcher.places:
@@ -176,7 +176,7 @@ def _check_directory(key: str, directory: Path) -> None:
         raise ConfigError(f"{key}: cannot write to {there}, where {directory} is to be; name another")
 
 
-def _check_of_worker_before_torch(run: RunConfig) -> None:
+def _check_worker_before_torch(run: RunConfig) -> None:
     """User code that is loaded here may import torch."""
     registry.check_names(run)
     registry.bus_class(run).check(run)

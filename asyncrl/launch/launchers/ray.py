@@ -166,7 +166,7 @@ class RayLauncher(LauncherAdapter):
         )
         process: RayProcess | None = None
         try:
-            started: Started = await actor.start.remote(self._order(spec))
+            started: Started = await actor.start.remote(self._launch_request(spec))
             place.machine = await self._machine_of(place)  # a machine may die at any time, and Ray find another
             address = self._address(place.machine)
             if started.problem:
@@ -206,7 +206,7 @@ class RayLauncher(LauncherAdapter):
         if self._ray is not None:
             self._ray.kill(actor, no_restart=True)
 
-    def has_ended(self, name: str) -> None:
+    def on_exit(self, name: str) -> None:
         """Note the end of a process. The learner's next one may have another place, which its ranks must learn."""
         if name == LEARNER:
             self._unplaced.add(name)
@@ -237,7 +237,7 @@ class RayLauncher(LauncherAdapter):
             async with self._turn:  # the next process should see where this one went
                 machines = await asyncio.to_thread(self._machines)
                 place = self._places[spec.name] = self._reserve(spec, machines)
-                await self._look(place, _AT_ONCE_SECONDS)
+                await self._poll(place, _AT_ONCE_SECONDS)
             if not place.machine:
                 await self._wait_for_room(spec.name, place)
         async with self._placed:
@@ -292,11 +292,11 @@ class RayLauncher(LauncherAdapter):
             f"{name} waits for room: {ray_placement.amounts(place.need.resources)} on one machine; "
             f"free in the whole cluster: {ray_placement.amounts(free, like=place.need.resources)}"
         )
-        while not await self._look(place, _LOOK_SECONDS):
+        while not await self._poll(place, _LOOK_SECONDS):
             if not place.choice.may_come_true(await asyncio.to_thread(self._machines)):
                 return
 
-    async def _look(self, place: _Place, seconds: float) -> bool:
+    async def _poll(self, place: _Place, seconds: float) -> bool:
         """Wait up to ``seconds`` for a machine. Return whether there is one now."""
         if await asyncio.to_thread(place.group.wait, seconds):
             place.machine = await self._machine_of(place)
@@ -357,7 +357,7 @@ class RayLauncher(LauncherAdapter):
 
     # -- what the agent is asked to do ---------------------------------------------------------------------------------
 
-    def _order(self, spec: ProcessSpec) -> LaunchRequest:
+    def _launch_request(self, spec: ProcessSpec) -> LaunchRequest:
         if not self._has_marked:
             self._logs.mkdir(parents=True, exist_ok=True)
             (self._logs / MARK).write_text(self._mark)
@@ -400,7 +400,7 @@ class RayProcess:
             while self._code is None:
                 if (code := await self._next()) is not None:
                     self._code = code
-                    self._launcher.has_ended(self._name)
+                    self._launcher.on_exit(self._name)
         return self._code
 
     def signal(self, number: int) -> None:

@@ -81,8 +81,8 @@ async def launch(
     async with contextlib.AsyncExitStack() as stack:
         server = None if run_config.bus.url else stack.enter_context(_own_server(run_config, host=host))
         if server is None:  # the run's own server serves no other run
-            await stack.enter_async_context(_only_one(run_config, resume=resume, token=token))
-            _make(directory)  # only after the server at bus.url has answered
+            await stack.enter_async_context(_claim_run(run_config, resume=resume, token=token))
+            _make_folders(directory)  # only after the server at bus.url has answered
         if not resume:
             forget_workers(directory)
         environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
@@ -95,18 +95,18 @@ async def launch(
             environment[signing_keys.LEARNER_KEY_VARIABLE] = key
         launcher = signing_keys.keyed(launcher, run_config)
         specs = ProcessSpecs(run_config, launcher=launcher, common=common, environment=environment)
-        size = await _reopen(run_config, token=token) if resume else None
+        size = await _reset_finished(run_config, token=token) if resume else None
         children = specs.initial(size=size, resume=resume)
         launcher.check_room([child.spec for child in children])
         manager = ProcessManager(
             run_config.run, launcher=launcher, children=children, new_worker=specs.new_worker, server=server
         )
         if handles_signals:
-            stack.enter_context(_signals(manager.interrupt))
-        return await _managed(manager, run_config, token=token)
+            stack.enter_context(_handle_signals(manager.interrupt))
+        return await _run_processes(manager, run_config, token=token)
 
 
-async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str) -> Outcome:
+async def _run_processes(manager: ProcessManager, run_config: RunConfig, *, token: str) -> Outcome:
     def bus() -> Awaitable[Bus]:
         return connect(run_config, token=token)
 
@@ -140,7 +140,7 @@ def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
     Raises ConfigError if the run is already up.
     """
     directory = run_config.run_directory
-    _make(directory)
+    _make_folders(directory)
     server = registry.bus_class(run_config).server(run_config, directory=directory, host=host)
     if server is None:
         raise ConfigError(f'bus.url: bus.kind = "{run_config.bus.kind}" needs the address of a server that runs')
@@ -165,7 +165,7 @@ def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
 
 
 @contextlib.asynccontextmanager
-async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIterator[None]:
+async def _claim_run(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIterator[None]:
     """In this context, no other process can start this run on the bus. Raises ConfigError if one already has.
 
     A second learner would be refused anyway, but only after its workers had mixed with those of the first one.
@@ -184,7 +184,7 @@ async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> Async
         await bus.close()
 
 
-async def _reopen(run_config: RunConfig, *, token: str) -> FleetSize | None:
+async def _reset_finished(run_config: RunConfig, *, token: str) -> FleetSize | None:
     """Reset the state "finished" before workers read it. Returns the size that `asyncrl scale` set last."""
     bus = await connect(run_config, token=token)
     try:
@@ -201,7 +201,7 @@ async def _reopen(run_config: RunConfig, *, token: str) -> FleetSize | None:
 
 def forget_workers(directory: Path) -> None:
     """Remove what the workers of an earlier run in this folder kept for their restarts: by it they would take weights
-    that they left in a server of their own for those of this run (engines/sglang/stamps.py)."""
+    that they left in a server of their own for those of this run (engines/sglang/versions.py)."""
     for path in (directory / "logs").glob("*.owner"):
         path.unlink(missing_ok=True)
 
@@ -214,7 +214,7 @@ def _require_run(directory: Path) -> None:
         raise ConfigError(f"{directory}: no run to continue{known}; leave out --resume to start one")
 
 
-def _make(directory: Path) -> None:
+def _make_folders(directory: Path) -> None:
     try:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -222,7 +222,7 @@ def _make(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
+def _handle_signals(interrupt: Callable[[], None]) -> Iterator[None]:
     """Interrupt the run on SIGINT and SIGTERM. Only the main thread can handle signals; in others this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield

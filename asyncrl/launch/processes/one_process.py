@@ -39,14 +39,14 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
             "--set run.name=NAME"
         )
     registry.set_learner_environment(run)
-    with _logging(run, owns_process=owns_process):
+    with _log_to_folder(run, owns_process=owns_process):
         logs.print_line(f"one process   run {run.run.name}   logs in {run.run_directory}/logs")
         bus = await registry.own_bus(run)
         try:
             with single_learner.in_folder(run.run_directory):
                 for path in (run.run_directory / "logs").glob(
                     "*.owner"
-                ):  # of an earlier run (engines/sglang/stamps.py)
+                ):  # of an earlier run (engines/sglang/versions.py)
                     path.unlink(missing_ok=True)
                 workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
                 evaluating = [
@@ -54,7 +54,7 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
                     for number in range(run.num_evaluation_workers)
                 ]
                 beside = [actor for actors in (*workers, *evaluating) for actor in actors]
-                code = await _trained(run, bus, beside=beside, owns_process=owns_process)
+                code = await _train(run, bus, beside=beside, owns_process=owns_process)
             return Outcome(exit_code=code, reason="interrupted" if code else "done")
         except ConfigError:
             raise
@@ -65,7 +65,7 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
             await bus.close()
 
 
-async def _trained(run: RunConfig, bus: Bus, *, beside: list[Actor], owns_process: bool) -> int:
+async def _train(run: RunConfig, bus: Bus, *, beside: list[Actor], owns_process: bool) -> int:
     learners: list[Actor] = []
 
     async def supervised(learner: Actor, *helpers: Actor) -> None:
@@ -85,7 +85,7 @@ async def _trained(run: RunConfig, bus: Bus, *, beside: list[Actor], owns_proces
 
 
 @contextlib.contextmanager
-def _logging(run: RunConfig, *, owns_process: bool) -> Iterator[None]:
+def _log_to_folder(run: RunConfig, *, owns_process: bool) -> Iterator[None]:
     path = run.run_directory / "logs" / "run.log"
     if owns_process:
         logs.log_to(path)

@@ -20,7 +20,7 @@ from asyncrl.actors.rollout.rollout_parts import RolloutLimits, check_rollout
 from asyncrl.environments.agent.entry import Entry
 from asyncrl.environments.agent.function import Agent, Options
 from asyncrl.errors import ConfigError, RolloutError
-from asyncrl.launch.serve import key_of, serve
+from asyncrl.launch.serve import read_key, serve
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from tests import ROOT
 from tests.harness.agents import TOKENIZER, Scripted
@@ -231,12 +231,12 @@ async def test_a_worker_with_another_key_fails_its_samples_and_says_so(tmp_path:
 
 def test_the_key_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
     file = tmp_path / "serve.key"
-    assert len(key_of(file)) > 30
-    assert key_of(file) == key_of(file)
+    assert len(read_key(file)) > 30
+    assert read_key(file) == read_key(file)
     assert file.stat().st_mode & 0o077 == 0
     file.write_text("")
     with pytest.raises(ConfigError, match="has no key"):
-        key_of(file)
+        read_key(file)
 
 
 def test_an_address_that_cannot_be_listened_on_is_the_one_that_was_given(tmp_path: Path) -> None:
