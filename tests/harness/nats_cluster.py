@@ -109,7 +109,7 @@ class Cluster:
 
     async def until_whole(self, bus: JetStreamBus) -> None:
         """Wait until each stream of the run has a leader, and all of its replicas are up and current."""
-        while not all([await self._is_whole(bus, stream) for stream in sorted(bus._streams.made)]):
+        while not all([await self._is_whole(bus, stream) for stream in sorted(bus._streams.known)]):
             await asyncio.sleep(0.1)
 
     async def _is_whole(self, bus: JetStreamBus, stream: str) -> bool:

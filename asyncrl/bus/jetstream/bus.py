@@ -67,7 +67,7 @@ class JetStreamBus:
         self._role, self._creates_consumers = access.role, access.creates_consumers
         self._signatures = signatures
         self._streams = Streams(connection, layout, role=access.role)
-        self._stream = self._streams.of
+        self._stream = self._streams.ensure
         store = PieceStore(connection, layout, stream=self._stream)
         self._pieces = Pieces(self, most=most, signatures=signatures, fetch=store.fetch, remove=store.remove)
         self.rejections = Rejections()
@@ -166,7 +166,7 @@ class JetStreamBus:
     @contextlib.asynccontextmanager
     async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
         stream = await self._stream(topic)
-        created = str(self._streams.made[stream]["created"])
+        created = str(self._streams.known[stream]["created"])
 
         async def verify(last: int, stored: int) -> None:
             mark = LogMark(log=created, sequence=last, stored=stored)
@@ -234,7 +234,7 @@ class JetStreamBus:
             self._connection,
             stream=await self._stream(topic),
             subject=self._layout.subject(topic, key),
-            told=self._layout.told(topic, key),
+            republished=self._layout.told(topic, key),
         )
         seen = self._signatures.seen()
 

@@ -174,7 +174,7 @@ class Connection:
         self._is_starting = True
         self._is_closing = False
         self._nobody_seconds = 0.0
-        self._said = ""
+        self._last_error = ""
         self._prefix = self._inbox = self._answers = ""  # subjects of replies: from JetStream, from other clients
         self._requests: dict[str, _Request] = {}  # that wait for a reply, by the last token of its subject
         self._waiting_bytes = 0  # of these requests
@@ -210,7 +210,7 @@ class Connection:
                 )
         except TimeoutError:
             raise NoAnswer(
-                f"bus.url {self.name}: no response ({self._said or 'no route'}); "
+                f"bus.url {self.name}: no response ({self._last_error or 'no route'}); "
                 f"start `nats-server -js` there or leave bus.url empty"
             ) from None
         except ConfigError:
@@ -277,7 +277,7 @@ class Connection:
                 raise Unanswered(f"bus {self.name}: reconnected since {subject} was created")
             if generation != self.generation:
                 generation, since = self.generation, time.monotonic()
-            message = await self._ask(subject, data, headers)
+            message = await self._request_once(subject, data, headers)
             asked += 1
             is_nobody = message is not None and (message.headers or {}).get("Status") == "503"
             if message is not None and not is_nobody:
@@ -295,7 +295,7 @@ class Connection:
                     f"bus {self.name}: no answer at {subject} for {waited:.0f} s; "
                     f"is the server's disk full? See its log"  # with a full disk the server does not answer
                 )
-            await self._rest(pause)  # back off, so as not to load a busy server further
+            await self._sleep(pause)  # back off, so as not to load a busy server further
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
     async def ask(self, subject: str, data: bytes, *, seconds: float) -> bytes | None:
@@ -306,7 +306,7 @@ class Connection:
                 if not self._hears_clients:
                     await self.subscribe(f"{self._answers}.*", self._on_answer)
                     self._hears_clients = True
-                message = await self._ask(subject, data, None, seconds=seconds, inbox=self._answers)
+                message = await self._request_once(subject, data, None, seconds=seconds, inbox=self._answers)
         except TimeoutError:
             return None
         if message is None or (message.headers or {}).get("Status") == "503":
@@ -373,12 +373,12 @@ class Connection:
                         description = found["error"].get("description")
                         until = "waiting for the learner to make it again" if is_gone else "retrying for a minute"
                         logger.warning("bus %s: %s: %s; %s", self.name, subject, description, until)
-                await self._rest(pause)
+                await self._sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
         finally:
             self._num_busy -= is_slow
 
-    async def _rest(self, seconds: float) -> None:
+    async def _sleep(self, seconds: float) -> None:
         """waits for: the clock     woken by: the end of the connection"""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -389,7 +389,7 @@ class Connection:
         with contextlib.suppress(nats.errors.Error, OSError):
             await guarded(self._client.publish(subject, data, reply=reply))
 
-    async def _ask(
+    async def _request_once(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = 0.0, inbox: str = ""
     ) -> Any:
         """Return the reply; None if it is late or the connection is lost. ``seconds``: 0 takes the default timeout."""
@@ -449,10 +449,10 @@ class Connection:
         is_here = drain and self._online.is_set() and not self._over.is_set()
         leaving = asyncio.ensure_future(_drain(self._client, subscription) if is_here else subscription.unsubscribe())
         self._leaving.add(leaving)
-        leaving.add_done_callback(self._left)
+        leaving.add_done_callback(self._on_unsubscribed)
         await asyncio.wait((leaving,), timeout=_LEAVE_SECONDS)
 
-    def _left(self, leaving: asyncio.Future[None]) -> None:
+    def _on_unsubscribed(self, leaving: asyncio.Future[None]) -> None:
         self._leaving.discard(leaving)
         error = None if leaving.cancelled() else leaving.exception()
         if error is not None and not isinstance(error, (nats.errors.Error, OSError, TimeoutError)):
@@ -484,9 +484,9 @@ class Connection:
         if (forbidden := _FORBIDDEN.search(text.lower())) is not None:
             problem = f"bus {self.name}: {text}; the role or run of bus.credentials or bus.token may not do this"
             is_known = self._forbid(*forbidden.groups(), problem=problem)
-        if text != self._said and not self._is_starting:
+        if text != self._last_error and not self._is_starting:
             logger.log(logging.DEBUG if is_known else logging.WARNING, "bus %s: %s", self.name, text)
-        self._said = text
+        self._last_error = text
 
     async def _on_disconnect(self) -> None:
         self._online.clear()
@@ -499,17 +499,17 @@ class Connection:
     async def _on_reconnect(self) -> None:
         _expect_signs_of_life(self._client)
         self.generation += 1
-        self._said = ""
+        self._last_error = ""
         self._online.set()
         logger.warning("bus %s: reconnected", self.name)
-        self._tell()
+        self._notify_listeners()
 
     async def _on_close(self) -> None:
         self._over.set()
         self._online.set()  # wake all waiters, so they notice the end
-        self._tell()
+        self._notify_listeners()
 
-    def _tell(self) -> None:
+    def _notify_listeners(self) -> None:
         for listener in tuple(self._listeners):
             listener()
 

@@ -142,14 +142,14 @@ def next_pause(pause: float) -> float:
     return min(max(2 * pause, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
 
 
-def order_body(*, batch: int, seconds: float = 0.0, max_bytes: int = 0) -> bytes:
+def pull_request(*, batch: int, seconds: float = 0.0, max_bytes: int = 0) -> bytes:
     """Body of a pull request. ``seconds``: its expiry, without heartbeats; 0: a reader's default expiry, with them."""
-    order = {"batch": batch, "expires": int((seconds or _EXPIRES_SECONDS) * 1e9)}
+    body = {"batch": batch, "expires": int((seconds or _EXPIRES_SECONDS) * 1e9)}
     if not seconds:
-        order["idle_heartbeat"] = int(_HEARTBEAT_SECONDS * 1e9)
+        body["idle_heartbeat"] = int(_HEARTBEAT_SECONDS * 1e9)
     if max_bytes:
-        order["max_bytes"] = max_bytes
-    return json.dumps(order).encode()
+        body["max_bytes"] = max_bytes
+    return json.dumps(body).encode()
 
 
 class OrderedConsumer:
@@ -183,7 +183,7 @@ class OrderedConsumer:
         self._is_lost = True
         self._last = self._last_stored = 0
         self._last_consumer_sequence = 0
-        self._order = 0
+        self._request_number = 0
         self._open = 0  # messages that the pull request may still deliver
         self._pause = 0.0
         self._subscription: Any = None
@@ -204,7 +204,7 @@ class OrderedConsumer:
             if self._is_lost or self._generation != self._wire.generation:
                 await self._create_consumer()
             if not self._open:
-                await self._place_order()
+                await self._request_more()
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     await self._changed.wait()
@@ -228,12 +228,12 @@ class OrderedConsumer:
         generation = self._wire.generation
         if self._verify is not None:
             await self._verify(self._last, self._last_stored)
-        config = await self._made_consumer()
+        config = await self._create_with_retries()
         self._config, self._generation, self._is_lost = config, generation, False
         self._last_consumer_sequence = 0
         self._open = 0
 
-    async def _made_consumer(self) -> dict[str, Any]:
+    async def _create_with_retries(self) -> dict[str, Any]:
         """Create a consumer and return its configuration. A cluster may place it on a server that has just died; a
         consumer with a new name goes to another server."""
         since, pause = time.monotonic(), 0.0
@@ -248,13 +248,13 @@ class OrderedConsumer:
             pause = next_pause(pause)
             await asyncio.sleep(pause)
 
-    async def _place_order(self) -> None:
-        self._order += 1
+    async def _request_more(self) -> None:
+        self._request_number += 1
         self._open = self._batch
-        order = order_body(batch=self._batch, max_bytes=self._max_bytes)
+        body = pull_request(batch=self._batch, max_bytes=self._max_bytes)
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._config['name']}"
         try:
-            await self._wire.send(subject, order, reply=f"{self._inbox}.{self._order}")
+            await self._wire.send(subject, body, reply=f"{self._inbox}.{self._request_number}")
         except BaseException:
             self._open = 0  # cancelled while sending; two pull requests are better than none
             raise
@@ -264,7 +264,7 @@ class OrderedConsumer:
         if status is None or not message.subject.startswith(self._inbox):
             if (item := arrival(message, generation=self._wire.generation)) is not None:
                 self._on_arrival(item)
-        elif message.subject == f"{self._inbox}.{self._order}":
+        elif message.subject == f"{self._inbox}.{self._request_number}":
             self._on_status(status, str(message.headers.get("Description", "")))
         self._changed.set()
 
@@ -331,7 +331,7 @@ class PullConsumer:
         self._wanted = 1
         self._changed = asyncio.Event()
         self._arrived: deque[Arrival] = deque()
-        self._orders: _Orders | None = None
+        self._requests: _PullRequests | None = None
         self._generation = -1
         self._is_lost = True
         self._pause = 0.0
@@ -355,11 +355,11 @@ class PullConsumer:
                     if self._arrived:
                         break
                     await self._until_ready()
-                if self._orders is None:
-                    self._orders = await self._listening()
-                await self._orders.top_up(max(1, self._wanted))
-                await self._orders.until(self._changed)
-                self._look(self._orders)
+                if self._requests is None:
+                    self._requests = await self._listening()
+                await self._requests.top_up(max(1, self._wanted))
+                await self._requests.until(self._changed)
+                self._look(self._requests)
         except BaseException:
             await self.stop()
             raise
@@ -373,31 +373,31 @@ class PullConsumer:
             while self._arrived:
                 await self._give_back(self._arrived.popleft())
 
-    def _look(self, orders: _Orders) -> None:
-        if orders.was_heard:
-            self._pause, orders.was_heard = 0.0, False
-        if orders.problem:
-            logger.debug("%s: looks for its consumer again: %s", self._stream, orders.problem)
+    def _look(self, requests: _PullRequests) -> None:
+        if requests.was_heard:
+            self._pause, requests.was_heard = 0.0, False
+        if requests.problem:
+            logger.debug("%s: looks for its consumer again: %s", self._stream, requests.problem)
             self._is_lost = True
 
-    async def _listening(self) -> _Orders:
-        orders = _Orders(self._wire, self._subject, self._arrived, self._changed, self._give_back)
+    async def _listening(self) -> _PullRequests:
+        requests = _PullRequests(self._wire, self._subject, self._arrived, self._changed, self._give_back)
         try:
-            await orders.listen()
+            await requests.listen()
         except BaseException:
-            await orders.withdraw()
+            await requests.withdraw()
             raise
-        return orders
+        return requests
 
     async def _withdraw(self, *, is_awaited: bool = True) -> None:
         """Withdraw the pull requests. Messages in flight are kept if ``is_awaited``, otherwise returned."""
-        orders, self._orders = self._orders, None
-        if orders is not None:
-            orders.is_awaited = is_awaited
+        requests, self._requests = self._requests, None
+        if requests is not None:
+            requests.is_awaited = is_awaited
             try:
-                await orders.withdraw()
+                await requests.withdraw()
             finally:
-                orders.is_awaited = False
+                requests.is_awaited = False
 
     async def _until_ready(self) -> None:
         if self._pause:
@@ -408,7 +408,7 @@ class PullConsumer:
         self._generation, self._is_lost = generation, False
 
 
-class _Orders:
+class _PullRequests:
     """Pull requests that share one inbox.
 
     problem     why to look for the consumer again; "" if there is no reason
@@ -440,8 +440,8 @@ class _Orders:
             if not self._open:
                 self._due = time.monotonic() + PULL_SILENCE_SECONDS
             self._open += missing
-            order = order_body(batch=missing, seconds=PULL_EXPIRES_SECONDS)
-            await self._wire.send(self._subject, order, reply=self._inbox)
+            body = pull_request(batch=missing, seconds=PULL_EXPIRES_SECONDS)
+            await self._wire.send(self._subject, body, reply=self._inbox)
 
     async def until(self, changed: asyncio.Event) -> None:
         """Wait for ``changed``, or until the server has been silent for too long."""

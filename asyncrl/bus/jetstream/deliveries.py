@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-_WORD_SECONDS: Final = 5.0
+_REPLY_SECONDS: Final = 5.0
 """Timeout of an ack, nak or keep. After an election the new leader may not know the delivery."""
 _SURE_SHARE: Final = 0.8
 """Share of ack_seconds during which a nak is sent. The server's timer starts when it sends a message, which arrives
@@ -112,7 +112,7 @@ class JetStreamDelivery(Generic[M]):
         self._ack_seconds = layout.ack_seconds
         self._until = item.time + layout.ack_seconds
         self._content = content
-        self._speaking = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self.key = layout.key(topic, item.subject)
         self.attempt = item.attempt
 
@@ -133,40 +133,40 @@ class JetStreamDelivery(Generic[M]):
 
     async def ack(self) -> None:
         """Acknowledge, even if the message was redelivered in between: the work is done."""
-        async with self._speaking:
+        async with self._lock:
             try:
-                await self._ask(b"+ACK")
+                await self._request(b"+ACK")
             except Unanswered:
                 await remove_message(self._connection, self._stream, self._item.sequence)
             self._until = 0.0
 
     async def retry(self, *, delay: float = 0.0) -> None:
-        async with self._speaking:
+        async with self._lock:
             if self.is_surely_ours():
-                await self._ask_or_tell(GIVE_BACK + b' {"delay": %d}' % int(delay * 1e9))
+                await self._request_or_send(GIVE_BACK + b' {"delay": %d}' % int(delay * 1e9))
                 self._until = 0.0
 
     async def keep(self) -> None:
-        async with self._speaking:
+        async with self._lock:
             if self.is_ours():
                 kept = time.monotonic()
-                await self._ask_or_tell(b"+WPI")
+                await self._request_or_send(b"+WPI")
                 self._until = kept + self._ack_seconds
 
     async def give_back(self) -> None:
         """Return the message without waiting for a reply. If the nak is lost, redelivery follows after ack_seconds."""
         if self.is_surely_ours():
             self._until = 0.0
-            await self._tell(GIVE_BACK)
+            await self._send(GIVE_BACK)
 
-    async def _ask(self, word: bytes) -> None:
-        await self._connection.request(self._item.reply, word, only_in=self._item.generation, patience=_WORD_SECONDS)
+    async def _request(self, ack: bytes) -> None:
+        await self._connection.request(self._item.reply, ack, only_in=self._item.generation, patience=_REPLY_SECONDS)
 
-    async def _tell(self, word: bytes) -> None:
-        await self._connection.send(self._item.reply, word, reply="")
+    async def _send(self, ack: bytes) -> None:
+        await self._connection.send(self._item.reply, ack, reply="")
 
-    async def _ask_or_tell(self, word: bytes) -> None:
+    async def _request_or_send(self, ack: bytes) -> None:
         try:
-            await self._ask(word)
+            await self._request(ack)
         except Unanswered:
-            await self._tell(word)  # the server may know the delivery; if not, it redelivers anyway
+            await self._send(ack)  # the server may know the delivery; if not, it redelivers anyway

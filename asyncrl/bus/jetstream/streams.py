@@ -40,7 +40,7 @@ class Streams:
 
     def __init__(self, connection: Connection, layout: Layout, *, role: str) -> None:
         self._connection, self._layout, self._role = connection, layout, role
-        self.made: dict[str, dict[str, Any]] = {}
+        self.known: dict[str, dict[str, Any]] = {}
         """Streams known to exist, with the server's description when they were last looked at."""
         self._is_waiting = False  # whether we wait for the run's streams
 
@@ -49,32 +49,32 @@ class Streams:
         what is left of a run."""
         one_each = {self._layout.stream(topic): topic for topic in topics}
         if self._role in ("learner", "rollout-worker"):
-            await asyncio.gather(*(self.of(topic) for topic in one_each.values()))
+            await asyncio.gather(*(self.ensure(topic) for topic in one_each.values()))
             return
         await asyncio.gather(*(self._find(name) for name in one_each))
-        if not self.made:
+        if not self.known:
             await self._require(next(iter(one_each)))
 
     async def _find(self, name: str) -> None:
         """Look up a stream. Ignore it if it does not exist."""
         try:
-            self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
+            self.known[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
         except Refused as refused:
             if not refused.description.endswith(IS_GONE):
                 raise
 
-    async def of(self, topic: Topic[Any]) -> str:
+    async def ensure(self, topic: Topic[Any]) -> str:
         """Return the name of the topic's stream, which is created or resized on first use."""
         name = self._layout.stream(topic)
-        if name in self.made:
+        if name in self.known:
             return name
         if self._role != "learner":
-            await (self._until_made(name) if self._role == "rollout-worker" else self._require(name))
+            await (self._wait_until_created(name) if self._role == "rollout-worker" else self._require(name))
             return name
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
         try:
-            self.made[name] = await self._make(name, config)
+            self.known[name] = await self._make(name, config)
         except Refused as refused:
             if refused.code in _NO_PEERS:
                 raise ConfigError(
@@ -97,26 +97,26 @@ class Streams:
     async def check(self, *, has_objects: bool) -> None:
         """See Bus.check. ``has_objects``: whether this process made the object store."""
         objects = self._layout.objects_stream
-        if has_objects and objects not in self.made:
-            self.made[objects] = await require_unchanged(self._connection, objects, LogMark())
-        await asyncio.gather(*map(self._check, tuple(self.made)))
+        if has_objects and objects not in self.known:
+            self.known[objects] = await require_unchanged(self._connection, objects, LogMark())
+        await asyncio.gather(*map(self._check, tuple(self.known)))
         for stream in (self._layout.stream(topic) for topic in ALL if topic.kind == "work"):
-            if not self.made[stream]["state"]["consumer_count"]:
+            if not self.known[stream]["state"]["consumer_count"]:
                 raise lost(self._connection, f"consumer {WORKERS} of {stream}", "it was deleted")
 
     async def _check(self, name: str) -> None:
-        before = self.made[name]
+        before = self.known[name]
         # A killed server may count an empty stream with expiry anew, so only its identity is compared.
         last = 0 if before["config"].get("max_age") else int(before["state"]["last_seq"])
         mark = LogMark(log=str(before["created"]), sequence=last)
-        self.made[name] = await require_unchanged(self._connection, name, mark, replicas=self._layout.replicas)
+        self.known[name] = await require_unchanged(self._connection, name, mark, replicas=self._layout.replicas)
 
     async def _make(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
         """waits for: the servers of a starting cluster"""
         since = time.monotonic()
         while True:
             try:
-                return await made_stream(self._connection, config)
+                return await create_or_update(self._connection, config)
             except Refused as refused:
                 if refused.code != _FEW_PEERS or time.monotonic() - since >= _PEERS_SECONDS:
                     raise
@@ -131,11 +131,11 @@ class Streams:
     async def _require(self, name: str) -> None:
         """Look up a stream. Raises ConfigError if it does not exist; for a missing run, the error lists the others."""
         try:
-            self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
+            self.known[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
         except Refused as refused:
             if not refused.description.endswith(IS_GONE):
                 raise
-            if self.made:
+            if self.known:
                 raise ConfigError(
                     f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: somebody deleted the "
                     "stream; the run's learner creates it again"
@@ -157,12 +157,12 @@ class Streams:
         runs = {stream.split("-", 1)[1].rpartition("-")[0] for stream in names}
         return ", ".join(sorted(runs)) or "(there is none)"
 
-    async def _until_made(self, name: str) -> None:
+    async def _wait_until_created(self, name: str) -> None:
         """waits for: the learner, which creates the run's streams"""
         pause, others = 0.05, ""
         while True:
             try:
-                self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
+                self.known[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
                 return
             except Refused as refused:
                 if refused.code != NO_STREAM:
@@ -181,7 +181,7 @@ class Streams:
             pause = min(2 * pause, _LONG_PAUSE + 0.1)
 
 
-async def made_stream(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
+async def create_or_update(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
     """Create a stream, or update an existing one to this configuration. Return its description. Raises Refused."""
     name = config["name"]
     try:

@@ -37,10 +37,10 @@ class StoredMessage:
 
 
 class Watch:
-    """``subject``: where the stream stores the state;  ``told``: where it republishes the state."""
+    """``subject``: where the stream stores the state;  ``republished``: where it republishes the state."""
 
-    def __init__(self, wire: Wire, *, stream: str, subject: str, told: str) -> None:
-        self._wire, self._stream, self._subject, self._told = wire, stream, subject, told
+    def __init__(self, wire: Wire, *, stream: str, subject: str, republished: str) -> None:
+        self._wire, self._stream, self._subject, self._republished = wire, stream, subject, republished
         self._changed = asyncio.Event()
         self._newest: StoredMessage | None = None
         self._seen = 0
@@ -49,7 +49,7 @@ class Watch:
         self._unlisten: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
-        self._subscription = await self._wire.subscribe(self._told, self._on_message)
+        self._subscription = await self._wire.subscribe(self._republished, self._on_message)
         self._unlisten = self._wire.listen(self._changed.set)
 
     async def take(self) -> StoredMessage:

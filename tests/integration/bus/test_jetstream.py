@@ -230,7 +230,7 @@ async def test_a_state_whose_ack_was_lost_is_stored_once(
 ) -> None:
     """The connection repeats the request, but another writer's newer state stays."""
     bus, other = await connect(nats_server, run="repeats"), await connect(nats_server, run="repeats")
-    ask, lost = Connection._ask, [True]
+    ask, lost = Connection._request_once, [True]
 
     async def lose_the_first(connection: Connection, subject: str, *arguments: Any, **named: Any) -> Any:
         answer = await ask(connection, subject, *arguments, **named)
@@ -240,7 +240,7 @@ async def test_a_state_whose_ack_was_lost_is_stored_once(
         await other.put(PROGRESS, progress(2))
         return None
 
-    monkeypatch.setattr(Connection, "_ask", lose_the_first)
+    monkeypatch.setattr(Connection, "_request_once", lose_the_first)
     await bus.put(PROGRESS, progress(1))
     assert not lost
     assert (await bus.states(PROGRESS))[""].step == 2
@@ -343,7 +343,7 @@ async def test_leaderless_jetstream_is_retried_and_no_config_error(
 
     monkeypatch.setattr("asyncrl.bus.jetstream.connection._PATIENCE_SECONDS", 0.0)
     bus = await connect(nats_server, run="leaderless")
-    bus._streams.made.clear()
+    bus._streams.known.clear()
     monkeypatch.setattr(Connection, "request", leaderless)
     with pytest.raises(BusError, match="no quorum: start the other servers of the cluster") as making:
         await bus._stream(TRAJECTORIES)

@@ -49,8 +49,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 async def test_every_stream_has_as_many_copies_as_bus_replicas_says(cluster: Cluster) -> None:
     async with cluster.bus("one") as bus:
         await cluster.until_whole(bus)
-        assert len(bus._streams.made) >= len({bus._layout.stream(topic) for topic in (*ALL, Lease.TOPIC)})
-        for stream in bus._streams.made:
+        assert len(bus._streams.known) >= len({bus._layout.stream(topic) for topic in (*ALL, Lease.TOPIC)})
+        for stream in bus._streams.known:
             assert (await info(bus, stream))["config"]["num_replicas"] == SIZE
         async with bus.consume(PROMPTS):
             workers = await bus._connection.api(f"CONSUMER.INFO.{bus._layout.stream(PROMPTS)}.workers")
@@ -264,7 +264,7 @@ async def test_too_few_servers_are_an_error_that_is_tried_again_and_no_mistake_o
             for index in (0, 1):
                 cluster.kill(index)
             monkeypatch.setattr("asyncrl.bus.jetstream.connection._PATIENCE_SECONDS", 5.0)
-            bus._streams.made.clear()
+            bus._streams.known.clear()
             for _ in range(2):  # at first, the server may not know yet and may not answer at all
                 caplog.clear()
                 makings = [bus._stream(topic) for topic in (TRAJECTORIES, PROMPTS, WEIGHTS)]

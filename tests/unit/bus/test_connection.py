@@ -67,7 +67,7 @@ async def test_subjects_of_replies_cannot_be_predicted() -> None:
     connection._client = Recorder()
     connection._inbox = "_INBOX.mine.rollout-worker"
     for _ in range(50):
-        assert await connection._ask("subject", b"", None, seconds=1e-6) is None
+        assert await connection._request_once("subject", b"", None, seconds=1e-6) is None
     places = {reply.removeprefix("_INBOX.mine.rollout-worker.") for reply in connection._client.replies}
     places |= {new_inbox("_INBOX.mine.rollout-worker") for _ in range(50)}
     assert len(places) == 100
