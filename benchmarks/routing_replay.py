@@ -103,7 +103,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def _engine(kind: str, folder: Path, dtype: str, scratch: Path) -> Engine:
-    common: dict[str, Any] = {"device": "cpu", "dtype": dtype, "version": (0, 0), "tells_experts": True}
+    common: dict[str, Any] = {"device": "cpu", "dtype": dtype, "version": (0, 0), "reports_experts": True}
     if kind == "inprocess":
         return inprocess.InProcessEngine(folder, options=inprocess.Options(threads=1), **common)
     options = sglang.Options(server_arguments={"max-total-tokens": 20_000}, start_seconds=3600.0)

@@ -68,7 +68,7 @@ def _impossible(
         return f"the model at {run.model.path} has no experts"
     if not samples:
         return f'rollout.function = "{run.rollout.function}" samples nothing'
-    if not engine(run).tells_experts(run):
+    if not engine(run).reports_experts(run):
         return f'engine.kind = "{run.engine.kind}" does not report its experts here'
     if not backend(run).replays_experts:
         return f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'

@@ -31,10 +31,10 @@ class EngineAdapter(Adapter):
     ``run.run.colocated``."""
 
     @classmethod
-    def tells_experts(cls, run: RunConfig) -> bool:
+    def reports_experts(cls, run: RunConfig) -> bool:
         """Return whether generations can report the experts of each token (Generation.experts).
 
-        If so, ``build`` passes ``tells_experts`` to the constructor when ``run.rollout.routing_replay`` is "on".
+        If so, ``build`` passes ``reports_experts`` to the constructor when ``run.rollout.routing_replay`` is "on".
         """
         return False
 
@@ -62,7 +62,7 @@ class EngineAdapter(Adapter):
             dtype=run.model.dtype,
             version=FIRST_VERSION,
             options=cls.options(run),
-            **({"tells_experts": True} if run.rollout.routing_replay == "on" else {}),
+            **({"reports_experts": True} if run.rollout.routing_replay == "on" else {}),
         )
 
     @classmethod

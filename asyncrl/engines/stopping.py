@@ -124,7 +124,7 @@ class StopWatch:
         return is_ended
 
 
-def ended(generation: Generation, sampling: SamplingParams, stop: StopStrings | None) -> Generation:
+def cut_at_stop(generation: Generation, sampling: SamplingParams, stop: StopStrings | None) -> Generation:
     """Return the answer cut where ``sampling`` ends it, for engines that detect the end late or not at all.
 
     A server misses a stop string that began in tokens it received as part of the prompt. It reports "length" for an
@@ -154,12 +154,12 @@ class StopReader:
             self._decode = await asyncio.get_running_loop().run_in_executor(self._reader, load_decode, self._model_path)
         return StopStrings(sampling.stop, self._decode)
 
-    async def ended(self, generation: Generation, sampling: SamplingParams, stop: StopStrings | None) -> Generation:
+    async def cut(self, generation: Generation, sampling: SamplingParams, stop: StopStrings | None) -> Generation:
         """Like the function ``ended``; long answers are decoded in a thread."""
         if stop is None or len(generation.tokens) <= AT_ONCE:
-            return ended(generation, sampling, stop)
+            return cut_at_stop(generation, sampling, stop)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, ended, generation, sampling, stop)
+        return await loop.run_in_executor(self._thread, cut_at_stop, generation, sampling, stop)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)

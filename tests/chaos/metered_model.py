@@ -33,10 +33,10 @@ class MeteredModel(InProcessEngine):
         dtype: str,
         version: tuple[int, int],
         options: Options,
-        tells_experts: bool = False,
+        reports_experts: bool = False,
     ) -> None:
         super().__init__(
-            model_path, device=device, dtype=dtype, version=version, options=options, tells_experts=tells_experts
+            model_path, device=device, dtype=dtype, version=version, options=options, reports_experts=reports_experts
         )
         self._meter = Meter(Path(options.meter))
         self._step_seconds = options.step_seconds

@@ -286,9 +286,9 @@ class EvaluationSource:
                     raise error
                 self._log.warning("evaluation of version %d: %s", evaluation.weights.policy_version, error)
                 self._given_up = evaluation.number
-                await self._say_unable(evaluation, error)
+                await self._report_unable(evaluation, error)
 
-    async def _say_unable(self, evaluation: Evaluation, error: WeightsError) -> None:
+    async def _report_unable(self, evaluation: Evaluation, error: WeightsError) -> None:
         """Tell the learner that this worker cannot load the version: it need not wait if no worker can."""
         problem = f"cannot load version {evaluation.weights.policy_version}: {error}"
         said = EvaluationAnswers(
@@ -300,7 +300,7 @@ class EvaluationSource:
     async def _hold(self, evaluation: Evaluation, prefetch: Prefetch) -> None:
         """Hold the evaluated version until cancelled."""
         async with self._lease(evaluation):
-            await self._slots.unreserved()  # no await between this and ``hold``
+            await self._slots.until_unreserved()  # no await between this and ``hold``
             async with self._engine.follower.gate.hold(evaluation.weights):
                 self.current, self._held_since = evaluation, time.monotonic()
                 prefetch.update()

@@ -117,7 +117,7 @@ class GenerationSession:
     async def _sample(
         self, call: int, tokens: NDArray[np.int32], sampling: SamplingParams, *, partial: PartialGeneration | None
     ) -> Generation:
-        with self._own_time.paused(), self._user_wait_paused():
+        with self._own_time.pause(), self._pause_user_wait():
             async with self._engine.follower.gate.sampling(self._need, waits=self._engine.waits):
                 self._begin_at(self._engine.version[1])
                 return await self._engine.sample(tokens, sampling, seed=self._seed(call), partial=partial)
@@ -137,14 +137,14 @@ class GenerationSession:
         Raises TimeoutError, with ``is_out_of_time`` True, once the function has taken ``own_seconds``.
         """
         with self._engine.waits.waiting(_WAITS[on], on=on) as self._user_wait:
-            async with self._own_time.limited():
+            async with self._own_time.limit():
                 yield
 
     @property
     def is_out_of_time(self) -> bool:
         return self._own_time.is_over
 
-    def _user_wait_paused(self) -> contextlib.AbstractContextManager[None]:
+    def _pause_user_wait(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._user_wait is None else self._engine.waits.paused(self._user_wait)
 
 
@@ -175,7 +175,7 @@ class OwnTime:
         self._is_over = False
 
     @contextlib.asynccontextmanager
-    async def limited(self) -> AsyncIterator[None]:
+    async def limit(self) -> AsyncIterator[None]:
         """Run the clock while open. Raises TimeoutError once it exceeds the limit."""
         if not self._seconds:
             yield
@@ -193,7 +193,7 @@ class OwnTime:
         return self._is_over
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Pause the clock while open; calls may overlap."""
         timeout, loop = self._timeout, asyncio.get_running_loop()
         if timeout is None:

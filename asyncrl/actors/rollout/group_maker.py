@@ -106,7 +106,7 @@ class GroupMaker:
         """
         started, began = time.monotonic(), time.time()
         sampled = await self._sample_all(prompt, slots, progress)
-        made = self._without_failed(prompt, sampled)
+        made = self._drop_failed(prompt, sampled)
         chosen = first_rollouts(made, prompt.group_size)
         generated = time.monotonic()
         rewards = await self._rewards(prompt, chosen)
@@ -201,7 +201,7 @@ class GroupMaker:
             limits=self._rules.limits,
         )
 
-    def _without_failed(self, prompt: PromptGroup, samples: Sequence[Rollout | RolloutError]) -> list[Rollout]:
+    def _drop_failed(self, prompt: PromptGroup, samples: Sequence[Rollout | RolloutError]) -> list[Rollout]:
         """Return the samples that did not fail. Raises the first RolloutError if too few are left."""
         made = [sample for sample in samples if not isinstance(sample, RolloutError)]
         failed = [sample for sample in samples if isinstance(sample, RolloutError)]

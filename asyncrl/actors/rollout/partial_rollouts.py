@@ -61,7 +61,7 @@ class PartialRollouts:
         """Tokens in progress that are not on the bus: lost if this process dies now."""
         return sum(progress.num_unsaved for progress in self._groups.values())
 
-    def begun(self) -> dict[str, int]:
+    def begun_groups(self) -> dict[str, int]:
         """Return Heartbeat.begun: group id -> oldest policy version."""
         versions = {key: progress.oldest_version for key, progress in self._groups.items()}
         return {key: version for key, version in versions.items() if version is not None}
@@ -104,20 +104,20 @@ class PartialRollouts:
         progress = GroupProgress(prompt.group_id, attempt=attempt, is_saved=self.is_on, ticket=prompt.ticket)
         if self.is_on and attempt > 1 and (begun or attempt) < self._max_attempts:
             try:
-                progress = await self._resumed(prompt.group_id, attempt=attempt, ticket=prompt.ticket)
+                progress = await self._resume(prompt.group_id, attempt=attempt, ticket=prompt.ticket)
             except BusError as error:
                 self._log.warning("group %d starts over, its segments cannot be read: %s", prompt.group_id, error)
         progress.num_tried = max(progress.num_tried, begun or attempt)
         self._groups[str(prompt.group_id)] = progress
         return progress
 
-    async def _resumed(self, group_id: int, *, attempt: int, ticket: str) -> GroupProgress:
+    async def _resume(self, group_id: int, *, attempt: int, ticket: str) -> GroupProgress:
         """Return progress with the calls of those samples that are fresh enough."""
         found = await self._bus.states(SEGMENTS, under=f"{group_id}/")
         segments = newest_attempt(found, group_id, before=attempt, ticket=ticket)
         if not segments:
             return GroupProgress(group_id, attempt=attempt, ticket=ticket)
-        calls = assembled(segments)
+        calls = assemble_calls(segments)
         learner = (await self._bus.states(PROGRESS)).get("")
         version = 0 if learner is None else learner.policy_version
         stale = {index for (index, *_), call in calls.items() if self._is_stale(call, policy_version=version)}
@@ -160,7 +160,7 @@ class PartialRollouts:
         """Remove the segments of a published group."""
         try:
             if (progress := self._groups.get(key)) is not None:
-                progress.discard_unasked()
+                progress.discard_unused()
             if (progress := self.close(key)) is not None:
                 await progress.forget(self._bus)
         except BusError as error:  # the segments expire after some hours
@@ -262,7 +262,7 @@ class GroupProgress:
             self._taken_over[key[0]] -= len(known.tokens)
         partial.finish(generation)
 
-    def discard_unasked(self) -> None:
+    def discard_unused(self) -> None:
         """Discard recorded calls that were not repeated, once the group is done."""
         self._discard(self._recorded)
         self._recorded = {}
@@ -308,11 +308,11 @@ class GroupProgress:
 
     def _new_segments(self) -> Iterator[CallSegment]:
         for key, partial in self._begun.items():
-            yield from self._after_saved(key, partial)
+            yield from self._unsaved_segments(key, partial)
         for key, call in self._recorded.items():
-            yield from self._after_saved(key, PartialGeneration(call.generation))
+            yield from self._unsaved_segments(key, PartialGeneration(call.generation))
 
-    def _after_saved(self, key: Key, partial: PartialGeneration) -> Iterator[CallSegment]:
+    def _unsaved_segments(self, key: Key, partial: PartialGeneration) -> Iterator[CallSegment]:
         start = self._saved.get(key, 0)
         if partial.num_tokens <= start:
             return
@@ -341,7 +341,7 @@ class GroupProgress:
         self._is_closed = True
 
 
-def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
+def assemble_calls(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
     """Return the calls in one attempt's ordered segments. A segment from token 0 replaces earlier ones of its call."""
     calls: dict[Key, Recorded] = {}
     for segment in segments:

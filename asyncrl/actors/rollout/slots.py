@@ -40,7 +40,7 @@ class SampleSlots:
         """Whether a group has the worker for itself, or waits for that."""
         return self._worker.num_reservations > 0
 
-    async def unreserved(self) -> None:
+    async def until_unreserved(self) -> None:
         """Wait until no group has the worker for itself or waits for that."""
         while self.is_reserved:
             await self._worker.until_changed()
@@ -49,7 +49,7 @@ class SampleSlots:
         """Take slots for ``count`` samples once one slot is free."""
         while not self.has_free:
             await self._worker.until_changed()
-        return self._leased(count)
+        return self._lease(count)
 
     async def take_alone(self, count: int) -> SlotLease:
         """Take slots for ``count`` samples once no other sample is in progress; others begin only after the group."""
@@ -83,7 +83,7 @@ class SampleSlots:
         self._running += count
         self._worker.run(count)
 
-    def _leased(self, count: int) -> SlotLease:
+    def _lease(self, count: int) -> SlotLease:
         lease = SlotLease(self)
         lease.add(count)
         return lease

@@ -72,7 +72,7 @@ class RolloutWorker(Actor):
     async def run(self) -> None:
         """Work until drained, or until the run is finished: groups held then are not needed. In quarantine, sit out."""
         async with asyncio.TaskGroup() as group:
-            joined = group.create_task(self._say_joined(), name=f"{self.name}.say-joined")
+            joined = group.create_task(self._report_joined(), name=f"{self.name}.report-joined")
             work = group.create_task(self._work(), name=f"{self.name}.work")
             finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
             saving = group.create_task(self._partial_rollouts.run(), name=f"{self.name}.save-partial-rollouts")
@@ -81,7 +81,7 @@ class RolloutWorker(Actor):
             await asyncio.wait((work, finished, quarantined, handed_over), return_when=asyncio.FIRST_COMPLETED)
             work.cancel()  # held groups go back to the bus
             if quarantined.done() and not finished.done():
-                await self._sit_out(quarantined.result(), finished, owner=group)
+                await self._wait_in_quarantine(quarantined.result(), finished, owner=group)
             for task in (joined, handed_over, quarantined, finished, saving):
                 task.cancel()
 
@@ -100,7 +100,7 @@ class RolloutWorker(Actor):
         for stage in self._stages:
             stage.drain()
 
-    async def _sit_out(self, reason: str, finished: asyncio.Task[None], *, owner: asyncio.TaskGroup) -> None:
+    async def _wait_in_quarantine(self, reason: str, finished: asyncio.Task[None], *, owner: asyncio.TaskGroup) -> None:
         """Stay up without work after a quarantine, so that no launcher restarts the worker before the run ends."""
         self.phase, self.problem = "quarantined", reason
         drained = owner.create_task(self.draining.wait())
@@ -108,7 +108,7 @@ class RolloutWorker(Actor):
             await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
         drained.cancel()
 
-    async def _say_joined(self) -> None:
+    async def _report_joined(self) -> None:
         """Report that the engine is up. The learner reports "first_trained" when it has trained a group of it."""
         event = Event(kind="joined", actor=self.name, time=time.time(), data={"host": socket.gethostname()})
         try:
@@ -160,7 +160,7 @@ class RolloutWorker(Actor):
         """Include the follower's problem: a process has one heartbeat."""
         beat = super().heartbeat()
         problem = beat.problem or self._engine.follower.problem
-        said: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun())
+        said: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun_groups())
         return said
 
     def present_waits(self) -> tuple[Wait, ...]:

@@ -62,11 +62,11 @@ class Decoder:
     """A model, its KV cache, and the sequences in its rows (row r belongs to ``answers[r]``)."""
 
     def __init__(
-        self, model_path: Path, *, device: str, dtype: str, version: Version, tells_experts: bool = False
+        self, model_path: Path, *, device: str, dtype: str, version: Version, reports_experts: bool = False
     ) -> None:
         """Load the model. Raises ConfigError if it is not supported.
 
-        tells_experts   whether to record the experts of each token, for answers to be trained
+        reports_experts   whether to record the experts of each token, for answers to be trained
         """
         transformers.AttentionInterface.register(ATTENTION, attention)
         self.device = torch.device(device)
@@ -83,7 +83,7 @@ class Decoder:
         self.answers: list[RunningSequence] = []
         self._cache = KVCache()
         self._window = _window(self._model.config)
-        self._experts = ExpertRecorder(self._model) if tells_experts else None
+        self._experts = ExpertRecorder(self._model) if reports_experts else None
         self._rows_changed = True
         self._lengths = self._temperatures = torch.empty(0)
         self.num_sampled = 0

@@ -112,7 +112,7 @@ class InProcessEngine(EngineAdapter):
     collectives = None
 
     @classmethod
-    def tells_experts(cls, run: RunConfig) -> bool:
+    def reports_experts(cls, run: RunConfig) -> bool:
         return True
 
     def __init__(
@@ -123,14 +123,14 @@ class InProcessEngine(EngineAdapter):
         dtype: str,
         version: Version,
         options: Options,
-        tells_experts: bool = False,
+        reports_experts: bool = False,
     ) -> None:
         self._model_path = model_path
         self._device = device
         self._dtype = dtype
         self._first_version = version
         self._options = options
-        self._tells_experts = tells_experts
+        self._reports_experts = reports_experts
         self._decoder: Decoder | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-decode", initializer=self._set_threads)
@@ -272,7 +272,7 @@ class InProcessEngine(EngineAdapter):
             device=self._device,
             dtype=self._dtype,
             version=self._first_version,
-            tells_experts=self._tells_experts,
+            reports_experts=self._reports_experts,
         )
 
     async def _decode(self, decoder: Decoder) -> None:

@@ -79,11 +79,11 @@ class SGLangEngine(EngineAdapter):
             lora=run.learner.lora if run.learner.lora.publish == "adapter" else None,
             quantization=run.weights.quantization,
             quantized=run.run_directory / f"model-{run.weights.quantization}",
-            tells_experts=run.rollout.routing_replay == "on",
+            reports_experts=run.rollout.routing_replay == "on",
         )
 
     @classmethod
-    def tells_experts(cls, run: RunConfig) -> bool:
+    def reports_experts(cls, run: RunConfig) -> bool:
         """For an external server, only if the run requests experts: its options are unknown until it is asked."""
         options: Options = cls.options(run)
         return not options.url or run.rollout.routing_replay == "on"
@@ -138,14 +138,14 @@ class SGLangEngine(EngineAdapter):
         lora: LoraSection | None = None,
         quantization: str = "",
         quantized: Path = Path(),
-        tells_experts: bool = False,
+        reports_experts: bool = False,
     ) -> None:
         """
         log_path       file for the output of a launched server
         lora           settings of the adapters that versions consist of; None if versions are whole models
         quantization   format of the weights; empty if they stay in their trained dtype
         quantized      folder for a copy of the model in that format
-        tells_experts  whether to report the experts of each token, for answers to be trained
+        reports_experts  whether to report the experts of each token, for answers to be trained
         """
         self._model = ServedModel(path=model_path, quantization=quantization)  # until the folder is read
         self._device, self._dtype, self._quantized = device, dtype, quantized
@@ -153,7 +153,7 @@ class SGLangEngine(EngineAdapter):
         self._options, self._log_path = options, log_path
         self._client = ServerClient(options.url.rstrip("/"), request_seconds=options.request_seconds)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
-        self._tells_experts = tells_experts
+        self._reports_experts = reports_experts
         self._memory = memory.GpuMemory(self._client)
         self._context_tokens = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
@@ -178,7 +178,9 @@ class SGLangEngine(EngineAdapter):
             raise
 
     async def _start(self) -> None:
-        read = functools.partial(read_model, self._model, quantized=self._quantized, tells_experts=self._tells_experts)
+        read = functools.partial(
+            read_model, self._model, quantized=self._quantized, reports_experts=self._reports_experts
+        )
         is_ours, run = not self.url, asyncio.get_running_loop().run_in_executor
         self._model = await run(self._reader, read)
         kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
@@ -225,7 +227,7 @@ class SGLangEngine(EngineAdapter):
                 partial.follow(reply)
                 request = self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans)
                 await self._sample(reply, request | names, sent=version)
-        return await self._stops.ended(partial.prefix.then(reply.generation()), sampling, stop)
+        return await self._stops.cut(partial.prefix.then(reply.generation()), sampling, stop)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         self._client.check_open()
@@ -237,7 +239,7 @@ class SGLangEngine(EngineAdapter):
         folder = await asyncio.get_running_loop().run_in_executor(self._reader, check)
         before = self.version
         report = await self._loader.load(weights, folder)
-        self._settled.loaded(weights.order, before=before)
+        self._settled.note_load(weights.order, before=before)
         return report
 
     async def release(self) -> None:
@@ -282,11 +284,11 @@ class SGLangEngine(EngineAdapter):
             self._model,
             device=self._device,
             dtype=self._dtype,
-            stamp=self._stamps.of(self._first_version),
+            stamp=self._stamps.format(self._first_version),
             lora=self._lora,
             options=self._options,
             log_path=self._log_path,
-            tells_experts=self._tells_experts,
+            reports_experts=self._reports_experts,
         )
         await self._client.server.start()
 
@@ -301,7 +303,7 @@ class SGLangEngine(EngineAdapter):
             info, self._options, url=self.url, device=self._device, of_model=self._model.context_tokens
         )
         stamp = str(model.get("weight_version", ""))
-        if is_ours and stamp != self._stamps.of(self._first_version):
+        if is_ours and stamp != self._stamps.format(self._first_version):
             raise EngineDied(f"the server at {self.url} is not the one started here: it serves weights {stamp!r}")
         found = "" if is_ours else attached.other_weights(self._stamps, model, self._model.path)
         self._loader.version = self._first_version if found else self._stamps.read(stamp)
@@ -309,7 +311,7 @@ class SGLangEngine(EngineAdapter):
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
         self._loader.is_whole = is_whole(info)
-        if self._tells_experts and not info.get(EXPERTS_OPTION.replace("-", "_")):
+        if self._reports_experts and not info.get(EXPERTS_OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{EXPERTS_OPTION} of the server at {self.url}')
         version = str(info.get("version", "0"))
         check_pause(self._options.pause, url=self.url, version=version)
@@ -349,7 +351,7 @@ class SGLangEngine(EngineAdapter):
             sampling,
             vocabulary_size=self._model.vocabulary_size,
             stream_interval=self._options.stream_interval if stream and self._has_spans else None,
-            tells_experts=self._model.experts is not None and sampling.is_trained,
+            reports_experts=self._model.experts is not None and sampling.is_trained,
             stream=stream,
             # Key of the prefix cache: unique to this engine, and new after every load.
             extra_key=f"{self._cache_owner}:{self._loader.num_loads}",
@@ -380,8 +382,8 @@ class SGLangEngine(EngineAdapter):
                         stamp = reply.take_chunk(json.loads(data), newest=bounds.newest, late_tokens=late_tokens)
                         if len(reply) > before:
                             self._tokens_generated += len(reply) - before
-                            bounds.answered()
-                            self._settled.stamped(stamp)
+                            bounds.note_token()
+                            self._settled.note_stamp(stamp)
         except asyncio.CancelledError:
             await self._client.abort(request["rid"])  # the server would notice the closed connection seconds later
             raise

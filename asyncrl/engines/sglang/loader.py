@@ -6,8 +6,8 @@ pinned memory and copy them to the GPU, each on its own stream, while the model 
 (docs/results/performance.md).
 
 The server finds ``load`` through --custom-weight-loader. A request to /update_weights_from_tensor carries the result of
-``serialized`` where SGLang expects tensors: the file names, the channel's function and its payload, or the buckets of
-each NCCL group (receiving.py).
+a ``serialize_`` function where SGLang expects tensors: the file names, the channel's function and its payload, or the
+buckets of each NCCL group (receiving.py).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ and the previous one, whose last tensor the model's loop still holds. A model th
 holds all of them."""
 
 
-def serialized(*files: Sequence[Path]) -> str:
+def serialize_files(*files: Sequence[Path]) -> str:
     """Encode weight files like SGLang's (name, tensor) pairs. Each file is a list of paths, tried in order.
 
     The server uses the first path that it can read. A file that another process has open (/proc/PID/fd) is not always
     readable: file capabilities and security modules may forbid it.
     """
-    return _encoded(*(json.dumps([str(name) for name in names]) for names in files))
+    return _encode_names(*(json.dumps([str(name) for name in names]) for names in files))
 
 
-def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optional: frozenset[str]) -> str:
+def serialize_source(source: Source, payload: bytes, *, expected: Shapes, optional: frozenset[str]) -> str:
     """Encode an order to load the tensors that ``source`` yields for ``payload``.
 
     They must be the ``expected`` ones; the ``optional`` ones may be absent. Raises ConfigError for a function that is
@@ -64,18 +64,18 @@ def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optio
         raise ConfigError(f"weights.channel: {source.__module__}.{source.__qualname__} is not at the top of its module")
     address = f"{source.__module__}:{source.__qualname__}"
     layout = {"shapes": {name: list(shape) for name, shape in expected.items()}, "optional": sorted(optional)}
-    return _encoded(_SOURCE + address, base64.b64encode(payload).decode(), json.dumps(layout))
+    return _encode_names(_SOURCE + address, base64.b64encode(payload).decode(), json.dumps(layout))
 
 
-def serialized_groups(parts: receiving.Parts, *, problem: Path) -> str:
+def serialize_groups(parts: receiving.Parts, *, problem: Path) -> str:
     """Encode an order to receive the buckets of each group, which the server has joined.
 
     If the server finds no such group, it changes nothing and writes the reason to the new file ``problem``.
     """
-    return _encoded(_GROUPS, receiving.described(parts), str(problem))
+    return _encode_names(_GROUPS, receiving.describe_parts(parts), str(problem))
 
 
-def _encoded(*names: str) -> str:
+def _encode_names(*names: str) -> str:
     written = io.BytesIO()
     _Pickler(written).dump([(name, torch.empty(0)) for name in names])
     return base64.b64encode(written.getvalue()).decode()

@@ -161,7 +161,7 @@ def known_arguments() -> Mapping[str, Values]:
     files = [folder / "server_args.py", *sorted((folder / "arg_groups").rglob("*.py"))]
     known: dict[str, Values] = {}
     for file in files:
-        for name, values in _declared(file) if file.is_file() else ():
+        for name, values in _read_declarations(file) if file.is_file() else ():
             if known.get(name, Values()) == Values():
                 known[name] = values
             elif values != Values() and values != known[name]:
@@ -192,7 +192,7 @@ def _values(annotation: ast.expr) -> Values:
     return Values(_NUMBERS[number[1]] if number else None)
 
 
-def _declared(file: Path) -> Iterator[tuple[str, Values]]:
+def _read_declarations(file: Path) -> Iterator[tuple[str, Values]]:
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError):

@@ -36,7 +36,7 @@ Parts = Sequence[tuple[str, Sequence[BucketLayout]]]
 """The name of each group, and the buckets that its learner rank sends."""
 
 
-def described(parts: Parts) -> str:
+def describe_parts(parts: Parts) -> str:
     return json.dumps([[group, [[one.names, one.dtypes, one.shapes] for one in buckets]] for group, buckets in parts])
 
 
@@ -83,7 +83,7 @@ class Arrivals:
     def begin(self, *, at_most: int = _AHEAD) -> None:
         """Begin broadcasts until ``at_most`` are not loaded completely, or there is no room for another."""
         while self._left and len(self._coming) < at_most and (not self._coming or self._has_room()):
-            self._coming.append(self._begun(*self._left.popleft()))
+            self._coming.append(self._begin_broadcast(*self._left.popleft()))
 
     def _has_room(self) -> bool:
         """Whether the next bucket fits into the memory of AT_ONCE buckets, beside those that are there."""
@@ -117,7 +117,7 @@ class Arrivals:
             if len(self._loaded) > 1:
                 return
 
-    def _begun(self, group: Any, entries: tuple[TensorEntry, ...]) -> tuple[Bucket, Any]:
+    def _begin_broadcast(self, group: Any, entries: tuple[TensorEntry, ...]) -> tuple[Bucket, Any]:
         """Begin a broadcast; return its bucket, and on CUDA the event of its arrival."""
         size = _size(entries)
         block = torch.empty(max(size, self._block_bytes), dtype=torch.uint8, device=self._device)

@@ -58,7 +58,7 @@ def generate_request(
     vocabulary_size: int,
     stream: bool,
     stream_interval: int | None,
-    tells_experts: bool,
+    reports_experts: bool,
     extra_key: str,
 ) -> dict[str, Any]:
     """Return the body of a POST to /generate. If ``stream_interval`` is None, the server uses its own."""
@@ -68,7 +68,7 @@ def generate_request(
         "input_ids": prompt_tokens.tolist(),
         "sampling_params": sampling_params(sampling, vocabulary_size=vocabulary_size) | interval,
         "return_logprob": True,
-        "return_routed_experts": tells_experts,
+        "return_routed_experts": reports_experts,
         "stream": stream,
         "extra_key": extra_key,
     }
@@ -95,7 +95,7 @@ class ExpertShape:
     per_token: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ExpertShape:
+    def from_config(cls, config: Mapping[str, Any]) -> ExpertShape:
         """Read the shape from config.json. Raises ConfigError for a model without experts."""
         num_experts = next((config[name] for name in _NUM_EXPERTS if config.get(name)), 0)
         layers, per_token = config.get("num_hidden_layers", 0), config.get("num_experts_per_tok", 0)

@@ -53,11 +53,11 @@ class ServedModel:
     experts: ExpertShape | None = None
 
 
-def read_model(model: ServedModel, *, quantized: Path, tells_experts: bool) -> ServedModel:
+def read_model(model: ServedModel, *, quantized: Path, reports_experts: bool) -> ServedModel:
     """Read the model folder at model.path, ``model.path``. Raises ConfigError.
 
     quantized      folder to write a copy in ``model.quantization`` to, which is served instead; unused without one
-    tells_experts  whether the server is to report the experts of each token
+    reports_experts  whether the server is to report the experts of each token
     """
     path, quantization = model.path, model.quantization
     try:
@@ -73,7 +73,7 @@ def read_model(model: ServedModel, *, quantized: Path, tells_experts: bool) -> S
         optional_names=frozenset({"lm_head.weight"} if config.get("tie_word_embeddings") else ()),
         vocabulary_size=int(config.get("vocab_size", 2**31)),
         context_tokens=int(config.get("max_position_embeddings") or 2**31),
-        experts=ExpertShape.of(config) if tells_experts else None,
+        experts=ExpertShape.from_config(config) if reports_experts else None,
     )
 
 
@@ -100,7 +100,7 @@ def server_command(
     stream_interval: int,
     server_arguments: Mapping[str, Any],
     quantization: str = "",
-    tells_experts: bool = False,
+    reports_experts: bool = False,
 ) -> list[str]:
     """Return the server's command line. ``server_arguments`` override every default.
 
@@ -119,7 +119,7 @@ def server_command(
         "incremental-streaming-output": True,
         "skip-server-warmup": True,  # its prompt crashes a GPU server if the tokenizer knows none of its words
         "custom-weight-loader": [LOADER],
-        **({EXPERTS_OPTION: True} if tells_experts else {}),
+        **({EXPERTS_OPTION: True} if reports_experts else {}),
         **(CPU_ARGUMENTS if device == "cpu" else {}),
         **prefill_arguments(model_path, server_arguments, device=device, tensor_parallel=tensor_parallel),
         **({"quantization": QUANTIZATIONS[quantization]} if quantization else {}),
@@ -243,7 +243,7 @@ def make_server(
     lora: LoraSection | None,
     options: Options,
     log_path: Path,
-    tells_experts: bool,
+    reports_experts: bool,
 ) -> tuple[ServerProcess, str]:
     """Return the process, which is not started, and its URL, where it responds half a minute after the start, or later.
 
@@ -265,7 +265,7 @@ def make_server(
         quantization=model.quantization,
         stream_interval=options.stream_interval,
         server_arguments=lora_arguments(lora, model.shapes, device=device) | given,
-        tells_experts=tells_experts,
+        reports_experts=reports_experts,
     )
     log.info("starting SGLang, output in %s: %s", log_path, " ".join(command))
     environment = server_environment(os.environ, device=device, options=options)

@@ -59,7 +59,7 @@ class Stamps:
     owner: str = ""
     url: str = ""
 
-    def of(self, version: Version) -> str:
+    def format(self, version: Version) -> str:
         return ":".join(filter(None, (format_version(version), self.owner)))
 
     def is_foreign(self, stamp: str) -> bool:
@@ -112,7 +112,7 @@ class SettledVersion:
         """Return what bounds the labels of a request that is sent under this version now."""
         return SentRequest(self, sent)
 
-    def loaded(self, version: Version, *, before: Version) -> None:
+    def note_load(self, version: Version, *, before: Version) -> None:
         """Note that a load of this version has ended. If there was a newer one before, newest follows.
 
         before: the version before the load, or less if that is not known (after a transfer that broke off)
@@ -123,7 +123,7 @@ class SettledVersion:
             self.older_loads.append(version)
         self._latest = max(self._latest, version)
 
-    def stamped(self, version: Version) -> None:
+    def note_stamp(self, version: Version) -> None:
         """Note that the server reports this version as loaded.
 
         If the version is newer than ``newest``, sends a short request, unless one is in flight.
@@ -140,7 +140,7 @@ class SettledVersion:
         asked = self.request(min(version, self._current()))  # a late stamp may be newer than an older load
         with contextlib.suppress(EngineError):  # the generations in progress report it; the next chunk asks again
             await self._ask()
-            asked.answered()
+            asked.note_token()
 
 
 class SentRequest:
@@ -160,7 +160,7 @@ class SentRequest:
         is_old = len(loads) > self._at_sending
         return self._settled.newest if is_old else max(self._settled.newest, self._sent)
 
-    def answered(self) -> None:
+    def note_token(self) -> None:
         """Note that the request has a token."""
         self._at_last_token = len(self._settled.older_loads)
         if self._at_last_token == self._at_sending:

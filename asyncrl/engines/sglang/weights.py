@@ -109,7 +109,7 @@ class WeightLoader:
                 files = () if self.is_whole else paths
                 return await self._switch(weights.order, updates, what=str(folder), files=files)
             held = [Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}") for stream in streams]
-            order = loader.serialized(*zip(held, paths, strict=True))
+            order = loader.serialize_files(*zip(held, paths, strict=True))
             return await self.take(weights.order, order, what=str(folder))
 
     async def take(self, version: Version, order: str, *, what: str) -> LoadReport:
@@ -136,10 +136,10 @@ class WeightLoader:
         what = f"group {parts[0][0]}"
         if is_nccl and self.receives:
             problem = Path(tempfile.gettempdir()) / f"asyncrl-{uuid.uuid4().hex}"
-            update = self._by_loader(version, loader.serialized_groups(parts, problem=problem))
+            update = self._by_loader(version, loader.serialize_groups(parts, problem=problem))
             return await self._switch(version, self._in_session([update]), what=what, problem=problem)
         updates = [
-            (_FROM_LEARNER, _described(bucket) | {"group_name": group} | self._body(version))
+            (_FROM_LEARNER, _describe_bucket(bucket) | {"group_name": group} | self._body(version))
             for group, buckets in parts
             for bucket in buckets
         ]
@@ -158,7 +158,7 @@ class WeightLoader:
 
     def _body(self, version: Version) -> dict[str, Any]:
         # The KV cache of requests kept in place cannot be flushed; the cache of retracted requests must be.
-        return {"weight_version": self.stamps.of(version), "flush_cache": self._pause == "retract"}
+        return {"weight_version": self.stamps.format(version), "flush_cache": self._pause == "retract"}
 
     async def _switch(
         self,
@@ -189,10 +189,10 @@ class WeightLoader:
                 for path, body in updates:
                     self._is_torn = True
                     await self._order(path, body)
-                if problem is not None and (reason := _said(problem)):
+                if problem is not None and (reason := _read_problem(problem)):
                     self.finds_groups = False
                     raise EngineError(f"our loader in the server cannot receive: {reason}; from now on SGLang's does")
-                if gone := await asyncio.to_thread(_gone, files):
+                if gone := await asyncio.to_thread(_first_missing, files):
                     raise EngineError(f"{gone} was removed during the load, so some ranks may lack its weights")
                 self._is_torn = False
                 self.version = version
@@ -255,7 +255,7 @@ class SGLangIntake:
         return receiving.AT_ONCE if self._loader.receives else 1
 
     async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
-        order = loader.serialized_source(source, payload, expected=self._shapes, optional=self._optional)
+        order = loader.serialize_source(source, payload, expected=self._shapes, optional=self._optional)
         return await self._in_time(self._loader.take(version, order, what=source.__module__), self._shapes)
 
     async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
@@ -308,7 +308,7 @@ class SGLangIntake:
             return {"success": False, "message": str(error)}
 
 
-def _said(problem: Path) -> str:
+def _read_problem(problem: Path) -> str:
     """Read and remove the file; return an empty string if there is none."""
     try:
         reason = problem.read_text()
@@ -318,11 +318,11 @@ def _said(problem: Path) -> str:
     return reason
 
 
-def _gone(files: Sequence[Path]) -> Path | None:
+def _first_missing(files: Sequence[Path]) -> Path | None:
     return next((file for file in files if not file.exists()), None)
 
 
-def _described(bucket: BucketLayout) -> dict[str, Any]:
+def _describe_bucket(bucket: BucketLayout) -> dict[str, Any]:
     return {
         "names": list(bucket.names),
         "dtypes": list(bucket.dtypes),

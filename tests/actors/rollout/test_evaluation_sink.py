@@ -76,7 +76,7 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "FULL_LOG_SECONDS", 0.0)
 
 
-async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
+async def test_answer_log_holds_counts_and_no_tokens() -> None:
     worker = Worker()
     worker.bus.has_space = True
     await worker.sink.publish(group(length=10_000), prompt=worker.prompt)
@@ -90,7 +90,7 @@ async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
     assert mixed.message.answers[0].version_spans[0].policy_version == 21, "the learner counts these"
 
 
-async def test_the_answers_to_a_prompt_that_is_recorded_come_whole() -> None:
+async def test_answers_to_recorded_prompts_carry_tokens() -> None:
     worker = Worker()
     worker.bus.has_space = True
     worker.prompt = replace(worker.prompt, recorded_place=7)
@@ -103,7 +103,7 @@ async def test_the_answers_to_a_prompt_that_is_recorded_come_whole() -> None:
     assert (found.place, found.label) == (7, "1")
 
 
-async def test_answers_that_are_too_large_to_be_recorded_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_counts_answers_too_large_to_record(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.bus.has_space = True
     worker.prompt = replace(worker.prompt, recorded_place=7)
@@ -115,7 +115,7 @@ async def test_answers_that_are_too_large_to_be_recorded_are_counted(caplog: pyt
     assert "are counted and not recorded" in caplog.text
 
 
-async def test_a_full_log_is_left_when_the_evaluation_is_over() -> None:
+async def test_stops_waiting_for_a_full_log_when_evaluation_ends() -> None:
     worker = Worker()
     publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
     await worker.bus.tried.wait()
@@ -124,7 +124,7 @@ async def test_a_full_log_is_left_when_the_evaluation_is_over() -> None:
     assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 0
 
 
-async def test_a_full_log_is_left_for_the_next_evaluation() -> None:
+async def test_stops_waiting_for_a_full_log_when_next_evaluation_begins() -> None:
     worker = Worker()
     publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
     await worker.bus.tried.wait()
@@ -133,7 +133,7 @@ async def test_a_full_log_is_left_for_the_next_evaluation() -> None:
     assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 0
 
 
-async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:
+async def test_draining_worker_leaves_answers_to_another() -> None:
     worker = Worker()
     publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
     await worker.bus.tried.wait()
@@ -142,7 +142,7 @@ async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:
         await publishing
 
 
-async def test_answers_wait_for_space_in_the_log_and_are_not_recorded_then() -> None:
+async def test_waits_for_space_and_drops_tokens_of_answers() -> None:
     worker = Worker()
     worker.prompt = replace(worker.prompt, recorded_place=7)
     publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))

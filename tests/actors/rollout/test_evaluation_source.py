@@ -63,7 +63,7 @@ async def on_its_last_attempt(bus: MemoryBus, topic: Topic[Any], message: Prompt
             await attempts.begin(await anext(deliveries))
 
 
-async def test_a_prompt_that_is_only_put_back_has_used_no_attempt(bus: MemoryBus) -> None:
+async def test_putting_back_a_prompt_uses_no_attempt(bus: MemoryBus) -> None:
     """The prompt belongs to the next evaluation, which this worker does not know yet."""
     early = EvaluationRound(NEXT, [sums(1)]).prompt(0)
     await bus.put(EVALUATION, CURRENT)
@@ -79,7 +79,7 @@ async def test_a_prompt_that_is_only_put_back_has_used_no_attempt(bus: MemoryBus
         await until(lambda: not bus._states["segments"].present())  # no note of it remains
 
 
-async def test_a_prompt_that_needs_the_worker_alone_waits_for_training(bus: MemoryBus) -> None:
+async def test_last_attempt_of_evaluation_waits_for_training(bus: MemoryBus) -> None:
     engine, asked = Engine(), EvaluationRound(CURRENT, [sums(1)]).prompt(0)
     engine.gate.clear()
     await bus.publish(PROMPTS, prompt(0), key="0")
@@ -94,7 +94,7 @@ async def test_a_prompt_that_needs_the_worker_alone_waits_for_training(bus: Memo
         assert record.message.error == ""
 
 
-async def test_training_that_needs_the_worker_alone_waits_while_a_version_is_held(bus: MemoryBus) -> None:
+async def test_last_attempt_of_training_waits_while_version_is_held(bus: MemoryBus) -> None:
     await bus.put(EVALUATION, CURRENT)
     await on_its_last_attempt(bus, PROMPTS, prompt(0))
     engine = Engine()
@@ -110,7 +110,7 @@ async def test_training_that_needs_the_worker_alone_waits_while_a_version_is_hel
         assert record.message.error == ""
 
 
-async def test_a_worker_that_cannot_load_the_version_says_so(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reports_version_that_cannot_be_loaded(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.actors.rollout.weight_follower.RETRY_SECONDS", 0.001)
     engine = Engine()
     engine.unreadable = {3}
@@ -121,7 +121,7 @@ async def test_a_worker_that_cannot_load_the_version_says_so(bus: MemoryBus, mon
     assert record.message.error == "cannot load version 3: version 3 is torn"
 
 
-async def test_no_version_is_held_while_training_has_the_worker_alone(bus: MemoryBus) -> None:
+async def test_holds_no_version_during_last_attempt_of_training(bus: MemoryBus) -> None:
     """Training may need newer weights for its next turn, and no other worker could end the evaluation."""
     await on_its_last_attempt(bus, PROMPTS, prompt(0))
     engine = Engine()

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
-from asyncrl.actors.rollout.partial_rollouts import GroupProgress, Recorded, assembled
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress, Recorded, assemble_calls
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.bus.memory.bus import MemoryBus
@@ -59,7 +59,7 @@ class Setup:
         )
 
 
-async def test_each_call_has_a_seed_and_may_have_a_budget_of_its_own() -> None:
+async def test_each_call_has_its_own_seed_and_budget() -> None:
     setup = Setup()
     session = setup.session()
     await session(PROMPT)
@@ -68,7 +68,7 @@ async def test_each_call_has_a_seed_and_may_have_a_budget_of_its_own() -> None:
     assert (session.num_calls, session.num_tokens) == (2, 8)
 
 
-async def test_a_rollout_function_has_the_context_that_the_engine_takes_and_a_trajectory_that_of_the_model() -> None:
+async def test_context_of_requests_and_of_trajectories() -> None:
     setup = Setup()
     setup.shared = SharedEngine(
         setup.engine, follower=setup.shared.follower, max_running=8, context_tokens=64, request_tokens=58
@@ -77,7 +77,7 @@ async def test_a_rollout_function_has_the_context_that_the_engine_takes_and_a_tr
     assert setup.shared.context_tokens == 64
 
 
-async def test_a_session_begins_at_the_version_of_its_first_call() -> None:
+async def test_session_starts_at_version_of_its_first_call() -> None:
     setup = Setup()
     session = setup.session()
     assert session.first_version is None
@@ -96,10 +96,10 @@ async def saved(setup: Setup) -> dict[Any, Recorded]:
     await progress.save(setup.bus, worker="other")
     setup.engine.asked.clear()
     setup.engine.version = (0, 4)
-    return assembled((await setup.bus.states(SEGMENTS)).values())
+    return assemble_calls((await setup.bus.states(SEGMENTS)).values())
 
 
-async def test_a_finished_call_is_answered_from_what_was_saved() -> None:
+async def test_answers_finished_call_from_saved_tokens() -> None:
     setup = Setup()
     progress = GroupProgress(3, attempt=2, recorded=await saved(setup))
     session = setup.session(progress=progress)
@@ -109,7 +109,7 @@ async def test_a_finished_call_is_answered_from_what_was_saved() -> None:
     assert session.first_version == 2  # the sample's age counts from there
 
 
-async def test_calls_that_are_asked_for_in_another_order_are_found_again() -> None:
+async def test_finds_saved_calls_in_another_order() -> None:
     """The first attempt asked for one, two, two; the second asks for two, one, two and two."""
     setup = Setup()
     one, two = PROMPT, np.array([7], np.int32)
@@ -118,34 +118,34 @@ async def test_calls_that_are_asked_for_in_another_order_are_found_again() -> No
     answers = [await session(tokens) for tokens in (one, two, two)]
     await first.save(setup.bus, worker="other")
     setup.engine.asked.clear()
-    progress = GroupProgress(3, attempt=2, recorded=assembled((await setup.bus.states(SEGMENTS)).values()))
+    progress = GroupProgress(3, attempt=2, recorded=assemble_calls((await setup.bus.states(SEGMENTS)).values()))
     session = setup.session(progress=progress)
     again = [await session(tokens) for tokens in (two, one, two)]
     assert setup.engine.asked == []
     assert [a.tokens.tolist() for a in again] == [answers[place].tokens.tolist() for place in (1, 0, 2)]
-    progress.discard_unasked()
+    progress.discard_unused()
     assert progress.num_discarded == 0
     more = await session(two)
     assert more.tokens.tolist() not in [a.tokens.tolist() for a in answers]  # never sampled with an earlier seed
 
 
-async def test_what_is_never_asked_for_again_is_counted_as_lost() -> None:
+async def test_counts_saved_calls_that_are_not_repeated() -> None:
     setup = Setup()
     progress = GroupProgress(3, attempt=2, recorded=await saved(setup))
     await setup.session(progress=progress)(PROMPT[:1])
     assert progress.num_discarded == 0  # it may still be requested
-    progress.discard_unasked()
+    progress.discard_unused()
     assert progress.num_discarded == 4
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-async def test_only_what_is_saved_is_followed_while_it_grows(is_saved: bool) -> None:
+async def test_observes_generations_only_if_they_are_saved(is_saved: bool) -> None:
     setup = Setup()
     await setup.session(progress=GroupProgress(3, attempt=1, is_saved=is_saved))(PROMPT)
     assert [followed for _, _, followed in setup.engine.asked] == [is_saved]
 
 
-async def test_time_in_a_call_is_no_wait_for_the_rollout_function() -> None:
+async def test_time_in_a_call_is_not_a_wait_for_the_rollout_function() -> None:
     setup = Setup()
     session = setup.session()
     seen: list[list[str]] = []

@@ -13,7 +13,7 @@ from tests.harness import fakes
 from tests.harness.partial_rollouts import StepEngine, Worker, publish_prompt
 
 
-async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> None:
+async def test_second_drain_hands_over_unfinished_groups(bus: Bus) -> None:
     await publish_prompt(bus, 0)
     leaving, heir = Worker(bus, "w0"), Worker(bus, "w1")
     actors = fakes.worker(
@@ -36,9 +36,7 @@ async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> No
     assert await bus.depth(PROMPTS) == 0
 
 
-async def test_what_is_issued_again_is_begun_by_another_and_not_twice_by_the_same(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_returns_second_copy_of_a_held_group(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker that holds the prompt returns the second copy. Either worker may answer; the log gets one answer."""
     monkeypatch.setattr(prompt_deliveries, "RETURN_SECONDS", 0.01)
     await publish_prompt(bus, 0)
@@ -58,7 +56,7 @@ async def test_what_is_issued_again_is_begun_by_another_and_not_twice_by_the_sam
     assert await bus.last_sequence(TRAJECTORIES) == 1
 
 
-async def test_a_hurried_worker_that_holds_nothing_just_leaves(bus: Bus) -> None:
+async def test_second_drain_without_groups_ends_worker(bus: Bus) -> None:
     engine = StepEngine((0, 0))
     actors = fakes.worker(bus, engine, name="w0", max_running=64)
     actors[0].drain()

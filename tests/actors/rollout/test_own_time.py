@@ -10,61 +10,61 @@ import pytest
 from asyncrl.actors.rollout.generation_session import OwnTime
 
 
-async def test_a_function_that_never_returns_is_ended() -> None:
+async def test_ends_function_that_never_returns() -> None:
     own = OwnTime(0.01)
     with pytest.raises(TimeoutError):
-        async with own.limited():
+        async with own.limit():
             await asyncio.Event().wait()
     assert own.is_over
 
 
-async def test_waiting_for_the_engine_costs_nothing_however_calls_overlap() -> None:
+async def test_waits_for_the_engine_do_not_count() -> None:
     own, loop = OwnTime(3600.0), asyncio.get_running_loop()
-    async with own.limited():
+    async with own.limit():
         assert own._timeout is not None
-        with own.paused():
+        with own.pause():
             assert own._timeout.when() is None
-            with own.paused():
+            with own.pause():
                 pass
             assert own._timeout.when() is None
         assert 0 < (own._timeout.when() or math.inf) - loop.time() <= 3600.0
 
 
-async def test_the_time_before_a_wait_counts_behind_it() -> None:
+async def test_time_before_a_wait_still_counts() -> None:
     own = OwnTime(3600.0)
-    async with own.limited():
+    async with own.limit():
         assert own._timeout is not None
         own._timeout.reschedule(asyncio.get_running_loop().time() + 5.0)  # leave only five seconds of the limit
-        with own.paused():
+        with own.pause():
             pass
         assert (own._timeout.when() or math.inf) <= asyncio.get_running_loop().time() + 5.0
 
 
-async def test_without_a_limit_nothing_is_ended() -> None:
+async def test_ends_nothing_without_a_limit() -> None:
     own = OwnTime(0.0)
-    async with own.limited():
-        with own.paused():
+    async with own.limit():
+        with own.pause():
             await asyncio.sleep(0)
     assert not own.is_over
 
 
-async def test_a_timeout_of_the_functions_own_is_not_ours() -> None:
+async def test_timeout_inside_the_function_is_not_ours() -> None:
     own = OwnTime(3600.0)
     with pytest.raises(TimeoutError):
-        async with own.limited():
+        async with own.limit():
             raise TimeoutError
     assert not own.is_over
 
 
-async def test_a_call_that_its_function_left_behind_ends_in_peace() -> None:
+async def test_call_left_running_by_its_function_ends_normally() -> None:
     own, left = OwnTime(3600.0), asyncio.Event()
 
     async def call() -> str:
-        with own.paused():
+        with own.pause():
             await left.wait()
         return "answered"
 
-    async with own.limited():
+    async with own.limit():
         behind = asyncio.create_task(call())
         await asyncio.sleep(0)
     left.set()

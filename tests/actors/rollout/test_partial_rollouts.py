@@ -131,7 +131,7 @@ async def test_finished_calls_are_answered_without_the_engine(bus: Bus) -> None:
         assert [len(t.tokens) for t in group.trajectories] == [10 * (n + 1) + 2 + 50 for n in range(9)]
 
 
-async def test_a_group_that_was_killed_is_the_group_it_would_have_been(bus_factory: Any) -> None:
+async def test_resumed_group_equals_the_uninterrupted_one(bus_factory: Any) -> None:
     bus = await bus_factory()
     await publish_prompt(bus, 0, group_size=4)
     await publish_prompt(bus, 1, group_size=4)
@@ -156,7 +156,7 @@ def by_id(groups: list[Any]) -> list[Any]:
     return sorted(groups, key=lambda group: group.group_id)
 
 
-async def test_a_second_death_loses_nothing_that_the_first_worker_saved(bus: Bus) -> None:
+async def test_second_death_keeps_what_the_first_worker_saved(bus: Bus) -> None:
     """The second worker saves sample 1's longer answer, but dies before sample 0 requests its second turn again."""
     never = asyncio.Event()
 
@@ -187,9 +187,7 @@ async def test_a_second_death_loses_nothing_that_the_first_worker_saved(bus: Bus
     assert [len(trajectory.tokens) for trajectory in group.trajectories] == [151, 401]
 
 
-async def test_a_function_that_asks_otherwise_the_second_time_begins_anew(
-    bus: Bus, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_starts_over_if_function_makes_other_calls(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     async def fickle(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         tokens = prompt.prompt_tokens if index else prompt.prompt_tokens[:1]
         return await single_turn(prompt, lambda _: generate(tokens), index=index)  # type: ignore[arg-type]
@@ -212,7 +210,7 @@ async def test_a_function_that_asks_otherwise_the_second_time_begins_anew(
 
 
 @pytest.mark.parametrize(("learner_at", "bound", "begins"), [(7, 4, [40, 40]), (8, 4, [0, 0]), (8, None, [40, 40])])
-async def test_saved_tokens_too_old_to_be_trained_are_sampled_anew(
+async def test_resamples_saved_tokens_that_are_too_old(
     bus: Bus, learner_at: int, bound: int | None, begins: list[int]
 ) -> None:
     """With version 3 and a bound of 4, the step from version 7 is the last that may train it. If tokens are judged
@@ -226,7 +224,7 @@ async def test_saved_tokens_too_old_to_be_trained_are_sampled_anew(
     assert heir.partial_rollouts.resumed_tokens + heir.partial_rollouts.discarded_tokens == 80
 
 
-async def test_the_last_attempt_begins_anew(bus: Bus) -> None:
+async def test_last_attempt_starts_over(bus: Bus) -> None:
     await killed_after_a_save(bus, max_attempts=2)
     async with Worker(bus, "w1", max_attempts=2).working() as heir:
         await heir.begun(2)
@@ -235,7 +233,7 @@ async def test_the_last_attempt_begins_anew(bus: Bus) -> None:
     assert [begin for _, _, begin in heir.engine.asked] == [0, 0]
 
 
-async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing(
+async def test_reports_once_a_group_too_large_to_save(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The trajectories fit in pieces, but the tokens sampled at once for one of them do not."""
@@ -259,16 +257,16 @@ async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing
     assert len([record for record in caplog.records if "no longer saved" in record.message]) == 1
 
 
-async def test_a_heartbeat_says_which_groups_are_begun_and_their_oldest_version(bus: Bus) -> None:
+async def test_heartbeat_lists_begun_groups_with_oldest_version(bus: Bus) -> None:
     """The learner waits for old groups. A worker that takes over a group reports the version of the saved tokens."""
     await publish_prompt(bus, 0)
     dead, heir = Worker(bus, "w0", version=3), Worker(bus, "w1", version=5)
     async with dead.working():
         await dead.begun(2)
-        assert dead.partial_rollouts.begun() == {"0": 3}
+        assert dead.partial_rollouts.begun_groups() == {"0": 3}
         await dead.engine.steps(20)
         await dead.partial_rollouts.save()
-    assert dead.partial_rollouts.begun() == {}
+    assert dead.partial_rollouts.begun_groups() == {}
     actors = fakes.worker(bus, heir.engine, name="w1", max_running=64, partial_rollouts=heir.partial_rollouts)
     task = asyncio.create_task(fakes.run_worker(actors))
     await heir.begun(2)

@@ -59,7 +59,7 @@ async def train(rollout: Any, directory: Path) -> tuple[Engine, fakes.Loop]:
     return engine, loop
 
 
-async def test_a_rollout_knows_which_sample_of_its_group_it_makes(tmp_path: Path) -> None:
+async def test_rollout_function_gets_its_sample_index(tmp_path: Path) -> None:
     made: set[tuple[int, int]] = set()
 
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
@@ -70,7 +70,7 @@ async def test_a_rollout_knows_which_sample_of_its_group_it_makes(tmp_path: Path
     assert {(group_id, index) for group_id, index in made if group_id < 2} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-async def test_a_turn_may_have_a_budget_of_its_own(tmp_path: Path) -> None:
+async def test_turn_may_have_its_own_budget(tmp_path: Path) -> None:
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         await generate(prompt.prompt_tokens, max_new_tokens=2 + index)
         return await single_turn(prompt, generate, index=index)
@@ -93,7 +93,7 @@ def of_the_groups_length(sampling: SamplingParams) -> SamplingParams:
     )
 
 
-async def test_a_budget_that_is_none_at_all_buries_the_group(tmp_path: Path) -> None:
+async def test_invalid_budget_fails_the_group(tmp_path: Path) -> None:
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         if prompt.group_id == 0:
             await generate(prompt.prompt_tokens, max_new_tokens=0)
@@ -104,7 +104,7 @@ async def test_a_budget_that_is_none_at_all_buries_the_group(tmp_path: Path) -> 
     assert loop.trained_groups == 2
 
 
-async def test_a_sample_that_fails_costs_its_group_nothing_else_where_enough_are_left() -> None:
+async def test_group_continues_without_failed_sample_if_enough_are_left() -> None:
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         if index >= prompt.group_size - prompt.group_id:
             raise ValueError("this one")
@@ -130,9 +130,7 @@ async def test_a_sample_that_fails_costs_its_group_nothing_else_where_enough_are
 @pytest.mark.parametrize(
     ("exits", "name"), [(SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt")]
 )
-async def test_a_rollout_function_that_exits_fails_its_group_and_ends_nothing(
-    tmp_path: Path, exits: BaseException, name: str
-) -> None:
+async def test_exit_of_rollout_function_fails_only_its_group(tmp_path: Path, exits: BaseException, name: str) -> None:
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         if prompt.group_id == 0:
             raise exits
@@ -197,9 +195,7 @@ async def exit_when_cancelled() -> None:
         in_a_task_that_is_cancelled,
     ],
 )
-async def test_a_task_of_a_rollout_function_that_exits_fails_its_group_and_ends_nothing(
-    tmp_path: Path, exits: Any
-) -> None:
+async def test_exit_of_a_task_of_a_rollout_function_fails_only_its_group(tmp_path: Path, exits: Any) -> None:
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         unbegun = asyncio.create_task(exit_later())
         unbegun.cancel()  # cancelled before it begins: no warning that it was never awaited
@@ -253,7 +249,7 @@ async def test_a_worker_that_sends_them_all_the_same_is_quarantined_with_the_rea
         await train_overlong(tmp_path)
 
 
-async def test_a_group_whose_longest_answer_is_missing_holds_one_place(tmp_path: Path) -> None:
+async def test_group_holds_slots_only_for_unfinished_samples(tmp_path: Path) -> None:
     """Two places and groups of two. Sample 1 of each group is held back, so each finished sample 0 admits another
     group."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
@@ -275,7 +271,7 @@ async def test_a_group_whose_longest_answer_is_missing_holds_one_place(tmp_path:
     assert loop.trained_groups == 2
 
 
-async def test_a_sample_that_takes_longer_than_it_may_fails_its_group_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_sample_over_its_time_limit_fails_its_group(tmp_path: Path) -> None:
     async def stuck(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
         turns.answered(await generate(turns.tokens))

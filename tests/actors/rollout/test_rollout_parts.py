@@ -52,7 +52,7 @@ def likes_parts(samples: Sequence[Sample]) -> list[Reward]:
     return [Reward(value=float(len(sample.parts) > 1)) for sample in samples]
 
 
-async def test_the_parts_of_a_rollout_are_trained_once_each_with_its_advantage(bus: Bus, tmp_path: Path) -> None:
+async def test_trains_each_part_of_a_rollout_once_with_its_advantage(bus: Bus, tmp_path: Path) -> None:
     """Rewards are 1, 0, 0, 0. The advantage is 1.5 in each of the winner's three parts, and -0.5 in all other
     samples."""
     loop = fakes.Loop(
@@ -73,7 +73,7 @@ async def test_the_parts_of_a_rollout_are_trained_once_each_with_its_advantage(b
     assert (account.trained, account.lost, account.duplicated) == (2, 0, 0)
 
 
-def test_a_worker_numbers_the_parts_and_gives_them_one_reward() -> None:
+def test_numbers_parts_and_gives_them_one_reward() -> None:
     same = dataclasses.replace(trajectory(reward=math.nan), prompt_tokens=np.array([1, 2], np.int32))
     own = dataclasses.replace(trajectory(reward=0.5), prompt_tokens=np.array([7], np.int32))
     made = check_rollout([same, own], PROMPT, index=2, num_resumed=0, context_tokens=9)
@@ -97,7 +97,7 @@ def test_a_worker_numbers_the_parts_and_gives_them_one_reward() -> None:
         ([trajectory(), trajectory(length=9)], "prompt and answer have 11 tokens, the model's context 9"),
     ],
 )
-def test_parts_that_cannot_be_trained_are_refused_with_the_reason(made: Any, problem: str) -> None:
+def test_refuses_parts_that_cannot_be_trained(made: Any, problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=problem):
         check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9)
 
@@ -120,13 +120,13 @@ def test_parts_that_cannot_be_trained_are_refused_with_the_reason(made: Any, pro
         ),
     ],
 )
-def test_a_reward_that_cannot_be_trained_fails_its_sample_with_the_reason(made: Trajectory, problem: str) -> None:
+def test_invalid_reward_fails_its_sample(made: Trajectory, problem: str) -> None:
     limits = RolloutLimits(largest=100.0, needs_reward=True)
     with pytest.raises(RolloutError, match=problem):
         check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9, limits=limits)
 
 
-def test_a_reward_that_another_takes_the_place_of_need_not_be_there_and_may_be_any() -> None:
+def test_unused_reward_may_be_missing_or_any_number() -> None:
     of_row = dataclasses.replace(PROMPT, reward="math")
     for reward, prompt, limits in (
         (math.nan, PROMPT, RolloutLimits(largest=100.0)),
@@ -138,7 +138,7 @@ def test_a_reward_that_another_takes_the_place_of_need_not_be_there_and_may_be_a
         assert part.response_mask.sum() == made.response_mask.sum()
 
 
-async def test_a_sample_without_the_reward_that_counts_costs_its_group_nothing_else(bus: Bus) -> None:
+async def test_group_continues_without_sample_that_lacks_its_reward(bus: Bus) -> None:
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
         turns.answered(await generate(turns.tokens))
@@ -162,7 +162,7 @@ async def test_a_sample_without_the_reward_that_counts_costs_its_group_nothing_e
     assert {one.reward for one in record.message.trajectories} == {0.5}
 
 
-async def test_a_rollout_function_can_ask_whether_its_result_would_fail_and_change_it(bus: Bus) -> None:
+async def test_rollout_function_can_check_its_result(bus: Bus) -> None:
     problems = []
 
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.actors.rollout.partial_rollouts import GroupProgress, assembled, newest_attempt
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress, assemble_calls, newest_attempt
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation, PartialGeneration
@@ -35,7 +35,7 @@ def begun(progress: GroupProgress, *, length: int = 1000, index: int = 0) -> Fak
     return answer
 
 
-async def test_what_does_not_fit_into_one_segment_is_saved_in_several() -> None:
+async def test_splits_progress_over_several_segments() -> None:
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=4000)
     progress = GroupProgress(0, attempt=1)
     answers = [begun(progress, index=index) for index in range(5)]
@@ -46,12 +46,12 @@ async def test_what_does_not_fit_into_one_segment_is_saved_in_several() -> None:
     segments = await bus.states(SEGMENTS, under="0/1/")
     assert sorted(segments) == [f"0/1/{number}" for number in range(len(segments))]
     assert len(segments) > 2
-    calls = assembled(segments[f"0/1/{number}"] for number in range(len(segments)))
+    calls = assemble_calls(segments[f"0/1/{number}"] for number in range(len(segments)))
     assert {index for index, *_ in calls} == set(range(5))
     assert {len(call.generation.tokens) for call in calls.values()} == {len(answers[0].tokens) - 1}
 
 
-async def test_each_token_is_put_on_the_bus_once(bus: Bus) -> None:
+async def test_saves_each_token_once(bus: Bus) -> None:
     progress = GroupProgress(0, attempt=1)
     answer = begun(progress)
     for _ in range(3):
@@ -64,7 +64,7 @@ async def test_each_token_is_put_on_the_bus_once(bus: Bus) -> None:
     assert progress.num_unsaved == 1
 
 
-async def test_segments_are_put_together_again(bus: Bus) -> None:
+async def test_assembles_segments(bus: Bus) -> None:
     progress = GroupProgress(0, attempt=1)
     answer = begun(progress, length=8)
     for _ in range(4):
@@ -75,13 +75,13 @@ async def test_segments_are_put_together_again(bus: Bus) -> None:
         await progress.save(bus, worker="w0")
     found = await bus.states(SEGMENTS)
     assert len(found) == 4
-    (call,) = assembled(found[key] for key in sorted(found)).values()
+    (call,) = assemble_calls(found[key] for key in sorted(found)).values()
     assert call.generation.tokens.tolist() == answer.so_far().tokens.tolist()
     assert call.generation.version_spans == answer.so_far().version_spans
     assert call.generation.finish_reason == "length"
 
 
-async def test_two_workers_at_one_group_do_not_mix(bus: Bus) -> None:
+async def test_two_workers_on_one_group_do_not_mix(bus: Bus) -> None:
     """The first worker was only slow and continues. A third worker resumes all of the second worker's tokens."""
     await publish_prompt(bus, 0)
     sampling = SamplingParams(max_new_tokens=100)
@@ -131,7 +131,7 @@ async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus
     assert await known() == 10
 
 
-async def test_an_engine_that_begins_anew_is_right_too(bus: Bus) -> None:
+async def test_accepts_engine_that_ignores_saved_tokens(bus: Bus) -> None:
     await killed_after_a_save(bus)
     heir = Worker(bus, "w1")
     generate = heir.engine.generate
@@ -149,7 +149,7 @@ async def test_an_engine_that_begins_anew_is_right_too(bus: Bus) -> None:
     assert (heir.partial_rollouts.resumed_tokens, heir.partial_rollouts.discarded_tokens) == (0, 80)
 
 
-async def test_tokens_whose_logprobs_are_nan_are_not_saved() -> None:
+async def test_saves_no_tokens_with_nan_logprobs() -> None:
     class Broken:
         def __len__(self) -> int:
             return 4
@@ -165,7 +165,7 @@ async def test_tokens_whose_logprobs_are_nan_are_not_saved() -> None:
     assert partial.so_far(1).tokens.tolist() == [1]
 
 
-def test_what_comes_after_some_tokens_joins_them_again() -> None:
+def test_joins_prefix_and_continuation() -> None:
     spans = tuple(VersionSpan(start=start, incarnation=0, policy_version=start) for start in (0, 3, 4, 8))
     tokens = np.arange(10, dtype=np.int32)
     whole = Generation(tokens=tokens, logprobs=-tokens.astype(np.float32), version_spans=spans, finish_reason="stop")
@@ -177,7 +177,7 @@ def test_what_comes_after_some_tokens_joins_them_again() -> None:
         assert again.finish_reason == "stop"
 
 
-async def test_a_delivery_that_never_began_costs_nothing_of_what_was_sampled(bus: Bus) -> None:
+async def test_delivery_that_never_began_keeps_saved_tokens(bus: Bus) -> None:
     """Two workers prefetch the group and leave. Its fourth delivery is only its second attempt."""
     await killed_after_a_save(bus)
     for _ in range(2):
@@ -190,7 +190,7 @@ async def test_a_delivery_that_never_began_costs_nothing_of_what_was_sampled(bus
     assert [begin for _, _, begin in heir.engine.asked] == [40, 40]
 
 
-def test_segments_of_two_workers_that_counted_the_same_attempt_are_not_mixed() -> None:
+def test_ignores_segments_of_a_second_worker_with_the_same_attempt() -> None:
     """The bus lost the prompt, which was published again while the first worker still held it."""
 
     def segment(worker: str) -> GroupSegment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.actors.rollout.shared_engine import Activity
 
 
-def test_a_reading_right_before_another_does_not_cut_its_window_short() -> None:
+def test_two_readings_share_one_window() -> None:
     now = 0.0
     activity = Activity(window_seconds=1.0, now=lambda: now)
     with activity.running():

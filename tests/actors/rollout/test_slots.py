@@ -12,7 +12,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_group_begins_once_one_slot_is_free() -> None:
+async def test_group_starts_once_one_slot_is_free() -> None:
     slots = SampleSlots(4)
     first = await slots.take(4)
     second = asyncio.create_task(slots.take(3))
@@ -27,7 +27,7 @@ async def test_a_group_begins_once_one_slot_is_free() -> None:
     assert slots.num_free == 4
 
 
-async def test_a_group_that_needs_the_worker_waits_for_all_others_and_keeps_others_out() -> None:
+async def test_group_alone_waits_for_others_and_keeps_others_out() -> None:
     slots = SampleSlots(8)
     running = await slots.take(2)
     alone = asyncio.create_task(slots.take_alone(2))
@@ -46,7 +46,7 @@ async def test_a_group_that_needs_the_worker_waits_for_all_others_and_keeps_othe
     assert not slots.is_reserved
 
 
-async def test_two_groups_that_need_the_worker_have_it_one_after_the_other() -> None:
+async def test_groups_alone_take_turns() -> None:
     slots = SampleSlots(8)
     first = await slots.take_alone(2)
     second = asyncio.create_task(slots.take_alone(2))
@@ -57,7 +57,7 @@ async def test_two_groups_that_need_the_worker_have_it_one_after_the_other() -> 
     assert not slots.is_reserved
 
 
-async def test_a_group_that_stops_waiting_for_the_worker_lets_others_in() -> None:
+async def test_cancelled_wait_for_the_worker_lets_others_in() -> None:
     slots = SampleSlots(8)
     running = await slots.take(2)
     waiting = [asyncio.create_task(slots.take_alone(2)) for _ in range(2)]
@@ -71,7 +71,7 @@ async def test_a_group_that_stops_waiting_for_the_worker_lets_others_in() -> Non
     assert slots.num_free == 8
 
 
-async def test_alone_is_alone_over_all_stages() -> None:
+async def test_group_alone_has_all_stages() -> None:
     training = SampleSlots(8)
     evaluation = SampleSlots(8, beside=training)
     running = await training.take(2)
@@ -84,7 +84,7 @@ async def test_alone_is_alone_over_all_stages() -> None:
     lease = await alone
     await settle()
     assert not late.done()
-    unreserved = asyncio.create_task(training.unreserved())
+    unreserved = asyncio.create_task(training.until_unreserved())
     await settle()
     assert not unreserved.done()
     lease.close()
@@ -92,7 +92,7 @@ async def test_alone_is_alone_over_all_stages() -> None:
     await unreserved
 
 
-async def test_a_stage_hears_of_changes_in_another() -> None:
+async def test_stages_are_notified_of_changes_in_others() -> None:
     training = SampleSlots(8)
     evaluation = SampleSlots(8, beside=training)
     changes = []

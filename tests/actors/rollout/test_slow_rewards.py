@@ -31,7 +31,7 @@ class SlowJudge:
         pass
 
 
-async def test_the_engine_goes_on_while_rewards_are_waited_for() -> None:
+async def test_engine_generates_while_rewards_are_computed() -> None:
     """With slots for only one group, all groups are generated before the first reward arrives."""
     bus, judge = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), SlowJudge()
     await publish_prompts(bus, *range(NUM_GROUPS))

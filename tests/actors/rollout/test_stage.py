@@ -321,7 +321,7 @@ async def test_stages_share_the_slots() -> None:
         await first(bus, 1, topic=SCORES)
 
 
-async def test_a_last_attempt_has_the_worker_to_itself_whatever_the_stages() -> None:
+async def test_last_attempt_has_the_worker_alone_across_stages() -> None:
     """W4 across stages: it waits for the evaluation's samples, and the evaluation begins nothing until it ends."""
     bus, engine = memory_bus(), fakes.Engine()
     engine.gate.clear()
@@ -362,7 +362,7 @@ async def test_draining_ends_every_stage() -> None:
     assert await bus.keys(EVALUATION) == {"2"}
 
 
-async def test_a_stage_that_breaks_ends_the_worker(caplog: Any) -> None:
+async def test_broken_stage_ends_the_worker(caplog: Any) -> None:
     """One process, one failure domain."""
 
     class Broken(EvaluationSource):

@@ -23,7 +23,7 @@ class Bus:
         self.published.append(decode(encode(group), TrajectoryGroup))
 
 
-async def test_half_of_a_surrogate_pair_from_an_agent_fails_its_group_with_a_reason() -> None:
+async def test_text_that_cannot_be_encoded_fails_its_group() -> None:
     bus: Any = Bus()
     sink = TrainingSink(bus, worker="w1", waits=WaitTracker())
     one = Trajectory(

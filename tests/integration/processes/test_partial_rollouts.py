@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.actors.rollout.partial_rollouts import Recorded, assembled
+from asyncrl.actors.rollout.partial_rollouts import Recorded, assemble_calls
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.data import demo_task
@@ -124,7 +124,7 @@ async def settled(bus: JetStreamBus) -> list[Recorded]:
 async def saved(bus: JetStreamBus) -> list[Recorded]:
     """Return the first worker's saved tokens of each of the two samples; nothing while a sample has not begun."""
     segments = await bus.states(SEGMENTS, under="0/1/")
-    calls = assembled(segments[f"0/1/{number}"] for number in range(len(segments)))
+    calls = assemble_calls(segments[f"0/1/{number}"] for number in range(len(segments)))
     return [call for _, call in sorted(calls.items(), key=lambda item: item[0])] if len(calls) == 2 else []
 
 

@@ -300,7 +300,7 @@ async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder
         version=(0, 0),
         options=sglang.Options(tensor_parallel=2, server_arguments={"max-total-tokens": 5_000}),
         log_path=tmp_path / "w0.engine.log",
-        tells_experts=True,
+        reports_experts=True,
     )
     await engine.start()
     try:

@@ -21,7 +21,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("old"), seed=0)
 
 
-async def test_the_same_seed_gives_the_same_tokens_bit_for_bit(old: Model) -> None:
+async def test_same_seed_gives_same_tokens_bit_for_bit(old: Model) -> None:
     engine = await start_inprocess(old, max_batch_size=1)
     first, _other, again = [await engine.generate(PROMPT, LONG, seed=seed) for seed in (5, 6, 5)]
     assert first.tokens.tobytes() == again.tokens.tobytes()
@@ -29,7 +29,7 @@ async def test_the_same_seed_gives_the_same_tokens_bit_for_bit(old: Model) -> No
     await engine.close()
 
 
-async def test_the_batch_does_not_change_what_a_seed_samples(old: Model) -> None:
+async def test_batch_does_not_change_samples(old: Model) -> None:
     alone = await start_inprocess(old, max_batch_size=1)
     batched = await start_inprocess(old)
     sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -50,9 +50,7 @@ async def test_the_batch_does_not_change_what_a_seed_samples(old: Model) -> None
     ["qwen2", "llama", "glm4", "gemma3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"],
 )
 @pytest.mark.parametrize("tied", [False, True])
-async def test_other_architectures_and_tied_embeddings_sample_right(
-    tmp_path: Path, architecture: str, tied: bool
-) -> None:
+async def test_samples_correctly_for_each_architecture(tmp_path: Path, architecture: str, tied: bool) -> None:
     model = Model(tmp_path / "a", seed=0, architecture=architecture, tie_word_embeddings=tied)
     other = Model(tmp_path / "b", seed=1, architecture=architecture, tie_word_embeddings=tied)
     engine = await start_inprocess(model)
@@ -68,7 +66,7 @@ async def test_linear_attention_is_refused(tmp_path: Path) -> None:
         await start_inprocess(model)
 
 
-async def test_a_crash_of_the_decode_thread_wakes_everybody(old: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crash_of_decoding_fails_all_requests(old: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(_decoder: Decoder) -> None:
         raise MemoryError("out of memory")
 
@@ -85,7 +83,7 @@ async def test_a_crash_of_the_decode_thread_wakes_everybody(old: Model, monkeypa
     await engine.close()
 
 
-async def test_closing_ends_what_is_in_progress(old: Model) -> None:
+async def test_close_fails_requests_in_progress(old: Model) -> None:
     engine = await start_inprocess(old)
     task = asyncio.ensure_future(engine.generate(PROMPT, LONG, seed=0))
     await engine.generate(PROMPT, SHORT, seed=1)
@@ -95,7 +93,7 @@ async def test_closing_ends_what_is_in_progress(old: Model) -> None:
     await engine.close()
 
 
-async def test_a_stop_token_that_the_model_lacks_fails_its_request_alone(old: Model) -> None:
+async def test_unknown_stop_token_fails_only_its_request(old: Model) -> None:
     engine = await start_inprocess(old)
     sampling = SamplingParams(max_new_tokens=4, min_new_tokens=2, stop_token_ids=(10_000,))
     with pytest.raises(PromptError, match="stop_token_ids holds token 10000; the model knows 0.."):

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engines.generation import Generation
-from asyncrl.engines.stopping import StopStrings, ended
+from asyncrl.engines.stopping import StopStrings, cut_at_stop
 from asyncrl.messages import SamplingParams, VersionSpan
 
 PIECES = ["a", "b", ";", "ab", "b;", ";;a", "", "ba;", " "]
@@ -142,14 +142,14 @@ def generation(tokens: list[int], reason: str) -> Generation:
 
 def test_what_follows_the_stop_string_is_cut_with_its_logprobs_and_versions() -> None:
     sampling = SamplingParams(max_new_tokens=9, stop=(";;",))
-    answer = ended(generation([0, 4, 2, 0, 1], "length"), sampling, StopStrings(sampling.stop, decode))
+    answer = cut_at_stop(generation([0, 4, 2, 0, 1], "length"), sampling, StopStrings(sampling.stop, decode))
     assert (answer.tokens.tolist(), answer.logprobs.tolist()) == ([0, 4, 2], [-1, -2, -3])
     assert (answer.finish_reason, len(answer.version_spans)) == ("stop", 1)
 
 
 def test_text_behind_the_stop_string_in_its_last_token_stays() -> None:
     sampling = SamplingParams(max_new_tokens=9, stop=(";",))
-    answer = ended(generation([0, 0, 1, 0, 5], "length"), sampling, StopStrings(sampling.stop, decode))
+    answer = cut_at_stop(generation([0, 0, 1, 0, 5], "length"), sampling, StopStrings(sampling.stop, decode))
     assert decode(answer.tokens.tolist()) == "aaba;;a"
     assert answer.finish_reason == "stop"
 
@@ -157,4 +157,4 @@ def test_text_behind_the_stop_string_in_its_last_token_stays() -> None:
 @pytest.mark.parametrize(("reason", "expected"), [("length", "stop"), ("abort", "abort")])
 def test_an_answer_that_ends_with_a_stop_token_stopped_unless_it_was_aborted(reason: str, expected: str) -> None:
     sampling = SamplingParams(max_new_tokens=5, stop_token_ids=(3,))
-    assert ended(generation([0, 0, 0, 0, 3], reason), sampling, None).finish_reason == expected
+    assert cut_at_stop(generation([0, 0, 0, 0, 3], reason), sampling, None).finish_reason == expected

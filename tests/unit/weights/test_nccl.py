@@ -79,7 +79,7 @@ def holding(snapshot: Snapshot, *, version: int = 1, patience_seconds: float = P
 # -- transfers ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -> None:
+def test_sends_snapshot_bucket_by_bucket(peers: Any) -> None:
     snapshot = weights(0)
     sender, peer = holding(snapshot, version=3), peers()
     peer.meet(sender)
@@ -94,7 +94,7 @@ def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -
 
 
 @pytest.mark.gpu(2)
-def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sends_snapshot_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in adapters/registry.py
     snapshot = weights(0, device="cuda:0")
     peer, sender = Peer(devices=["cuda:1"]), holding(snapshot)
@@ -106,7 +106,7 @@ def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytes
         peer.close()
 
 
-def test_without_the_memory_handles_of_engines_nothing_is_sent_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_nccl_without_cumem_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise our thread may wait inside NCCL, where no timeout of ours ends it."""
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     monkeypatch.setattr(nccl, "_kind_of", lambda snapshot: "nccl")
@@ -114,7 +114,7 @@ def test_without_the_memory_handles_of_engines_nothing_is_sent_over_nccl(monkeyp
         holding(weights(0)).begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
 
 
-def test_an_engine_gets_the_part_of_every_rank_from_that_rank(peers: Any) -> None:
+def test_each_rank_sends_its_part(peers: Any) -> None:
     """Two ranks, with one group each: the engine receives their buckets, one rank after the other."""
     whole = weights(0)
     exported = in_parts(whole.tensors())
@@ -128,7 +128,7 @@ def test_an_engine_gets_the_part_of_every_rank_from_that_rank(peers: Any) -> Non
     sender.forget(engines=["w0"])
 
 
-def test_every_transfer_of_a_group_sends_what_is_held_then(peers: Any) -> None:
+def test_each_transfer_sends_newest_weights(peers: Any) -> None:
     sender, peer = holding(weights(0)), peers()
     peer.meet(sender)
     for seed in (0, 1, 2):
@@ -136,7 +136,7 @@ def test_every_transfer_of_a_group_sends_what_is_held_then(peers: Any) -> None:
         assert peer.receive(sender) == bytes_of(weights(seed))
 
 
-def test_a_transfer_sends_what_it_offered_although_newer_weights_are_held_by_now(peers: Any) -> None:
+def test_transfer_sends_the_offered_version(peers: Any) -> None:
     sender, peer = holding(weights(0), version=0), peers()
     peer.meet(sender)
     transfer = sender.begin(peer.joined)
@@ -149,7 +149,7 @@ def test_a_transfer_sends_what_it_offered_although_newer_weights_are_held_by_now
     assert taken == bytes_of(weights(0))
 
 
-def test_engines_take_weights_at_their_own_pace(peers: Any) -> None:
+def test_slow_engine_does_not_delay_another(peers: Any) -> None:
     """The second engine is served completely while the first engine's transfer is open."""
     sender, slow, quick = holding(weights(0)), peers("w0"), peers("w1")
     slow.meet(sender)
@@ -165,7 +165,7 @@ def test_engines_take_weights_at_their_own_pace(peers: Any) -> None:
 # -- engines that die --------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_dies_before_it_joins_is_given_up(peers: Any) -> None:
+def test_gives_up_engine_that_dies_before_joining(peers: Any) -> None:
     sender, dead, alive = holding(weights(0), patience_seconds=2.0), peers("w0"), peers("w1")
     alive.meet(sender)
     transfer = sender.begin(dead.request)
@@ -176,7 +176,7 @@ def test_an_engine_that_dies_before_it_joins_is_given_up(peers: Any) -> None:
 
 
 @pytest.mark.parametrize("fate", ["killed", "frozen"])
-def test_an_engine_that_is_lost_between_two_buckets_breaks_its_own_group_only(peers: Any, fate: str) -> None:
+def test_lost_engine_breaks_only_its_own_group(peers: Any, fate: str) -> None:
     sender, lost, alive = holding(weights(0), patience_seconds=2.0), peers("w0"), peers("w1")
     lost.meet(sender)
     alive.meet(sender)
@@ -193,7 +193,7 @@ def test_an_engine_that_is_lost_between_two_buckets_breaks_its_own_group_only(pe
         sender.begin(lost.joined)
 
 
-def test_an_engine_hears_of_it_when_the_learner_gives_it_up(peers: Any) -> None:
+def test_given_up_engine_gets_an_error(peers: Any) -> None:
     """The engine took the first bucket and came too late for the others: it must not wait forever."""
     sender, late = holding(weights(0), patience_seconds=2.0), peers()
     late.meet(sender)
@@ -208,7 +208,7 @@ def test_an_engine_hears_of_it_when_the_learner_gives_it_up(peers: Any) -> None:
             late.take(layout).result(PATIENCE)
 
 
-def test_an_engine_hears_of_it_when_the_learner_is_gone(peers: Any) -> None:
+def test_engine_gets_an_error_when_learner_is_gone(peers: Any) -> None:
     sender, peer = holding(weights(0)), peers()
     peer.meet(sender)
     layout = buckets_of(sender.begin(peer.joined))[0]
@@ -219,7 +219,7 @@ def test_an_engine_hears_of_it_when_the_learner_is_gone(peers: Any) -> None:
         waiting.result(PATIENCE)
 
 
-def test_another_life_of_an_engine_gets_another_group(peers: Any) -> None:
+def test_restarted_engine_gets_a_new_group(peers: Any) -> None:
     """Even while the learner is still busy with the previous one."""
     sender, first = holding(weights(0), patience_seconds=2.0), peers("w0")
     first.meet(sender)
@@ -236,7 +236,7 @@ def test_another_life_of_an_engine_gets_another_group(peers: Any) -> None:
     assert second.receive(sender) == bytes_of(weights(0))
 
 
-def test_a_group_that_is_replaced_between_two_buckets_is_given_up() -> None:
+def test_gives_up_group_replaced_during_a_transfer() -> None:
     """Its engine came back under another name while the broadcast to its previous life was running."""
     sender, old = holding(weights(0)), TransferRequest(engine="w0", group="w0-1", num_ranks=1)
     sender.begin(old)
@@ -259,7 +259,7 @@ def test_a_group_that_is_replaced_between_two_buckets_is_given_up() -> None:
         sender.begin(replace(old, has_joined=True)).send()
 
 
-def test_engines_that_join_at_once_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_joins_restore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads the environment while a group is made, so no other thread may restore it then."""
     monkeypatch.delenv(nccl._ERROR_HANDLING, raising=False)
     first_is_in, second_is_in, first_may_leave = threading.Event(), threading.Event(), threading.Event()
@@ -292,7 +292,7 @@ def test_nothing_is_sent_before_the_first_weights() -> None:
         Sender("127.0.0.1").begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
 
 
-def test_an_engine_that_joined_another_life_of_the_learner_is_told_to_join_again(peers: Any) -> None:
+def test_restarted_learner_asks_engine_to_join_again(peers: Any) -> None:
     peer = peers()
     peer.meet(holding(weights(0)))
     restarted = holding(weights(0))
@@ -303,7 +303,7 @@ def test_an_engine_that_joined_another_life_of_the_learner_is_told_to_join_again
     assert again.receive(restarted) == bytes_of(weights(0))
 
 
-def test_a_busy_group_is_refused() -> None:
+def test_refuses_busy_group() -> None:
     sender = holding(weights(0))
     request = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
     sender.begin(request)
@@ -311,7 +311,7 @@ def test_a_busy_group_is_refused() -> None:
         sender.begin(request)
 
 
-def test_a_request_is_superseded_by_that_of_the_same_engine_in_another_group() -> None:
+def test_newer_group_of_an_engine_supersedes_older_request() -> None:
     """An engine that restarts asks twice; an error of another kind would end the learner."""
     sender = Sender("127.0.0.1", patience_seconds=PATIENCE)
     sender.hold(in_parts(weights(0).tensors(), 2), incarnation=0, policy_version=1)
@@ -322,7 +322,7 @@ def test_a_request_is_superseded_by_that_of_the_same_engine_in_another_group() -
             first.send()
 
 
-def test_an_engine_may_ask_again_a_moment_before_the_learner_knows_that_it_has_everything(peers: Any) -> None:
+def test_next_request_may_come_before_transfer_ends(peers: Any) -> None:
     """The engine's collective ends before ours, so its next request arrives while our thread is still finishing."""
     sender, peer = holding(weights(0)), peers()
     peer.meet(sender)
@@ -336,7 +336,7 @@ def test_an_engine_may_ask_again_a_moment_before_the_learner_knows_that_it_has_e
         assert asking.result(PATIENCE).offer == transfer.offer
 
 
-def test_of_engines_that_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgets_engines_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = Sender("127.0.0.1")
     sender.hold(weights(0), incarnation=0, policy_version=1)
     for name in ("gone", "here", "new"):
@@ -348,12 +348,12 @@ def test_of_engines_that_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -
     assert set(sender._own._groups) == {"here", "new"}
 
 
-def test_an_engine_of_very_many_ranks_is_refused() -> None:
+def test_refuses_engine_with_too_many_ranks() -> None:
     with pytest.raises(WeightsError, match="engine w0 says it has 2,000,000,000 ranks, at most 1,024"):
         holding(weights(0)).begin(TransferRequest(engine="w0", group="w0-1", num_ranks=2 * 10**9))
 
 
-def test_invented_engines_are_refused_until_others_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_number_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that have met the learner are kept, and may meet it again under another name."""
     monkeypatch.setattr(nccl, "_MAX_GROUPS", 3)
     sender = holding(weights(0))
@@ -370,7 +370,7 @@ def test_invented_engines_are_refused_until_others_have_failed(monkeypatch: pyte
 # -- the channel -------------------------------------------------------------------------------------------------------
 
 
-def test_the_channel_writes_folders_as_well(tmp_path: Path) -> None:
+def test_channel_also_writes_folders(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=0)
     channel = NCCLChannel(tmp_path / "weights", keep=2, model_path=model, host="127.0.0.1", bucket_bytes=1000)
     version = channel.publish(weights(0), incarnation=0, policy_version=1)

@@ -55,21 +55,21 @@ def over_nccl(sender: Sender, queue: Queue) -> Transfer:
     return sender.begin(replace(request, has_joined=True))
 
 
-def test_over_nccl_a_few_buckets_are_queued_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queues_few_buckets_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_QUEUED", 3)
     queue = Queue(looks=3)
     over_nccl(holding(weights(0)), queue).send()
     assert queue.queued == [1, 2, 3, 3]
 
 
-def test_over_nccl_an_engine_that_takes_nothing_is_given_up_with_all_that_is_queued() -> None:
+def test_gives_up_engine_that_takes_nothing() -> None:
     queue = Queue(looks=10**9)
     with pytest.raises(WeightsError, match="w0-1: the engine did not take its weights in time"):
         over_nccl(holding(weights(0), patience_seconds=0.2), queue).send()
     assert queue.is_aborted
 
 
-def test_over_nccl_a_group_that_is_replaced_has_not_received_what_was_queued() -> None:
+def test_replaced_group_has_not_received_queued_buckets() -> None:
     """Aborted broadcasts look completed."""
     sender = holding(weights(0))
 
@@ -84,7 +84,7 @@ def test_over_nccl_a_group_that_is_replaced_has_not_received_what_was_queued() -
 
 
 @pytest.mark.parametrize(("at_once", "buckets"), [(None, [2, 1, 1, 1]), (1, [2, 1, 1, 1]), (2, [1, 1, 1, 1, 1])])
-def test_over_nccl_an_engine_gets_smaller_buckets_if_it_has_several_at_once(
+def test_cuts_buckets_for_engines_that_hold_several(
     monkeypatch: pytest.MonkeyPatch, at_once: int | None, buckets: list[int]
 ) -> None:
     monkeypatch.setattr(nccl, "_kind_of", lambda snapshot: "nccl")
@@ -96,14 +96,14 @@ def test_over_nccl_an_engine_gets_smaller_buckets_if_it_has_several_at_once(
     assert [len(layout.names) for layout in buckets_of(transfer)] == buckets
 
 
-def test_over_gloo_buckets_stay_as_they_are() -> None:
+def test_keeps_buckets_over_gloo() -> None:
     request = TransferRequest(
         engine="w0", group="w0-1", num_ranks=1, payload=encode(CollectiveRequest(buckets_at_once=2))
     )
     assert [len(layout.names) for layout in buckets_of(holding(weights(0)).begin(request))] == [2, 1, 1, 1]
 
 
-def test_a_request_that_is_none_of_this_channel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_request_of_another_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_kind_of", lambda snapshot: "nccl")
     with pytest.raises(WeightsError, match="the request of engine w0 is none of this channel"):
         holding(weights(0)).begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1, payload=b"another's"))

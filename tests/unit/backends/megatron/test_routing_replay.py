@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path, dtype: str) -> list[Generation]:
     async def sample() -> list[Generation]:
         engine = InProcessEngine(
-            folder, device="cpu", dtype=dtype, version=(0, 0), options=Options(threads=1), tells_experts=True
+            folder, device="cpu", dtype=dtype, version=(0, 0), options=Options(threads=1), reports_experts=True
         )
         await engine.start()
         try:

@@ -72,7 +72,7 @@ class Attached:
         return self.server.paths
 
     def stamp(self, version: tuple[int, int]) -> str:
-        return self.engine._stamps.of(version)
+        return self.engine._stamps.format(version)
 
     async def join(self) -> None:
         await self.receiver.join(offering(self.offer))

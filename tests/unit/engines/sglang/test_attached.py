@@ -174,7 +174,7 @@ def test_another_first_model_has_another_owner(model: Model, tmp_path: Path) -> 
 
 def test_a_stamp_names_its_owner() -> None:
     ours, others = (Stamps(first_version=(0, 0), owner=owner) for owner in ("a1", "b2"))
-    assert ours.of((1, 12)) == "1:12:a1"
+    assert ours.format((1, 12)) == "1:12:a1"
     assert ours.read("1:12:a1") == (1, 12)
     assert ours.read("v1.2") == ours.read("default") == (0, 0)
     assert others.is_foreign("1:12:a1")

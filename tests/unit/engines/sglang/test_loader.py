@@ -121,7 +121,7 @@ def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path:
         def load_weights(self, weights: object) -> None:
             taken.update(weights)  # type: ignore[call-overload]
 
-    loader.load(Network(1, 1), ordered(loader.serialized((tmp_path / first, tmp_path / "w"))))
+    loader.load(Network(1, 1), ordered(loader.serialize_files((tmp_path / first, tmp_path / "w"))))
     check_same(taken, given)
 
 
@@ -135,7 +135,7 @@ def test_a_model_is_given_the_tensors_of_every_file_of_the_order(tmp_path: Path)
         def load_weights(self, weights: object) -> None:
             taken.update(weights)  # type: ignore[call-overload]
 
-    order = loader.serialized((tmp_path / "none", tmp_path / "a"), (tmp_path / "b",))
+    order = loader.serialize_files((tmp_path / "none", tmp_path / "a"), (tmp_path / "b",))
     loader.load(Network(1, 1), ordered(order))
     check_same(taken, {"first": torch.ones(3), "second": torch.zeros(2)})
 
@@ -154,7 +154,7 @@ def from_source(tmp_path: Path, *, expected: dict[str, tuple[int, ...]]) -> dict
             taken.update(weights)  # type: ignore[call-overload]
 
     payload = str(tmp_path / "w").encode()
-    order = loader.serialized_source(source, payload, expected=expected, optional=frozenset({"tied"}))
+    order = loader.serialize_source(source, payload, expected=expected, optional=frozenset({"tied"}))
     loader.load(Network(1, 1), ordered(order))
     return taken
 
@@ -177,4 +177,4 @@ def test_a_function_that_the_server_could_not_import_is_refused(tmp_path: Path) 
         yield from ()
 
     with pytest.raises(ConfigError, match="inner is not at the top of its module"):
-        loader.serialized_source(inner, b"", expected={}, optional=frozenset())
+        loader.serialize_source(inner, b"", expected={}, optional=frozenset())

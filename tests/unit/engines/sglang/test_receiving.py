@@ -180,7 +180,7 @@ def check_versions(ranks: Ranks, problem: Path, *, device: str) -> None:
             assert len(own.buckets) > receiving.AT_ONCE
             parts = [(group_of_part("w0-1", number), one.buckets) for number, one in enumerate((own, *own.others))]
             sending = thread.submit(transfer.send)
-            for written in ranks.told("load", loader.serialized_groups(parts, problem=problem), keeps):
+            for written in ranks.told("load", loader.serialize_groups(parts, problem=problem), keeps):
                 check_same(torch.load(io.BytesIO(written)), tensors(seed))
             sending.result(PATIENCE)
     assert not problem.exists()
@@ -207,7 +207,7 @@ def test_over_nccl_a_server_on_another_gpu_gets_the_tensors_of_all_groups(
 def test_a_group_that_the_server_does_not_have_leaves_the_weights_and_a_reason(tmp_path: Path) -> None:
     network = Network(0)
     layout = BucketLayout(names=("a",), dtypes=("float32",), shapes=((2,),))
-    order = loader.serialized_groups([("w0-nowhere", [layout])], problem=tmp_path / "problem")
+    order = loader.serialize_groups([("w0-nowhere", [layout])], problem=tmp_path / "problem")
     loader.load(network, ordered(order))
     assert network.calls == 0
     reason = (tmp_path / "problem").read_text()

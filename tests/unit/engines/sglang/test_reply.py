@@ -172,7 +172,7 @@ async def test_a_line_may_come_in_any_pieces_and_be_of_any_length() -> None:
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
-SHAPE = ExpertShape.of({"num_experts": 8, "num_hidden_layers": 2, "num_experts_per_tok": 2})
+SHAPE = ExpertShape.from_config({"num_experts": 8, "num_hidden_layers": 2, "num_experts_per_tok": 2})
 
 
 def told(*tokens: list[list[int]]) -> str:
@@ -217,6 +217,6 @@ def test_experts_of_another_model_are_an_error(text: str) -> None:
 
 
 def test_many_experts_take_two_bytes() -> None:
-    many = ExpertShape.of({"n_routed_experts": 384, "num_hidden_layers": 1, "num_experts_per_tok": 1})
+    many = ExpertShape.from_config({"n_routed_experts": 384, "num_hidden_layers": 1, "num_experts_per_tok": 1})
     found = many.read(told([[0]], [[383]]), num_tokens=3)
     assert (found.dtype, found.ravel().tolist()) == (np.uint16, [0, 383, 65535])

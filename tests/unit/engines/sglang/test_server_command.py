@@ -141,7 +141,7 @@ def test_a_server_is_told_to_keep_experts_only_where_they_are_wanted() -> None:
             tensor_parallel=1,
             stream_interval=16,
             server_arguments={},
-            tells_experts=wanted,
+            reports_experts=wanted,
         )
         for wanted in (True, False)
     }

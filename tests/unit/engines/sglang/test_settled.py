@@ -34,13 +34,13 @@ async def test_a_stamped_version_settles_with_the_answer_to_one_request() -> Non
     server = Server()
     settled = settling(server, (0, 1))
     for _ in range(3):
-        settled.stamped((0, 2))
+        settled.note_stamp((0, 2))
         await turns()
     assert (len(server.answers), settled.newest) == (1, (0, 1))
     server.answers[0].set_result(None)
     await turns()
     assert settled.newest == (0, 2)
-    settled.stamped((0, 2))
+    settled.note_stamp((0, 2))
     await turns()
     assert len(server.answers) == 1
 
@@ -49,13 +49,13 @@ async def test_a_version_stamped_while_an_answer_is_awaited_needs_one_of_its_own
     """The request may have been sent before that version was loaded."""
     server = Server()
     settled = settling(server, (0, 1))
-    settled.stamped((0, 2))
+    settled.note_stamp((0, 2))
     await turns()
-    settled.stamped((0, 3))
+    settled.note_stamp((0, 3))
     server.answers[0].set_result(None)
     await turns()
     assert settled.newest == (0, 2)
-    settled.stamped((0, 3))
+    settled.note_stamp((0, 3))
     await turns()
     server.answers[1].set_result(None)
     await turns()
@@ -65,21 +65,21 @@ async def test_a_version_stamped_while_an_answer_is_awaited_needs_one_of_its_own
 async def test_a_token_of_a_request_settles_the_version_that_it_was_sent_under() -> None:
     server = Server()
     settled = settling(server, (0, 1))
-    settled.request((1, 0)).answered()
-    settled.request((0, 5)).answered()
-    settled.stamped((1, 0))
+    settled.request((1, 0)).note_token()
+    settled.request((0, 5)).note_token()
+    settled.note_stamp((1, 0))
     assert (settled.newest, server.answers) == ((1, 0), [])
 
 
 async def test_a_request_that_fails_settles_nothing_and_the_next_stamp_asks_again() -> None:
     server = Server()
     settled = settling(server, (0, 1))
-    settled.stamped((0, 2))
+    settled.note_stamp((0, 2))
     await turns()
     server.answers[0].set_exception(EngineError("no response"))
     await turns()
     assert settled.newest == (0, 1)
-    settled.stamped((0, 2))
+    settled.note_stamp((0, 2))
     await turns()
     assert len(server.answers) == 2
     await settled.close()
@@ -92,18 +92,18 @@ async def test_after_an_older_load_no_token_is_newer_until_a_newer_version_settl
     server = Server()
     settled = settling(server, (0, 9))
     old = settled.request((0, 9))
-    settled.loaded((0, 5), before=(0, 9))
+    settled.note_load((0, 5), before=(0, 9))
     server.version = (0, 5)
     assert (settled.newest, old.newest) == ((0, 5), (0, 5))
-    old.answered()
-    settled.stamped((0, 9))
+    old.note_token()
+    settled.note_stamp((0, 9))
     await turns()
     server.answers[0].set_result(None)
     await turns()
     assert (settled.newest, old.newest) == ((0, 5), (0, 5))
-    settled.loaded((0, 10), before=(0, 5))
+    settled.note_load((0, 10), before=(0, 5))
     assert old.newest == (0, 5)
-    settled.request((0, 10)).answered()
+    settled.request((0, 10)).note_token()
     assert (settled.newest, old.newest) == ((0, 10), (0, 10))
 
 
@@ -111,10 +111,10 @@ async def test_tokens_that_come_after_two_loads_may_be_from_the_older_one() -> N
     """9, then 5 and 10 between two chunks: the second chunk may hold tokens of all three."""
     settled = settling(Server(), (0, 9))
     request = settled.request((0, 9))
-    settled.loaded((0, 5), before=(0, 9))
-    settled.request((0, 10)).answered()
+    settled.note_load((0, 5), before=(0, 9))
+    settled.request((0, 10)).note_token()
     assert request.newest == (0, 5)
-    request.answered()
+    request.note_token()
     assert request.newest == (0, 10)
 
 
@@ -122,18 +122,18 @@ async def test_a_torn_transfer_does_not_hide_that_the_next_load_is_older() -> No
     """Transfers are not noted as loads: 5 is known by its tokens only."""
     settled = settling(Server(), (0, 1))
     request = settled.request((0, 5))
-    request.answered()
-    settled.loaded((0, 3), before=(-1, -1))
+    request.note_token()
+    settled.note_load((0, 3), before=(-1, -1))
     assert (settled.newest, request.newest) == ((0, 3), (0, 3))
 
 
 async def test_a_torn_load_does_not_hide_that_the_next_one_is_older() -> None:
     settled = settling(Server(), (0, 1))
-    settled.loaded((0, 9), before=(0, 1))
-    settled.loaded((0, 5), before=(-1, -1))
-    settled.loaded((0, 5), before=(0, 9))
+    settled.note_load((0, 9), before=(0, 1))
+    settled.note_load((0, 5), before=(-1, -1))
+    settled.note_load((0, 5), before=(0, 9))
     assert settled.newest == (0, 1)
     late = settled.request((0, 9))
-    settled.loaded((0, 5), before=(-1, -1))
-    late.answered()
+    settled.note_load((0, 5), before=(-1, -1))
+    late.note_token()
     assert settled.newest == (0, 1)

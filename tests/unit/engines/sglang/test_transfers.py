@@ -37,7 +37,7 @@ from tests.unit.engines.sglang.attached import (
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
 
 
-async def test_the_server_joins_as_the_ranks_after_the_learners(attach: Attach) -> None:
+async def test_server_joins_with_ranks_after_the_learner(attach: Attach) -> None:
     attached = await attach()
     request = attached.receiver.request
     assert (request.engine, request.num_ranks, request.has_joined) == ("w7", 1, False)
@@ -222,7 +222,7 @@ async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, model: Mod
     assert attached.engine.version == (0, 3)
 
 
-async def test_weights_of_another_model_are_refused_before_the_server_is_paused(attach: Attach, model: Model) -> None:
+async def test_refuses_weights_of_another_model_before_pausing(attach: Attach, model: Model) -> None:
     """The learner is already sending, so the engine leaves the group to end the broadcast."""
     attached = await attach()
     await attached.join()
@@ -232,7 +232,7 @@ async def test_weights_of_another_model_are_refused_before_the_server_is_paused(
     assert attached.engine.version == (0, 3)
 
 
-async def test_an_address_nobody_answers_at_is_not_given_to_the_server(attach: Attach) -> None:
+async def test_checks_address_before_the_server_joins(attach: Attach) -> None:
     """The server would wait for that address for minutes and generate nothing."""
     attached = await attach()
     before = list(attached.paths)
@@ -242,7 +242,7 @@ async def test_an_address_nobody_answers_at_is_not_given_to_the_server(attach: A
 
 
 @pytest.mark.parametrize("failure", ["join", "update"])
-async def test_after_a_failure_the_learner_is_met_under_another_name(attach: Attach, failure: str) -> None:
+async def test_rejoins_under_a_new_name_after_a_failure(attach: Attach, failure: str) -> None:
     attached = await attach()
     first = attached.receiver.request.group
     attached.server.refuses = {(JOIN if failure == "join" else UPDATE, 1)}
@@ -254,7 +254,7 @@ async def test_after_a_failure_the_learner_is_met_under_another_name(attach: Att
     assert not request.has_joined
 
 
-async def test_who_leaves_the_learner_meets_it_under_another_name(attach: Attach) -> None:
+async def test_rejoins_under_a_new_name_after_leaving(attach: Attach) -> None:
     attached = await attach()
     await attached.join()
     joined = attached.receiver.request
@@ -265,9 +265,7 @@ async def test_who_leaves_the_learner_meets_it_under_another_name(attach: Attach
 
 
 @pytest.mark.parametrize("path", [JOIN, UPDATE])
-async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
-    attach: Attach, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_server_stuck_in_a_collective_is_dead(attach: Attach, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is inside a collective that never returns, so it does nothing else."""
     attached = await attach()
     if path == UPDATE:
@@ -285,7 +283,7 @@ def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Te
     raise AssertionError
 
 
-async def test_a_paused_server_is_told_the_function_of_a_channel_whose_engines_fetch(attach: Attach) -> None:
+async def test_server_gets_the_function_of_a_pull_channel(attach: Attach) -> None:
     attached = await attach()
     attached.engine._loader.ranks_with_loader = 2
     attached.server.asked.clear()
@@ -299,7 +297,7 @@ async def test_a_paused_server_is_told_the_function_of_a_channel_whose_engines_f
     assert attached.engine.version == (0, 4)
 
 
-async def test_a_server_without_our_loader_is_not_told_to_fetch(attach: Attach) -> None:
+async def test_pull_channel_needs_our_loader(attach: Attach) -> None:
     attached = await attach()
     before = list(attached.paths)
     with pytest.raises(WeightsError, match="lacks asyncrl's loader"):
@@ -307,7 +305,7 @@ async def test_a_server_without_our_loader_is_not_told_to_fetch(attach: Attach) 
     assert attached.paths == before
 
 
-async def test_an_offer_of_another_channel_is_refused_before_the_server_is_asked(attach: Attach) -> None:
+async def test_refuses_offer_of_another_channel(attach: Attach) -> None:
     attached = await attach()
     before = list(attached.paths)
     with pytest.raises(WeightsError, match="none of this channel: not a CollectiveOffer"):
