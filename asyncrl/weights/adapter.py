@@ -1,4 +1,4 @@
-"""Base class of weight channels. weights/port.py specifies their behaviour."""
+"""Bases of weight channels, and the receiver of channels whose engines fetch. weights/port.py specifies them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from asyncrl.bus.port import Bus
 from asyncrl.config.adapter import Adapter, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages import WeightVersion
-from asyncrl.weights.port import Intake, Receiver, Sender, WeightChannel
+from asyncrl.messages.weight_transfer import TransferRequest
+from asyncrl.weights.port import Ask, Intake, LoadReport, Receiver, Sender, Source, WeightChannel
 
 
 class ChannelAdapter(Adapter):
@@ -65,3 +66,26 @@ class ChannelAdapter(Adapter):
     def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
         """See WeightChannel. A channel that sends from memory returns its Sender's counterpart, or PullReceiver."""
         return None
+
+
+class PullReceiver:
+    """The engine's end of a channel whose engines fetch the weights with a function that runs next to the model.
+
+    See Receiver in weights/port.py. No join is needed: each offer's payload contains everything.
+    """
+
+    def __init__(self, intake: Intake, source: Source, *, engine: str) -> None:
+        """``source``: see Intake.take. ``engine``: name of the engine in the run."""
+        self._intake = intake
+        self._source = source
+        self._engine = engine
+
+    async def join(self, ask: Ask) -> None:
+        """Do nothing: no connection is kept."""
+
+    async def receive(self, ask: Ask) -> LoadReport:
+        request = TransferRequest(
+            engine=self._engine, group=self._engine, num_ranks=self._intake.num_ranks, has_joined=True
+        )
+        offer = await ask(request)
+        return await self._intake.take(offer.order, self._source, offer.payload)

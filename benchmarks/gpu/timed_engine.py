@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.engines.generation import Version
 from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
 from asyncrl.engines.sglang.weights import WeightLoader
-from asyncrl.engines.version_spans import Version
 from asyncrl.errors import EngineError
 from asyncrl.messages import SamplingParams
 from asyncrl.weights.port import LoadReport

@@ -14,10 +14,9 @@ import safetensors.torch
 
 from asyncrl.adapters import registry
 from asyncrl.config import EngineSection
-from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.port import Engine
 from asyncrl.engines.sglang.reply import Reply
-from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from tests.harness import contract_adapters

@@ -17,9 +17,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from asyncrl.engines.generation import SpanRecorder, Version
 from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
 from asyncrl.engines.stopping import StopWatch
-from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import dtype_for, unrouted_rows

@@ -25,12 +25,11 @@ from numpy.typing import NDArray
 
 from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.adapter import EngineAdapter
-from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
-from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows

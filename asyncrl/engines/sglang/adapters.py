@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.learner import LoraSection
+from asyncrl.engines.generation import Version, format_version
 from asyncrl.engines.sglang.versions import new_owner
 from asyncrl.engines.sglang.weights import Post
-from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.tensors.adapter_names import CONFIG_FILE, module_of
 from asyncrl.weights.port import LoadReport

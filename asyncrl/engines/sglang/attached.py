@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.adapter import RunConfig
+from asyncrl.engines.generation import Version
 from asyncrl.engines.sglang.adapters import Adapters
 from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.engines.sglang.weights import WeightLoader
-from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
 

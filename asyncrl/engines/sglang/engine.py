@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
-from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.sglang import attached, memory
 from asyncrl.engines.sglang.adapters import Adapters
@@ -50,7 +50,6 @@ from asyncrl.engines.sglang.versions import SettledVersion, Stamps, kept_owner, 
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
-from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.tensors.device import resolve_device

@@ -24,9 +24,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation import Generation
+from asyncrl.engines.generation import Generation, SpanRecorder, Version
 from asyncrl.engines.sglang.versions import Stamps
-from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import ConfigError, EngineError, PromptError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, keep_last, unrouted

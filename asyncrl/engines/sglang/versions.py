@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asyncrl.engines.version_spans import Version, format_version
+from asyncrl.engines.generation import Version, format_version
 from asyncrl.errors import EngineDied, EngineError
 from asyncrl.tensors import weight_files
 

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.engines.generation import Version, format_version
 from asyncrl.engines.sglang import loader, receiving
 from asyncrl.engines.sglang.options import LOADER
 from asyncrl.engines.sglang.versions import Stamps
-from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.weight_transfer import BucketLayout

@@ -14,9 +14,9 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.adapter import PullReceiver
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.port import Intake, Transfer
-from asyncrl.weights.pull import PullReceiver
 
 PATIENCE = 60.0
 

@@ -12,8 +12,8 @@ from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.weight_transfer import TransferOffer
+from asyncrl.weights.adapter import PullReceiver
 from asyncrl.weights.kept_models import WithModels
-from asyncrl.weights.pull import PullReceiver
 from tests.harness.engines import PROMPT, Check, Model
 from tests.harness.transfers import offering, receive, snapshot
 from tests.integration.extending import toy_sockets

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from asyncrl.engines.generation import Version
 from asyncrl.engines.sglang.versions import SettledVersion
-from asyncrl.engines.version_spans import Version
 from asyncrl.errors import EngineError
 
 

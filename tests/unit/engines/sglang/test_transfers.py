@@ -16,7 +16,7 @@ import torch
 from asyncrl.engines.sglang import weights as sglang_weights
 from asyncrl.errors import EngineDied, WeightsError
 from asyncrl.messages import SamplingParams
-from asyncrl.weights.pull import PullReceiver
+from asyncrl.weights.adapter import PullReceiver
 from tests.harness.engines import PROMPT, Model
 from tests.harness.fakes import until
 from tests.harness.transfers import changed, collective_of, layouts, offering
