@@ -161,7 +161,7 @@ class _Request:
 
 
 class Connection:
-    """A nats client that waits for the server and repeats requests. Implements ``ordered_consumer.Wire``."""
+    """A nats client that waits for the server and repeats requests. Implements ``consumers.Transport``."""
 
     def __init__(self, url: str) -> None:
         self._client: Any = Client()

@@ -46,7 +46,7 @@ PULL_SILENCE_SECONDS: Final = PULL_EXPIRES_SECONDS + 2.5
 _NO_CONSUMER: Final = (10014, 10059)  # no such consumer; no such stream
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """The part of a connection that a consumer needs."""
 
     @property
@@ -130,11 +130,11 @@ def arrival(message: Any, *, generation: int) -> Arrival | None:
 
 
 async def make_consumer(
-    wire: Wire, stream: str, config: Mapping[str, Any], *, patience: float = _MAKING_SECONDS
+    transport: Transport, stream: str, config: Mapping[str, Any], *, patience: float = _MAKING_SECONDS
 ) -> None:
     filtered = f".{config['filter_subject']}" if "filter_subject" in config else ""
     verb, body = f"CONSUMER.CREATE.{stream}.{config['name']}{filtered}", {"stream_name": stream, "config": config}
-    await wire.api(verb, body, patience=patience)
+    await transport.api(verb, body, patience=patience)
 
 
 def next_pause(pause: float) -> float:
@@ -164,7 +164,7 @@ class OrderedConsumer:
 
     def __init__(
         self,
-        wire: Wire,
+        transport: Transport,
         *,
         stream: str,
         create: Callable[[int], dict[str, Any]],
@@ -173,9 +173,9 @@ class OrderedConsumer:
         verify: Verify | None = None,
     ) -> None:
         self._verify = verify
-        self._wire, self._stream, self._create = wire, stream, create
+        self._transport, self._stream, self._create = transport, stream, create
         self._batch, self._max_bytes = batch, max_bytes
-        self._inbox = wire.inbox()
+        self._inbox = transport.inbox()
         self._arrived: deque[Arrival] = deque()
         self._changed = asyncio.Event()
         self._config: dict[str, Any] = {}
@@ -190,8 +190,8 @@ class OrderedConsumer:
         self._unlisten: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
-        self._subscription = await self._wire.subscribe(f"{self._inbox}.*", self._on_message)
-        self._unlisten = self._wire.listen(self._changed.set)
+        self._subscription = await self._transport.subscribe(f"{self._inbox}.*", self._on_message)
+        self._unlisten = self._transport.listen(self._changed.set)
         await self._create_consumer()
 
     async def take(self) -> Arrival:
@@ -200,8 +200,8 @@ class OrderedConsumer:
             self._changed.clear()
             if self._arrived:
                 return self._arrived.popleft()
-            await self._wire.online()
-            if self._is_lost or self._generation != self._wire.generation:
+            await self._transport.online()
+            if self._is_lost or self._generation != self._transport.generation:
                 await self._create_consumer()
             if not self._open:
                 await self._request_more()
@@ -214,10 +214,10 @@ class OrderedConsumer:
     async def stop(self) -> None:
         self._unlisten()
         if self._subscription is not None:
-            await self._wire.unsubscribe(self._subscription, drain=False)
+            await self._transport.unsubscribe(self._subscription, drain=False)
             if self._config:
                 gone = f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._config['name']}"
-                await self._wire.send(gone, b"", reply=f"{self._inbox}.gone")
+                await self._transport.send(gone, b"", reply=f"{self._inbox}.gone")
 
     async def _create_consumer(self) -> None:
         if self._pause:
@@ -225,7 +225,7 @@ class OrderedConsumer:
         self._pause = next_pause(self._pause)
         # From here on messages of the old consumer are dropped: the new one starts after ``last``.
         self._is_lost = True
-        generation = self._wire.generation
+        generation = self._transport.generation
         if self._verify is not None:
             await self._verify(self._last, self._last_stored)
         config = await self._create_with_retries()
@@ -240,7 +240,7 @@ class OrderedConsumer:
         while True:
             config = self._create(self._last)
             try:
-                await make_consumer(self._wire, self._stream, config, patience=0.0)
+                await make_consumer(self._transport, self._stream, config, patience=0.0)
                 return config
             except Unanswered:
                 if time.monotonic() - since > _MAKING_SECONDS:
@@ -254,7 +254,7 @@ class OrderedConsumer:
         body = pull_request(batch=self._batch, max_bytes=self._max_bytes)
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._config['name']}"
         try:
-            await self._wire.send(subject, body, reply=f"{self._inbox}.{self._request_number}")
+            await self._transport.send(subject, body, reply=f"{self._inbox}.{self._request_number}")
         except BaseException:
             self._open = 0  # cancelled while sending; two pull requests are better than none
             raise
@@ -262,7 +262,7 @@ class OrderedConsumer:
     async def _on_message(self, message: Any) -> None:
         status = (message.headers or {}).get("Status")
         if status is None or not message.subject.startswith(self._inbox):
-            if (item := arrival(message, generation=self._wire.generation)) is not None:
+            if (item := arrival(message, generation=self._transport.generation)) is not None:
                 self._on_arrival(item)
         elif message.subject == f"{self._inbox}.{self._request_number}":
             self._on_status(status, str(message.headers.get("Description", "")))
@@ -314,7 +314,7 @@ class PullConsumer:
 
     def __init__(
         self,
-        wire: Wire,
+        transport: Transport,
         *,
         stream: str,
         name: str,
@@ -325,8 +325,8 @@ class PullConsumer:
         ready      returns once the shared consumer exists
         give_back  gives a message that was not taken back to the bus
         """
-        self._wire, self._stream, self._ready = wire, stream, ready
-        self._give_back = give_back or functools.partial(_nak, wire)
+        self._transport, self._stream, self._ready = transport, stream, ready
+        self._give_back = give_back or functools.partial(_nak, transport)
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"
         self._wanted = 1
         self._changed = asyncio.Event()
@@ -349,8 +349,8 @@ class PullConsumer:
         try:
             while not self._arrived:
                 self._changed.clear()
-                await self._wire.online()
-                if self._is_lost or self._generation != self._wire.generation:
+                await self._transport.online()
+                if self._is_lost or self._generation != self._transport.generation:
                     await self._withdraw()
                     if self._arrived:
                         break
@@ -381,7 +381,7 @@ class PullConsumer:
             self._is_lost = True
 
     async def _listening(self) -> _PullRequests:
-        requests = _PullRequests(self._wire, self._subject, self._arrived, self._changed, self._give_back)
+        requests = _PullRequests(self._transport, self._subject, self._arrived, self._changed, self._give_back)
         try:
             await requests.listen()
         except BaseException:
@@ -403,7 +403,7 @@ class PullConsumer:
         if self._pause:
             await asyncio.sleep(self._pause)  # lost again before it delivered a message: do not spin
         self._pause = next_pause(self._pause)
-        generation = self._wire.generation
+        generation = self._transport.generation
         await self._ready()
         self._generation, self._is_lost = generation, False
 
@@ -417,13 +417,13 @@ class _PullRequests:
     """
 
     def __init__(
-        self, wire: Wire, subject: str, arrived: deque[Arrival], changed: asyncio.Event, give_back: GiveBack
+        self, transport: Transport, subject: str, arrived: deque[Arrival], changed: asyncio.Event, give_back: GiveBack
     ) -> None:
-        self._wire, self._subject, self._arrived, self._changed = wire, subject, arrived, changed
+        self._transport, self._subject, self._arrived, self._changed = transport, subject, arrived, changed
         self._give_back = give_back
         self._open = 0  # messages that the requests may still deliver
         self._due = 0.0
-        self._inbox = wire.inbox()
+        self._inbox = transport.inbox()
         self._subscription: Any = None
         self._unlisten: Callable[[], None] = lambda: None
         self.problem = ""
@@ -431,8 +431,8 @@ class _PullRequests:
         self.is_awaited = True
 
     async def listen(self) -> None:
-        self._unlisten = self._wire.listen(self._changed.set)
-        self._subscription = await self._wire.subscribe(self._inbox, self._on_message)
+        self._unlisten = self._transport.listen(self._changed.set)
+        self._subscription = await self._transport.subscribe(self._inbox, self._on_message)
 
     async def top_up(self, wanted: int) -> None:
         missing = wanted - self._open
@@ -441,7 +441,7 @@ class _PullRequests:
                 self._due = time.monotonic() + PULL_SILENCE_SECONDS
             self._open += missing
             body = pull_request(batch=missing, seconds=PULL_EXPIRES_SECONDS)
-            await self._wire.send(self._subject, body, reply=self._inbox)
+            await self._transport.send(self._subject, body, reply=self._inbox)
 
     async def until(self, changed: asyncio.Event) -> None:
         """Wait for ``changed``, or until the server has been silent for too long."""
@@ -456,7 +456,7 @@ class _PullRequests:
         self._unlisten()
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
-            await self._wire.unsubscribe(subscription, drain=self._open > 0)
+            await self._transport.unsubscribe(subscription, drain=self._open > 0)
 
     async def _on_message(self, message: Any) -> None:
         headers = message.headers or {}
@@ -464,7 +464,7 @@ class _PullRequests:
         self.was_heard = True
         self._due = time.monotonic() + PULL_SILENCE_SECONDS
         if status is None:
-            if (item := arrival(message, generation=self._wire.generation)) is None:
+            if (item := arrival(message, generation=self._transport.generation)) is None:
                 return
             self._open = max(0, self._open - 1)
             if not self.is_awaited:
@@ -478,8 +478,8 @@ class _PullRequests:
         self._changed.set()
 
 
-async def _nak(wire: Wire, item: Arrival) -> None:
-    await wire.send(item.reply, GIVE_BACK, reply="")
+async def _nak(transport: Transport, item: Arrival) -> None:
+    await transport.send(item.reply, GIVE_BACK, reply="")
 
 
 async def shared_consumer(connection: Connection, layout: Layout, stream: str, *, role: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final, Generic, TypeVar
 
 from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.consumers import Arrival, OrderedConsumer, Verify, Wire
+from asyncrl.bus.jetstream.consumers import Arrival, OrderedConsumer, Transport, Verify
 from asyncrl.bus.jetstream.layout import Layout, reader
 from asyncrl.bus.jetstream.objects import ChunkWindow
 from asyncrl.bus.jetstream.watch import StoredMessage, last_stored, leaders_message
@@ -117,8 +117,8 @@ async def open_log(
 class LogReader:
     """Reads the entries after sequence ``after``. Call ``take`` for each entry, then ``stop``."""
 
-    def __init__(self, wire: Wire, *, stream: str, after: int) -> None:
-        self._wire, self._stream = wire, stream
+    def __init__(self, transport: Transport, *, stream: str, after: int) -> None:
+        self._transport, self._stream = transport, stream
         self._next, self._last = after + 1, after
         self._pace = ChunkWindow()
         self._asked: deque[asyncio.Task[StoredMessage | None]] = deque()
@@ -145,13 +145,13 @@ class LogReader:
             await asyncio.wait(self._asked)
 
     async def _look(self) -> None:
-        state = (await self._wire.api(f"STREAM.INFO.{self._stream}"))["state"]
+        state = (await self._transport.api(f"STREAM.INFO.{self._stream}"))["state"]
         self._next, self._last = max(self._next, int(state["first_seq"])), int(state["last_seq"])
 
     async def _ask(self, sequence: int) -> StoredMessage | None:
         """Request one entry; None if it was trimmed."""
         clock = asyncio.get_running_loop().time
         asked = clock()
-        stored = await leaders_message(self._wire, self._stream, {"seq": sequence})
+        stored = await leaders_message(self._transport, self._stream, {"seq": sequence})
         self._pace.note(asked=asked, answered=clock())
         return stored

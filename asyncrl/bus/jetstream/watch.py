@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from asyncrl.bus.jetstream.connection import Refused
-from asyncrl.bus.jetstream.consumers import Wire
+from asyncrl.bus.jetstream.consumers import Transport
 
 REFRESH_SECONDS: Final = 30.0
 _NO_MESSAGE: Final = 10037
@@ -39,8 +39,8 @@ class StoredMessage:
 class Watch:
     """``subject``: where the stream stores the state;  ``republished``: where it republishes the state."""
 
-    def __init__(self, wire: Wire, *, stream: str, subject: str, republished: str) -> None:
-        self._wire, self._stream, self._subject, self._republished = wire, stream, subject, republished
+    def __init__(self, transport: Transport, *, stream: str, subject: str, republished: str) -> None:
+        self._transport, self._stream, self._subject, self._republished = transport, stream, subject, republished
         self._changed = asyncio.Event()
         self._newest: StoredMessage | None = None
         self._seen = 0
@@ -49,8 +49,8 @@ class Watch:
         self._unlisten: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
-        self._subscription = await self._wire.subscribe(self._republished, self._on_message)
-        self._unlisten = self._wire.listen(self._changed.set)
+        self._subscription = await self._transport.subscribe(self._republished, self._on_message)
+        self._unlisten = self._transport.listen(self._changed.set)
 
     async def take(self) -> StoredMessage:
         """Return the newest value not taken yet.
@@ -62,8 +62,8 @@ class Watch:
             if (newest := self._newest) is not None:
                 self._newest = None
                 return newest
-            await self._wire.online()
-            if self._generation != self._wire.generation:
+            await self._transport.online()
+            if self._generation != self._transport.generation:
                 await self._ask()
                 continue
             try:
@@ -75,11 +75,11 @@ class Watch:
     async def stop(self) -> None:
         self._unlisten()
         if self._subscription is not None:
-            await self._wire.unsubscribe(self._subscription, drain=False)
+            await self._transport.unsubscribe(self._subscription, drain=False)
 
     async def _ask(self) -> None:
-        generation, seen = self._wire.generation, self._seen
-        stored = await last_stored(self._wire, stream=self._stream, subject=self._subject)
+        generation, seen = self._transport.generation, self._seen
+        stored = await last_stored(self._transport, stream=self._stream, subject=self._subject)
         last = stored.sequence if stored is not None else 0
         if self._seen == seen and last < seen:
             self._seen = 0  # a resumed run made the stream again, or it went back to an earlier state
@@ -104,15 +104,15 @@ class Watch:
             self._changed.set()
 
 
-async def last_stored(wire: Wire, *, stream: str, subject: str) -> StoredMessage | None:
+async def last_stored(transport: Transport, *, stream: str, subject: str) -> StoredMessage | None:
     """Return the last message under a subject, from the stream's leader; other servers of a cluster may lag."""
-    return await leaders_message(wire, stream, {"last_by_subj": subject})
+    return await leaders_message(transport, stream, {"last_by_subj": subject})
 
 
-async def leaders_message(wire: Wire, stream: str, which: Mapping[str, Any]) -> StoredMessage | None:
+async def leaders_message(transport: Transport, stream: str, which: Mapping[str, Any]) -> StoredMessage | None:
     """Return a message from the stream's leader. ``which``: {"last_by_subj": SUBJECT} or {"seq": SEQUENCE}."""
     try:
-        found = (await wire.api(f"STREAM.MSG.GET.{stream}", which))["message"]
+        found = (await transport.api(f"STREAM.MSG.GET.{stream}", which))["message"]
     except Refused as refused:
         if refused.code != _NO_MESSAGE:
             raise

@@ -20,7 +20,7 @@ async def nothing() -> None:
     pass
 
 
-class ScriptedWire:
+class ScriptedTransport:
     """A connection without a server: the test plays the server, even while a consumer is being created."""
 
     def __init__(self) -> None:
@@ -81,154 +81,158 @@ class ScriptedWire:
         await on_message(SimpleNamespace(subject=inbox, data=b"", headers=headers, reply=""))
 
 
-def ordered_consumer(wire: ScriptedWire) -> OrderedConsumer:
+def ordered_consumer(transport: ScriptedTransport) -> OrderedConsumer:
     names = itertools.count()
-    return OrderedConsumer(wire, stream="s", create=lambda last: reader(f"reader-{next(names)}", after=last), batch=10)
+    return OrderedConsumer(
+        transport, stream="s", create=lambda last: reader(f"reader-{next(names)}", after=last), batch=10
+    )
 
 
 async def test_late_messages_of_a_replaced_consumer_are_not_read_twice() -> None:
-    wire = ScriptedWire()
-    pull = ordered_consumer(wire)
+    transport = ScriptedTransport()
+    pull = ordered_consumer(transport)
     await pull.start()
-    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    await transport.deliver(1, consumer=0, consumer_sequence=1)
     assert (await pull.take()).sequence == 1
-    wire.generation += 1  # a reconnect that the consumer outlived
-    wire.meanwhile = lambda: wire.deliver(2, consumer=0, consumer_sequence=2)
+    transport.generation += 1  # a reconnect that the consumer outlived
+    transport.meanwhile = lambda: transport.deliver(2, consumer=0, consumer_sequence=2)
     waiting = asyncio.create_task(pull.take())
-    while len(wire.consumers) < 2:
+    while len(transport.consumers) < 2:
         await asyncio.sleep(0)
-    assert wire.consumers[1]["opt_start_seq"] == 2
-    await wire.deliver(2, consumer=1, consumer_sequence=1)
-    await wire.deliver(3, consumer=1, consumer_sequence=2)
+    assert transport.consumers[1]["opt_start_seq"] == 2
+    await transport.deliver(2, consumer=1, consumer_sequence=1)
+    await transport.deliver(3, consumer=1, consumer_sequence=2)
     assert [(await waiting).sequence, (await pull.take()).sequence] == [2, 3]
 
 
 async def test_a_missing_message_is_read_again_from_a_new_consumer() -> None:
-    wire = ScriptedWire()
-    pull = ordered_consumer(wire)
+    transport = ScriptedTransport()
+    pull = ordered_consumer(transport)
     await pull.start()
-    await wire.deliver(1, consumer=0, consumer_sequence=1)
-    await wire.deliver(3, consumer=0, consumer_sequence=3)  # 2 was dropped on the way
+    await transport.deliver(1, consumer=0, consumer_sequence=1)
+    await transport.deliver(3, consumer=0, consumer_sequence=3)  # 2 was dropped on the way
     assert (await pull.take()).sequence == 1
     waiting = asyncio.create_task(pull.take())
-    while len(wire.consumers) < 2:
+    while len(transport.consumers) < 2:
         await asyncio.sleep(0)
-    assert wire.consumers[1]["opt_start_seq"] == 2
-    await wire.deliver(2, consumer=1, consumer_sequence=1)
+    assert transport.consumers[1]["opt_start_seq"] == 2
+    await transport.deliver(2, consumer=1, consumer_sequence=1)
     assert (await waiting).sequence == 2
 
 
 async def test_consumer_placed_on_a_dead_server_is_created_under_another_name() -> None:
-    wire = ScriptedWire()
+    transport = ScriptedTransport()
 
     async def nobody_answers() -> None:
-        wire.meanwhile = nothing
+        transport.meanwhile = nothing
         raise Unanswered("given to a server that has just died")
 
-    pull = ordered_consumer(wire)
-    wire.meanwhile = nobody_answers
+    pull = ordered_consumer(transport)
+    transport.meanwhile = nobody_answers
     await pull.start()
-    assert [consumer["name"] for consumer in wire.consumers] == ["reader-1"]
-    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert [consumer["name"] for consumer in transport.consumers] == ["reader-1"]
+    await transport.deliver(1, consumer=0, consumer_sequence=1)
     assert (await pull.take()).sequence == 1
 
 
 # -- a shared consumer -------------------------------------------------------------------------------------------------
 
 
-def lender(wire: ScriptedWire) -> PullConsumer:
-    return PullConsumer(wire, stream="s", name="workers", ready=lambda: make_consumer(wire, "s", {"name": "workers"}))
+def lender(transport: ScriptedTransport) -> PullConsumer:
+    return PullConsumer(
+        transport, stream="s", name="workers", ready=lambda: make_consumer(transport, "s", {"name": "workers"})
+    )
 
 
-def given_back(wire: ScriptedWire) -> list[int]:
+def given_back(transport: ScriptedTransport) -> list[int]:
     """Stream sequences of the messages that were given back."""
-    return [int(subject.split(".")[5]) for subject, word in wire.sent if word == b"-NAK"]
+    return [int(subject.split(".")[5]) for subject, word in transport.sent if word == b"-NAK"]
 
 
 async def test_expired_pull_request_is_repeated_and_the_consumer_stays() -> None:
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
     waiting = asyncio.create_task(lent.take())
     for number in range(1, 4):
-        await wire.ordered(number)
-        await wire.refuse("408", "Request Timeout")
-    await wire.ordered(4)
-    await wire.deliver(1, consumer=0, consumer_sequence=1)
+        await transport.ordered(number)
+        await transport.refuse("408", "Request Timeout")
+    await transport.ordered(4)
+    await transport.deliver(1, consumer=0, consumer_sequence=1)
     assert (await waiting).sequence == 1
-    assert len(wire.consumers) == 1
+    assert len(transport.consumers) == 1
     await lent.stop()
-    assert not wire.listening
-    assert given_back(wire) == []
+    assert not transport.listening
+    assert given_back(transport) == []
 
 
 async def test_no_more_is_requested_than_wanted() -> None:
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
     lent.want(3)
     waiting = asyncio.create_task(lent.take())
-    await wire.ordered(1)
-    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    await transport.ordered(1)
+    await transport.deliver(1, consumer=0, consumer_sequence=1)
     assert (await waiting).sequence == 1
     lent.want(2)  # two are on order
     waiting = asyncio.create_task(lent.take())
     await asyncio.sleep(0)
     lent.want(5)
-    await wire.ordered(2)
+    await transport.ordered(2)
     lent.want(6)  # one more is not worth an order
     for sequence in range(2, 7):
-        await wire.deliver(sequence, consumer=0, consumer_sequence=sequence)
+        await transport.deliver(sequence, consumer=0, consumer_sequence=sequence)
     assert (await waiting).sequence == 2
     assert [(await lent.take()).sequence for _ in range(4)] == [3, 4, 5, 6]
-    assert wire.batches == [3, 3]
+    assert transport.batches == [3, 3]
 
 
 async def test_consumer_that_waits_long_has_one_pull_request() -> None:
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
     waiting = asyncio.create_task(lent.take())
-    await wire.ordered(1)
+    await transport.ordered(1)
     lent.want(4)
-    await wire.ordered(2)
-    await wire.refuse("408", "Request Timeout", pending=1)  # three are still on order
-    await wire.refuse("408", "Request Timeout", pending=3)
-    await wire.ordered(3)
-    assert wire.batches == [1, 3, 4]
+    await transport.ordered(2)
+    await transport.refuse("408", "Request Timeout", pending=1)  # three are still on order
+    await transport.refuse("408", "Request Timeout", pending=3)
+    await transport.ordered(3)
+    assert transport.batches == [1, 3, 4]
     waiting.cancel()
     await asyncio.wait((waiting,))
 
 
 async def test_stop_returns_prefetched_messages() -> None:
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
     lent.want(3)
     waiting = asyncio.create_task(lent.take())
-    await wire.ordered(1)
+    await transport.ordered(1)
     for sequence in (1, 2):
-        await wire.deliver(sequence, consumer=0, consumer_sequence=sequence)
+        await transport.deliver(sequence, consumer=0, consumer_sequence=sequence)
     assert (await waiting).sequence == 1
-    wire.leaving = lambda: wire.deliver(3, consumer=0, consumer_sequence=3)
+    transport.leaving = lambda: transport.deliver(3, consumer=0, consumer_sequence=3)
     await lent.stop()
-    assert sorted(given_back(wire)) == [2, 3]
-    assert not wire.listening
+    assert sorted(given_back(transport)) == [2, 3]
+    assert not transport.listening
     waiting = asyncio.create_task(lent.take())
-    await wire.ordered(2)
-    await wire.deliver(4, consumer=0, consumer_sequence=4)
+    await transport.ordered(2)
+    await transport.deliver(4, consumer=0, consumer_sequence=4)
     assert (await waiting).sequence == 4
 
 
 async def test_a_shared_consumer_that_is_gone_is_recreated() -> None:
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
     waiting = asyncio.create_task(lent.take())
-    await wire.ordered(1)
-    await wire.refuse("409", "Consumer Deleted")
-    await wire.ordered(2)
-    await wire.deliver(1, consumer=1, consumer_sequence=1)
+    await transport.ordered(1)
+    await transport.refuse("409", "Consumer Deleted")
+    await transport.ordered(2)
+    await transport.deliver(1, consumer=1, consumer_sequence=1)
     assert (await waiting).sequence == 1
 
 
@@ -236,52 +240,52 @@ async def test_message_that_arrives_while_a_silent_request_is_withdrawn_is_taken
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.bus.jetstream.consumers.PULL_SILENCE_SECONDS", 0.0)
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
-    wire.leaving = lambda: wire.deliver(1, consumer=0, consumer_sequence=1)
+    transport.leaving = lambda: transport.deliver(1, consumer=0, consumer_sequence=1)
     assert (await lent.take()).sequence == 1
-    assert len(wire.orders) == 1
-    assert given_back(wire) == []
+    assert len(transport.orders) == 1
+    assert given_back(transport) == []
 
 
 async def test_message_that_crosses_a_withdrawal_is_returned() -> None:
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
     waiting = asyncio.create_task(lent.take())
-    await wire.ordered(1)
-    wire.leaving = lambda: wire.deliver(7, consumer=0, consumer_sequence=1)
+    await transport.ordered(1)
+    transport.leaving = lambda: transport.deliver(7, consumer=0, consumer_sequence=1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert given_back(wire) == [7]
-    assert not wire.listening
+    assert given_back(transport) == [7]
+    assert not transport.listening
 
 
 async def test_message_that_arrives_with_a_cancellation_is_returned() -> None:
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
     waiting = asyncio.create_task(lent.take())
-    await wire.ordered(1)
-    await wire.deliver(7, consumer=0, consumer_sequence=1)
+    await transport.ordered(1)
+    await transport.deliver(7, consumer=0, consumer_sequence=1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert given_back(wire) == [7]
+    assert given_back(transport) == [7]
 
 
 async def test_pull_request_from_before_a_reconnect_is_withdrawn() -> None:
     """After a reconnect the client listens on its inboxes again, so the old order would become valid again."""
-    wire = ScriptedWire()
-    lent = lender(wire)
+    transport = ScriptedTransport()
+    lent = lender(transport)
     await lent.start()
     waiting = asyncio.create_task(lent.take())
-    await wire.ordered(1)
-    wire.generation += 1
+    await transport.ordered(1)
+    transport.generation += 1
     lent.want(1)  # woken, as after a reconnect
-    await wire.ordered(2)
-    assert list(wire.listening) == [wire.orders[1]]
-    await wire.deliver(1, consumer=1, consumer_sequence=1)
+    await transport.ordered(2)
+    assert list(transport.listening) == [transport.orders[1]]
+    await transport.deliver(1, consumer=1, consumer_sequence=1)
     assert (await waiting).sequence == 1
