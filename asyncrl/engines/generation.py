@@ -122,7 +122,8 @@ class PartialGeneration:
 
     def finish(self, generation: Generation) -> None:
         """Set the complete generation."""
-        self.prefix, self._rest = generation, None
+        self.prefix = generation
+        self._rest = None
 
     @property
     def num_tokens(self) -> int:

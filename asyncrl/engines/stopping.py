@@ -59,7 +59,8 @@ class StopStrings:
     """The stop strings of one request. ``decode`` returns the text of tokens, special tokens included."""
 
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
-        self._strings, self._decode = tuple(strings), decode
+        self._strings = tuple(strings)
+        self._decode = decode
         self._most_begun = max(map(len, strings)) - 1
         self._most_before = max(len(text.encode()) for text in strings) + _MOST_CONTEXT
 
@@ -116,7 +117,8 @@ class StopWatch:
     """Follows an answer while it grows."""
 
     def __init__(self, strings: StopStrings, done: _Read) -> None:
-        self._strings, self._done = strings, done
+        self._strings = strings
+        self._done = done
 
     def is_ended_by(self, token: int) -> bool:
         """Return whether the next token completes a stop string. Must be called for every token, in order."""
@@ -142,7 +144,8 @@ class StopReader:
     """Creates the stop strings of requests. The first request loads the tokenizer from the model's folder."""
 
     def __init__(self, model_path: Path, reader: Executor) -> None:
-        self._model_path, self._reader = model_path, reader
+        self._model_path = model_path
+        self._reader = reader
         self._decode: Decode | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-stops")
 

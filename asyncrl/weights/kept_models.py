@@ -34,7 +34,8 @@ class WithModels:
             self._stored = published
         if policy_version and policy_version // self._every > self._before(policy_version) // self._every:
             self._models.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
-        self._published, self._stored = policy_version, None
+        self._published = policy_version
+        self._stored = None
         return published
 
     def _before(self, policy_version: int) -> int:

@@ -148,25 +148,25 @@ class PartSender(PartWorker):
         self._groups: dict[str, _Group] = {}
 
     def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
-        told = decode(order, PartOrder)
-        if told.action == "forget":
-            self._forget(told.engines)
-        elif told.request is not None and told.action == "begin":
-            return encode(self._begin(snapshot, told, told.request))
-        elif told.request is not None:
-            self._send(told, told.request)
+        part_order = decode(order, PartOrder)
+        if part_order.action == "forget":
+            self._forget(part_order.engines)
+        elif part_order.request is not None and part_order.action == "begin":
+            return encode(self._begin(snapshot, part_order, part_order.request))
+        elif part_order.request is not None:
+            self._send(part_order, part_order.request)
         return b""
 
-    def _begin(self, snapshot: Snapshot, told: PartOrder, request: TransferRequest) -> CollectiveOffer:
+    def _begin(self, snapshot: Snapshot, order: PartOrder, request: TransferRequest) -> CollectiveOffer:
         """Prepare a transfer: of our part, or only of the name and address of the group to join."""
         if request.num_ranks > _MAX_RANKS:
             raise WeightsError(
                 f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
             )
-        name = group_of_part(request.group, told.number)
+        name = group_of_part(request.group, order.number)
         kind = _kind_of(snapshot)
         at_once = _buckets_at_once(request) if kind == "nccl" else 1
-        snapshot = snapshot.cut(max(1, told.bucket_bytes // at_once))
+        snapshot = snapshot.cut(max(1, order.bucket_bytes // at_once))
         with self._lock:
             group = before = self._groups.get(request.engine)
             if group is None or group.name != name:
@@ -174,20 +174,20 @@ class PartSender(PartWorker):
                     raise WeightsError(f"the learner has no group {name}: it was restarted; join again")
                 if group is None:
                     self._make_room(request.engine)
-                group = self._groups[request.engine] = _open_group(name, kind, request, seconds=told.patience_seconds)
+                group = self._groups[request.engine] = _open_group(name, kind, request, seconds=order.patience_seconds)
         if before is not None and before is not group:  # left over from an earlier process of this engine
             before.give_up()
         if not group.is_free.acquire(timeout=_HANDOVER_SECONDS):
             raise WeightsError(f"group {name} is broken or still busy; join under another name")
         group.prepared = snapshot if request.has_joined else None
-        host = told.host if _is_ours(told.host) else _own_address(towards=told.host)
+        host = order.host if _is_ours(order.host) else _own_address(towards=order.host)
         return CollectiveOffer(
             host=host, port=group.port, collective=kind, buckets=tuple(map(_layout, snapshot.buckets))
         )
 
-    def _send(self, told: PartOrder, request: TransferRequest) -> None:
+    def _send(self, order: PartOrder, request: TransferRequest) -> None:
         """Join the engine, or send it what was prepared. Raises WeightsError, and gives the group up, if that fails."""
-        name = group_of_part(request.group, told.number)
+        name = group_of_part(request.group, order.number)
         with self._lock:
             group = self._groups.get(request.engine)
         if group is None or group.name != name:
@@ -196,7 +196,7 @@ class PartSender(PartWorker):
             if group.prepared is None:
                 group.join()
             else:
-                group.broadcast(group.prepared, beside_bytes=told.beside_bytes)
+                group.broadcast(group.prepared, beside_bytes=order.beside_bytes)
         except (RuntimeError, WeightsError) as error:
             group.give_up()
             raise WeightsError(f"group {name}: {error}") from error

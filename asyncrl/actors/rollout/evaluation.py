@@ -291,18 +291,19 @@ class EvaluationSource:
     async def _report_unable(self, evaluation: Evaluation, error: WeightsError) -> None:
         """Tell the learner that this worker cannot load the version: it need not wait if no worker can."""
         problem = f"cannot load version {evaluation.weights.policy_version}: {error}"
-        said = EvaluationAnswers(
+        answers = EvaluationAnswers(
             number=evaluation.number, group_id=None, error=problem[:LONGEST_ERROR], worker=self._worker
         )
         with contextlib.suppress(BusFull):  # the learner then waits for its timeout
-            await self._bus.publish(EVALUATION_ANSWERS, said, key=f"{evaluation.number}-{uuid.uuid4().hex[:12]}")
+            await self._bus.publish(EVALUATION_ANSWERS, answers, key=f"{evaluation.number}-{uuid.uuid4().hex[:12]}")
 
     async def _hold(self, evaluation: Evaluation, prefetch: Prefetch) -> None:
         """Hold the evaluated version until cancelled."""
         async with self._lease(evaluation):
             await self._slots.until_unreserved()  # no await between this and ``hold``
             async with self._engine.follower.gate.hold(evaluation.weights):
-                self.current, self._held_since = evaluation, time.monotonic()
+                self.current = evaluation
+                self._held_since = time.monotonic()
                 prefetch.update()
                 try:
                     await asyncio.Event().wait()

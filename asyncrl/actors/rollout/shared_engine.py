@@ -118,6 +118,8 @@ class Activity:
             busy += now - self._busy_since
             self._busy_since = now
         tokens = self.tokens - self._read_tokens
-        self._busy, self._read_at, self._read_tokens = 0.0, now, self.tokens
+        self._busy = 0.0
+        self._read_at = now
+        self._read_tokens = self.tokens
         self._rates = tokens / elapsed, min(1.0, max(0.0, 1.0 - busy / elapsed))
         return self._rates

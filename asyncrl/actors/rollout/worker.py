@@ -102,7 +102,8 @@ class RolloutWorker(Actor):
 
     async def _wait_in_quarantine(self, reason: str, finished: asyncio.Task[None], *, owner: asyncio.TaskGroup) -> None:
         """Stay up without work after a quarantine, so that no launcher restarts the worker before the run ends."""
-        self.phase, self.problem = "quarantined", reason
+        self.phase = "quarantined"
+        self.problem = reason
         drained = owner.create_task(self.draining.wait())
         with self.waiting(f"the end of the run: quarantined by the learner, {reason}"):
             await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
@@ -160,8 +161,8 @@ class RolloutWorker(Actor):
         """Include the follower's problem: a process has one heartbeat."""
         beat = super().heartbeat()
         problem = beat.problem or self._engine.follower.problem
-        said: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun_groups())
-        return said
+        heartbeat: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun_groups())
+        return heartbeat
 
     def present_waits(self) -> tuple[Wait, ...]:
         """Include the waits of its follower and for its engine's next token: without either nothing is generated."""

@@ -43,7 +43,8 @@ class KVCache:
 
     def expect_prompts(self, prompts: torch.Tensor, *, first_row: int) -> None:
         """Prepare for a prefill pass: row ``first_row`` + i receives sequence ``prompts[i]`` of the pass."""
-        self._prompts, self._first_row = prompts, first_row
+        self._prompts = prompts
+        self._first_row = first_row
 
     def expect_tokens(self, lengths: torch.Tensor, *, longest: int) -> None:
         """Prepare for a pass that decodes one token for each of rows 0..n-1, which hold ``lengths`` tokens so far."""

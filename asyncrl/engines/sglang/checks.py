@@ -64,8 +64,8 @@ def check_installed() -> None:
 
 def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for a dtype that would crash the server during startup, minutes later."""
-    said = {option_name(key): value for key, value in server_arguments.items()}
-    if said.get("device", device) == "cuda" and said.get("dtype", dtype) in ("float32", "float"):
+    given = {option_name(key): value for key, value in server_arguments.items()}
+    if given.get("device", device) == "cuda" and given.get("dtype", dtype) in ("float32", "float"):
         raise ConfigError(
             'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", engine.device = "cpu" or '
             'engine.kind = "inprocess"'

@@ -147,16 +147,21 @@ class SGLangEngine(EngineAdapter):
         reports_experts  whether to report the experts of each token, for answers to be trained
         """
         self._model = ServedModel(path=model_path, quantization=quantization)  # until the folder is read
-        self._device, self._dtype, self._quantized = device, dtype, quantized
-        self._first_version, self._stamps = version, Stamps(first_version=version)
-        self._options, self._log_path = options, log_path
+        self._device = device
+        self._dtype = dtype
+        self._quantized = quantized
+        self._first_version = version
+        self._stamps = Stamps(first_version=version)
+        self._options = options
+        self._log_path = log_path
         self._client = ServerClient(options.url.rstrip("/"), request_seconds=options.request_seconds)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._reports_experts = reports_experts
         self._memory = memory.GpuMemory(self._client)
         self._context_tokens = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
-        self._has_spans, self._late_tokens = False, 1
+        self._has_spans = False
+        self._late_tokens = 1
         self._settled = SettledVersion(version, self._ask_for_a_token, lambda: self.version)
         self._cache_owner = uuid.uuid4().hex
         self._places = Places()

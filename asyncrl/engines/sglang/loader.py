@@ -121,9 +121,9 @@ def _from_source(order: Sequence[str], device: torch.device) -> Iterator[tuple[s
     for name, tensor in source(base64.b64decode(payload), device):
         found[name] = tuple(tensor.shape)
         yield name, tensor
-    told = json.loads(layout)
-    expected = {name: tuple(shape) for name, shape in told["shapes"].items()}
-    check_layout(found, expected=expected, optional=frozenset(told["optional"]), where=address)
+    wanted = json.loads(layout)
+    expected = {name: tuple(shape) for name, shape in wanted["shapes"].items()}
+    check_layout(found, expected=expected, optional=frozenset(wanted["optional"]), where=address)
 
 
 def tensors(file: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -59,10 +59,10 @@ class Options:
     @property
     def attention_parallel(self) -> int:
         """GPUs that share the attention heads. With DP attention they are in parts that serve different sequences."""
-        said = {option_name(key): value for key, value in self.server_arguments.items()}
-        parts = said.get("attn-dp-size", 1)  # of 0.5.23
-        if "enable-dp-attention" in said:
-            parts = said.get("dp-size", said.get("data-parallel-size", self.tensor_parallel))
+        given = {option_name(key): value for key, value in self.server_arguments.items()}
+        parts = given.get("attn-dp-size", 1)  # of 0.5.23
+        if "enable-dp-attention" in given:
+            parts = given.get("dp-size", given.get("data-parallel-size", self.tensor_parallel))
         return max(1, self.tensor_parallel // parts) if isinstance(parts, int) and parts > 0 else self.tensor_parallel
 
     def __post_init__(self) -> None:

@@ -111,16 +111,16 @@ class ExpertShape:
         one expert per token, these zeros look like expert 0; the learner ignores the experts of dense layers.
         """
         try:
-            told = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
-            told = told.reshape(-1, self.num_layers, self.per_token)[: num_tokens - 1]
+            routed = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+            routed = routed.reshape(-1, self.num_layers, self.per_token)[: num_tokens - 1]
         except (ValueError, binascii.Error) as error:
             raise EngineError(f"the server's routed experts are not those of this model: {error}") from error
         dtype = dtype_for(self.num_experts)
         found = np.full((num_tokens, self.num_layers, self.per_token), unrouted(np.empty(0, dtype)), dtype)
-        is_chosen = (told >= 0).all(-1) & (told < self.num_experts).all(-1)
+        is_chosen = (routed >= 0).all(-1) & (routed < self.num_experts).all(-1)
         if self.per_token > 1:
-            is_chosen &= told.any(-1)
-        found[: len(told)][is_chosen] = told[is_chosen]
+            is_chosen &= routed.any(-1)
+        found[: len(routed)][is_chosen] = routed[is_chosen]
         return found
 
 
@@ -151,7 +151,8 @@ class Reply:
         self._stamps = stamps
         self._keeps_version = keeps_version
         self._finish: Mapping[str, Any] | None = None
-        self._expert_shape, self._num_prompt_tokens = experts, num_prompt_tokens
+        self._expert_shape = experts
+        self._num_prompt_tokens = num_prompt_tokens
         self._experts: ExpertArray = NO_EXPERTS
 
     def __len__(self) -> int:
@@ -186,7 +187,8 @@ class Reply:
             self._spans.mark(before, min(self._stamp, settled))
             self._stamp = settled
         if late_tokens is not None and "weight_versions" in body["meta_info"]:
-            self._spans, self._stamp = SpanRecorder([(0, self._sent_version)]), self._sent_version
+            self._spans = SpanRecorder([(0, self._sent_version)])
+            self._stamp = self._sent_version
             self._take_spans(body, late_tokens=late_tokens)
         return stamp
 

@@ -242,7 +242,8 @@ class SGLangIntake:
         """``shapes`` are the model's tensors; ``optional`` names those that may be absent."""
         self._post = post
         self._loader = loader
-        self._shapes, self._optional = shapes, optional
+        self._shapes = shapes
+        self._optional = optional
         self._kinds: dict[str, str] = {}  # by name of a joined group
         self.num_ranks = num_ranks
 
