@@ -494,14 +494,14 @@ async def shared_consumer(connection: Connection, layout: Layout, stream: str, *
         await make_consumer(connection, stream, layout.workers())
         return
     pause = _FIRST_PAUSE_SECONDS
-    while not await _exists(connection, stream):
+    while not await consumer_exists(connection, stream):
         await asyncio.sleep(pause)
         if pause == _LAST_PAUSE_SECONDS:
             logger.warning("%s: waiting for the learner to create the workers' consumer", stream)
         pause = min(2 * pause, _LAST_PAUSE_SECONDS + 0.1)
 
 
-async def _exists(connection: Connection, stream: str) -> bool:
+async def consumer_exists(connection: Connection, stream: str) -> bool:
     try:
         await connection.api(f"CONSUMER.INFO.{stream}.{WORKERS}")
     except Refused as refused:

@@ -10,16 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.bus.jetstream.connection import IS_GONE, NO_STREAM, Connection, Refused
+from asyncrl.bus.jetstream.consumers import consumer_exists
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.watch import leaders_message
 from asyncrl.bus.port import LogMark
 from asyncrl.errors import BusLost, ConfigError, Forbidden, NoSuchRun
-from asyncrl.messages.topics import ACTORS, ALL, PROGRESS, PROMPTS, TRAJECTORIES, Topic
+from asyncrl.messages.topics import ALL, Topic
 
 logger = logging.getLogger(__name__)
-
-ALWAYS: Final = (PROMPTS, TRAJECTORIES, PROGRESS, ACTORS)
-"""Topics that every version of asyncrl creates."""
 
 _NAME_IN_USE: Final = 10058
 _OTHER_SETTINGS: Final = (10052, _NAME_IN_USE, 10061, 10065, 10069)
@@ -101,7 +99,9 @@ class Streams:
             self.known[objects] = await require_unchanged(self._connection, objects, LogMark())
         await asyncio.gather(*map(self._check, tuple(self.known)))
         for stream in (self._layout.stream(topic) for topic in ALL if topic.kind == "work"):
-            if not self.known[stream]["state"]["consumer_count"]:
+            if self.known[stream]["state"]["consumer_count"]:
+                continue
+            if not await consumer_exists(self._connection, stream):  # a cluster's new leader may not count it yet
                 raise lost(self._connection, f"consumer {WORKERS} of {stream}", "it was deleted")
 
     async def _check(self, name: str) -> None:
@@ -138,7 +138,7 @@ class Streams:
             if self.known:
                 raise ConfigError(
                     f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: somebody deleted the "
-                    "stream; the run's learner creates it again"
+                    "stream; `asyncrl run FILE --resume` makes it again"
                 ) from None
             raise NoSuchRun(
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
