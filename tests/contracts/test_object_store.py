@@ -292,7 +292,7 @@ async def test_object_is_read_in_one_round_trip_after_info(stores: tuple[Any, An
     assert await asyncio.to_thread(reader.info, "a") is not None
     if isinstance(reader, JetStreamObjects):
         asked: list[str] = []
-        connection = reader._call(reader._connected())
+        connection = reader._call(reader._connect())
         request = connection.request
 
         async def counted(subject: str, *given: Any, **options: Any) -> Any:

@@ -203,7 +203,7 @@ class JetStreamBus:
         await self._pieces.tidy(topic, is_over=is_over)
 
     async def check(self) -> None:
-        await self._streams.check(has_objects=self._objects.is_made)
+        await self._streams.check(has_objects=self._objects.is_created)
 
     async def depth(self, topic: Topic[Any]) -> int:
         return int((await self._info(topic))["state"]["messages"])

@@ -120,7 +120,7 @@ class LogReader:
     def __init__(self, transport: Transport, *, stream: str, after: int) -> None:
         self._transport, self._stream = transport, stream
         self._next, self._last = after + 1, after
-        self._pace = ChunkWindow()
+        self._window = ChunkWindow()
         self._asked: deque[asyncio.Task[StoredMessage | None]] = deque()
 
     async def take(self) -> StoredMessage:
@@ -128,7 +128,7 @@ class LogReader:
         while True:
             if not self._asked and self._next > self._last:
                 await self._look()
-            while self._next <= self._last and len(self._asked) < self._pace.in_flight:
+            while self._next <= self._last and len(self._asked) < self._window.in_flight:
                 self._asked.append(asyncio.create_task(self._ask(self._next)))
                 self._next += 1
             if not self._asked:
@@ -153,5 +153,5 @@ class LogReader:
         clock = asyncio.get_running_loop().time
         asked = clock()
         stored = await leaders_message(self._transport, self._stream, {"seq": sequence})
-        self._pace.note(asked=asked, answered=clock())
+        self._window.note(asked=asked, answered=clock())
         return stored

@@ -57,15 +57,15 @@ class JetStreamObjects:
         self._known: dict[str, dict[str, Any]] = {}
         """Results of ``info`` for objects not read since. Over a long link a second request would take as long as
         reading. If such an object is removed in between, so are its chunks."""
-        self.is_made = False  # whether this process created the stream
+        self.is_created = False  # whether this process created the stream
         self._is_closed = False
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def put(self, name: str, blocks: Iterable[bytes | memoryview], *, metadata: Mapping[str, str]) -> ObjectInfo:
-        self._make()
+        self._create_stream()
         before = self._read_info(name)
-        chunk_bytes = min(CHUNK_BYTES, self._call(self._connected()).max_payload - HEADER_BYTES)
+        chunk_bytes = min(CHUNK_BYTES, self._call(self._connect()).max_payload - HEADER_BYTES)
         identity, digest, num_bytes = uuid.uuid4().hex, hashlib.sha256(), 0
         subject = f"$O.{self._bucket}.C.{identity}"
 
@@ -86,26 +86,26 @@ class JetStreamObjects:
             "mtime": datetime.now(UTC).isoformat(),
             "digest": "SHA-256=" + base64.urlsafe_b64encode(digest.digest()).decode(),
             "options": {"max_chunk_size": chunk_bytes},
-            "metadata": {**metadata, "sequences": _as_ranges(sequences)},
+            "metadata": {**metadata, "sequences": _format_ranges(sequences)},
         }
-        self._call(self._store(self._about(name), json.dumps(info).encode(), {"Nats-Rollup": "sub"}))
+        self._call(self._store(self._metadata_subject(name), json.dumps(info).encode(), {"Nats-Rollup": "sub"}))
         if before is not None:
             self._purge(f"$O.{self._bucket}.C.{before['nuid']}")
         return _info(info)
 
     def remove(self, name: str) -> None:
         info = self._read_info(name)
-        self._purge(self._about(name))
+        self._purge(self._metadata_subject(name))
         if info is not None:
             self._purge(f"$O.{self._bucket}.C.{info['nuid']}")
 
     def names(self) -> set[str]:
-        self._make()
+        self._create_stream()
         return {_name(subject) for subject in self._subjects("M")}
 
-    def _make(self) -> None:
+    def _create_stream(self) -> None:
         """Create the stream. Remove what a killed writer left in it."""
-        if self.is_made:
+        if self.is_created:
             return
         config = self._layout.objects_config()
         try:
@@ -119,7 +119,7 @@ class JetStreamObjects:
         for subject in self._subjects("C"):
             if subject not in whole:
                 self._purge(subject)
-        self.is_made = True
+        self.is_created = True
 
     def _subjects(self, kind: str) -> list[str]:
         return list(self._counts(f"{kind}.>"))
@@ -128,7 +128,7 @@ class JetStreamObjects:
         """Return the subjects and the number of messages of each."""
 
         async def ask() -> dict[str, int]:
-            return await subjects(await self._connected(), self._stream, matching=f"$O.{self._bucket}.{under}")
+            return await subjects(await self._connect(), self._stream, matching=f"$O.{self._bucket}.{under}")
 
         return self._call(ask())
 
@@ -136,7 +136,7 @@ class JetStreamObjects:
         self._call(self._api(f"STREAM.PURGE.{self._stream}", {"filter": subject}))
 
     async def _store(self, subject: str, data: bytes, headers: Mapping[str, str]) -> int:
-        connection = await self._connected()
+        connection = await self._connect()
         found = (await connection.store(subject, data, headers={**headers, "Nats-Expected-Stream": self._stream})).found
         if "error" in found:
             raise Refused(f"object store {self._stream}", found["error"])
@@ -158,7 +158,7 @@ class JetStreamObjects:
         if info is None:
             raise ObjectGone(f"{name}: not in the object store {self._stream}")
         subject = f"$O.{self._bucket}.C.{info['nuid']}"
-        sequences = _sequences(info["metadata"]["sequences"])
+        sequences = _parse_ranges(info["metadata"]["sequences"])
         skipped, rest = divmod(start, int(info["options"]["max_chunk_size"]))
         asked = (self._chunk(name, subject, sequence) for sequence in sequences[skipped:])
         for chunk in self._in_order(asked):
@@ -166,7 +166,7 @@ class JetStreamObjects:
             rest = 0
 
     async def _chunk(self, name: str, subject: str, sequence: int) -> bytes:
-        connection = await self._connected()
+        connection = await self._connect()
         body = {"seq": sequence}
         answer = await connection.request(f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(body).encode())
         if answer.headers.get("Nats-Subject") == subject:
@@ -177,20 +177,21 @@ class JetStreamObjects:
         return stored.data
 
     def _read_info(self, name: str) -> dict[str, Any] | None:
-        return self._call(self._ask_info(name))
+        return self._call(self._request_info(name))
 
-    async def _ask_info(self, name: str) -> dict[str, Any] | None:
-        connection = await self._connected()
-        answer = await connection.request(f"$JS.API.DIRECT.GET.{self._stream}.{self._about(name)}")
+    async def _request_info(self, name: str) -> dict[str, Any] | None:
+        connection, subject = await self._connect(), self._metadata_subject(name)
+        answer = await connection.request(f"$JS.API.DIRECT.GET.{self._stream}.{subject}")
         data = answer.data
-        if "Status" in answer.headers:
-            if (stored := await last_stored(connection, stream=self._stream, subject=self._about(name))) is None:
+        if "Status" in answer.headers:  # a replica may lag: the leader knows
+            stored = await last_stored(connection, stream=self._stream, subject=subject)
+            if stored is None:
                 return None
             data = stored.data
         found: dict[str, Any] = json.loads(data)
         return None if found.get("deleted") else found
 
-    def _about(self, name: str) -> str:
+    def _metadata_subject(self, name: str) -> str:
         return f"$O.{self._bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
     # -- the connection's thread --------------------------------------------------------------------------------------
@@ -207,40 +208,40 @@ class JetStreamObjects:
 
     def _in_order(self, calls: Iterator[Coroutine[Any, Any, T]]) -> Iterator[T]:
         """Yield the results of the calls, in order. Run as many calls concurrently as ChunkWindow allows."""
-        pace, waiting = ChunkWindow(), deque[concurrent.futures.Future[T]]()
+        window, waiting = ChunkWindow(), deque[concurrent.futures.Future[T]]()
         is_over = False
         try:
             while True:
-                while not is_over and len(waiting) < pace.in_flight:
+                while not is_over and len(waiting) < window.in_flight:
                     call = next(calls, None)
                     if call is None:
                         is_over = True
                     else:
-                        waiting.append(self._begin(_timed(call, pace)))
+                        waiting.append(self._submit(_measure(call, window)))
                 if not waiting:
                     return
                 yield self._result(waiting.popleft())
         finally:
-            for call_left in waiting:
-                call_left.cancel()
+            for future in waiting:
+                future.cancel()
 
     def _call(self, call: Coroutine[Any, Any, T]) -> T:
-        return self._result(self._begin(call))
+        return self._result(self._submit(call))
 
     def _result(self, answer: concurrent.futures.Future[T]) -> T:
         try:
             return answer.result()
         except concurrent.futures.CancelledError:
-            raise self._closed() from None
+            raise self._closed_error() from None
 
-    def _closed(self) -> BusError:
+    def _closed_error(self) -> BusError:
         return BusError(f"object store {self._stream}: the connection is closed")
 
-    def _begin(self, call: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def _submit(self, call: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         with self._lock:
             if self._is_closed:
                 call.close()
-                raise self._closed()
+                raise self._closed_error()
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=_run, args=(self._loop,), name="objects", daemon=True)
@@ -248,11 +249,11 @@ class JetStreamObjects:
             return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     async def _api(self, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await (await self._connected()).api(verb, body)
+        return await (await self._connect()).api(verb, body)
 
-    async def _connected(self) -> Connection:
+    async def _connect(self) -> Connection:
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
-            self._connecting = asyncio.ensure_future(_awaited(self._dial))
+            self._connecting = asyncio.ensure_future(_run_dial(self._dial))
         return await asyncio.shield(self._connecting)
 
     async def _disconnect(self) -> None:
@@ -294,14 +295,14 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-async def _timed(call: Coroutine[Any, Any, T], pace: ChunkWindow) -> T:
+async def _measure(call: Coroutine[Any, Any, T], window: ChunkWindow) -> T:
     asked = time.monotonic()
     result = await call
-    pace.note(asked=asked, answered=time.monotonic())
+    window.note(asked=asked, answered=time.monotonic())
     return result
 
 
-async def _awaited(dial: Callable[[], Awaitable[Connection]]) -> Connection:
+async def _run_dial(dial: Callable[[], Awaitable[Connection]]) -> Connection:
     return await dial()
 
 
@@ -318,7 +319,7 @@ def _chunks(blocks: Iterable[bytes | memoryview], size: int) -> Iterator[bytes]:
         yield bytes(rest)
 
 
-def _as_ranges(sequences: list[int]) -> str:
+def _format_ranges(sequences: list[int]) -> str:
     """Format sequences as ``4-7,9-9``. Chunks have consecutive sequences except after a lost connection."""
     ranges: list[list[int]] = []
     for sequence in sequences:
@@ -329,7 +330,7 @@ def _as_ranges(sequences: list[int]) -> str:
     return ",".join(f"{first}-{last}" for first, last in ranges)
 
 
-def _sequences(ranges: str) -> list[int]:
+def _parse_ranges(ranges: str) -> list[int]:
     found: list[int] = []
     for part in ranges.split(",") if ranges else []:
         first, _, last = part.partition("-")

@@ -95,7 +95,7 @@ def _apply_block(
     length = num_gaps + num_changed * itemsize
     _require(itemsize in _UNSIGNED and start % itemsize == 0)
     _require(num_gaps + num_changed + num_bytes <= 8 * BLOCK_BYTES)  # upper bound for a block
-    data = _inflated(stream.take(num_bytes), length)
+    data = _inflate(stream.take(num_bytes), length)
     positions = _positions(data[:num_gaps])
     planes = data[num_gaps:].reshape(itemsize, num_changed)
     stop = len(weights) - (len(weights) - start) % itemsize
@@ -131,7 +131,7 @@ def _unzigzag(values: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
-def _inflated(payload: bytes, length: int) -> Bytes:
+def _inflate(payload: bytes, length: int) -> Bytes:
     """Decompress to exactly ``length`` bytes, without using more memory."""
     decompressor = zlib.decompressobj()
     try:
