@@ -109,7 +109,7 @@ class LogState:
     problem: str = ""
 
 
-class Asked(Protocol[Q_co, A_contra]):
+class Request(Protocol[Q_co, A_contra]):
     """A request whose sender waits for the answer."""
 
     @property
@@ -196,7 +196,7 @@ class Bus(Protocol):
         """Return the answer of the process that serves the service; None if none answers within ``seconds``."""
         ...
 
-    def serve(self, service: Service[Q, A]) -> AbstractAsyncContextManager[AsyncIterator[Asked[Q, A]]]:
+    def serve(self, service: Service[Q, A]) -> AbstractAsyncContextManager[AsyncIterator[Request[Q, A]]]:
         """Yield requests as they arrive. If a request is left unanswered, ``ask`` returns None."""
         ...
 

@@ -23,7 +23,7 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 class PendingRequest(Generic[Q, A]):
-    """See ``Asked in bus/port.py``."""
+    """See ``Request in bus/port.py``."""
 
     def __init__(self, question: Q, send: Send) -> None:
         self.question = question

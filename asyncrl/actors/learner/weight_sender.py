@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from asyncrl.actors.base import Actor
-from asyncrl.bus.port import Asked, Bus
+from asyncrl.bus.port import Bus, Request
 from asyncrl.errors import WeightsError
 from asyncrl.messages.topics import ACTORS, TRANSFERS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
@@ -25,24 +25,24 @@ class WeightSender(Actor):
         self._sender = sender
 
     async def run(self) -> None:
-        async with self.bus.serve(TRANSFERS) as questions, asyncio.TaskGroup() as group:
-            async for asked in questions:
-                group.create_task(self._answer(asked), name=f"{self.name}.{asked.question.engine}")
+        async with self.bus.serve(TRANSFERS) as requests, asyncio.TaskGroup() as group:
+            async for request in requests:
+                group.create_task(self._answer(request), name=f"{self.name}.{request.question.engine}")
 
-    async def _answer(self, asked: Asked[TransferRequest, TransferOffer]) -> None:
-        request = asked.question
+    async def _answer(self, request: Request[TransferRequest, TransferOffer]) -> None:
+        asked = request.question
         try:
-            transfer = await asyncio.to_thread(self._sender.begin, request)
+            transfer = await asyncio.to_thread(self._sender.begin, asked)
         except WeightsError as error:
-            await asked.answer(TransferOffer(problem=str(error)))
+            await request.answer(TransferOffer(problem=str(error)))
             return
-        await asked.answer(transfer.offer)
-        if not request.has_joined:  # a joining engine: also drop engines that are gone
+        await request.answer(transfer.offer)
+        if not asked.has_joined:  # a joining engine: also drop engines that are gone
             await asyncio.to_thread(self._sender.forget, engines=set(await self.bus.states(ACTORS)))
         try:
-            await _in_daemon_thread(transfer.send, name=f"send-{request.engine}")
+            await _in_daemon_thread(transfer.send, name=f"send-{asked.engine}")
         except WeightsError as error:
-            self.log.warning("weights of version %d to %s: %s", transfer.offer.policy_version, request.engine, error)
+            self.log.warning("weights of version %d to %s: %s", transfer.offer.policy_version, asked.engine, error)
 
 
 async def _in_daemon_thread(function: Callable[[], None], *, name: str) -> None:

@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
-from asyncrl.bus.port import Asked, Bus
+from asyncrl.bus.port import Bus, Request
 from asyncrl.errors import ConfigError, Forbidden
 from asyncrl.messages.control import Claim
 from asyncrl.messages.topics import LAUNCHER, Service, worker_named
@@ -42,7 +42,7 @@ def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextM
 async def _alone(bus: Bus, service: Service[Claim, Claim], *, problem: str, remedy: str) -> AsyncIterator[None]:
     ours = Claim(host=socket.gethostname(), pid=os.getpid())
     async with contextlib.AsyncExitStack() as stack:
-        questions: AsyncIterator[Asked[Claim, Claim]] | None = None
+        questions: AsyncIterator[Request[Claim, Claim]] | None = None
         try:
             one_at_a_time = bus.lease(
                 f"{service.name} {service.key}", holder=f"{ours.host} {ours.pid}", is_namesakes=True
@@ -73,7 +73,7 @@ async def _alone(bus: Bus, service: Service[Claim, Claim], *, problem: str, reme
             raise raised
 
 
-async def _answer(questions: AsyncIterator[Asked[Claim, Claim]], ours: Claim) -> None:
+async def _answer(questions: AsyncIterator[Request[Claim, Claim]], ours: Claim) -> None:
     """waits for: another process that claims the same place"""
     async for asked in questions:
         await asked.answer(ours)
