@@ -43,7 +43,7 @@ KINDS: Final = {
     "regex": "asyncrl.contrib.rewards.regex:RegexReward",
     "llm_judge": "asyncrl.rewards.llm_judge:JudgeReward",
     "remote": "asyncrl.rewards.remote:RemoteReward",
-    "reasoning_gym": "asyncrl.data.reasoning_gym:Score",
+    "reasoning_gym": "asyncrl.contrib.reasoning_gym:Score",
     "random": "asyncrl.contrib.rewards.random:RandomReward",
     "none": "asyncrl.rewards.none:no_reward",
     "parts": "asyncrl.rewards.parts:WeightedParts",

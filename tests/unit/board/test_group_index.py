@@ -89,7 +89,7 @@ def test_the_worst_and_the_best_come_first(index: GroupIndex, history: History, 
     assert ids(index, order="no such order")
 
 
-def test_what_a_learner_lost_that_fell_back_is_not_listed(index: GroupIndex, history: History, tmp_path: Path) -> None:
+def test_groups_lost_by_a_fallback_are_not_listed(index: GroupIndex, history: History, tmp_path: Path) -> None:
     train(history, [0], step=1)
     kept = history.position
     train(history, [1], step=2)
@@ -130,7 +130,7 @@ def test_prompts_of_evaluations_are_listed_apart_and_opened(
         index.open(next(row.group_id for row in rows if row.place == 3))
 
 
-def test_there_are_never_too_many(
+def test_marks_are_bounded(
     index: GroupIndex, history: History, file: SampleFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_index, "MOST_GROUPS", 10)
@@ -141,7 +141,7 @@ def test_there_are_never_too_many(
     assert ids(index, has_text=True) == [32, 28]
 
 
-def test_a_recorded_group_is_opened_from_its_file_also_when_that_became_the_older_one(
+def test_recorded_group_is_opened_after_file_rotation(
     index: GroupIndex, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = SampleFile(tmp_path, most_bytes=2**12)
@@ -158,9 +158,7 @@ def test_a_recorded_group_is_opened_from_its_file_also_when_that_became_the_olde
     assert [list(texts) for texts in opened.texts] == [["a", "b"], ["e"]]
 
 
-def test_what_was_recorded_in_a_file_that_became_the_older_one_meanwhile_is_found(
-    index: GroupIndex, history: History, tmp_path: Path
-) -> None:
+def test_record_in_a_file_rotated_meanwhile_is_found(index: GroupIndex, history: History, tmp_path: Path) -> None:
     small = SampleFile(tmp_path, most_bytes=2**12)
     train(history, range(5), step=1)
     small.write(sample(0, step=1))
@@ -183,7 +181,7 @@ def test_without_the_tokenizer_the_recorded_text_is_there(
     assert (opened.texts, "model.path" in opened.problem) == ((), True)
 
 
-def test_of_a_group_that_nobody_recorded_it_says_why(index: GroupIndex, history: History) -> None:
+def test_unrecorded_group_is_refused_with_the_reason(index: GroupIndex, history: History) -> None:
     train(history, [0], step=1)
     index.refresh()
     with pytest.raises(ConfigError, match=r"text of group 0 is not here\. metrics\.samples_per_step"):

@@ -17,7 +17,7 @@ async def test_everybody_gets_what_is_new_in_one_piece() -> None:
     assert one.take() == other.take() == expected
 
 
-async def test_a_browser_that_does_not_keep_up_begins_anew() -> None:
+async def test_slow_browser_reloads_the_state() -> None:
     hub = Hub()
     browser = hub.join()
     assert browser is not None
@@ -26,7 +26,7 @@ async def test_a_browser_that_does_not_keep_up_begins_anew() -> None:
     assert browser.take() == b'data: {"kind":"restart"}\n\n'
 
 
-async def test_there_are_never_too_many_browsers() -> None:
+async def test_browsers_are_bounded() -> None:
     hub = Hub()
     joined = [hub.join() for _ in range(MOST_BROWSERS)]
     assert hub.join() is None

@@ -51,7 +51,7 @@ TRAJECTORIES = Wait(what="trajectories", on="rollout-worker")
         (learner(), Doing("working")),
     ],
 )
-def test_a_heartbeat_says_what_its_actor_does(beat: Heartbeat, expected: Doing) -> None:
+def test_heartbeat_sets_the_state_of_a_lane(beat: Heartbeat, expected: Doing) -> None:
     assert doing(beat) == expected
     assert doing(beat, silent_seconds=7.0) == Doing("silent")
 
@@ -74,13 +74,13 @@ def test_a_lane_has_a_segment_for_each_change_and_only_changes_are_told() -> Non
     assert [since for since, *_ in segments] == [WINDOW_SECONDS - 4, WINDOW_SECONDS - 2, WINDOW_SECONDS]
 
 
-def test_another_life_of_an_actor_is_a_restart() -> None:
+def test_new_incarnation_of_an_actor_is_a_restart() -> None:
     lanes = Lanes()
     for life, expected in (("a", []), ("a", []), ("b", ["w0"])):
         assert lanes.hear({"w0": (worker(life=life), Doing("waiting"))}, now=1.0)[2] == expected
 
 
-def test_who_has_left_is_forgotten_when_its_lane_is_out_of_the_window() -> None:
+def test_departed_actor_is_dropped_after_the_window() -> None:
     lanes = Lanes()
     heard(lanes, 0.0, a="generating", b="generating")
     heard(lanes, 2.0, a="generating")

@@ -27,7 +27,7 @@ def test_an_event_that_is_read_again_is_there_once() -> None:
     assert marks.event(Event(kind="dropped", actor="learner", time=6.0)) == []
 
 
-def test_a_learner_that_was_started_again_is_a_restart() -> None:
+def test_restarted_learner_is_shown_as_a_restart() -> None:
     marks = Marks()
     rows = [
         {"step": step, "time": float(step), "learner/incarnation": number} for step, number in ((1, 0), (2, 0), (2, 1))
@@ -36,7 +36,7 @@ def test_a_learner_that_was_started_again_is_a_restart() -> None:
     assert [mark["text"] for mark in found] == ["incarnation 1 goes on with step 2"]
 
 
-def test_there_are_never_too_many() -> None:
+def test_marks_are_bounded() -> None:
     marks = Marks()
     for number in range(2 * MOST_MARKS):
         marks.event(Event(kind="joined", actor=f"w{number}", time=float(number)))

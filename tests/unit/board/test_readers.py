@@ -11,7 +11,7 @@ from aiohttp import web
 from asyncrl.board.feed import MOST_ASKED, THREADS, Readers
 
 
-async def test_more_requests_than_may_wait_are_told_to_ask_again_and_hold_up_nobody_else() -> None:
+async def test_excess_requests_are_told_to_retry_without_blocking_others() -> None:
     readers, others = Readers("test"), Readers("others")
     gate, running, most = threading.Event(), 0, 0
     lock = threading.Lock()

@@ -32,7 +32,7 @@ def test_a_worker_generates_while_a_group_is_in_progress_and_loads_when_it_says_
     ]
 
 
-def test_a_worker_with_a_wrong_clock_is_believed_by_the_arrival_of_its_group() -> None:
+def test_wrong_worker_clock_is_corrected_by_group_arrival() -> None:
     (_, w0) = recorded_lanes([step(1, groups=[group("w0", 1e12, 2.0, arrived=105.0)])])["lanes"]
     assert w0["segments"][:2] == [[0.0, WAITING], [3.0, GENERATING]]
 

@@ -23,7 +23,7 @@ def kinds(changes: list[dict[str, Any]]) -> list[str]:
     return [change["kind"] for change in changes]
 
 
-def test_a_row_is_told_without_what_is_of_one_worker() -> None:
+def test_curves_leave_out_metrics_of_single_workers() -> None:
     changes = RunState("r").add_rows([row(1, **{"rollout/w0/running": 3.0, "rollout/running": 3.0, "kl": math.nan})])
     assert kinds(changes) == ["rows", "summary"]
     (told,) = changes[0]["rows"]
@@ -35,7 +35,7 @@ def test_a_row_is_told_without_what_is_of_one_worker() -> None:
     }
 
 
-def test_of_many_rows_browsers_ask_for_the_curves() -> None:
+def test_many_new_rows_make_browsers_reload_the_curves() -> None:
     state = RunState("r")
     assert kinds(state.add_rows([row(step) for step in range(MOST_ROWS + 1)])) == ["reload", "summary"]
     assert state.curves_named(["reward/mean", "no such"])["reward/mean"][0] == list(range(MOST_ROWS + 1))
@@ -55,7 +55,7 @@ def test_numbers_of_the_run_are_curves() -> None:
     assert not is_curve("loss", math.inf)
 
 
-def test_a_run_that_goes_away_leaves_its_lanes() -> None:
+def test_lanes_stay_when_the_run_goes_away() -> None:
     state = RunState("r")
     state.steps = 1
     beat = Heartbeat(actor="w0", role="rollout-worker", life="a")

@@ -64,12 +64,12 @@ def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert found == [*range(10, 20), 21]
 
 
-def test_what_the_bus_has_of_a_step_is_a_row() -> None:
+def test_step_metrics_from_the_bus_become_a_row() -> None:
     row = row_of(StepMetrics(step=3, numbers={"loss": 1.0}, staleness=(2, 1)))
     assert row == {"step": 3, "loss": 1.0, "staleness/histogram": {"edges": [0, 1, 2], "counts": [2, 1]}}
 
 
-def test_a_folder_that_is_no_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"history\.jsonl"):
         WatchedRun(tmp_path, [], token="", verb="board")
     with pytest.raises(ConfigError, match="no such run folder"):

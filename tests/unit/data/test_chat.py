@@ -130,12 +130,12 @@ def test_a_conversation_may_begin_with_an_answer_that_is_not_trained(tmp_path: P
         ("{{ messages[0].content.absent.x }}", "UndefinedError: 'str object' has no attribute 'absent'"),
     ],
 )
-def test_whatever_the_template_raises_is_one_line_that_says_where(tmp_path: Path, template: str, error: str) -> None:
+def test_template_error_is_refused_in_one_line_with_its_place(tmp_path: Path, template: str, error: str) -> None:
     with pytest.raises(ConfigError, match=f"data.jsonl:1: the chat template refuses these messages: {error}$"):
         rows_of(tmp_path, [{"prompt": "a"}], template=template, chat_template=True)
 
 
-def test_a_template_that_forgets_cannot_train_several_turns(tmp_path: Path) -> None:
+def test_template_that_drops_turns_cannot_train_several(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.jsonl:1: the chat template writes message 4 .* otherwise") as caught:
         rows_of(tmp_path, [{"talk": TALK}], template=FORGETFUL, chat_template=True, conversation_key="talk")
     assert "\n" not in str(caught.value)
@@ -203,7 +203,7 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
         ),
     ],
 )
-def test_a_bad_row_is_one_line_that_says_where(
+def test_bad_row_is_refused_in_one_line_with_its_place(
     tmp_path: Path, row: dict[str, Any], data: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:

@@ -281,7 +281,7 @@ def test_parquet_rows_are_like_jsonl_rows(open_rows: Open) -> None:
         (b"\n \n", {}, "data.jsonl: has no rows"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_file_and_row(
+def test_bad_file_is_refused_in_one_line_with_file_and_row(
     open_rows: Open, content: bytes, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -313,7 +313,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_dropped(open_rows: Open) -
         open_rows([{"prompt": "1" * 9}], limits=RowLimits(prompt_tokens=8)).look()
 
 
-def test_a_look_at_a_large_file_is_short_and_finds_that_all_is_too_long(open_rows: Open) -> None:
+def test_sampling_a_large_file_finds_that_all_prompts_are_too_long(open_rows: Open) -> None:
     with pytest.raises(ConfigError, match="all 256 prompts of the 300 looked at have more than data.max_prompt_tokens"):
         open_rows([{"prompt": "12345"}] * 300, max_prompt_tokens=4).look()
 
@@ -391,7 +391,7 @@ def test_messages_the_template_refuses_are_named(open_rows: Open, tmp_path: Path
         dataset.at(0)
 
 
-def test_a_prompt_with_a_token_that_the_model_has_not_is_refused(open_rows: Open) -> None:
+def test_prompt_with_an_unknown_token_is_refused(open_rows: Open) -> None:
     rows = open_rows(numbered(1), limits=RowLimits(vocabulary=6))
     with pytest.raises(ConfigError, match="data.jsonl:1: the tokenizer makes token .* the model's last is 5"):
         rows.look()

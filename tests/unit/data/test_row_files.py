@@ -44,7 +44,7 @@ def stale(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("failing", [(Path, "open"), (os, "pread")], ids=["when opened", "later"])
-def test_a_data_file_that_cannot_be_read_is_one_line(
+def test_unreadable_data_file_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[Any, str]
 ) -> None:
     path = write(tmp_path / "data.jsonl", "n")

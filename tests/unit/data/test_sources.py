@@ -162,7 +162,7 @@ def test_a_source_of_ones_own_gives_rows_by_position() -> None:
         ("no_such_module:X", "cannot import 'no_such_module'"),
     ],
 )
-def test_a_bad_source_is_one_line(source: str, problem: str) -> None:
+def test_bad_source_is_refused_in_one_line(source: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         opened(source=source).look()
     assert "\n" not in str(caught.value)

@@ -119,7 +119,7 @@ def test_a_reward_is_kept_and_there_is_none_until_somebody_gives_one() -> None:
 
 
 @pytest.mark.parametrize("observed", [[], [1, 2]], ids=["nothing", "observations"])
-def test_a_conversation_in_which_the_model_said_nothing_is_refused_in_one_line(observed: list[int]) -> None:
+def test_conversation_without_an_answer_is_refused_in_one_line(observed: list[int]) -> None:
     turns = TrajectoryBuilder(PROMPT)
     turns.observed(observed)
     with pytest.raises(ValueError, match="needs an answer of the model") as caught:

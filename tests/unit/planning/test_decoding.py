@@ -24,7 +24,7 @@ def test_a_decode_step_takes_longer_the_more_sequences_run() -> None:
     assert together.next_finish() == 4 * (1 + 0.5)
 
 
-def test_who_remains_goes_faster_when_a_sequence_ends() -> None:
+def test_remaining_sequences_speed_up_when_one_ends() -> None:
     decoding = Decoding(TIMING)
     decoding.add(0, 4)
     decoding.add(1, 8)
@@ -35,7 +35,7 @@ def test_who_remains_goes_faster_when_a_sequence_ends() -> None:
     assert decoding.busy_seconds == 11.0
 
 
-def test_a_waiting_sequence_enters_at_the_instant_a_place_comes_free() -> None:
+def test_waiting_sequence_starts_when_a_slot_is_free() -> None:
     decoding = Decoding(TIMING)
     for number in range(3):
         decoding.add(number, 4)
@@ -46,7 +46,7 @@ def test_a_waiting_sequence_enters_at_the_instant_a_place_comes_free() -> None:
     assert decoding.busy_seconds == 6.0 + 5.0
 
 
-def test_nothing_is_decoded_while_weights_load() -> None:
+def test_decoding_stops_while_weights_load() -> None:
     decoding = Decoding(TIMING)
     decoding.add(0, 4)
     decoding.advance(2.5)

@@ -79,7 +79,7 @@ def test_a_run_that_leaves_out_old_tokens_neither_waits_nor_loses_a_group() -> N
     assert left_out.tokens_per_second > waited.tokens_per_second
 
 
-def test_a_prompt_that_lies_at_an_engine_gets_no_older_there() -> None:
+def test_prompt_waiting_in_an_engine_does_not_age() -> None:
     """One engine with two slots serves a window of twelve groups. If age counted from the prompt, every group would be
     late, and the learner would hold each step for groups that no worker has begun."""
     timing = Timing(

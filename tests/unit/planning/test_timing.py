@@ -16,7 +16,7 @@ def reading(running: float, *, step: float, sequence: float, steps: float = 100)
 
 
 @given(step=SECONDS, sequence=SECONDS, levels=st.sets(st.integers(1, 512), min_size=2, max_size=12))
-def test_an_engine_that_keeps_to_the_formula_is_found_exactly(step: float, sequence: float, levels: set[int]) -> None:
+def test_fits_an_engine_that_follows_the_formula_exactly(step: float, sequence: float, levels: set[int]) -> None:
     found = fit_decode(reading(running, step=step, sequence=sequence) for running in levels)
     assert found == pytest.approx((step, sequence), rel=1e-3)
 
@@ -32,7 +32,7 @@ def test_an_engine_that_keeps_to_the_formula_is_found_exactly(step: float, seque
         max_size=12,
     )
 )
-def test_whatever_was_read_no_time_is_below_nought_and_all_of_it_takes_as_long_as_it_took(
+def test_fitted_times_are_never_negative_and_sum_to_the_measured_time(
     readings: list[DecodeReading],
 ) -> None:
     counted = [one for one in readings if one.running > 0]
@@ -47,19 +47,19 @@ def test_whatever_was_read_no_time_is_below_nought_and_all_of_it_takes_as_long_a
     assert took == pytest.approx(sum(one.seconds for one in counted), rel=1e-6)
 
 
-def test_readings_of_one_size_alone_give_its_own_speed() -> None:
+def test_readings_of_one_size_give_its_speed() -> None:
     step, sequence = fit_decode([reading(8, step=0.01, sequence=0.001)])
     assert step + 8 * sequence == pytest.approx(0.018)
     rate, constant = fit_training([TrainReading(tokens=1000, seconds=2.0)] * 3)
     assert 1000 / rate + constant == pytest.approx(2.0)
 
 
-def test_a_learner_that_keeps_to_the_formula_is_found_exactly() -> None:
+def test_fits_a_learner_that_follows_the_formula_exactly() -> None:
     readings = [TrainReading(tokens=tokens, seconds=0.5 + tokens / 20_000) for tokens in (1000, 4000, 1000, 4000)]
     assert fit_training(readings) == pytest.approx((20_000, 0.5))
 
 
-def test_steps_that_take_less_the_more_they_train_are_taken_for_all_growing_with_the_tokens() -> None:
+def test_steps_faster_with_more_tokens_are_fitted_as_proportional() -> None:
     rate, constant = fit_training([TrainReading(tokens=10, seconds=1.0), TrainReading(tokens=30, seconds=0.6)])
     assert rate == pytest.approx(25.0) and constant == 0
 

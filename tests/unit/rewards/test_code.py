@@ -143,7 +143,7 @@ async def test_a_program_that_ends_before_its_tests_has_passed_none(source: str)
 
 
 @pytest.mark.slow
-async def test_what_does_not_end_is_wrong_and_costs_the_others_nothing() -> None:
+async def test_endless_program_is_wrong_and_others_are_judged() -> None:
     endless = written("while True: pass", SUMS)
     right = sample(RIGHT, label=SUMS)
     assert await values(code(seconds=5.0), endless, right) == [
@@ -190,7 +190,7 @@ def taking(*seconds: float) -> list[Sample]:
     return [written(str(one), {"inputs": ["1", "2"], "outputs": ["3", "3"]}) for one in seconds]
 
 
-async def test_the_answers_of_a_group_share_its_time_and_endless_ones_take_none_from_the_others(
+async def test_answers_share_the_groups_time_and_endless_ones_take_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     endless = [1000.0 + number for number in range(16)]
@@ -204,7 +204,7 @@ async def test_the_answers_of_a_group_share_its_time_and_endless_ones_take_none_
     assert sorted(sandbox.used) == [0.1, 0.1, 4.0, 4.0, 6.0]
 
 
-async def test_a_group_that_is_cancelled_begins_no_test_and_keeps_only_the_place_of_the_one_that_runs(
+async def test_cancelled_group_starts_no_test_and_keeps_only_its_running_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reward, sandbox = faked(monkeypatch, at_once=1)
@@ -224,7 +224,7 @@ async def test_a_group_that_is_cancelled_begins_no_test_and_keeps_only_the_place
     assert sandbox.used == [1.0, 0.1, 0.1]
 
 
-async def test_what_was_thought_is_not_run() -> None:
+async def test_code_inside_thinking_is_not_run() -> None:
     text = f"<think>```python\nprint(3)\n```</think>{RIGHT}"
     assert await values(code(), sample(text, label=SUMS)) == [1.0]
 

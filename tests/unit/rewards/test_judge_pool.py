@@ -26,7 +26,7 @@ async def pool() -> AsyncIterator[JudgePool]:
     await found.close()
 
 
-async def test_each_answer_has_an_equal_share_of_half_the_time_and_slow_ones_then_share_what_is_left(
+async def test_answers_get_equal_shares_of_half_the_time_then_slow_ones_share_the_rest(
     pool: JudgePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     shares = await pool.ask([450, "share", 5000, "share"])  # three that differ
@@ -34,9 +34,7 @@ async def test_each_answer_has_an_equal_share_of_half_the_time_and_slow_ones_the
     assert "reward fake: 1 of 3 different answers were not judged within reward.timeout_seconds = 1000" in caplog.text
 
 
-async def test_a_judge_that_is_stuck_costs_its_own_answer_only(
-    pool: JudgePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stuck_judge_fails_only_its_own_answer(pool: JudgePool, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = pool._answer
 
     async def stuck_at_7(judge: Any, line: str, seconds: float) -> float | None:

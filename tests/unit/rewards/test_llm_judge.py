@@ -62,7 +62,7 @@ async def test_the_last_grade_is_the_reward_between_lowest_and_highest(server: S
     await reward.close()
 
 
-async def test_what_was_graded_is_not_asked_again(server: Server) -> None:
+async def test_graded_question_is_not_sent_again(server: Server) -> None:
     reward = judge(server)
     assert [r.value for r in await reward([sample("a"), sample("a"), sample("b")])] == [1.0] * 3
     assert await values(reward, sample("b"), sample("a")) == [1.0, 1.0]
@@ -82,7 +82,7 @@ async def test_grades_in_a_file_are_those_of_other_workers_and_later_runs_too(se
         await one.close()
 
 
-async def test_a_file_of_grades_that_fails_costs_questions_and_no_group(
+async def test_failing_grade_file_repeats_questions_but_fails_no_group(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "grades.sqlite"
@@ -101,12 +101,12 @@ async def test_a_file_of_grades_that_fails_costs_questions_and_no_group(
     await reward.close()
 
 
-async def test_a_busy_server_and_a_judge_without_a_grade_are_asked_again(server: Server) -> None:
+async def test_retries_busy_servers_and_replies_without_a_grade(server: Server) -> None:
     server.says = [503, 429, "I cannot say", "Score: 11", "Score: 5"]
     assert await values(judge(server), sample("a")) == [0.5]
 
 
-async def test_grades_in_the_judges_reasoning_or_in_a_reply_that_was_cut_off_do_not_count(server: Server) -> None:
+async def test_grades_in_reasoning_or_in_cut_replies_do_not_count(server: Server) -> None:
     server.says = [
         "<think>If the scale is Score: 10[cut]",
         "Good. Score: 1[cut]",
@@ -126,7 +126,7 @@ async def test_grades_in_the_judges_reasoning_or_in_a_reply_that_was_cut_off_do_
         ([404], "HTTP 404 Not Found: no such model$"),
     ],
 )
-async def test_what_does_not_help_fails_the_group_with_the_reason(
+async def test_permanent_judge_errors_fail_the_group_with_the_reason(
     server: Server, says: list[str | int], problem: str
 ) -> None:
     server.says = says

@@ -98,7 +98,7 @@ async def test_parts_are_the_reward_of_rows_without_one_of_their_own() -> None:
     await reward.close()
 
 
-async def test_a_majority_is_that_of_the_first_part_that_can_say() -> None:
+async def test_majority_vote_comes_from_the_first_part_that_votes() -> None:
     reward = load_reward(section(style={"kind": f"{HERE}:graded"}, right=RIGHT))
     assert await reward.votes(["it is 7", "7"]) == (["7", "7"], "")
     assert await load_reward(section(style={"kind": f"{HERE}:graded"})).votes([" a "]) == (["a"], "")

@@ -64,7 +64,7 @@ async def test_math_reads_the_whole_label_with_and_without_dollars() -> None:
     assert await values(load("math"), *pairs) == [1.0, 0.0] * len(cases)
 
 
-async def test_math_survives_what_no_time_is_enough_for() -> None:
+async def test_math_gives_up_on_expressions_that_take_too_long() -> None:
     pytest.importorskip("math_verify")
     section = config.RewardSection(kind="math", options={"timeout_seconds": 1})
     endless = "\\boxed{9^{9^{9^{9^{9}}}}}"
@@ -171,7 +171,7 @@ async def test_the_signature_decides_between_sample_and_group(name: str, expecte
     assert await values(load(f"{HERE}:{name}"), sample("a"), sample("bb")) == expected
 
 
-async def test_a_dict_of_parts_is_summed_and_kept() -> None:
+async def test_sums_and_keeps_a_dict_of_parts() -> None:
     (reward,) = await load(f"{HERE}:async_list")([sample()])
     assert reward == Reward(value=0.75, parts={"a": 0.5, "b": 0.25})
 
@@ -325,7 +325,7 @@ async def test_a_reward_that_cancels_itself_fails_its_group_at_once(name: str) -
 
 
 @pytest.mark.parametrize("name", ["blocks", "waits"])
-async def test_a_reward_that_hangs_is_given_up_and_holds_nobody(name: str) -> None:
+async def test_hanging_reward_times_out_without_blocking_others(name: str) -> None:
     reward = load(f"{HERE}:{name}", timeout_seconds=0.05)
     for _ in range(3):
         with pytest.raises(RewardError, match="longer than reward.timeout_seconds = 0.05"):

@@ -31,7 +31,7 @@ from asyncrl.rewards.load import load_reward
         ("asyncrl.data.demo_task:reward", {}, " 0123 ", "0123"),
     ],
 )
-async def test_a_vote_is_what_the_reward_looks_at(
+async def test_vote_is_the_text_that_the_reward_compares(
     kind: str, options: dict[str, object], completion: str, vote: str
 ) -> None:
     rewards = DatasetRewards({"set": load_reward(RewardSection(kind=kind, options=options))})
@@ -44,7 +44,7 @@ def with_vote(vote: Any, *, timeout_seconds: float = 120.0) -> DatasetRewards:
     return DatasetRewards({"set": guarded})
 
 
-async def test_a_slow_vote_holds_up_nothing_else_in_the_worker() -> None:
+async def test_slow_vote_does_not_block_the_worker() -> None:
     loop = asyncio.get_running_loop()
 
     def vote(completion: str) -> str:
@@ -55,7 +55,7 @@ async def test_a_slow_vote_holds_up_nothing_else_in_the_worker() -> None:
     assert await with_vote(vote).votes("set", ["a", "b"]) == ["a", "b"]
 
 
-async def test_a_vote_that_hangs_is_none_after_the_time_that_a_reward_may_take(
+async def test_hanging_vote_times_out_with_the_reward(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = threading.Event()
@@ -65,6 +65,6 @@ async def test_a_vote_that_hangs_is_none_after_the_time_that_a_reward_may_take(
     assert "set: its answers have no vote: vote() took longer than reward.timeout_seconds = 0.01" in caplog.text
 
 
-async def test_an_answer_without_a_vote_costs_the_others_nothing() -> None:
+async def test_answer_without_a_vote_does_not_affect_others() -> None:
     votes = {"a": "1", "b": "2"}
     assert await with_vote(votes.__getitem__).votes("set", ["a", "?", "b"]) == ["1", "", "2"]

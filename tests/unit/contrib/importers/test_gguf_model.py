@@ -151,7 +151,7 @@ def test_an_existing_folder_is_never_overwritten(tmp_path: Path, tiny: Path) -> 
         import_model(file, tiny)
 
 
-def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path: Path, tiny: Path) -> None:
+def test_unsupported_folder_is_refused_in_one_line(tmp_path: Path, tiny: Path) -> None:
     (tmp_path / "no.gguf").write_bytes(b"not a model, and long enough to have a header of some kind")
     cases = [
         (tmp_path / "no.gguf", "not a GGUF file"),

@@ -20,7 +20,7 @@ def test_every_byte_and_scale_is_what_transformers_makes_of_it() -> None:
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales))
 
 
-def test_two_numbers_of_a_byte_by_hand() -> None:
+def test_two_values_of_a_byte_by_hand() -> None:
     """0xB3 is 1.5 in its lower half and -1.5 in its upper; 2^(129 - 127) makes them 6 and -6."""
     blocks = torch.full((1, 1, 1, 16), 0xB3, dtype=torch.uint8)
     found = mxfp4.dequantize(blocks, torch.full((1, 1, 1), 129, dtype=torch.uint8))

@@ -243,7 +243,7 @@ def test_a_folder_with_experts_in_four_bits_is_imported_as_transformers_reads_it
         ({"quantization_config": None, "model_type": "deepseek_v3"}, r"nothing to import"),
     ],
 )
-def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
+def test_unsupported_import_is_refused_in_one_line_and_leaves_nothing(
     published: Path, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     describe(published, **changes)

@@ -121,7 +121,7 @@ def test_instructions_of_ifeval_and_of_ifbench_have_a_reward_each() -> None:
         ("eval: {defaults: {temprature: 0}, datasets: {a: {path: b}}}", "unknown key 'temprature'; did you mean 'tem"),
     ],
 )
-def test_what_is_none_is_refused_in_one_line(text: str, problem: str) -> None:
+def test_invalid_weights_and_slices_are_refused_in_one_line(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         slime_evaluation.toml(yaml.safe_load(text), say=lambda line: None)
 
@@ -143,7 +143,7 @@ def test_no_yaml_is_refused_in_one_line(tmp_path: Path) -> None:
         (None, "eval.yaml: cannot be read"),
     ],
 )
-def test_a_mistake_in_their_file_is_said_in_one_line(tmp_path: Path, yaml_text: str | None, problem: str) -> None:
+def test_mistake_in_their_file_is_refused_in_one_line(tmp_path: Path, yaml_text: str | None, problem: str) -> None:
     file = tmp_path / "eval.yaml"
     if yaml_text is not None:
         file.write_text(yaml_text)

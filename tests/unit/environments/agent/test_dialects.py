@@ -303,7 +303,7 @@ async def test_what_a_program_counts_on_is_obeyed_or_refused_by_name(path: str, 
     assert client.engine.given == []
 
 
-async def test_fields_that_change_nothing_are_taken_and_those_that_the_run_decides_are_named() -> None:
+async def test_harmless_fields_are_accepted_and_overridden_ones_are_named() -> None:
     idle = {"response_format": {"type": "text"}, "logit_bias": {}, "presence_penalty": 0.0, "tool_choice": "auto"}
     idle |= {"stop": "\n", "top_logprobs": None, "parallel_tool_calls": None}
     async with Client(Scripted(["one", "two"]), stop=["\n"]) as client:
@@ -337,9 +337,7 @@ STOP = "Observation:"
 
 
 @pytest.mark.parametrize(("stop", "ends"), [(STOP, " look\n"), ([STOP, "rvat"], " look\n"), (None, STOP)])
-async def test_a_stop_string_that_the_request_names_is_cut_off_and_the_sampled_tokens_are_continued(
-    stop: Any, ends: str
-) -> None:
+async def test_requested_stop_string_is_cut_and_sampled_tokens_are_kept(stop: Any, ends: str) -> None:
     async with Client(Scripted([SEARCH, SEARCH], ends=False), stop=(STOP, "rvat")) as client:
         messages: list[Any] = [USER]
         said = await client.say(messages, stop=stop)

@@ -132,7 +132,7 @@ async def test_a_session_that_is_abandoned_or_out_of_time_fails_its_sample_with_
         await until(entry.url, started=2, over=1, abandoned=1, ended=0, playing=0)
 
 
-async def test_an_entry_that_is_started_again_goes_on_with_the_sessions_of_its_workers(tmp_path: Path) -> None:
+async def test_restarted_entry_continues_its_workers_sessions(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         first = contextlib.AsyncExitStack()
         entry = await first.enter_async_context(Entry(host="127.0.0.1", port=0, key=KEY).serving())
@@ -184,7 +184,7 @@ async def test_what_is_asked_wrongly_is_refused_with_a_reason_and_ends_nothing(t
         assert (await sample)[0].reward == 1.0
 
 
-async def test_an_end_that_the_sample_cannot_have_is_refused_with_the_reason_and_the_session_goes_on(
+async def test_impossible_outcome_is_refused_and_the_session_goes_on(
     tmp_path: Path,
 ) -> None:
     async with Entry(host="127.0.0.1", port=0, key=KEY).serving() as entry, worker(entry.url, tmp_path) as made:

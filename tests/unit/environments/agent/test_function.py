@@ -79,7 +79,7 @@ async def test_branches_are_trajectories_of_one_rollout_with_its_reward() -> Non
     assert short.prompt_tokens.tolist() == engine.given[2]
 
 
-async def test_a_harness_that_asks_nothing_or_rewards_what_was_not_fails_its_sample() -> None:
+async def test_harness_without_model_calls_or_with_too_many_rewards_fails_its_sample() -> None:
     async def silent(task: Task, endpoint: Endpoint) -> float:
         return 1.0
 

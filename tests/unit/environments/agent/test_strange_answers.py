@@ -114,7 +114,7 @@ async def test_an_agent_reads_it_goes_on_from_it_and_all_is_one_sequence(
         assert client.check() == 1
 
 
-async def test_a_refusal_of_the_history_and_a_tool_that_failed_without_a_word_are_shown_to_the_model() -> None:
+async def test_refusals_and_empty_tool_failures_are_shown_to_the_model() -> None:
     async with Client(Scripted(["yes", "yes"])) as client:
         refused = {"role": "assistant", "content": None, "refusal": "I will not."}
         await client.chat([{"role": "user", "content": "q"}, refused, {"role": "user", "content": "Please"}])

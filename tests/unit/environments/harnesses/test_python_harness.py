@@ -113,7 +113,7 @@ async def test_a_child_that_dies_is_replaced() -> None:
                 await harness(TASK, ENDPOINT)
 
 
-async def test_a_child_that_holds_too_much_memory_is_replaced_after_its_last_sample() -> None:
+async def test_child_over_the_memory_limit_is_replaced_after_its_samples() -> None:
     async with pool("hoards", memory_mib=60) as harness:  # holds 64 MiB more; killed only above 120 MiB
         first = await harness(TASK, ENDPOINT)
         await until_gone(int(first.metrics["pid"]))
@@ -133,7 +133,7 @@ async def test_a_cancelled_sample_is_cancelled_in_its_child_which_lives(tmp_path
         assert [one.program.has_ended for one in harness._children] == [False]
 
 
-async def test_a_child_that_hangs_is_killed_with_what_it_started_and_its_other_samples_say_why(
+async def test_hanging_child_is_killed_with_its_processes_and_its_samples_say_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(python_harness, "CANCEL_SECONDS", 0.2)

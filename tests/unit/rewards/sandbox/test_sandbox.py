@@ -41,19 +41,19 @@ def run(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, stdin: bytes
 # -- every sandbox -----------------------------------------------------------------------------------------------------
 
 
-def test_a_program_is_fed_and_listened_to(each: Sandbox) -> None:
+def test_program_gets_stdin_and_its_output_is_returned(each: Sandbox) -> None:
     program = "import sys\nprint(sys.stdin.read()[::-1])\nprint('warned', file=sys.stderr)\nsys.exit(3)"
     outcome = run(each, program, stdin=b"abc" * 21_840)
     assert (outcome.code, outcome.stopped, outcome.stderr) == (3, "", b"warned\n")
     assert outcome.stdout == b"cba" * 21_840 + b"\n"
 
 
-def test_standard_input_that_nobody_reads_is_no_error(each: Sandbox) -> None:
+def test_unread_stdin_is_no_error(each: Sandbox) -> None:
     assert run(each, "print(1)", stdin=b"x" * 2**20).stdout == b"1\n"
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(1000)"])
-def test_a_program_that_does_not_end_is_ended(each: Sandbox, program: str) -> None:
+def test_endless_program_is_killed_at_the_time_limit(each: Sandbox, program: str) -> None:
     assert run(each, program, limits=Limits(seconds=0.5)).stopped == "time"
 
 
@@ -62,7 +62,7 @@ def test_a_program_that_closes_its_output_and_goes_on_is_ended(each: Sandbox) ->
     assert run(each, program, limits=Limits(seconds=0.5)).stopped == "time"
 
 
-def test_output_without_end_is_cut_and_not_kept(each: Sandbox) -> None:
+def test_endless_output_is_cut(each: Sandbox) -> None:
     program = "import sys\nfor _ in range(200): sys.{}.write('x' * 2**20)"
     for stream in ("stdout", "stderr"):
         outcome = run(each, program.format(stream))
@@ -87,7 +87,7 @@ def test_processes_together_have_no_more_memory_than_one(each: Sandbox) -> None:
     assert run(each, program).stopped == "memory"
 
 
-def test_forks_without_end_are_ended(each: Sandbox) -> None:
+def test_fork_bomb_is_killed(each: Sandbox) -> None:
     program = "import os, time\nfor _ in range(300):\n    if os.fork() == 0: time.sleep(1000)\ntime.sleep(1000)"
     assert run(each, program).stopped == "processes"
 
@@ -104,7 +104,7 @@ def test_a_child_in_the_same_session_ends_with_its_program(each: Sandbox) -> Non
     assert (outcome.stdout, outcome.stopped) == (b"left\n", "")
 
 
-def test_nothing_of_our_environment_is_seen(each: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_not_inherited(each: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_BUS_TOKEN", "secret")
     seen = run(each, "import os\nprint(sorted(os.environ))").stdout.decode()
     assert "ASYNCRL" not in seen and "PATH" in seen
@@ -135,7 +135,7 @@ def listener() -> Iterator[int]:
 
 
 @needs_bwrap
-def test_files_of_the_machine_are_not_there(bwrap: Sandbox, secret: Path) -> None:
+def test_files_of_the_machine_are_hidden(bwrap: Sandbox, secret: Path) -> None:
     outcome = run(bwrap, f"print(open({str(secret)!r}).read())")
     assert outcome.code == 1 and b"No such file" in outcome.stderr
 
@@ -172,13 +172,13 @@ def test_many_small_files_do_not_fill_the_machine(bwrap: Sandbox, folder: str) -
 
 
 @needs_bwrap
-def test_servers_of_the_machine_are_out_of_reach(bwrap: Sandbox, listener: int) -> None:
+def test_network_is_unreachable_by_default(bwrap: Sandbox, listener: int) -> None:
     outcome = run(bwrap, f"import socket\nsocket.create_connection(('127.0.0.1', {listener}), 5)\nprint('connected')")
     assert b"ConnectionRefused" in outcome.stderr and not outcome.stdout
 
 
 @needs_bwrap
-def test_the_network_is_there_when_it_is_asked_for(listener: int) -> None:
+def test_network_is_available_when_requested(listener: int) -> None:
     sandbox = open_sandbox("bwrap", readable=[sys.base_prefix], network=True)
     program = f"import socket\nsocket.create_connection(('127.0.0.1', {listener}), 50)\nprint('connected')"
     assert run(sandbox, program).stdout == b"connected\n"
@@ -192,7 +192,7 @@ def test_other_processes_are_neither_seen_nor_signalled(bwrap: Sandbox) -> None:
 
 
 @needs_bwrap
-def test_a_child_in_a_session_of_its_own_ends_too(bwrap: Sandbox) -> None:
+def test_kills_children_in_their_own_session(bwrap: Sandbox) -> None:
     program = (
         "import subprocess, sys\n"
         "child = subprocess.Popen(['sleep', '4321.5'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
@@ -212,7 +212,7 @@ def command_lines() -> Iterator[bytes]:
 
 
 @needs_bwrap
-def test_it_has_no_rights_there(bwrap: Sandbox) -> None:
+def test_sandboxed_program_has_no_privileges(bwrap: Sandbox) -> None:
     program = "print(open('/proc/self/status').read())"
     status = dict(line.split(":", 1) for line in run(bwrap, program).stdout.decode().splitlines() if ":" in line)
     assert int(status["CapEff"], 16) == 0 and status["NoNewPrivs"].strip() == "1" and "65534" in status["Uid"]

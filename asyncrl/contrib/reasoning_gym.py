@@ -1,7 +1,7 @@
 """Procedural tasks of reasoning-gym: a data source that mixes them by weight, and a reward that scores answers.
 
     [data]
-    source = "asyncrl.data.reasoning_gym:Tasks"
+    source = "asyncrl.contrib.reasoning_gym:Tasks"
     [data.options]
     weights = { chain_sum = 2, countdown = 1 }
 
@@ -9,7 +9,7 @@
     kind = "reasoning_gym"
 
 The task and the puzzle at a position depend only on the options. The package is imported when it is first needed.
-Tests: tests/unit/data/test_reasoning_gym.py.
+Tests: tests/unit/contrib/test_reasoning_gym.py.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Score:
         name, entry = sample.metadata.get(_TASK), sample.metadata.get(_ENTRY)
         if name is None or entry is None:
             raise ValueError(
-                "the row is not one of reasoning-gym's: set data.source = asyncrl.data.reasoning_gym:Tasks"
+                "the row is not one of reasoning-gym's: set data.source = asyncrl.contrib.reasoning_gym:Tasks"
             )
         if name not in self._sets:
             self._sets[name] = _data_set(name, {"size": 1, "seed": 0})

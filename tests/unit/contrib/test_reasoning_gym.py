@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl import config
-from asyncrl.data.reasoning_gym import Score, TaskOptions, Tasks
+from asyncrl.contrib.reasoning_gym import Score, TaskOptions, Tasks
 from asyncrl.data.sources import make_source
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.load import load_reward
@@ -49,7 +49,7 @@ def answered(row: dict[str, Any], completion: str) -> Sample:
     return dataclasses.replace(sample_of(completion), metadata=row["metadata"])
 
 
-async def test_a_row_is_scored_by_the_task_that_it_is_of() -> None:
+async def test_row_is_scored_by_its_own_task() -> None:
     row = Tasks(TaskOptions(weights={"doubles": 1}, seed=5, instruction=" Go.")).at(3)
     assert row["prompt"] == "2 x 8? Go." and row["label"] == "16"
     said = ["<answer>1</answer> no, <answer> 16 </answer>", "<answer>17</answer>", "<answer>3</answer>", "16"]
@@ -85,9 +85,9 @@ def test_tasks_come_by_weight_and_a_position_always_has_the_same_row() -> None:
         ({"weights": {"doubles": 1}, "settings": {"pairs": {}}}, "settings: pairs must be one of weights"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(options: dict[str, Any], problem: str) -> None:
+def test_mistake_is_refused_in_one_line(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        make_source(config.DataSection(source="asyncrl.data.reasoning_gym:Tasks", options=options))
+        make_source(config.DataSection(source="asyncrl.contrib.reasoning_gym:Tasks", options=options))
     assert problem in str(raised.value) and "\n" not in str(raised.value)
 
 
