@@ -19,6 +19,7 @@ from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.learner.batcher import Batcher
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.group_remover import GroupRemover
+from asyncrl.actors.learner.history import History
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
@@ -50,7 +51,6 @@ from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.rewards.guard import GuardedReward
-from asyncrl.state.history import History
 from asyncrl.weights.files import FilesChannel
 
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from asyncrl.actors.learner import checkpoint
 from asyncrl.audit.run_folder import RecordedRun, connected, log_records
 from asyncrl.bus.port import Bus
 from asyncrl.errors import NoHistory
@@ -15,7 +16,6 @@ from asyncrl.policies.audit.accounting import Account, BusFacts, Logged, SavedFa
 from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.staleness.staleness import sampled_spans
-from asyncrl.state import checkpoint
 
 
 def account_of(directory: Path, *, token: str = "") -> Account:

@@ -1,6 +1,6 @@
 """Answers of a run's evaluations in readable form, for `asyncrl samples --evaluation`.
 
-    RUN_DIR/evaluation_samples.jsonl   some prompts of each data set, of every evaluation, decoded (state/samples.py)
+    RUN_DIR/evaluation_samples.jsonl   some prompts of each data set, of every evaluation, decoded
     RUN_DIR/saved_model_samples.jsonl  the same for saved models (`asyncrl evaluate`)
     the bus                            from another machine: answers of the newest evaluation that are on their log
 
@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Generator, Iterator
 from pathlib import Path
 
+from asyncrl.actors.learner import sample_files as sample_file
 from asyncrl.audit.run_folder import log_records
 from asyncrl.audit.samples import RunSamples, growing
 from asyncrl.bus.port import Bus, Record
@@ -22,7 +23,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, PROGRESS
 from asyncrl.policies.groups.sample import Asked, GroupSample, evaluated_sample
-from asyncrl.state import samples as sample_file
 
 
 class EvaluationSamples(RunSamples):

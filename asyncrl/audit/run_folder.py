@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from asyncrl import config
+from asyncrl.actors.learner import checkpoint
+from asyncrl.actors.learner.history import HISTORY_FILE, read, whole_bytes
 from asyncrl.adapters import bus_file, registry
 from asyncrl.audit import metric_rows
 from asyncrl.bus.port import Bus, Record
@@ -27,8 +29,6 @@ from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, 
 from asyncrl.messages.topics import Topic
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
-from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE, read, whole_bytes
 
 M = TypeVar("M")
 

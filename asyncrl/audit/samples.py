@@ -2,7 +2,7 @@
 
 There are three sources, each with bounded memory:
 
-  samples.jsonl   some groups of every step, decoded, with advantage and staleness (state/samples.py)
+  samples.jsonl   some groups of every step, decoded, with advantage and staleness (actors/learner/sample_files.py)
   the bus         the trajectory log: every group that is still on it, from the running run or from the run's store
   the history     the fate of each group; from another machine, the events on the bus
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from asyncrl.actors.learner import sample_files as sample_file
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import may_be_up
 from asyncrl.audit.run_folder import RecordedRun, log_records
@@ -33,7 +34,6 @@ from asyncrl.policies.audit.entries import BEGUN, DAMAGED, HistoryEntry, present
 from asyncrl.policies.groups.sample import PENDING, UNKNOWN, GroupSample, reason_of, sample_of
 from asyncrl.policies.groups.states import FATES
 from asyncrl.policies.staleness.staleness import Forks
-from asyncrl.state import samples as sample_file
 
 MOST_HELD: Final = 4096
 """Maximum number of groups of a live run that have arrived and not met their fate; older ones are shown as pending."""

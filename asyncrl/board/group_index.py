@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.actors.learner import history
+from asyncrl.actors.learner import sample_files as samples
 from asyncrl.audit.samples import RunSamples
 from asyncrl.board.file_tail import FileTail
 from asyncrl.config import RunConfig
@@ -32,7 +34,6 @@ from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.sample import EVALUATED, Decode, GroupSample, decoded, reason_of
 from asyncrl.policies.groups.states import FATES
 from asyncrl.policies.groups.token_text import token_texts
-from asyncrl.state import history, samples
 
 MOST_GROUPS: Final = 5000
 MOST_SCANNED: Final = 2000

@@ -24,7 +24,7 @@ from asyncrl.config.run_file import from_table, override
 from asyncrl.errors import INTERRUPTED, ConfigError, NoHistory
 
 if TYPE_CHECKING:
-    from asyncrl.state.samples import SampleFile
+    from asyncrl.actors.learner.sample_files import SampleFile
 
 _OF_RUN: Final = ("model", "rollout", "run")
 """Sections taken from the run's own settings where FILE has none."""
@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         print(f"reading {options.where} and the data sets ...", file=sys.stderr, flush=True)
 
+    from asyncrl.actors.learner.sample_files import SAVED_MODELS_FILE, SampleFile
     from asyncrl.launch.evaluate import Results, SavedModel, evaluate, questions, saved_models  # imports torch
     from asyncrl.messages.evaluation import MOST_PROMPTS  # imports numpy
-    from asyncrl.state.samples import SAVED_MODELS_FILE, SampleFile
 
     models = saved_models(run_config) if is_run else [SavedModel(folder=options.where)]
     if not models:
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _new_file(path: Path) -> SampleFile:
-    from asyncrl.state.samples import SampleFile
+    from asyncrl.actors.learner.sample_files import SampleFile
 
     try:
         path.open("x").close()

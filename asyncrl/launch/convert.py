@@ -15,12 +15,12 @@ import os
 from pathlib import Path
 from typing import Final
 
+from asyncrl.actors.learner import checkpoint, manifest
 from asyncrl.backends import conversion
 from asyncrl.backends.conversion import Converted
 from asyncrl.backends.optimizer_state import STATE_FILE
 from asyncrl.data.model_folder import check_weights, copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.state import checkpoint, manifest
 
 _LATEST: Final = "latest_checkpointed_iteration.txt"
 _WITHOUT_WEIGHTS: Final = "huggingface"

@@ -17,6 +17,7 @@ from typing import Any, Final
 from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.learner.sample_files import RotatedLines, SampleFile, older
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
@@ -30,7 +31,6 @@ from asyncrl.launch.assembly.recorders import answer_writer
 from asyncrl.launch.checks.run_file import check_evaluation
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.evaluation.questions import digest
-from asyncrl.state.samples import RotatedLines, SampleFile, older
 
 RESULTS_FILE: Final = "evaluations.jsonl"
 """File in the run's folder with a line for each evaluated saved model."""

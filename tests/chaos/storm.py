@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl import config, os_process
+from asyncrl.actors.learner import history
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import BUS_FILE
 from asyncrl.bus.port import Bus
 from asyncrl.errors import AsyncRLError, BusError, ConfigError
 from asyncrl.messages.topics import PROMPTS
 from asyncrl.policies.audit.entries import present
-from asyncrl.state import history
-from asyncrl.state.history import HISTORY_FILE
 from tests import ROOT
 from tests.chaos import meter, report, trouble
 from tests.chaos.kill import Kill, load_seconds

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.state.history import HISTORY_FILE, last_incarnation
+from asyncrl.actors.learner.history import HISTORY_FILE, last_incarnation
 from tests.harness.faults.run import prepare, running
 from tests.harness.forked import ForkServer
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.actors.base import HeartbeatSender
+from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.learner import Learner
@@ -60,7 +61,6 @@ from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.tickets import Tickets
 from asyncrl.policies.metric import Metric
 from asyncrl.rewards.port import Reward, Sample
-from asyncrl.state import checkpoint
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.port import LoadReport
 from tests.harness.rows import Rows

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import asyncrl as api
+from asyncrl.actors.learner import checkpoint
 from asyncrl.board.feed import Readers, RunFeed
 from asyncrl.board.group_index import rows_as_json
 from asyncrl.board.watched_run import WatchedRun
@@ -23,7 +24,6 @@ from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
-from asyncrl.state import checkpoint
 from tests.harness.command import asyncrl
 from tests.harness.damage import spoil
 from tests.harness.learning import demo_run, memory_bus

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import asyncrl
+from asyncrl.actors.learner import samples
 from asyncrl.cli import main
 from asyncrl.config import only_overrides
 from asyncrl.launch.evaluate import Results, SavedModel
-from asyncrl.state import samples
 from tests import ROOT
 
 FILE = """

@@ -10,8 +10,8 @@ import pandas
 import pytest
 
 import asyncrl
+from asyncrl.actors.learner.history import History
 from asyncrl.data import demo_task
-from asyncrl.state.history import History
 from tests import ROOT
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from asyncrl import config
 from asyncrl.actors.learner.answer_recorder import AnswerRecorder
+from asyncrl.actors.learner.history import HISTORY_FILE, History
+from asyncrl.actors.learner.sample_files import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.audit import samples
 from asyncrl.audit.evaluated import EvaluationSamples
@@ -24,8 +26,6 @@ from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.os_process import process_space
 from asyncrl.policies.groups.sample import Answer, GroupSample
-from asyncrl.state.history import HISTORY_FILE, History
-from asyncrl.state.samples import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
 from tests.harness import buses
 from tests.harness.command import asyncrl
 from tests.harness.evaluation import evaluating_worker, section, sums

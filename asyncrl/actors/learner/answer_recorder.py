@@ -1,4 +1,4 @@
-"""Records the answers to some prompts of every evaluation, for people to read (state/samples.py).
+"""Records the answers to some prompts of every evaluation, for people to read (actors/learner/sample_files.py).
 
 It picks the same prompts of a data set in every evaluation, so their answers can be compared from version to version.
 

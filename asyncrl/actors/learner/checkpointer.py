@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.trainer import Trainer
@@ -32,7 +33,6 @@ from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.metric import Metric
-from asyncrl.state import checkpoint
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class _Written:
 
 
 class Checkpointer:
-    """Saves the group table with the trainer's model (asyncrl/state/checkpoint.py)."""
+    """Saves the group table with the trainer's model (asyncrl/actors/learner/checkpoint.py)."""
 
     def __init__(
         self,

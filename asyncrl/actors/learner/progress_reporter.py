@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.history import History
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
@@ -26,7 +27,6 @@ from asyncrl.messages.validation import LARGEST_KEY, length_on_bus
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.state.history import History
 
 log = logging.getLogger("asyncrl.learner")
 

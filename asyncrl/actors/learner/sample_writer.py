@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from asyncrl.actors.learner.sample_files import SampleFile
 from asyncrl.policies.groups.sample import Decode, GroupSample, decoded
-from asyncrl.state.samples import SampleFile
 
 MOST_WAITING: Final = 64
 """Groups that may wait to be decoded."""

@@ -22,12 +22,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from asyncrl.actors.learner.sample_files import RotatedLines
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.validation import MOST_SECONDS
 from asyncrl.metrics.trace import rank_tokens
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.metric import Metric
-from asyncrl.state.samples import RotatedLines
 
 MOST_GROUPS: Final = 512
 MOST_ACTORS: Final = 128

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.batcher import Batcher
 from asyncrl.actors.learner.best_model import BestModel
@@ -20,11 +21,13 @@ from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.failed_batches import FailedBatches
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.group_remover import GroupRemover
+from asyncrl.actors.learner.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
+from asyncrl.actors.learner.sample_files import RotatedLines
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.actors.learner.trainer import Trainer
@@ -70,9 +73,6 @@ from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.groups.tickets import Tickets
 from asyncrl.policies.groups.validation import Asked, GroupValidation
 from asyncrl.policies.staleness.admission import Admission
-from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
-from asyncrl.state.samples import RotatedLines
 from asyncrl.weights.port import WeightChannel
 
 # -- learner -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.actors.learner import checkpoint
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.adapters import registry
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
@@ -23,8 +25,6 @@ from asyncrl.errors import ConfigError, DiskError
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.audit.entries import BEGUN
 from asyncrl.policies.groups.saved import LearnerState
-from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE
 
 log = logging.getLogger("asyncrl.check")
 _learner_log = logging.getLogger("asyncrl.learner")
@@ -33,7 +33,7 @@ _learner_log = logging.getLogger("asyncrl.learner")
 async def find_checkpoint(run: RunConfig, *, bus: Bus) -> tuple[LearnerState, Path] | None:
     """Return the newest complete checkpoint of the run and its backend folder; None to start from the whole log.
 
-    Damaged checkpoints are set aside (state/checkpoint.py). Raises ConfigError if a checkpoint is needed but none is
+    Damaged checkpoints are set aside (checkpoint.py). Raises ConfigError if a checkpoint is needed but none is
     left, and DiskError if none can be read now or by this user.
     """
     folder = run.run_directory / "checkpoints"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.actors.presence import heartbeat_id
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
@@ -18,7 +19,6 @@ from asyncrl.messages import Heartbeat
 from asyncrl.messages.roles import LEARNER, LEARNERS_ACTORS
 from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.os_process import process_state
-from asyncrl.state.history import HISTORY_FILE
 
 SECOND_BEAT_SECONDS: Final = 5.0
 """A running process sends another heartbeat within this time."""

@@ -24,13 +24,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.bus.credentials_file import keys
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, disk_problem
 from asyncrl.launch.keys import heard_file, key_files, worker_keys
 from asyncrl.launch.port import Launcher
 from asyncrl.messages.signing import Signatures, SigningKey, is_public_key
-from asyncrl.state.history import HISTORY_FILE
 
 LEARNER_KEY_VARIABLE: Final = "ASYNCRL_LEARNER_KEY"
 """Environment variable with the learner's public key, for processes that `asyncrl run` starts."""

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.actors.learner import checkpoint
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import BUS_FILE, launcher_pid, write_address
 from asyncrl.adapters.registry import connect
@@ -36,8 +38,6 @@ from asyncrl.messages.control import FleetSize
 from asyncrl.messages.topics import FLEET, PROGRESS
 from asyncrl.os_process import PYTHON_PATH
 from asyncrl.policies.fleet_size import FleetSizer
-from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE
 
 
 async def launch(

@@ -3,7 +3,7 @@
 Three independent records are compared:
 
   history     a line for each group that left the window, written by the learner at that moment
-              (asyncrl/state/history.py)
+              (asyncrl/actors/learner/history.py)
   checkpoint  the ledgers and the prompt position from which a resumed learner continues
   bus         prompts that wait or are in flight, and the trajectory log with the versions that sampled each token
 

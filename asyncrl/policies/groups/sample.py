@@ -1,6 +1,6 @@
 """A prompt group in human-readable form: text, rewards, advantage, staleness and fate. Pure.
 
-The learner records some groups in samples.jsonl (state/samples.py). Readers build others from the trajectory log and
+The learner records some groups in samples.jsonl (sample_files.py). Readers build others from the trajectory log and
 from events (audit/samples.py). The JSON form has the same fields under the same names.
 
 Tests: tests/unit/policies/groups/test_sample.py.

@@ -11,12 +11,12 @@ import pytest
 
 from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
+from asyncrl.actors.learner.sample_files import EVALUATION_FILE, SampleFile, read
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
 from asyncrl.policies.groups.sample import GroupSample
-from asyncrl.state.samples import EVALUATION_FILE, SampleFile, read
 from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, worker
 

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.learner import batcher
+from asyncrl.actors.learner.checkpoint import latest
 from asyncrl.errors import HopelessError
 from asyncrl.messages.topics import PROMPTS
-from asyncrl.state.checkpoint import latest
 from tests.harness.desk import Desk, counting, ids, with_advantage
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker
 

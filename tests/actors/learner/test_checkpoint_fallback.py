@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner import checkpoint
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import BackendError
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import Account
-from asyncrl.state import checkpoint
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner import checkpoint
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.errors import BackendError
-from asyncrl.state import checkpoint
 from tests.harness.fakes import Backend, Engine, Loop, run_all, run_worker, worker
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.learner import disk
+from asyncrl.actors.learner import checkpoint, disk
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.audit.account import account_with
@@ -21,7 +21,6 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import ActorStatus, Finding, Observation
-from asyncrl.state import checkpoint
 from asyncrl.tensors.snapshot import Snapshot
 from tests.harness.fakes import Channel, Engine, Loop, run_worker, until, worker
 

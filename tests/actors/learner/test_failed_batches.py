@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner import history
 from asyncrl.actors.learner.failed_batches import FOLDER, NOTE_FILE
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.backends.port import StepResult
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import BackendError, HopelessError, StepFailed
 from asyncrl.messages import TrajectoryGroup, codec
 from asyncrl.policies.audit.accounting import account
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.state import history
-from asyncrl.state.history import HISTORY_FILE
 from tests.actors.learner.test_liar import events
 from tests.conftest import BUS_SIZES
 from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.actors.learner import history
 from asyncrl.environments.port import Generate
 from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.messages import PromptGroup, Trajectory, VersionSpan, replace
 from asyncrl.policies.audit.entries import steps
-from asyncrl.state import history
 from tests.harness.fakes import Engine, Loop, run_all, worker
 
 

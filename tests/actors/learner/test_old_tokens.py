@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.actors.learner import history
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
@@ -16,7 +17,6 @@ from asyncrl.environments.builtin import single_turn
 from asyncrl.environments.port import Generate
 from asyncrl.messages import PromptGroup, Trajectory, VersionSpan, replace
 from asyncrl.policies.audit.entries import steps
-from asyncrl.state import history
 from tests.actors.learner.test_sample_recorder import read, written
 from tests.harness.fakes import Engine, Loop, run_all, until, worker
 

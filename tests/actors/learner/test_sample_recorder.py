@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner import sample_writer
+from asyncrl.actors.learner.history import HISTORY_FILE
+from asyncrl.actors.learner.history import read as read_history
+from asyncrl.actors.learner.sample_files import SampleFile, read
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.backends.port import StepResult
@@ -27,9 +30,6 @@ from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.policies.groups.sample import sample_of
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.rewards.port import Reward, Sample
-from asyncrl.state.history import HISTORY_FILE
-from asyncrl.state.history import read as read_history
-from asyncrl.state.samples import SampleFile, read
 from tests.harness import buses, fakes
 from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.sample_files import RotatedLines
 from asyncrl.actors.learner.timeline import MOST_ACTORS, Timeline
 from asyncrl.audit.timeline import OLDER_FILE, TIMELINE_FILE, rows_of
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.metrics.trace import trace
-from asyncrl.state.samples import RotatedLines
 from tests.harness import fakes
 from tests.harness.command import asyncrl
 from tests.harness.fakes import Engine, Loop, run_all, worker

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner.history import HISTORY_FILE, History
+from asyncrl.actors.learner.sample_files import EVALUATION_FILE, SampleFile
 from asyncrl.board.server import Board
 from asyncrl.board.watched_run import WatchedRun
 from asyncrl.config import record as config_record
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.policies.groups.sample import Answer, GroupSample
-from asyncrl.state.history import HISTORY_FILE, History
-from asyncrl.state.samples import EVALUATION_FILE, SampleFile
 
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner.sample_files import SAMPLES_FILE
 from asyncrl.board.run_state import MOST_ROWS
 from asyncrl.board.server import Board
 from asyncrl.board.watched_run import WatchedRun
@@ -19,7 +20,6 @@ from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.topics import ACTORS
-from asyncrl.state.samples import SAMPLES_FILE
 from tests.harness.histories import forge
 from tests.integration.board.conftest import HOSTILE, OpenBoard, row, write_rows
 

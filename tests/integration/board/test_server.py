@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.board import server
 from asyncrl.board.feed import MOST_ASKED, MOST_WAITING, RunFeed
 from asyncrl.board.group_index import GroupIndex
@@ -28,7 +29,6 @@ from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Event, Heartbeat, StepMetrics, Wait
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, EVENTS, METRICS
-from asyncrl.state.history import HISTORY_FILE, History
 from tests.integration.board.conftest import OpenBoard, row, write_rows
 
 Connect = Callable[..., Awaitable[JetStreamBus]]

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner import history
 from asyncrl.actors.learner import learner as learner_module
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
@@ -23,8 +25,6 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BusError, BusLost
 from asyncrl.messages.topics import ACTORS, ALL, PROGRESS, PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.entries import present
-from asyncrl.state import history
-from asyncrl.state.history import HISTORY_FILE
 from tests.harness.buses import first, group, heartbeat, progress, prompt, publish_groups, publish_prompts, taken
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker
 from tests.integration.bus.test_jetstream_forgets import going_back

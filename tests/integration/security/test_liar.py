@@ -18,6 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.actors.learner import history
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import PromptGroup, replace
@@ -27,8 +29,6 @@ from asyncrl.policies.audit.accounting import account
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.groups.tickets import Tickets
 from asyncrl.policies.groups.validation import GroupValidation
-from asyncrl.state import history
-from asyncrl.state.history import HISTORY_FILE
 from tests.actors.learner.test_failed_batches import Shards
 from tests.conftest import BUS_SIZES
 from tests.harness import lies

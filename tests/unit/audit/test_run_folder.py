@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner.history import sealed
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import BUS_FILE, write_address
 from asyncrl.audit.opened_run import open_run
 from asyncrl.audit.run_folder import run_at
 from asyncrl.errors import NoSuchRun
 from asyncrl.os_process import process_space
-from asyncrl.state.history import sealed
 
 HERE: Any = SimpleNamespace(url="nats://127.0.0.1:1", token="n1's")
 

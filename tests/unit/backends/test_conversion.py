@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.actors.learner import manifest
 from asyncrl.backends import conversion
 from asyncrl.backends.families.table import FAMILIES
 from asyncrl.cli.main import main
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch.convert import convert
-from asyncrl.state import manifest
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
 

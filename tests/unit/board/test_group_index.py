@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner.history import HISTORY_FILE, History
+from asyncrl.actors.learner.sample_files import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
 from asyncrl.board import group_index
 from asyncrl.board.group_index import GroupIndex, OpenedGroup, rows_as_json
 from asyncrl.config import RunConfig
@@ -16,8 +18,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import Event
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.policies.groups.sample import Answer, GroupSample
-from asyncrl.state.history import HISTORY_FILE, History
-from asyncrl.state.samples import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
 
 ANSWER = Answer(
     reward=0.25,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import asyncrl
+from asyncrl.actors.learner.history import sealed
 from asyncrl.audit import run_folder
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
@@ -22,7 +23,6 @@ from asyncrl.config.toml_text import toml_text
 from asyncrl.data import demo_task
 from asyncrl.launch.processes.process_manager import Outcome
 from asyncrl.messages.topics import TRAJECTORIES
-from asyncrl.state.history import sealed
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.groups import group

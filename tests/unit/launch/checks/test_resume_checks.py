@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner import checkpoint
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, DiskError
 from asyncrl.launch.checks import resume_checks
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
-from asyncrl.state import checkpoint
 from tests import ROOT
 from tests.harness.buses import progress, publish_groups
 

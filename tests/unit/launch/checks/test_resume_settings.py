@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner import checkpoint
+from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.cli import learner
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
@@ -17,8 +19,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.checks import resume_checks
 from asyncrl.policies.groups.saved import LearnerState, PromptState
-from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE, History
 from tests import ROOT
 from tests.harness.learning import demo_run, memory_bus
 

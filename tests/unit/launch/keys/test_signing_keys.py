@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.bus import credentials_file
 from asyncrl.bus.jetstream import credentials
 from asyncrl.bus.memory.bus import MemoryBus
@@ -24,7 +25,6 @@ from asyncrl.launch.keys import key_files, signing_keys
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import SigningKey
 from asyncrl.messages.topics import PROGRESS
-from asyncrl.state.history import HISTORY_FILE
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.buses import progress

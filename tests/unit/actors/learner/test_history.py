@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner.history import History, last_incarnation, read, whole_bytes
 from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import DAMAGED, present
-from asyncrl.state.history import History, last_incarnation, read, whole_bytes
 from tests import ROOT
 
 

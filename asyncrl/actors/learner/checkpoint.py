@@ -12,7 +12,7 @@ the checkpoint records as trained. So in the history of its weights no finished 
 
 A damaged checkpoint is renamed to damaged-STEP and never deleted. The learner continues from the checkpoint before it,
 for which the log is also kept (actors/learner/checkpointer.py). Other names in the folder are left alone.
-Tests: tests/unit/state/test_checkpoint.py.
+Tests: tests/unit/actors/learner/test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from asyncrl.actors.learner import manifest
 from asyncrl.errors import CheckpointDamaged, CheckpointError, disk_problem
 from asyncrl.policies.groups.saved import LearnerState, PromptState
-from asyncrl.state import manifest
 from asyncrl.version import SCHEMA
 
 _PROBE_BYTES: Final = 2**20

@@ -16,9 +16,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from asyncrl.actors.learner import checkpoint, manifest
 from asyncrl.errors import CheckpointDamaged, CheckpointError
 from asyncrl.policies.groups.saved import LearnerState, PromptState
-from asyncrl.state import checkpoint, manifest
 from asyncrl.version import SCHEMA
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner.sample_files import OLDER_FILE, SAMPLES_FILE, SampleFile, read
 from asyncrl.policies.groups.sample import GroupSample
-from asyncrl.state.samples import OLDER_FILE, SAMPLES_FILE, SampleFile, read
 
 
 def written(directory: Path, *group_ids: int, most_bytes: int = 2**20, prompt: str = "p") -> None:

@@ -7,7 +7,7 @@ The files are bounded: when samples.jsonl reaches half of metrics.samples_max_by
 Nothing depends on these files: a line that the disk does not take is left out. If a file in use is removed, a new one
 is started and a warning is logged.
 
-Tests: tests/unit/state/test_samples.py.
+Tests: tests/unit/actors/learner/test_samples.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     {"kind": "trained", "incarnation": 0, "step": 1, "groups": [0, 2], "sequences": [1, 3], "max_staleness": 0, ...}
     {"kind": "dropped", "incarnation": 0, "step": 1, "groups": [5], "crc": "9ab2f310"}
 
-Invariants (tests/unit/state/test_history.py):
+Invariants (tests/unit/actors/learner/test_history.py):
   H1 a checkpoint holds the file's length at the instant of its ledgers, and the file is on disk up to there before the
      checkpoint becomes visible: everything that the ledgers call done has a line.
   H2 a line is written before its effect is visible (the weights of a step, an event, progress): no sample of a version

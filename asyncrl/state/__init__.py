@@ -1,1 +1,0 @@
-"""The files of a run on disk: checkpoints and history."""
