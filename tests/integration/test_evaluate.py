@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from asyncrl.actors.learner import samples
+from asyncrl.actors.learner import sample_files
 from asyncrl.cli import main
 from asyncrl.config import only_overrides
 from asyncrl.launch.evaluate import Results, SavedModel
@@ -81,7 +81,7 @@ def test_saved_models_are_evaluated_with_no_run_up(
     assert "evaluated already" in told.err
     rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 10, 20]
-    answered = list(samples.read(run, samples.SAVED_MODELS_FILE))
+    answered = list(sample_files.read(run, sample_files.SAVED_MODELS_FILE))
     assert [(row.step, row.model) for row in answered] == [(2, "0-2")] * 4 + [(10, "0-10")] * 4 + [(20, "0-20")] * 4
     assert len({row.identity for row in answered}) == 12
     assert all(row.dataset == "counts" and len(row.answers) == 4 and row.label for row in answered)
