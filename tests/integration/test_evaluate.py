@@ -107,10 +107,10 @@ def test_every_answer_is_written_to_the_file_that_is_asked_for(
 def test_answers_that_are_lost_are_said_and_no_success(
     demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: samples.SampleFile, sample: object) -> None:
+    def full(self: sample_files.SampleFile, sample: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(samples.SampleFile, "write", full)
+    monkeypatch.setattr(sample_files.SampleFile, "write", full)
     file = tmp_path / "answers.jsonl"
     assert evaluate(demo / "model", "--datasets", datasets, "--only", "counts", "--answers", file) == 1
     assert f"{file}: 6 prompts are missing" in capsys.readouterr().err

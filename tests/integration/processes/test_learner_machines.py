@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.state import checkpoint
+from asyncrl.actors.learner import checkpoint
 from tests.harness.forked import ForkServer
 from tests.harness.run_process import RunProcess
 
