@@ -110,7 +110,7 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
         "prompts",
         bus,
         rows=rows,
-        admission=Admission.of(run),
+        admission=Admission.from_run(run),
         sampling=SamplingParams(max_new_tokens=run.rollout.max_new_tokens),
         group_size=8,
         table=table,

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.actors.base import Actor
-from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.sample_files import RotatedLines, SampleFile, older
-from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleWriter
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.adapters import registry

@@ -431,7 +431,7 @@ class Ideal:
         )
 
     def _begun(self) -> dict[int, int]:
-        """Return group id -> oldest version that has sampled it, or may, for groups on an engine (groups/begun.py)."""
+        """Return group id -> oldest version that has sampled it, or may, for groups on an engine."""
         begun: dict[int, int] = {}
         for engine in self.engines:
             for number, entered in engine.decoding.places():

@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import HeartbeatSender
 from asyncrl.actors.learner import checkpoint
-from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
-from asyncrl.actors.learner.sample_recorder import SampleRecorder
-from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleRecorder, SampleWriter
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules

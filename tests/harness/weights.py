@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.actors.learner.weight_sender import WeightSender
+from asyncrl.actors.learner.weight_publisher import WeightSender
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.bus.jetstream.connection import dial
 from asyncrl.bus.jetstream.credentials import Credentials

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from asyncrl import config
-from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.actors.learner.sample_files import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
-from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleWriter
 from asyncrl.audit import samples
 from asyncrl.audit.evaluated import EvaluationSamples
 from asyncrl.audit.samples import RunSamples

@@ -38,8 +38,8 @@ from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch, pack_parts, recording
-from asyncrl.policies.groups.begun import Begun
 from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.waits import BEAT_SECONDS, HELD
@@ -158,7 +158,7 @@ class Batcher:
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
         )
-        self._workers, self._begun, self._may_look = workers, Begun(), True
+        self._workers, self._started, self._may_look = workers, StartedGroups(), True
         self._draining = False
         self._preparation: _Preparation | None = None
 
@@ -185,7 +185,7 @@ class Batcher:
                 chosen = self._selection.next_batch(table, count=self._count)
                 if chosen is not None and await self._has_looked():
                     continue  # more groups may have arrived
-                late = self._late(self._begun.starts(table.outstanding)) if chosen is not None else []
+                late = self._late(self._started.starts(table.outstanding)) if chosen is not None else []
                 if chosen is not None and (not late or hold.is_over):
                     self._note_hold(hold.seconds, late)
                     table.take(chosen)
@@ -283,13 +283,13 @@ class Batcher:
         admitted its groups. Return False if this is known already or does not matter."""
         if self._workers is None or not self._may_look:
             return False
-        if not self._late(Begun().starts(self._table.outstanding)):
+        if not self._late(StartedGroups().starts(self._table.outstanding)):
             return False
         self._may_look = False  # only the timer resets this: uvloop's timers fire up to a millisecond early
         asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
         with contextlib.suppress(BusError):  # with older knowledge the learner only waits longer
             beats = await self._workers.beats()
-            self._begun.hear(beats, outstanding=self._table.outstanding, forks=self._table.forks)
+            self._started.update(beats, outstanding=self._table.outstanding, forks=self._table.forks)
         return True
 
     def _look_again(self) -> None:

@@ -41,7 +41,7 @@ _DAMAGED: Final = "damaged-"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Begun:
+class UnfinishedCheckpoint:
     """A checkpoint being written. ``partial`` is not taken for a checkpoint; at the end it is renamed to ``final``."""
 
     partial: Path
@@ -57,58 +57,64 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
     Raises CheckpointError naming the folder. The previous checkpoint is then untouched.
     """
-    begun = begin(directory, state, save_backend=save_backend)
-    folder = finish(begun, finish_backend=lambda: {}, keep=keep)
+    unfinished = begin(directory, state, save_backend=save_backend)
+    folder = finish(unfinished, finish_backend=lambda: {}, keep=keep)
     assert folder is not None
     return folder
 
 
-def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None]) -> Begun:
+def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None]) -> UnfinishedCheckpoint:
     """Begin a checkpoint. ``save_backend`` may continue to write in its folder after it returns. Leftovers of an
     earlier unfinished checkpoint are removed.
 
     Raises as ``write`` does.
     """
     final = directory / _name(state)
-    begun = Begun(partial=directory / f".{final.name}.partial", final=final)
-    with _given_up_on_failure(begun):
+    unfinished = UnfinishedCheckpoint(partial=directory / f".{final.name}.partial", final=final)
+    with _given_up_on_failure(unfinished):
         for path in _entries(directory):
             if _PARTIAL.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        begun.backend.mkdir(parents=True)
-        (begun.partial / _STATE_FILE).write_text(json.dumps({"schema": SCHEMA} | dataclasses.asdict(state), indent=1))
-        save_backend(begun.backend)
-    return begun
+        unfinished.backend.mkdir(parents=True)
+        (unfinished.partial / _STATE_FILE).write_text(
+            json.dumps({"schema": SCHEMA} | dataclasses.asdict(state), indent=1)
+        )
+        save_backend(unfinished.backend)
+    return unfinished
 
 
-def finish(begun: Begun, *, finish_backend: Callable[[], Mapping[Path, str] | None], keep: int) -> Path | None:
+def finish(
+    unfinished: UnfinishedCheckpoint, *, finish_backend: Callable[[], Mapping[Path, str] | None], keep: int
+) -> Path | None:
     """Make a checkpoint visible once the backend has written its part. ``finish_backend`` returns the SHA-256 of its
     larger files, or None while it is not done; then this returns None and changes nothing. Raises as ``write`` does."""
-    with _given_up_on_failure(begun):
+    with _given_up_on_failure(unfinished):
         hashed = finish_backend()
         if hashed is None:
             return None
-        _sync_tree(begun.partial)
-        manifest.write(begun.partial, hashed=hashed)
-        _sync(begun.partial)
-        begun.partial.rename(begun.final)
-        _sync(begun.final.parent)
-    for old in complete(begun.final.parent)[:-keep]:
+        _sync_tree(unfinished.partial)
+        manifest.write(unfinished.partial, hashed=hashed)
+        _sync(unfinished.partial)
+        unfinished.partial.rename(unfinished.final)
+        _sync(unfinished.final.parent)
+    for old in complete(unfinished.final.parent)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)  # the next checkpoint removes what cannot be removed now
-    return begun.final
+    return unfinished.final
 
 
 @contextlib.contextmanager
-def _given_up_on_failure(begun: Begun) -> Iterator[None]:
+def _given_up_on_failure(unfinished: UnfinishedCheckpoint) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problem = error if isinstance(error, OSError) else disk_problem(error) or _refusal(begun.partial)
-        shutil.rmtree(begun.partial, ignore_errors=True)
+        problem = error if isinstance(error, OSError) else disk_problem(error) or _refusal(unfinished.partial)
+        shutil.rmtree(unfinished.partial, ignore_errors=True)
         if problem is None:
             raise
-        others = "the checkpoint before it is untouched" if complete(begun.final.parent) else "there is none before it"
-        raise CheckpointError(f"{begun.final}: {problem.strerror or problem}; {others}") from problem
+        others = (
+            "the checkpoint before it is untouched" if complete(unfinished.final.parent) else "there is none before it"
+        )
+        raise CheckpointError(f"{unfinished.final}: {problem.strerror or problem}; {others}") from problem
 
 
 def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:

@@ -51,7 +51,7 @@ class _Written:
     state: LearnerState
     trims: bool
     since: float
-    begun: checkpoint.Begun | None = None
+    unfinished: checkpoint.UnfinishedCheckpoint | None = None
 
 
 class Checkpointer:
@@ -181,13 +181,13 @@ class Checkpointer:
 
     def _begin(self, written: _Written) -> None:
         """Begin to write the checkpoint. Blocks."""
-        written.begun = checkpoint.begin(self._directory, written.state, save_backend=self._trainer.begin_save)
+        written.unfinished = checkpoint.begin(self._directory, written.state, save_backend=self._trainer.begin_save)
 
     def _finished(self, written: _Written, *, wait: bool) -> Path | None:
         """Return the checkpoint's folder; None while it is being written. Blocks."""
-        assert written.begun is not None
-        finish = functools.partial(self._trainer.finish_save, written.begun.backend, wait=wait)
-        folder = checkpoint.finish(written.begun, finish_backend=finish, keep=self._section.keep)
+        assert written.unfinished is not None
+        finish = functools.partial(self._trainer.finish_save, written.unfinished.backend, wait=wait)
+        folder = checkpoint.finish(written.unfinished, finish_backend=finish, keep=self._section.keep)
         if folder is not None:
             self.disk_need = _disk_need(folder)
         return folder

@@ -1,13 +1,25 @@
-"""State of one evaluation: which prompts are answered, and which must be asked again. It never waits."""
+"""One evaluation: EvaluationRound knows which prompts are answered and which must be asked again, and never waits;
+AnswerCollector publishes the prompts and reads answers until each prompt has one.
+
+Everything on the log at the start is read before anything is asked: a learner that resumes the evaluation of an earlier
+incarnation asks only for missing answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Final
 
-from asyncrl.actors.learner.answer_recorder import AnswerRecorder
-from asyncrl.errors import ConfigError
+from asyncrl.actors.learner.sample_recorder import AnswerRecorder
+from asyncrl.bus.port import Bus
+from asyncrl.errors import BusFull, ConfigError
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.evaluation import MOST_PROMPTS, Evaluation, EvaluationAnswers
+from asyncrl.messages.topics import EVALUATION_ANSWERS, EVALUATION_PROMPTS
+from asyncrl.policies.evaluation.held import EngineTime
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.evaluation.results import Answered, metrics
 from asyncrl.policies.evaluation.verdict import MOST_REFUSED, Verdicts
@@ -119,3 +131,124 @@ def prompts_of(sets: Iterable[EvaluationSet]) -> list[tuple[EvaluationSet, int]]
             "limit"
         )
     return places
+
+
+ASK_AGAIN_SECONDS: Final = 10.0
+"""Interval between looks for prompts that the bus has lost; also the time limit to read a log whose end vanished."""
+FULL_SECONDS: Final = 0.5
+"""Delay between attempts to publish: the bus announces neither free space nor acks."""
+
+
+class AnswerCollector:
+    """Call ``run`` once. Its results are in the round, even if it is cancelled."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        asked: EvaluationRound,
+        *,
+        engine_time: EngineTime,
+        gone: Callable[[], Awaitable[str]],
+        workers: Callable[[], Awaitable[Collection[str]]],
+    ) -> None:
+        """
+        engine_time  receives the engine time of every answer
+        gone         returns why the evaluated version is not available any more; "" if it is
+        workers      returns names of live workers that may answer
+        """
+        self._bus, self._asked, self._engine_time = bus, asked, engine_time
+        self._gone, self._workers = gone, workers
+        self._again: set[int] = set()  # prompts to publish again once the bus accepts them
+        self._wanted = asyncio.Event()
+        self._has_read = asyncio.Event()
+        self._done = asyncio.Event()
+        self._problem = ""
+
+    async def run(self) -> str:
+        """Run until every prompt is settled. Return "", or why no more answers can come."""
+        through = await self._bus.last_sequence(EVALUATION_ANSWERS)
+        if through <= self._asked.evaluation.after:
+            self._has_read.set()
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(self._read(through), name="evaluation.read")
+            asking = group.create_task(self._ask(), name="evaluation.ask")
+            await self._done.wait()
+            reading.cancel()
+            asking.cancel()
+        return self._problem
+
+    async def _ask(self) -> None:
+        """Publish every prompt without an answer; then again those whose answers do not count or that the bus has lost.
+
+        consumes: nothing    waits for: the end of the log, space, the clock    woken by: ``_read``, workers
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ASK_AGAIN_SECONDS):
+                await self._has_read.wait()
+        for index in self._asked.missing:
+            await self._publish(index)
+        while True:
+            self._wanted.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FULL_SECONDS if self._again else ASK_AGAIN_SECONDS):
+                    await self._wanted.wait()
+            if self._again:
+                await self._ask_again()
+            else:
+                await self._ask_for_lost()
+
+    async def _ask_again(self) -> None:
+        """Publish prompts with bad answers again. This works once their worker has acked them."""
+        for index in sorted(self._again):
+            if self._asked.is_settled(index) or await self._publish(index, again=True):
+                self._again.discard(index)
+
+    async def _ask_for_lost(self) -> None:
+        kept = await self._bus.keys(EVALUATION_PROMPTS)
+        for index in self._asked.missing:
+            if str(self._asked.evaluation.group_id(index)) not in kept:
+                await self._publish(index, again=True)
+
+    async def _publish(self, index: int, *, again: bool = False) -> bool:
+        """Publish a prompt. Return False if the bus has it already."""
+        prompt = self._asked.prompt(index)
+        while True:
+            try:
+                return await self._bus.publish(EVALUATION_PROMPTS, prompt, key=str(prompt.group_id), again=again)
+            except BusFull:
+                await asyncio.sleep(FULL_SECONDS)
+
+    async def _read(self, through: int) -> None:
+        """consumes: evaluation answers    waits for: the next answer    woken by: workers"""
+        async with self._bus.read(EVALUATION_ANSWERS, after=self._asked.evaluation.after) as records:
+            while not self._asked.is_done and not self._problem:
+                record = await anext(records)
+                if record.message is None:
+                    self._bus.rejections.note(EVALUATION_ANSWERS.name, record.problem)
+                else:
+                    num_unable = len(self._asked.unable)
+                    self._note_engine(record.message)
+                    index, problem = self._asked.take(record.message)
+                    if index is not None:
+                        self._bus.rejections.note(EVALUATION_ANSWERS.name, problem, kind="answers")
+                        self._again.add(index)
+                        self._wanted.set()
+                    if len(self._asked.unable) > num_unable:
+                        self._problem = await self._hopeless()
+                if record.sequence >= through:
+                    self._has_read.set()
+        self._done.set()
+
+    def _note_engine(self, answers: EvaluationAnswers) -> None:
+        group_id = answers.group_id
+        if group_id is not None and self._asked.evaluation.index(group_id) is not None:
+            self._engine_time.heard(answers.worker, held_seconds=answers.held_seconds, now=time.monotonic())
+
+    async def _hopeless(self) -> str:
+        """Return why no worker can answer: the version is gone, or no live worker can load it. "" if one may."""
+        if problem := await self._gone():
+            return problem
+        unable, workers = self._asked.unable, set(await self._workers())
+        if not workers or not workers <= unable.keys():
+            return ""
+        return f"no worker can load it; {(name := next(iter(unable)))}: {unable[name]}"

@@ -18,10 +18,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from asyncrl.actors.learner.answer_collector import AnswerCollector
-from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.best_model import BestModel
-from asyncrl.actors.learner.evaluation_round import EvaluationRound, prompts_of
+from asyncrl.actors.learner.evaluation_round import AnswerCollector, EvaluationRound, prompts_of
+from asyncrl.actors.learner.sample_recorder import AnswerRecorder
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.config import EvaluationSection

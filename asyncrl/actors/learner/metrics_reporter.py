@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.live_workers import LARGE_FLEET
-from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.actors.learner.sample_recorder import SampleWriter
 from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.bus.port import Bus
 from asyncrl.messages import Heartbeat, StepMetrics

@@ -29,7 +29,7 @@ from asyncrl.policies.groups.overdue import Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.states import PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.groups.tickets import Tickets
-from asyncrl.policies.groups.validation import Asked, digest
+from asyncrl.policies.groups.validation import PromptSpec, digest
 from asyncrl.policies.health.waits import ROOM_IN_WINDOW
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
@@ -282,9 +282,9 @@ class PromptSource(Actor):
             self._table.exhaust(position=self._read_to[0], overlong=self._read_to[1])
             self._table_changed.set()
 
-    def _asked(self, row: Row) -> Asked:
+    def _asked(self, row: Row) -> PromptSpec:
         """Return what this row's prompt asks for in this incarnation."""
-        return Asked(
+        return PromptSpec(
             samples=frozenset({self._group_size}),
             max_tokens=self._max_tokens,
             max_prompt_tokens=len(row.tokens),
@@ -292,7 +292,9 @@ class PromptSource(Actor):
             epoch=row.epoch,
         )
 
-    def _put_into_table(self, numbered: _Numbered, *, oldest_start: int | None, asked: Asked | None = None) -> None:
+    def _put_into_table(
+        self, numbered: _Numbered, *, oldest_start: int | None, asked: PromptSpec | None = None
+    ) -> None:
         """Put a group into the table, before its prompt is on the bus."""
         self._table.publish(
             numbered.group_id,
@@ -358,7 +360,7 @@ class PromptSource(Actor):
             dataset=row.dataset,
             response_mask=row.response_mask,
             reward=row.reward,
-            ticket=self._tickets.of(numbered.group_id),
+            ticket=self._tickets.ticket(numbered.group_id),
             messages=row.messages,
         )
         if await self._try_publish(message, again=again):

@@ -1,23 +1,131 @@
-"""Picks some of the groups that leave the window, for people to read (sample_writer.py decodes and writes them).
+"""Records some groups and answers for people to read (sample_files.py).
 
-Tests: tests/actors/learner/test_sample_recorder.py.
+    recorder -> writer -> its thread: decode, write        sinks that show samples take them from the writer
+
+SampleRecorder picks groups that leave the window; AnswerRecorder picks the same prompts of a data set in every
+evaluation, so their answers can be compared from version to version. The learner never waits for this. When the thread
+falls behind, groups are left out, and the writer logs how many.
+
+Tests: tests/actors/learner/test_sample_recorder.py, tests/actors/learner/test_answer_recorder.py.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import logging
+import random
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.learner.sample_writer import SampleWriter
-from asyncrl.messages import TrajectoryGroup
+from asyncrl.actors.learner.sample_files import SampleFile
+from asyncrl.messages import TrajectoryGroup, WeightVersion
+from asyncrl.messages.evaluation import label_text
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.groups.sample import picked, reason_of, sample_of
+from asyncrl.policies.evaluation.questions import EvaluationSet
+from asyncrl.policies.groups.sample import (
+    Asked,
+    Decode,
+    GroupSample,
+    decoded,
+    evaluated_sample,
+    picked,
+    reason_of,
+    sample_of,
+)
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.staleness.staleness import Forks
+
+MOST_WAITING: Final = 64
+"""Groups that may wait to be decoded."""
+MOST_KEPT: Final = 256
+"""Decoded groups kept for sinks that have not taken them yet."""
+WRITTEN_SECONDS: Final = 10.0
+"""A hanging disk or tokenizer delays callers of ``written`` no longer than this."""
+
+log = logging.getLogger("asyncrl.learner")
+
+
+class SampleWriter:
+    """
+    load_decode   returns the function that decodes tokens; called in the writer's thread
+    most_waiting  limit of groups that wait to be decoded
+    most_kept     limit of decoded groups that sinks have not taken yet
+    """
+
+    def __init__(
+        self,
+        file: SampleFile,
+        *,
+        load_decode: Callable[[], Decode],
+        most_waiting: int = MOST_WAITING,
+        most_kept: int = MOST_KEPT,
+    ) -> None:
+        self._file = file
+        self._load_decode = load_decode
+        self._decode: Decode | None = None
+        self._room = threading.Semaphore(most_waiting)
+        self._left_out = 0
+        self._is_said = False
+        self._recent: deque[GroupSample] = deque(maxlen=most_kept)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+
+    def write(self, make: Callable[[], GroupSample]) -> None:
+        """Decode and write the result of ``make`` soon. ``make`` is called in the writer's thread."""
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._work, make)
+            return
+        self._left_out += 1
+        self._file.num_lost += 1
+        if self._left_out == 1:
+            log.warning("%s: groups are left out: they come faster than their text can be decoded", self._file.name)
+
+    def lose(self) -> None:
+        """Count a group that should have been written but was not available."""
+        self._file.num_lost += 1
+
+    def take(self) -> Sequence[GroupSample]:
+        """Return groups decoded since the last call, at most the newest ``most_kept``."""
+        taken = []
+        while self._recent:
+            taken.append(self._recent.popleft())
+        return taken
+
+    async def written(self) -> None:
+        """Wait until all groups given so far are decoded and written, but no longer than WRITTEN_SECONDS."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WRITTEN_SECONDS):
+                await asyncio.wrap_future(self._thread.submit(lambda: None))
+
+    async def stop(self) -> None:
+        """Stop after writing all waiting groups."""
+        await asyncio.to_thread(self._thread.shutdown, wait=True)
+        if self._left_out:
+            log.warning("%s: %d groups in all were left out", self._file.name, self._left_out)
+
+    def _work(self, make: Callable[[], GroupSample]) -> None:
+        try:
+            if self._decode is None:
+                self._decode = self._load_decode()
+            sample = decoded(make(), self._decode)
+            self._recent.append(sample)
+            self._file.write(sample)
+            self._is_said = False
+        except Exception as error:  # a tokenizer or disk may raise anything, and samples must not end a run
+            self._file.num_lost += 1
+            if not self._is_said:
+                log.warning("%s: a group is left out: %s: %s", self._file.name, type(error).__name__, error)
+            self._is_said = True
+        finally:
+            self._room.release()
 
 
 class SampleRecorder:
@@ -113,3 +221,39 @@ def _trainer(
         return found[:, prompt:]
 
     return [[of_answer(next(numbers), len(group.prompt_of(one))) for one in group.trajectories] for group in groups]
+
+
+class AnswerRecorder:
+    """Picks the prompts whose answers are recorded, and passes these answers to the writer.
+
+    per_dataset  number of prompts of each data set whose answers are recorded
+    model, step  of a saved model that is evaluated: its folder's name, and the step that made it; "" if a run evaluates
+                 its own versions
+    """
+
+    def __init__(self, writer: SampleWriter, *, per_dataset: int, model: str = "", step: int = 0) -> None:
+        self._writer = writer
+        self._per_dataset = per_dataset
+        self._model, self._step = model, step
+
+    def picks(self, its: EvaluationSet) -> frozenset[int]:
+        """Return the places of the recorded prompts of a data set."""
+        among = len(its.questions)
+        return frozenset(random.Random(its.name).sample(range(among), min(among, self._per_dataset)))
+
+    def note(self, group: TrajectoryGroup | None, its: EvaluationSet, place: int, *, weights: WeightVersion) -> None:
+        """Record counted answers to a picked prompt. Answers without a complete group, or to another prompt, are
+        counted as lost."""
+        question = its.questions[place]
+        if group is None or not np.array_equal(group.prompt_tokens, question.tokens):
+            self._writer.lose()
+            return
+        asked = Asked(
+            dataset=its.name,
+            place=place,
+            label=label_text(question.label),
+            model=self._model,
+            step=self._step if self._model else weights.policy_version,
+            incarnation=weights.incarnation,
+        )
+        self._writer.write(functools.partial(evaluated_sample, group, asked, time=time.time()))

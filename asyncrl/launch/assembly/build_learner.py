@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.learner import checkpoint
-from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.batcher import Batcher
 from asyncrl.actors.learner.best_model import BestModel
 from asyncrl.actors.learner.checkpointer import Checkpointer
@@ -28,14 +27,13 @@ from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
 from asyncrl.actors.learner.sample_files import RotatedLines
-from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleRecorder
 from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.actors.learner.validator import Validator
-from asyncrl.actors.learner.weight_publisher import WeightPublisher
-from asyncrl.actors.learner.weight_sender import WeightSender
+from asyncrl.actors.learner.weight_publisher import WeightPublisher, WeightSender
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.adapters import learner_models, registry
 from asyncrl.audit.timeline import OLDER_FILE, TIMELINE_FILE
@@ -71,7 +69,7 @@ from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.groups.tickets import Tickets
-from asyncrl.policies.groups.validation import Asked, GroupValidation
+from asyncrl.policies.groups.validation import GroupValidation, PromptSpec
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.weights.port import WeightChannel
 
@@ -224,7 +222,7 @@ def _prompts(
         "prompts",
         bus,
         rows=ports.rows,
-        admission=ports.admission or Admission.of(run),
+        admission=ports.admission or Admission.from_run(run),
         sampling=sampling_params(run),
         max_tokens=_max_tokens(run),
         group_size=run.rollout.group_size,
@@ -357,11 +355,11 @@ def _max_tokens(run: RunConfig) -> int:
     return run.rollout.max_new_tokens if rollout_functions.traits(run.rollout.function).gives_one else _ANY
 
 
-def _prompt_limits(run_files: Sequence[Mapping[str, Any]]) -> Asked:
+def _prompt_limits(run_files: Sequence[Mapping[str, Any]]) -> PromptSpec:
     """Return what a prompt that is still on the bus may ask for. ``run_files``: settings of every incarnation"""
     rollouts = [one["rollout"] for one in run_files]
     built_in = all(rollout_functions.traits(rollout["function"]).gives_one for rollout in rollouts)
-    return Asked(
+    return PromptSpec(
         samples=frozenset(rollout["group_size"] for rollout in rollouts),
         max_tokens=max(rollout["max_new_tokens"] for rollout in rollouts) if built_in else _ANY,
         max_prompt_tokens=max(one["data"]["max_prompt_tokens"] for one in run_files),

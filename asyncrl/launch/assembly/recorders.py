@@ -6,10 +6,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.sample_files import EVALUATION_FILE, SampleFile
-from asyncrl.actors.learner.sample_recorder import SampleRecorder
-from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleRecorder, SampleWriter
 from asyncrl.config import RunConfig
 from asyncrl.data.tokenizer import load_decode
 from asyncrl.messages.evaluation import MOST_PROMPTS

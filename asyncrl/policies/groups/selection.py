@@ -51,9 +51,9 @@ class Selection:
         """Return the starts of groups in generation that would be too old if the next step trained without them.
 
         The learner waits while there are any. ``oldest_starts`` has the oldest version of each group that has not
-        arrived (begun.py). A step trains ``count`` groups, oldest first, so the i-th oldest of these groups has its
-        turn i // count steps after the next step. Nothing is lost then, because at most (max_staleness + 1) x count
-        groups are outstanding (Liu and Layland, 1973: earliest deadline first).
+        arrived (started_groups.py). A step trains ``count`` groups, oldest first, so the i-th oldest of these groups
+        has its turn i // count steps after the next step. Nothing is lost then, because at most (max_staleness + 1) x
+        count groups are outstanding (Liu and Layland, 1973: earliest deadline first).
         """
         turn = policy_version + 1
         return [

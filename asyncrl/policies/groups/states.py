@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.policies.groups.validation import Asked
+from asyncrl.policies.groups.validation import PromptSpec
 
 Fate = Literal["trained", "dropped", "failed", "filtered"]
 FATES: Final[tuple[Fate, ...]] = ("trained", "dropped", "failed", "filtered")
@@ -26,7 +26,7 @@ class PublishedPrompt:
 
     position: int
     oldest_start: int | None = None
-    asked: Asked | None = None
+    asked: PromptSpec | None = None
     published: float = 0.0
 
 

@@ -26,7 +26,7 @@ from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
-from asyncrl.policies.groups.validation import Asked
+from asyncrl.policies.groups.validation import PromptSpec
 from asyncrl.policies.staleness.staleness import newest_version, oldest_version
 
 
@@ -82,7 +82,7 @@ class GroupTable:
         position: int,
         oldest_start: int | None = None,
         overlong: int = 0,
-        asked: Asked | None = None,
+        asked: PromptSpec | None = None,
         time: float = 0.0,
     ) -> None:
         """A prompt is about to be published, or again after the bus lost it. Raises ValueError for an id too high."""
@@ -275,7 +275,7 @@ class GroupTable:
         """Return whether this run ever asked for the group."""
         return 0 <= group_id < self.next_group_id
 
-    def asked(self, group_id: int) -> Asked | None:
+    def asked(self, group_id: int) -> PromptSpec | None:
         """Return what the prompt of an outstanding group asks for; None if this incarnation did not publish it."""
         return prompt.asked if (prompt := self.outstanding.get(group_id)) is not None else None
 

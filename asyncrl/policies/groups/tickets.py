@@ -24,7 +24,7 @@ class Tickets:
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
 
-    def of(self, group_id: int) -> str:
+    def ticket(self, group_id: int) -> str:
         """Return the ticket in the group's prompt; "" in a run without tickets."""
         if not self._secret:
             return ""
@@ -32,7 +32,7 @@ class Tickets:
 
     def key(self, group_id: int) -> str:
         """Return the key under which the group is answered."""
-        return answer_key(group_id, ticket=self.of(group_id))
+        return answer_key(group_id, ticket=self.ticket(group_id))
 
     def group_answered(self, key: str) -> int | None:
         """Return the group that a key of ``trajectories`` answers; None if it is no such key or the ticket is wrong."""

@@ -42,7 +42,7 @@ Markov's inequality P(sum < -(n ln V + 42)) <= exp(-42): once in 10^18 answers, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PromptSpec:
     """What the prompt of a group asked for, as far as the learner knows.
 
     samples            allowed numbers of answers
@@ -99,7 +99,7 @@ class GroupValidation:
     max_parts: int = 0
     num_experts: int = 0
     experts_shape: tuple[int, int] = (0, 0)
-    asked_before: Asked | None = None
+    asked_before: PromptSpec | None = None
     """What prompts that an earlier incarnation published may have asked for."""
 
     def problem(
@@ -109,7 +109,7 @@ class GroupValidation:
         incarnation: int,
         policy_version: int,
         forks: Forks,
-        asked: Asked | None = None,
+        asked: PromptSpec | None = None,
     ) -> str:
         """Return why a learner at (incarnation, policy_version) must not train the group; "" if nothing is wrong.
 
@@ -133,7 +133,7 @@ class Vetted:
     """One group and everything that is known about it without looking at other groups."""
 
     group: TrajectoryGroup
-    asked: Asked | None
+    asked: PromptSpec | None
     possible: GroupValidation
     learner: Learner
 

@@ -35,7 +35,7 @@ class Admission:
     total_groups: int
 
     @classmethod
-    def of(cls, run: RunConfig) -> Admission:
+    def from_run(cls, run: RunConfig) -> Admission:
         """Return the rule that the run file asks for."""
         return cls(
             mode=run.run.mode,

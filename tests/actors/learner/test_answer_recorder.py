@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
 from asyncrl.actors.learner.sample_files import EVALUATION_FILE, SampleFile, read
-from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleWriter
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.learner import answer_collector
+from asyncrl.actors.learner import evaluation_round
 from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.memory.bus import MemoryBus
@@ -150,7 +150,7 @@ async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus:
 async def test_an_engine_that_never_keeps_to_the_version_ends_its_evaluation_with_the_reason(
     bus: MemoryBus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(answer_collector, "FULL_SECONDS", 0.01)
+    monkeypatch.setattr(evaluation_round, "FULL_SECONDS", 0.01)
     await bus.put(EVALUATION, LAST)
     incarnation = Incarnation(bus)
     await incarnation.evaluator.start()
@@ -169,7 +169,7 @@ async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_promp
     await bus.put(EVALUATION, LAST)
     await answer(bus, LAST, 0)
     await bus.trim(EVALUATION_ANSWERS, through=1)
-    monkeypatch.setattr(answer_collector, "ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(evaluation_round, "ASK_AGAIN_SECONDS", 0.01)
     incarnation = Incarnation(bus)
     await incarnation.evaluator.start()
     worker = asyncio.create_task(answer_what_is_asked(bus))

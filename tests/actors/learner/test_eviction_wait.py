@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages import Heartbeat
-from asyncrl.policies.groups.begun import Begun
 from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.table import GroupTable
 from tests.harness.groups import group
 
@@ -48,7 +48,7 @@ def test_a_learner_that_waits_for_stragglers_drops_none(
     number in flight. The learner hears every ``beat_ticks`` ticks which groups have begun, or never (0)."""
     lengths = np.random.default_rng(seed).lognormal(1.0, 1.2, 10_000).astype(int) + 1
     rule, table = Selection(max_staleness=bound), GroupTable()
-    begun = Begun()
+    started = StartedGroups()
     is_free_at = tick = 0
     queue: deque[int] = deque()
     running: dict[int, tuple[int, int]] = {}  # group -> its version, and the tick at which it is done
@@ -66,11 +66,11 @@ def test_a_learner_that_waits_for_stragglers_drops_none(
         if beat_ticks and tick % beat_ticks == 0:
             said = {str(group_id): start for group_id, (start, _) in running.items()}
             beat = Heartbeat(actor="w0", role="rollout-worker", policy_version=loaded, begun=said)
-            begun.hear([beat], outstanding=table.outstanding, forks={})
+            started.update([beat], outstanding=table.outstanding, forks={})
         if not table.training:
             table.drop(rule.stale(table))
             chosen = rule.next_batch(table, count=batch_size)
-            starts = begun.starts(table.outstanding)
+            starts = started.starts(table.outstanding)
             if chosen is not None and not rule.late_starts(table.step, starts, count=batch_size):
                 table.take(chosen)
                 is_free_at = tick + step_ticks

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner import sample_writer
+from asyncrl.actors.learner import sample_recorder
 from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.actors.learner.history import read as read_history
 from asyncrl.actors.learner.sample_files import SampleFile, read
-from asyncrl.actors.learner.sample_recorder import SampleRecorder
-from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.actors.learner.sample_recorder import SampleRecorder, SampleWriter
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages.topics import EVENTS
@@ -120,7 +119,7 @@ async def test_a_slow_decoder_holds_up_nobody(tmp_path: Path, caplog: pytest.Log
 
     writer = written(tmp_path, load_decode=lambda: slow)
     recorded = SampleRecorder(writer, per_step=1)
-    count = sample_writer.MOST_WAITING + 5
+    count = sample_recorder.MOST_WAITING + 5
     for step in range(count):
         outcome = Outcome(fate="trained", group_ids=(step,), step=step + 1, groups=(buses.group(step),))
         recorded.note(outcome, incarnation=0, forks={})
@@ -214,7 +213,7 @@ async def test_a_decoder_that_stands_still_holds_up_no_evaluation(
         may_go_on.wait()
         return decode(tokens)
 
-    monkeypatch.setattr(sample_writer, "WRITTEN_SECONDS", 0.0)
+    monkeypatch.setattr(sample_recorder, "WRITTEN_SECONDS", 0.0)
     writer = written(tmp_path, load_decode=lambda: stuck)
     writer.write(lambda: sample_of(buses.group(0)))
     await writer.written()

@@ -157,7 +157,7 @@ async def test_an_answer_of_somebody_who_was_not_lent_the_group_is_nobodys(
             for key in (
                 str(group_id),
                 answer_key(group_id, ticket="0" * 32),
-                answer_key(group_id, ticket=tickets.of(3)),
+                answer_key(group_id, ticket=tickets.ticket(3)),
             ):
                 answers = [lies.trajectory(prompt, random, mask=group_id > 0) for _ in "12"]
                 assert log.add(key, lies.group(prompt, answers, random, worker="evil"))

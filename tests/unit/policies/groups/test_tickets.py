@@ -9,13 +9,13 @@ from asyncrl.policies.groups.tickets import Tickets
 def test_a_key_answers_its_group_with_that_groups_ticket_alone() -> None:
     tickets = Tickets(b"secret")
     assert tickets.group_answered(tickets.key(7)) == 7
-    assert len(tickets.of(7)) == 32 and tickets.of(7) == Tickets(b"secret").of(7)
+    assert len(tickets.ticket(7)) == 32 and tickets.ticket(7) == Tickets(b"secret").ticket(7)
     for key in (
         "7",
-        f"7-{tickets.of(8)}",
-        f"8-{tickets.of(7)}",
-        f"7-{Tickets(b'other').of(7)}",
-        f"07-{tickets.of(7)}",
+        f"7-{tickets.ticket(8)}",
+        f"8-{tickets.ticket(7)}",
+        f"7-{Tickets(b'other').ticket(7)}",
+        f"07-{tickets.ticket(7)}",
         "x",
     ):
         assert tickets.group_answered(key) is None, key
@@ -23,7 +23,7 @@ def test_a_key_answers_its_group_with_that_groups_ticket_alone() -> None:
 
 def test_a_run_without_a_secret_has_no_tickets() -> None:
     tickets = Tickets()
-    assert (tickets.of(7), tickets.key(7), tickets.group_answered("7")) == ("", "7", 7)
+    assert (tickets.ticket(7), tickets.key(7), tickets.group_answered("7")) == ("", "7", 7)
     assert tickets.group_answered(f"7-{'0' * 32}") is None
 
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, TurnReward, VersionSpan, replace
-from asyncrl.policies.groups.validation import LEAST_LOGPROB, UNLIKELY, Asked, GroupValidation, digest
+from asyncrl.policies.groups.validation import LEAST_LOGPROB, UNLIKELY, GroupValidation, PromptSpec, digest
 
 VETTING = GroupValidation(vocabulary_size=100, context_tokens=8)
 SPAN = VersionSpan(start=0, incarnation=1, policy_version=6)
@@ -87,12 +87,12 @@ def test_answers_that_nothing_sampled_may_name_any_version() -> None:
 
 # -- limits of the group's prompt --------------------------------------------------------------------------------------
 
-ASKED = Asked(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, prompt_digest=digest(GROUP.prompt_tokens))
+ASKED = PromptSpec(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, prompt_digest=digest(GROUP.prompt_tokens))
 WHOLE = GroupValidation(vocabulary_size=100, context_tokens=50, largest_reward=10.0, are_answers_whole=True)
 PAIR: TrajectoryGroup = replace(GROUP, trajectories=(TRAJECTORY, TRAJECTORY))
 
 
-def asked_problem(group: TrajectoryGroup, validation: GroupValidation = WHOLE, asked: Asked | None = ASKED) -> str:
+def asked_problem(group: TrajectoryGroup, validation: GroupValidation = WHOLE, asked: PromptSpec | None = ASKED) -> str:
     return validation.problem(group, incarnation=1, policy_version=6, forks={1: 4}, asked=asked)
 
 
@@ -146,13 +146,13 @@ def test_answers_may_be_missing_where_stragglers_are_cut_off_and_are_counted() -
 
 
 def test_the_pass_over_the_data_is_the_prompts() -> None:
-    of_epoch = Asked(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, epoch=3)
+    of_epoch = PromptSpec(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, epoch=3)
     assert asked_problem(replace(PAIR, epoch=3), asked=of_epoch) == ""
     assert "epoch 0 of the data, and its prompt of 3" in asked_problem(PAIR, asked=of_epoch)
 
 
 def test_a_prompt_of_an_earlier_life_may_have_asked_for_what_any_life_asked_for() -> None:
-    before = Asked(samples=frozenset({1, 3}), max_tokens=4, max_prompt_tokens=9)
+    before = PromptSpec(samples=frozenset({1, 3}), max_tokens=4, max_prompt_tokens=9)
     resumed = GroupValidation(vocabulary_size=100, context_tokens=50, asked_before=before)
     assert asked_problem(replace(PAIR, trajectories=answers(2)), resumed, asked=None) == ""
     assert "1 or 3 were asked for" in asked_problem(PAIR, resumed, asked=None)
@@ -250,7 +250,7 @@ def test_the_parts_of_a_rollout_are_vetted_each(possible: dict[str, Any], group:
 
 def test_rollouts_are_counted_and_not_their_parts() -> None:
     """Two answers were requested. Three parts of one rollout are one answer, and a rollout 2 is not allowed."""
-    asked = Asked(samples=frozenset({2}), max_tokens=8, max_prompt_tokens=8)
+    asked = PromptSpec(samples=frozenset({2}), max_tokens=8, max_prompt_tokens=8)
     third = replace(GROUP, trajectories=(replace(TRAJECTORY, rollout=0), replace(TRAJECTORY, rollout=2)))
     for group, words in (
         (replace(parts({}, {}, {}), cancelled=1), ""),

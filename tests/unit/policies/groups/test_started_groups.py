@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages import Heartbeat
-from asyncrl.policies.groups.begun import Begun
+from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.states import PublishedPrompt
 
 
@@ -28,10 +28,10 @@ def admitted(*versions: int | None) -> dict[int, PublishedPrompt]:
 
 
 def starts(*heard: list[Heartbeat], of: dict[int, PublishedPrompt], forks: dict[int, int] | None = None) -> list[int]:
-    begun = Begun()
+    started = StartedGroups()
     for beats in heard:
-        begun.hear(beats, outstanding=of, forks=forks or {})
-    return begun.starts(of)
+        started.update(beats, outstanding=of, forks=forks or {})
+    return started.starts(of)
 
 
 def test_a_group_is_as_old_as_the_version_that_began_it() -> None:

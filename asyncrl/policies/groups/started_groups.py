@@ -10,7 +10,7 @@ oldest version in each group that it has started. The tokens of a group are no o
 
 A worker that reports wrong versions can only shorten the learner's wait, for its own groups and for groups that no
 worker has started; it cannot lengthen any wait.
-Tests: tests/unit/policies/groups/test_begun.py.
+Tests: tests/unit/policies/groups/test_started_groups.py.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from asyncrl.policies.staleness.staleness import Forks, effective_version
 _CANNOT_BEGIN = ("starting", QUARANTINED)
 
 
-class Begun:
+class StartedGroups:
     """The starts of the outstanding groups, as reported by the workers."""
 
     def __init__(self) -> None:
-        self._told: dict[int, int] = {}
+        self._reported: dict[int, int] = {}
         self._oldest = -1
         """Oldest version that any worker samples with; -1 without any heartbeat."""
 
-    def hear(self, workers: Iterable[Heartbeat], *, outstanding: Mapping[int, PublishedPrompt], forks: Forks) -> None:
-        """Take in the reports.  ``workers``: the newest heartbeats of all rollout workers"""
-        told: dict[int, int] = {}
+    def update(self, workers: Iterable[Heartbeat], *, outstanding: Mapping[int, PublishedPrompt], forks: Forks) -> None:
+        """Take in the newest reports.  ``workers``: the newest heartbeats of all rollout workers"""
+        reported: dict[int, int] = {}
         versions: list[int] = []
         for beat in workers:
             if beat.phase in _CANNOT_BEGIN:
@@ -45,15 +45,15 @@ class Begun:
                 group_id = int(group)
                 if group_id in outstanding:
                     start = _effective(beat, version, forks)
-                    told[group_id] = min(start, told.get(group_id, start))
+                    reported[group_id] = min(start, reported.get(group_id, start))
         # Keep the report of a worker that is gone until another one takes over: it may resume from the saved tokens.
-        kept = {group_id: start for group_id, start in self._told.items() if group_id in outstanding}
-        self._told, self._oldest = kept | told, min(versions, default=-1)
+        kept = {group_id: start for group_id, start in self._reported.items() if group_id in outstanding}
+        self._reported, self._oldest = kept | reported, min(versions, default=-1)
 
     def starts(self, outstanding: Mapping[int, PublishedPrompt]) -> list[int]:
         """Return the oldest version that may sample, or has sampled, each outstanding group of this history."""
         return [
-            max(prompt.oldest_start, self._told.get(group_id, self._oldest))
+            max(prompt.oldest_start, self._reported.get(group_id, self._oldest))
             for group_id, prompt in outstanding.items()
             if prompt.oldest_start is not None
         ]
