@@ -234,8 +234,8 @@ async def test_junk_on_every_subject_of_a_real_server_changes_nothing(
         *(enemy._layout.prefix(topic) + key for topic in ALL for key in ("0", "4", "x", "=", "w0", "=FF", "99999")),
         enemy._layout.service(TRANSFERS),
         enemy._layout.freed("load-0", role="learner"),
-        f"{workers._connection._pending.inbox}.1",
-        f"{learners._connection._pending.inbox}.2",
+        f"{workers._connection._inbox}.1",
+        f"{learners._connection._inbox}.2",
         "$JS.ACK.asyncrl-junk-prompts.workers.1.1.1.1.1",
     ]
 
