@@ -1,17 +1,19 @@
 """Encodes frozen dataclasses to bytes and back: msgpack, with arrays as raw little-endian bytes. Nothing is executable.
 
-The only file that imports msgspec. A message is the msgpack list [name of its type, schema, fields]. An array is an
-extension whose code is its dtype (``_DTYPES``) and whose bytes are the number of dimensions (u8), the shape (u32 each)
-and the elements. Fields of an unknown name are skipped without creating anything.
+The only file that imports msgpack, which packs, and msgspec, which builds the typed message. A message is the list
+[name of its type, schema, fields]. An array is an extension whose code is its dtype (``_DTYPES``) and whose bytes are
+the number of dimensions (u8), the shape (u32 each) and the elements. Fields of an unknown name are skipped.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import struct
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
+import msgpack
 import msgspec
 import numpy as np
 
@@ -37,19 +39,20 @@ _SHOWN: Final = 100
 def encode(message: object) -> bytes:
     """Encode a message, preceded by its type's name and schema. Raises MessageError for values that cannot be sent."""
     try:
-        return msgspec.msgpack.encode((type(message).__name__, SCHEMA, message), enc_hook=_pack)
+        packed: bytes = msgpack.packb((type(message).__name__, SCHEMA, message), default=_pack)
+        return packed
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise MessageError(f"cannot send this: {error}") from error
 
 
 def is_encoded(data: bytes | memoryview, message_type: type) -> bool:
     """Whether the bytes begin like a message of this type."""
-    head = b"\x93" + msgspec.msgpack.encode(message_type.__name__)
+    head: bytes = b"\x93" + msgpack.packb(message_type.__name__)
     return bytes(data[: len(head)]) == head
 
 
 def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool = False) -> M:
-    """Decode the message in ``data``. Its arrays are views of ``data``.
+    """Decode the message in ``data``. Its arrays are read-only.
 
     Raises MessageError for anything that is not exactly one ``message_type``; OtherSchema for one of another schema.
 
@@ -60,7 +63,9 @@ def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool 
     if is_bounded and len(data) > FEW_BYTES and has_more_values(data, most):
         raise MessageError(f"not a {name}: its {len(data):,} bytes hold more values than a message may")
     try:
-        kind, schema, fields = _HEAD.decode(data)
+        kind, schema, fields = msgspec.convert(
+            msgpack.unpackb(data, ext_hook=_unpack, strict_map_key=False), tuple[str, int, Any]
+        )
     except _UNREADABLE as error:
         raise MessageError(f"not a {name}: {error}") from error
     if kind != name:
@@ -71,23 +76,24 @@ def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool 
             "everywhere"
         )
     try:
-        return cast(M, _decoder(cast(Any, message_type)).decode(fields))
+        return msgspec.convert(fields, message_type)
     except _UNREADABLE as error:
         problem, _, path = str(error).rpartition(" - at `$")
         raise MessageError(f"{name}{path[:-1]}: {problem}" if problem else f"{name}: {error}") from error
 
 
 _UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-_HEAD: Final = msgspec.msgpack.Decoder(tuple[str, int, msgspec.Raw])
 
 
 @functools.cache
-def _decoder(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(message_type, ext_hook=_unpack)
+def _field_names(message_type: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(message_type))
 
 
 def _pack(value: Any) -> Any:
     """Convert a value that msgpack does not know."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: getattr(value, name) for name in _field_names(type(value))}
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, np.ndarray):
@@ -95,10 +101,10 @@ def _pack(value: Any) -> Any:
     little = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
     if (code := _CODES.get(little.dtype.str)) is None:
         raise TypeError(f"arrays of {value.dtype} are not sent")
-    return msgspec.msgpack.Ext(code, struct.pack(f"<B{value.ndim}I", value.ndim, *value.shape) + little.tobytes())
+    return msgpack.ExtType(code, struct.pack(f"<B{value.ndim}I", value.ndim, *value.shape) + little.tobytes())
 
 
-def _unpack(code: int, data: memoryview) -> np.ndarray[Any, Any]:
+def _unpack(code: int, data: bytes) -> np.ndarray[Any, Any]:
     if code not in _DTYPES or not data:
         raise ValueError(f"extension {code} with {len(data)} bytes is no array")
     dtype, ndim = np.dtype(_DTYPES[code]), data[0]
