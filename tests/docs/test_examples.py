@@ -78,7 +78,3 @@ def test_the_loop_wired_by_hand_learns(tmp_path: Path) -> None:
     assert rows[0]["reward/mean"] < 0.15
     assert rows[-1]["reward/mean"] > 0.2
     assert max(row["staleness/max"] for row in rows) <= 4
-
-
-def test_minimal_loop_is_short() -> None:
-    assert len((EXAMPLES / "minimal_loop.py").read_text().splitlines()) < 150

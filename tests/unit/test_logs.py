@@ -109,7 +109,7 @@ def test_lines_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> Non
     ]
 
 
-@pytest.mark.parametrize(("is_there", "code"), [(True, 5), (False, 2)], ids=["of a restart", "of a new run"])
+@pytest.mark.parametrize(("is_there", "code"), [(True, 1), (False, 2)], ids=["of a restart", "of a new run"])
 def test_a_log_that_may_not_be_opened_is_waited_for_if_it_was_written_before(
     ours: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool, code: int
 ) -> None:

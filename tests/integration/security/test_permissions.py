@@ -210,7 +210,7 @@ async def test_objects_are_written_by_the_learner_and_read_by_workers(buses: dic
         await assert_forbidden(asyncio.to_thread(reader.put, "0-2.full", [b"mine"], metadata={}))
         await assert_forbidden(asyncio.to_thread(reader.remove, "0-1.full"))
         await assert_forbidden(asyncio.to_thread(reader.names))
-        for subject in (reader._about("0-1.full"), f"$O.{reader._bucket}.C.x"):
+        for subject in (reader._metadata_subject("0-1.full"), f"$O.{reader._bucket}.C.x"):
             await assert_forbidden(asyncio.to_thread(reader._call, reader._store(subject, b"{}", {})))
     assert await asyncio.to_thread(learner.names) == {"0-1.full"}
 
