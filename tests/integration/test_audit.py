@@ -298,7 +298,7 @@ def test_a_replay_that_fails_leaves_nothing_behind(
             raise BackendError("no memory")
         return real(run)
 
-    monkeypatch.setattr("asyncrl.audit.replay_trainer.registry.backend", backend)
+    monkeypatch.setattr("asyncrl.audit.replay.registry.backend", backend)
     before = set(run.run_directory.iterdir())
     code, _, err = asyncrl("replay", run.run_directory, capsys=capsys)
     assert (code, err.splitlines()[-1]) == (1, "asyncrl replay: no memory")

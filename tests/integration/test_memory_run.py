@@ -52,7 +52,7 @@ async def test_what_fails_later_is_in_the_result(make_run: Callable[..., asyncrl
     run = make_run(data__epochs=1, learner__groups_per_batch=33)  # of 32 prompts
     result = await run.train()
     assert result.reason.startswith("the data ended before one batch was full")
-    assert (result.exit_code, result.steps, result.metrics) == (3, 0, {})
+    assert (result.exit_code, result.steps, result.metrics) == (2, 0, {})
     assert logging_of_this_process() == before
     assert "the data ended before one batch was full" in (run.folder / "logs" / "run.log").read_text()
 

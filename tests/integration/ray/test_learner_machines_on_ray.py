@@ -76,7 +76,7 @@ async def test_the_parts_of_a_learner_are_on_machines_of_their_own_and_each_ones
             assert await process.ended() == 0
         machines = {name: place.machine for name, place in launcher._places.items()}
         assert machines[LEARNER] == machines["learner-1"] != machines["learner-2"] == machines["learner-3"]
-        assert launcher._order(specs[0], launcher._places["learner-3"]).environment["MASTER_ADDR"]
+        assert launcher._launch_request(specs[0]).environment["MASTER_ADDR"]
     finally:
         await launcher.close()
         cluster.watch()

@@ -161,7 +161,7 @@ def test_nothing_that_python_prints_of_a_run_has_a_secret(folder: Path) -> None:
 def test_no_mistake_is_answered_with_a_secret(folder: Path, override: str, forks: ForkServer) -> None:
     command = ["rollout-worker", str(written(folder)), "--set", override, "--set", "bus.connect_seconds=0.3"]
     code, said = forks.call(*command, environment={"ASYNCRL_BUS_TOKEN": SECRET})
-    assert code == 2
+    assert code in (1, 2)  # 1: nobody answers there
     assert said.startswith("asyncrl: ")
     assert SECRET not in said
     assert all(SECRET not in log.read_text() for log in folder.rglob("*.log"))
