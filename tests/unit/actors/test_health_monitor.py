@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,48 +102,12 @@ async def test_only_the_bus_is_named_while_it_is_away_or_stores_nothing(
     await watched.monitor.close()
 
 
-async def test_bus_is_named_with_its_own_error(watched: Watched) -> None:
-    watched.bus.is_full = True
-    await watched.monitor.poll()
-    watched.clock.now += 6
-    (found,) = diagnose(await watched.monitor.poll())
-    assert "insufficient resources" in found.cause
-
-
 async def test_monitor_leaves_nothing_behind_and_sees_that_the_run_is_finished(watched: Watched) -> None:
     await watched.bus.put(PROGRESS, buses.progress(3))
     assert not (await watched.monitor.poll()).is_finished
     assert len(await watched.bus.states(ACTORS)) == 1
     await watched.monitor.close()
     assert await watched.bus.states(ACTORS) == {}
-
-
-async def test_learner_that_finishes_during_a_poll_is_not_missed(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for _ in range(10):
-        await watched.poll()
-    states = watched.bus.states
-
-    async def finish_meanwhile(topic: Any) -> Any:
-        found = await states(topic)
-        await watched.bus.put(PROGRESS, replace(buses.progress(3), finished=True))
-        await watched.bus.forget(ACTORS, key="learner")
-        return found
-
-    monkeypatch.setattr(watched.bus, "states", finish_meanwhile)
-    observation = await watched.monitor.poll()
-    assert observation.is_finished
-    assert diagnose(observation) == []
-
-
-async def test_learner_that_leaves_in_order_is_missed_after_some_seconds(watched: Watched) -> None:
-    for _ in range(10):
-        await watched.poll()
-    await watched.bus.forget(ACTORS, key="learner")
-    named = [await watched.poll(with_learner=False) for _ in range(9)]
-    assert named[:6] == [[]] * 6
-    assert named[-1] == ["no learner"]
 
 
 @pytest.mark.parametrize(("is_silent", "is_full"), [(False, False), (True, False), (False, True)])
@@ -170,15 +133,3 @@ def test_fault_begins_once_and_ends_when_two_polls_miss_it() -> None:
         counts.append((len(begun), [seconds for _, seconds in ended]))
         clock.now += 1
     assert counts == [(1, []), (0, []), (0, []), (0, []), (0, []), (0, [5.0]), (0, [])]
-
-
-def test_fault_lasts_since_it_was_found_and_again_since_its_last_cure() -> None:
-    """It may be concluded from waits that are older: everybody waited a minute for a worker that then died."""
-    clock = Clock()
-    tracker = FaultTracker(clock=clock.monotonic)
-    deadlock = Finding(fault="deadlock", actor="learner", cause="", remedy="", seconds=60.0)
-    tracker.update([deadlock])
-    clock.now += 3
-    assert tracker.seconds(deadlock) == 3
-    tracker.restart(deadlock)
-    assert tracker.seconds(deadlock) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.actors.presence import Launched, PresenceTracker
 from asyncrl.messages import Heartbeat
-from asyncrl.messages.roles import FOLLOWER, LEARNER, WATCHER, WORKER
+from asyncrl.messages.roles import FOLLOWER, LEARNER, WORKER
 
 
 def beat(name: str, number: int, *, pid: int = 7, host: str = "here", role: str = WORKER) -> Heartbeat:
@@ -98,12 +98,6 @@ def test_silent_own_process_is_reported_while_it_exists(presence: PresenceTracke
     assert presence.statuses()["w0"].seconds > 400
 
 
-def test_what_an_ended_own_process_left_is_not_reported(presence: PresenceTracker) -> None:
-    hear(presence, 1, 2, launched=(W0,))
-    hear(presence, *[2] * 9)
-    assert presence.statuses() == {}
-
-
 @pytest.mark.parametrize(
     ("key", "lie"),
     [
@@ -122,19 +116,3 @@ def test_heartbeat_of_a_process_that_claims_to_be_another_is_ignored(
     presence.update(true, seconds=1, launched=[W0, OWN_LEARNER])
     presence.update(true | {key: lie}, seconds=1, launched=[W0, OWN_LEARNER])
     assert lie not in [status.beat for status in presence.statuses().values()]
-
-
-def test_own_processes_that_have_worked_are_known_to_be_up_without_heartbeats(presence: PresenceTracker) -> None:
-    own = (W0, OWN_LEARNER)
-    hear(presence, 1, launched=own)
-    assert presence.own_roles == {WORKER}  # it is unknown whether the learner has finished its start
-    for number in range(30):
-        presence.update(learner_beat(number), seconds=1, launched=own)
-    assert presence.own_roles == {WORKER, LEARNER}
-    presence.update({}, seconds=1, launched=[replace(W0, pid=0), replace(OWN_LEARNER, is_leaving=True)])
-    assert not presence.own_roles
-
-
-def test_other_monitors_are_not_part_of_the_run(presence: PresenceTracker) -> None:
-    presence.update({"watcher-9": beat("watcher-9", 1, role=WATCHER)}, seconds=1)
-    assert presence.statuses() == {}

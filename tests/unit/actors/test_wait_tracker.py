@@ -6,7 +6,6 @@ import pytest
 
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.engines.port import EngineStats
-from asyncrl.messages.roles import WORKER
 
 
 class Clock:
@@ -67,26 +66,11 @@ def test_wait_with_progress_is_no_stall_and_counts_whole_for_the_median(waits: W
     assert waits.usual_seconds("the weight folder", "folder") == 57
 
 
-def test_a_wait_for_another_actor_has_no_limit_of_its_own(waits: WaitTracker) -> None:
-    with waits.waiting("trajectories", on=WORKER, note="", first=6):
-        assert waits.now()[0].limit == 0
-
-
 def test_failed_wait_does_not_count_for_the_median(waits: WaitTracker, clock: Clock) -> None:
     with pytest.raises(ValueError, match="no"), waits.waiting("an answer", on="engine", note="", first=25):
         clock.now += 50
         raise ValueError("no")
     assert waits.usual_seconds("an answer", "engine") == 0
-
-
-def test_wait_restarts_after_a_call_back(waits: WaitTracker, clock: Clock) -> None:
-    with waits.waiting("its rollout function", on="rollout", note="", first=6) as wait:
-        clock.now += 5
-        with waits.paused(wait), waits.paused(wait):  # two calls at once
-            clock.now += 50
-            assert waits.now() == ()
-        clock.now += 1
-        assert waits.now()[0].seconds == 1
 
 
 def test_longest_part_of_a_paused_wait_counts_for_the_median(waits: WaitTracker, clock: Clock) -> None:

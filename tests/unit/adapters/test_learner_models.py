@@ -165,8 +165,3 @@ def test_frozen_model_has_no_objective_and_no_optimizer(folder: Path) -> None:
     models = learner_models.models(made, registry.algorithm(made), optimizer=OptimizerSettings())
     assert {name: model.path.name for name, model in models.items()} == {"reference": "policy", "teacher": "same"}
     assert all(model.objective is None and model.optimizer is None for model in models.values())
-
-
-def test_summary_shows_the_sections_of_a_run(folder: Path) -> None:
-    assert "[critic]" not in str(summarize(run(folder)))
-    assert "[critic]\npath = " in str(summarize(run(folder, "algorithm.name=ppo", "critic.warmup_steps=3")))

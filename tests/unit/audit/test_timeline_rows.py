@@ -41,11 +41,6 @@ def test_skips_rows_of_another_shape(change: dict[str, Any], tmp_path: Path) -> 
     assert rows(tmp_path, ROW | change) == 0
 
 
-def test_folder_instead_of_a_file_has_no_rows(tmp_path: Path) -> None:
-    (tmp_path / TIMELINE_FILE).mkdir()
-    assert newest_rows(tmp_path, most_bytes=2**20) == []
-
-
 @pytest.mark.parametrize("name", [TIMELINE_FILE, "metrics.jsonl"])
 def test_unreadable_file_is_one_line_and_exit_code_2(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -56,14 +51,3 @@ def test_unreadable_file_is_one_line_and_exit_code_2(
     told = capsys.readouterr().err
     assert f"{name}" in told and "cannot be read: Is a directory" in told
     assert len(told.splitlines()) == 1
-
-
-def test_unreadable_folder_is_one_line_and_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Path) -> bool:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "exists", refused)
-    assert main.main(["trace", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"asyncrl: {tmp_path / 'history.jsonl'}: cannot be read: Permission denied\n"

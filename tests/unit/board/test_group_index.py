@@ -13,9 +13,7 @@ from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.actors.learner.sample_files import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
 from asyncrl.board import group_index
 from asyncrl.board.group_index import GroupIndex, OpenedGroup, rows_as_json
-from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.messages import Event
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.policies.groups.sample import Answer, GroupSample
 
@@ -100,14 +98,6 @@ def test_groups_lost_by_a_fallback_are_not_listed(index: GroupIndex, history: Hi
     assert ids(index) == [0]
 
 
-def test_a_sample_of_a_lost_history_is_not_taken_for_the_group(
-    index: GroupIndex, history: History, file: SampleFile
-) -> None:
-    file.write(sample(0, step=1))
-    train(history, [0], step=2)
-    assert ids(index, has_text=True) == []
-
-
 def test_prompts_of_evaluations_are_listed_apart_and_opened(
     index: GroupIndex, history: History, file: SampleFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,17 +120,6 @@ def test_prompts_of_evaluations_are_listed_apart_and_opened(
         index.open(next(row.group_id for row in rows if row.place == 3))
 
 
-def test_marks_are_bounded(
-    index: GroupIndex, history: History, file: SampleFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group_index, "MOST_GROUPS", 10)
-    for step in range(1, 9):
-        train(history, range(4 * step, 4 * step + 4), step=step)
-        file.write(sample(4 * step, step=step))
-    assert sorted(ids(index)) == list(range(26, 36))
-    assert ids(index, has_text=True) == [32, 28]
-
-
 def test_recorded_group_is_opened_after_file_rotation(
     index: GroupIndex, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,18 +135,6 @@ def test_recorded_group_is_opened_after_file_rotation(
     opened = index.open(7)
     assert opened.sample.prompt == "what is 7"
     assert [list(texts) for texts in opened.texts] == [["a", "b"], ["e"]]
-
-
-def test_record_in_a_file_rotated_meanwhile_is_found(index: GroupIndex, history: History, tmp_path: Path) -> None:
-    small = SampleFile(tmp_path, most_bytes=2**12)
-    train(history, range(5), step=1)
-    small.write(sample(0, step=1))
-    assert ids(index, has_text=True) == [0]
-    number = 0
-    while not (tmp_path / "samples.1.jsonl").exists():
-        number += 1
-        small.write(sample(number, step=1))
-    assert sorted(ids(index, has_text=True)) == list(range(number + 1))
 
 
 def test_without_the_tokenizer_the_recorded_text_is_there(
@@ -186,16 +153,3 @@ def test_unrecorded_group_is_refused_with_the_reason(index: GroupIndex, history:
     index.refresh()
     with pytest.raises(ConfigError, match=r"text of group 0 is not here\. metrics\.samples_per_step"):
         index.open(0)
-
-
-def test_without_a_folder_events_say_what_became_of_groups() -> None:
-    def settings() -> RunConfig:
-        return SETTINGS
-
-    index = GroupIndex(settings, None, token="")
-    index.note(Event(kind="trained", actor="learner", time=1.0, data={"step": 3, "group_ids": [4, 5, "x"]}))
-    index.note(Event(kind="filtered", actor="learner", time=1.0, data={"group_id": 6, "by": "dynamic_sampling"}))
-    index.note(Event(kind="joined", actor="w0", time=1.0))
-    assert [(row.group_id, row.fate, row.reason) for row in index.rows()[0]] == [
-        *((6, "filtered", "by dynamic_sampling"), (5, "trained", ""), (4, "trained", ""))
-    ]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.board.lanes import (
-    LEAST_SEGMENTS,
-    MOST_LANES,
-    MOST_SEGMENTS,
     WINDOW_SECONDS,
     Doing,
     Lanes,
@@ -15,7 +12,7 @@ from asyncrl.board.lanes import (
     doing,
     number_of,
 )
-from asyncrl.board.step_lanes import MOST_STEPS, StepLanes
+from asyncrl.board.step_lanes import StepLanes
 from asyncrl.messages import Heartbeat, Wait
 
 
@@ -88,23 +85,6 @@ def test_departed_actor_is_dropped_after_the_window() -> None:
     assert list(lanes.lanes) == ["a"]
 
 
-def test_restless_lanes_of_a_large_fleet_stay_small() -> None:
-    lanes = Lanes()
-    names = [f"w{number}" for number in range(1000)]
-    states = ("generating", "waiting")
-    for look in range(3 * MOST_SEGMENTS // 1000):
-        heard(lanes, float(look), **{name: states[look % 2] for name in names})
-    held = sum(len(lane.segments) for lane in lanes.lanes.values())
-    assert held <= MOST_SEGMENTS
-    assert all(len(lane.segments) >= LEAST_SEGMENTS for lane in lanes.lanes.values())
-
-
-def test_more_actors_than_can_be_shown_are_counted() -> None:
-    lanes = Lanes()
-    heard(lanes, 1.0, **{f"w{number}": "waiting" for number in range(MOST_LANES + 5)})
-    assert (len(lanes.lanes), lanes.left_out) == (MOST_LANES, 5)
-
-
 def row(step: int, **more: float) -> dict[str, float]:
     timed = {"time": 10.0 * step, "learner/wait_seconds": 4.0, "learner/step_seconds": 6.0}
     return {"step": step, **timed, "rollout/w0/idle_ratio": 0.1, "rollout/w1/idle_ratio": 0.9, **more}
@@ -123,11 +103,3 @@ def test_lanes_of_a_run_that_is_over_come_from_its_metrics() -> None:
     ]
     assert w0["segments"] == [[0.0, number_of("generating")], [20.0, -1]]
     assert w1["segments"] == [[0.0, waiting], [20.0, -1]]
-
-
-def test_a_long_run_has_coarser_lanes() -> None:
-    lanes = StepLanes()
-    for step in range(1, 5 * MOST_STEPS):
-        lanes.add(row(step))
-    (learner, *_) = lanes.as_json()["lanes"]
-    assert len(learner["segments"]) <= 4 * MOST_STEPS

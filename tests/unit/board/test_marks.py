@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.board.run_state import MOST_MARKS, Marks
-from asyncrl.messages import Event
+from asyncrl.board.run_state import Marks
 from asyncrl.policies.health.faults import Finding
 
 ENGINE = Finding(fault="engine", actor="w0", cause="w0's engine has not answered", remedy="see its log", seconds=7.0)
@@ -19,14 +18,6 @@ def test_a_fault_has_a_begin_and_an_end() -> None:
     assert len(marks.all) == 1
 
 
-def test_an_event_that_is_read_again_is_there_once() -> None:
-    marks = Marks()
-    joined = Event(kind="joined", actor="w0", time=5.0, data={"host": "a"})
-    assert len(marks.event(joined)) == 1
-    assert marks.event(joined) == []
-    assert marks.event(Event(kind="dropped", actor="learner", time=6.0)) == []
-
-
 def test_restarted_learner_is_shown_as_a_restart() -> None:
     marks = Marks()
     rows = [
@@ -34,10 +25,3 @@ def test_restarted_learner_is_shown_as_a_restart() -> None:
     ]
     found = [mark for row in rows for mark in marks.row(row)]
     assert [mark["text"] for mark in found] == ["incarnation 1 goes on with step 2"]
-
-
-def test_marks_are_bounded() -> None:
-    marks = Marks()
-    for number in range(2 * MOST_MARKS):
-        marks.event(Event(kind="joined", actor=f"w{number}", time=float(number)))
-    assert len(marks.all) == MOST_MARKS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.board.lanes import number_of
-from asyncrl.board.recorded_lanes import MOST_SEGMENTS, MOST_STEPS, flattened, recorded_lanes
+from asyncrl.board.recorded_lanes import recorded_lanes
 
 WAITING, GENERATING, LOADING = (number_of(state) for state in ("waiting", "generating", "loading"))
 
@@ -35,21 +35,6 @@ def test_a_worker_generates_while_a_group_is_in_progress_and_loads_when_it_says_
 def test_wrong_worker_clock_is_corrected_by_group_arrival() -> None:
     (_, w0) = recorded_lanes([step(1, groups=[group("w0", 1e12, 2.0, arrived=105.0)])])["lanes"]
     assert w0["segments"][:2] == [[0.0, WAITING], [3.0, GENERATING]]
-
-
-def test_what_lies_outside_is_cut_off() -> None:
-    found = flattened(0.0, 10.0, (("generating", [(-5.0, 2.0, ""), (9.0, 20.0, "")]),))
-    assert found == [(0.0, "generating", ""), (2.0, "waiting", ""), (9.0, "generating", "")]
-
-
-def test_a_long_run_has_its_last_steps_in_bounded_lanes() -> None:
-    rows = [
-        step(number, groups=[group("w0", 90.0 + 10 * number + part, 0.5) for part in range(10)])
-        for number in range(1, 2 * MOST_STEPS)
-    ]
-    found = recorded_lanes(rows)
-    assert found["end"] == rows[-1]["time"]
-    assert all(len(lane["segments"]) <= 2 * MOST_STEPS + MOST_SEGMENTS + 2 for lane in found["lanes"])
 
 
 def test_each_rank_of_the_learner_has_a_lane_that_says_what_it_trained() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.board.run_state import MOST_BINS, MOST_COLUMNS, MOST_POINTS, Columns, Curve, folded
+from asyncrl.board.run_state import MOST_COLUMNS, MOST_POINTS, Columns, Curve
 
 
 def test_a_long_curve_gets_coarser_and_keeps_its_mean() -> None:
@@ -34,9 +34,3 @@ def test_columns_are_summed_and_nothing_is_left_out(steps: int) -> None:
         assert len(columns.steps) <= MOST_COLUMNS
     assert sum(map(sum, columns.counts)) == sum(1 + step % 3 for step in range(1, steps + 1))
     assert columns.steps == list(range(1, steps + 1, columns.stride))
-
-
-def test_a_histogram_with_many_bins_keeps_its_sum() -> None:
-    found = folded(range(1000))
-    assert len(found) == MOST_BINS
-    assert sum(found) == sum(range(1000))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.board import file_tail
 from asyncrl.board.file_tail import RowTail
 from asyncrl.board.watched_run import WatchedRun, row_of
 from asyncrl.errors import ConfigError
@@ -43,25 +42,6 @@ def test_a_file_that_was_cut_or_replaced_is_read_again(tmp_path: Path) -> None:
     path.write_text("")
     write(path, 1)
     assert steps(tail) == [1]
-
-
-def test_lines_that_are_no_row_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nnonsense\n[1]\n{"step": "2"}\n{"loss": 1}\n\xff\n{"step": 2}\n')
-    assert steps(RowTail(path)) == [1, 2]
-
-
-def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_tail, "MOST_BYTES", 40)
-    path = tmp_path / "metrics.jsonl"
-    write(path, *range(10, 20))
-    path.write_text(path.read_text() + '{"step": 20, "long": "' + "x" * 100 + '"}\n{"step": 21}\n')
-    tail = RowTail(path)
-    found, has_more = [], True
-    while has_more:
-        rows, has_more = tail.read()
-        found += [row["step"] for row in rows]
-    assert found == [*range(10, 20), 21]
 
 
 def test_step_metrics_from_the_bus_become_a_row() -> None:

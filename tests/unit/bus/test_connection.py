@@ -8,7 +8,7 @@ from typing import Any
 import nats.errors
 import pytest
 
-from asyncrl.bus.jetstream.connection import Connection, guarded, new_inbox
+from asyncrl.bus.jetstream.connection import Connection, new_inbox
 from asyncrl.errors import NoAnswer
 
 
@@ -72,20 +72,3 @@ async def test_subjects_of_replies_cannot_be_predicted() -> None:
     places |= {new_inbox("_INBOX.mine.rollout-worker") for _ in range(50)}
     assert len(places) == 100
     assert len({place[-8:] for place in places}) == 100
-
-
-async def test_guarded_notices_a_swallowed_cancellation() -> None:
-    """The race of Python 3.11: the reply and the cancellation arrive together, and wait_for returns the reply."""
-
-    async def deaf() -> str:
-        try:
-            await asyncio.sleep(10)
-        except asyncio.CancelledError:
-            return "went on as if never cancelled"
-        return "not reached"
-
-    task = asyncio.create_task(guarded(deaf()))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from asyncrl.bus.credentials_file import keys
 from asyncrl.bus.nats_server import config as nats_config
 
 
@@ -106,21 +103,6 @@ def test_the_password_of_the_servers_is_kept_and_a_damaged_one_refused(
     assert "routes.password: does not begin with" in refused(capsys, tmp_path, "--cluster", "a", "b", "c")
 
 
-def test_a_full_disk_is_one_line_that_names_the_file_and_leaves_all_files_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = write(tmp_path)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        line = refused(capsys, tmp_path, "--rotate-keys")
-    assert line == f"bin/nats-config: {tmp_path}/demo/learner: cannot be written: No space left on device"
-    assert write(tmp_path) == before
-
-
 @pytest.mark.parametrize(
     "line", ["signing-key: zz", "signing-key", "SIGNING-KEY: " + "a" * 64, "signing-key: " + "A" * 64]
 )
@@ -150,20 +132,3 @@ def test_a_role_gets_its_damaged_learner_key_again(tmp_path: Path) -> None:
     before = write(tmp_path)
     (tmp_path / "demo" / "observer").write_text(before["observer"].splitlines()[0] + "\nlearner-key: zz\n")
     assert write(tmp_path) == before
-
-
-def test_files_that_stay_keep_their_owner_and_mode_when_a_run_is_added(tmp_path: Path) -> None:
-    """Whoever adds a run may be another user than those who run the first one."""
-    write(tmp_path)
-    kept = tmp_path / "demo" / "rollout-worker"
-    kept.chmod(0o640)
-    before = kept.stat()
-    nats_config.main(["demo", "more", "--directory", str(tmp_path)])
-    assert (kept.stat().st_ino, kept.stat().st_mode) == (before.st_ino, before.st_mode)
-
-
-@pytest.mark.parametrize("run", ["signing-key", "learner-key-2"])
-def test_a_run_may_have_the_name_of_a_key(run: str, tmp_path: Path) -> None:
-    for _ in range(2):
-        nats_config.main([run, "--directory", str(tmp_path)])
-    assert "signing-key" in keys(str(tmp_path / run / "learner"), role="learner")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import subprocess
 import sys
 import textwrap
@@ -42,11 +41,6 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_traceback(tmp_path: Path
         EmbeddedServer(tmp_path / "file" / "nats").start()
 
 
-def test_a_server_has_room_while_its_disk_takes_some_messages(tmp_path: Path) -> None:
-    assert EmbeddedServer(tmp_path, max_message_bytes=2**20).has_room()
-    assert not EmbeddedServer(tmp_path, max_message_bytes=2**60).has_room()
-
-
 def test_two_servers_never_share_a_store(tmp_path: Path) -> None:
     with (
         EmbeddedServer(tmp_path) as server,
@@ -69,35 +63,6 @@ def test_who_reads_a_run_waits_for_another_reader(
     with EmbeddedServer(tmp_path, is_reader=is_reader) as second:
         assert second.pid
     assert not first.pid
-
-
-def test_a_command_that_reads_a_run_for_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "READERS_SECONDS", 0.0)
-    with (
-        EmbeddedServer(tmp_path, is_reader=True) as first,
-        pytest.raises(ConfigError, match=rf"another command is reading this run \(nats-server, process {first.pid}\)"),
-    ):
-        EmbeddedServer(tmp_path, is_reader=True).start()
-
-
-def test_a_command_that_is_about_to_read_a_run_is_named_and_not_a_server_that_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "READERS_SECONDS", 0.0)
-    with EmbeddedServer(tmp_path):
-        pass
-    reader, refused = EmbeddedServer(tmp_path, is_reader=True), []
-
-    def write_config() -> Path:  # it has the lock now, and no server yet
-        with pytest.raises(ConfigError) as error:
-            EmbeddedServer(tmp_path).start()
-        refused.append(str(error.value))
-        raise OSError("enough")
-
-    monkeypatch.setattr(reader, "_write_config", write_config)
-    with pytest.raises(BusError, match="enough"):
-        reader.start()
-    assert f"another command is reading this run (nats-server, process {os.getpid()})" in refused[0]
 
 
 def test_the_token_is_not_on_the_command_line(nats_server: EmbeddedServer) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 from asyncrl import __version__, config
 from asyncrl.audit import run_folder
 from asyncrl.cli import main as cli
-from asyncrl.config import tables
 from asyncrl.errors import ConfigError, EngineDied, HopelessError, NoAnswer
 from tests import ROOT
 from tests.harness.command import asyncrl
@@ -33,59 +30,6 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
     assert "rollout-worker" in done.stdout
 
 
-BEFORE_TORCH = {
-    "the run file": ("run.stepps=1", "did you mean 'steps'"),
-    "data.path": ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl: no such data file"),
-    "run.directory": ("run.directory={folder}/prompts.jsonl", "run.directory: "),
-    "bus.kind": ("bus.kind=carrier-pigeon", "bus.kind: 'carrier-pigeon' is unknown"),
-    "bus": ("bus.max_group_bytes=1000", "over bus.max_group_bytes"),
-    "rollout.top_p": ("rollout.top_p=0.5", "top_p=0.5"),
-    "model.path": ("model.path=nowhere", "model.path: "),
-    "reward.kind": ("reward.kind=my_rewards:score", "reward.kind: cannot import 'my_rewards'"),
-    "reward.options": ("reward.kind=remote", "reward"),
-    "rollout.function": ("rollout.function=my_rollouts:play", "rollout.function: cannot import 'my_rollouts'"),
-    "launcher.kind": ("launcher.kind=rays", "launcher.kind: 'rays' is unknown"),
-    "engine.kind": ("engine.kind=vllm", "engine.kind: 'vllm' is unknown"),
-    "learner.backend": ("learner.backend=fsdp", "learner.backend: 'fsdp' is unknown"),
-    "weights.channel": ("weights.channel=ftp", "weights.channel: 'ftp' is unknown"),
-    "algorithm.filters": ("algorithm.filters=['easy']", "algorithm.filters: 'easy' is unknown"),
-}
-
-
-ROWS_BEFORE_TORCH = {
-    "column": ("data.prompt_key=question", "prompts.jsonl:1: no column 'question' (data.prompt_key)"),
-    "label": ("data.label_key=answer", "prompts.jsonl:1: no column 'answer' (data.label_key)"),
-    "no json": ("data.path={folder}/text.jsonl", "text.jsonl:1: "),
-    "evaluation": (
-        "evaluation.datasets=[{{name='held', path='{folder}/prompts.jsonl', prompt_key='ask'}}]",
-        "evaluation.datasets: held: ",
-    ),
-}
-
-
-"""Only `check` looks at rows; the learner of `asyncrl run` reads its own rows."""
-
-
-def test_what_needs_no_torch_is_refused_without_it(run_file: Path, folder: Path) -> None:
-    """Importing torch takes many seconds on a busy machine. One process runs all cases, so any import is seen."""
-    (folder / "text.jsonl").write_text("what is 1 + 1?\n")
-    mistakes = [("check", *one) for one in (BEFORE_TORCH | ROWS_BEFORE_TORCH).values()]
-    mistakes += [("run", *one) for one in BEFORE_TORCH.values()]
-    code = (
-        "import json, sys\n"
-        "from asyncrl.cli import main as cli\n"
-        "for verb, override in json.loads(sys.argv[2]):\n"
-        "    assert cli.main([verb, sys.argv[1], '--set', override]) == 2, override\n"
-        "    assert not {'torch', 'transformers'} & sys.modules.keys(), override\n"
-    )
-    made = [(verb, override.format(folder=folder)) for verb, override, _ in mistakes]
-    command = [sys.executable, "-c", code, str(run_file), json.dumps(made)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for line, (_, _, message) in zip(done.stderr.splitlines(), mistakes, strict=True):
-        assert message in line
-
-
 def test_help_of_every_verb_imports_no_torch() -> None:
     code = (
         "import sys\n"
@@ -98,16 +42,6 @@ def test_help_of_every_verb_imports_no_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_ctrl_c_while_a_verb_is_imported_ends_without_a_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(name: str) -> cli.Verb:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "load", load)
-    assert asyncrl("run", "run.toml", capsys=capsys) == (130, "", "")
-
-
 @pytest.mark.parametrize("words", [("top", "run"), ("tap", "run", "events"), ("samples", "run", "--follow")])
 def test_ctrl_c_ends_what_looks_at_a_run_without_a_traceback(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -117,60 +51,6 @@ def test_ctrl_c_ends_what_looks_at_a_run_without_a_traceback(
 
     monkeypatch.setattr(run_folder, "run_at", interrupted)
     assert asyncrl(*words, capsys=capsys) == (130, "", "")
-
-
-def test_a_reader_that_has_had_enough_ends_a_verb_in_silence() -> None:
-    """Like ``| head``."""
-    code = (
-        "import sys; from asyncrl.cli import main as cli\n"
-        "class Verb:\n"
-        "    def add_arguments(self, parser): pass\n"
-        "    def run(self, options):\n"
-        "        while True: print('x' * 1000)\n"
-        "cli.load = lambda name: Verb()\n"
-        "sys.exit(cli.main(['samples']))"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        problem, exit_code = process.stderr.read(), process.wait()
-    assert (exit_code, problem) == (1, b"")
-
-
-def test_a_run_whose_output_nobody_reads_any_more_ends_with_its_own_exit_code() -> None:
-    code = (
-        "import sys; from asyncrl import logs; from asyncrl.cli import main as cli\n"
-        "class Verb:\n"
-        "    def add_arguments(self, parser): pass\n"
-        "    def run(self, options):\n"
-        "        while logs.print_line('step'): pass\n"
-        "        return 0\n"
-        "cli.load = lambda name: Verb()\n"
-        "sys.exit(cli.main(['run']))"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        problem, exit_code = process.stderr.read(), process.wait()
-    assert (exit_code, problem) == (0, b"")
-
-
-@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"r\xfcns \u7b54"), ("latin-1", r"rüns \u7b54")])
-def test_characters_that_the_output_cannot_show_end_no_verb(encoding: str, shown: str) -> None:
-    code = (
-        "import sys; from asyncrl.cli import main as cli\n"
-        "class Verb:\n"
-        "    def add_arguments(self, parser): pass\n"
-        "    def run(self, options):\n"
-        "        print('r\\xfcns \\u7b54'); return 0\n"
-        "cli.load = lambda name: Verb()\n"
-        "sys.exit(cli.main(['samples']))"
-    )
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=environment)
-    assert (done.returncode, done.stdout.decode(encoding), done.stderr) == (0, f"{shown}\n", b"")
 
 
 def test_every_verb_has_a_file_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,25 +244,12 @@ def test_a_run_file_that_is_not_there_or_not_toml(tmp_path: Path, capsys: pytest
     assert (code, "is a folder; name the run file" in err) == (2, True)
 
 
-def test_a_run_that_is_not_there_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = asyncrl("scale", tmp_path / "none", "--rollout-workers", "2", capsys=capsys)
-    assert (code, err) == (2, f"asyncrl: {tmp_path / 'none'}: no such run folder or run file\n")
-
-
 def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     none = ["--set", "algorithm.correction=none"]
     assert asyncrl("check", run_file, *none, "--set", "run.mode=sync", capsys=capsys)[0] == 0
     assert asyncrl("check", run_file, *none, "--set", "algorithm.allow_uncorrected=true", capsys=capsys)[0] == 0
-
-
-def test_every_key_of_the_configuration_has_a_type_the_loader_checks() -> None:
-    with pytest.raises(ConfigError, match="betas must be a list"):
-        tables.build(config.LearnerSection, {"betas": 0.9}, "learner")
-    with pytest.raises(ConfigError, match="missing path"):
-        tables.build(config.ModelSection, {}, "model")
-    assert tables.build(config.LearnerSection, {"learning_rate": 1}, "learner").learning_rate == 1.0
 
 
 def test_the_demo_run_file_names_every_section() -> None:

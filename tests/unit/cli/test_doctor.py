@@ -57,15 +57,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Slow]:
 RUN = config.only_overrides(["bus.url=nats://nowhere:1"])
 
 
-@pytest.mark.parametrize(("fails_at", "polls"), [(set(), 11), ({0}, 11), ({5}, 16)])
-async def test_doctor_listens_as_long_on_a_busy_machine_and_again_when_the_bus_was_away(
-    slow: Callable[..., Slow], fails_at: Container[int], polls: int
-) -> None:
-    monitor = slow(fails_at=fails_at)
-    await doctor._listen(RUN, token="")
-    assert monitor.num_polls == polls
-
-
 async def test_doctor_that_can_hardly_hear_calls_nobody_well(
     slow: Callable[..., Slow], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,13 +137,6 @@ def test_any_value_overwritten_is_damage(directory: Path, value: bytes, name: st
     assert resumed(directory)[0] == 10
 
 
-@pytest.mark.parametrize("length", [300, 10_000])
-def test_a_name_that_no_file_can_have_is_damage(directory: Path, length: int) -> None:
-    path = directory / "step-00000015" / manifest.FILE
-    path.write_text(path.read_text().replace("backend/backend.json", "x" * length))
-    assert resumed(directory)[0] == 10
-
-
 def test_when_several_are_damaged_the_newest_whole_one_is_taken(directory: Path) -> None:
     shutil.rmtree(directory / "step-00000015" / "backend")
     flip(directory / "step-00000010" / "learner.json")
@@ -192,46 +185,6 @@ def test_what_is_damaged_is_never_deleted_nor_replaced(directory: Path) -> None:
     assert (directory / "damaged-step-00000015-1" / "learner.json").exists()
 
 
-def test_a_disk_that_takes_no_checkpoint_says_whether_there_is_one_before(tmp_path: Path) -> None:
-    def refuse(folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(CheckpointError, match="No space left on device; there is none before it$"):
-        checkpoint.write(tmp_path, saved(1), save_backend=refuse, keep=3)
-    checkpoint.write(tmp_path, saved(1), save_backend=save_backend, keep=3)
-    with pytest.raises(CheckpointError, match="No space left on device; the checkpoint before it is untouched$"):
-        checkpoint.write(tmp_path, saved(2), save_backend=refuse, keep=3)
-
-
-def test_names_that_are_not_ours_are_left_alone_and_named_once(directory: Path) -> None:
-    for name in (
-        "step-foo",
-        "step-00000015-backup",
-        "lost+found",
-        "step-15",
-        "step-00000015-epoch-x",
-        ".step-x.partial",
-    ):
-        (directory / name).mkdir()
-    (directory / "notes.txt~").write_text("mine")
-    (directory / "step-00000099").write_text("a file")
-    (directory / ".step-00000015.partial").mkdir()  # left by a killed learner
-    step, said = resumed(directory)
-    assert step == 15
-    assert said == [
-        f"{directory}: left alone, not asyncrl's: .step-x.partial, lost+found, notes.txt~, step-00000015-backup, "
-        "step-00000015-epoch-x, step-00000099, step-15, step-foo"
-    ]
-    checkpoint.write(directory, saved(20), save_backend=save_backend, keep=1)
-    assert (directory / "step-foo").is_dir() and (directory / "step-00000015-backup").is_dir()
-    assert [folder.name for folder in checkpoint.complete(directory)] == ["step-00000020"]
-
-
-def test_an_empty_folder_with_a_checkpoints_name_is_no_checkpoint(directory: Path) -> None:
-    (directory / "step-99999999").mkdir()
-    assert resumed(directory)[0] == 15
-
-
 @pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1])
 def test_another_schema_is_refused_and_is_no_damage(directory: Path, schema: int) -> None:
     path = directory / "step-00000015" / "learner.json"
@@ -240,12 +193,6 @@ def test_another_schema_is_refused_and_is_no_damage(directory: Path, schema: int
     with pytest.raises(CheckpointError, match=f"has schema {schema}, and this .* reads schema {SCHEMA}"):
         resumed(directory)
     assert path.exists()
-
-
-def test_a_whole_checkpoint_and_files_that_somebody_added_are_fine(directory: Path) -> None:
-    (directory / "step-00000015" / "backend" / ".nfs0001").write_text("")
-    assert resumed(directory) == (15, [])
-    assert checkpoint.read(directory / "step-00000010", whole=True)[0] == saved(10)
 
 
 NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -286,16 +233,3 @@ def test_what_a_learner_saves_makes_sense() -> None:
     assert dataclasses.replace(saved(3), groups={"watermark": 5, "beyond": [6]}, groups_trained=6).problem() == (
         "a group is done and outstanding"
     )
-
-
-def test_who_only_looks_misses_a_file_of_the_backend_that_is_gone_or_cut(directory: Path) -> None:
-    """Only a resume hashes the backend's files, because they may have many gigabytes."""
-    (directory / "step-00000015" / "backend" / "optimizer.pt").unlink()
-    os.truncate(directory / "step-00000010" / "backend" / "state.safetensors", 50)
-    said: list[str] = []
-    found = checkpoint.latest(directory, say=said.append)
-    assert found is not None and found[0].step == 5
-    assert [line.partition(": is damaged: ")[2] for line in said] == [
-        "backend/optimizer.pt cannot be read: No such file or directory",
-        "backend/state.safetensors has 50 bytes, 4,080 were written",
-    ]

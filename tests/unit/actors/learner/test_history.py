@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from asyncrl import config
-from asyncrl.actors.learner.history import History, last_incarnation, read, whole_bytes
+from asyncrl.actors.learner.history import History, read
 from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import DAMAGED, present
@@ -52,17 +51,6 @@ def test_a_resumed_learner_keeps_what_its_checkpoint_had(path: Path) -> None:
         (1, (0,)),
         (2, (2,)),
     ]
-
-
-def test_a_learner_that_ended_before_anybody_heard_of_it_was_an_incarnation(path: Path) -> None:
-    """The next incarnation has another number, so no line is a copy of another line."""
-    assert last_incarnation(path) == -1
-    first = History(path, incarnation=3)
-    first.begin(step=4, kept=0, max_staleness=3, settings={})
-    first.close()
-    assert last_incarnation(path) == 3
-    path.write_bytes(path.read_bytes() + b"damaged\n" + b'{"kind": "beg')
-    assert last_incarnation(path) == 3
 
 
 def test_a_line_that_was_cut_short_is_none_and_the_next_writer_removes_it(path: Path) -> None:
@@ -128,54 +116,6 @@ def test_positions_mean_the_same_behind_a_cut(path: Path, left: int) -> None:
     assert "bytes were gone when the learner was resumed" in gone.problem
 
 
-@pytest.mark.parametrize("deed", ["removed", "replaced", "folder renamed away"])
-def test_a_history_that_somebody_takes_while_it_is_written_is_put_back_whole(path: Path, deed: str) -> None:
-    history = History(path, incarnation=0)
-    history.trained([1, 2], step=1, max_staleness=0)
-    if deed == "removed":
-        path.unlink()
-    elif deed == "replaced":
-        other = path.with_name("other")
-        other.write_text("nonsense\n")
-        other.rename(path)
-    else:
-        path.parent.rename(path.parent.with_name("away"))
-    history.trained([3], step=2, max_staleness=0)
-    assert [entry.groups for entry in read(path)] == [(1, 2), (3,)]
-    assert path.stat().st_size == history.position
-    path.unlink()
-    history.close()
-    assert [entry.groups for entry in read(path)] == [(1, 2), (3,)]
-
-
-def test_a_history_that_is_cut_while_it_is_written_keeps_its_positions(path: Path) -> None:
-    history = History(path, incarnation=0)
-    for step in (1, 2, 3):
-        history.trained([step], step=step, max_staleness=0)
-    os.truncate(path, 20)
-    history.trained([4], step=4, max_staleness=0)
-    history.close()
-    assert [(entry.kind, entry.groups) for entry in read(path)] == [(DAMAGED, ()), ("trained", (4,))]
-    assert path.stat().st_size == history.position
-
-
-def test_lines_that_the_disk_does_not_take_to_the_end_are_said_to_be_lost(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    history = History(path, incarnation=0)
-
-    def full(_: History) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(History, "_mend", full)
-    history.trained([1], step=1, max_staleness=0)
-    assert not caplog.messages, "the next flush says it"
-    history.close()
-    assert caplog.messages == [
-        f"{path}: {history.position} bytes could not be written and are lost: No space left on device"
-    ]
-
-
 def test_settings_come_back_as_they_were_with_absolute_paths_and_no_secrets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -192,37 +132,3 @@ def test_settings_come_back_as_they_were_with_absolute_paths_and_no_secrets(
     for section in ("run", "rollout", "learner", "algorithm", "staleness", "checkpoint", "critic", "reference"):
         assert getattr(back, section) == getattr(run, section), section
     assert dataclasses.replace(back.model, path=run.model.path) == run.model
-
-
-def test_a_copy_of_a_line_is_a_damaged_one(path: Path) -> None:
-    """The file was appended to itself; each entry still counts once."""
-    history = History(path, incarnation=0)
-    history.begin(step=0, kept=0, max_staleness=3, settings={})
-    history.trained([0, 1], step=1, max_staleness=0)
-    history.close()
-    path.write_bytes(path.read_bytes() * 2)
-    begun, trained, *copies = read(path)
-    assert (begun.kind, trained.kind) == ("begun", "trained")
-    assert [(one.kind, one.problem) for one in copies] == [
-        (DAMAGED, "line 3 cannot be read: it is a copy of line 1"),
-        (DAMAGED, "line 4 cannot be read: it is a copy of line 2"),
-    ]
-
-
-def test_a_mark_that_an_editor_put_before_the_file_damages_its_first_line(path: Path) -> None:
-    history = History(path, incarnation=0)
-    history.begin(step=0, kept=0, max_staleness=3, settings={})
-    history.close()
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert [(one.kind, one.problem) for one in read(path)] == [
-        (DAMAGED, "line 1 cannot be read: it is not as it was written")
-    ]
-
-
-def test_a_file_is_as_long_as_its_whole_lines(path: Path) -> None:
-    assert whole_bytes(path) == 0
-    path.parent.mkdir()
-    path.write_bytes(b'{"a": 1}\n{"b"')
-    assert whole_bytes(path) == 9
-    path.write_bytes(b"\0" * 100)
-    assert whole_bytes(path) == 0

@@ -38,11 +38,6 @@ def test_it_never_grows_over_its_bound_and_keeps_the_newest(tmp_path: Path) -> N
     assert len(kept) > 10
 
 
-def test_a_line_larger_than_the_bound_is_written_all_the_same(tmp_path: Path) -> None:
-    written(tmp_path, 1, 2, most_bytes=100, prompt="x" * 1000)
-    assert ids(tmp_path) == [1, 2]
-
-
 def test_a_line_that_a_kill_cut_short_costs_itself_alone(tmp_path: Path) -> None:
     written(tmp_path, 1)
     with (tmp_path / SAMPLES_FILE).open("a") as file:
@@ -51,12 +46,6 @@ def test_a_line_that_a_kill_cut_short_costs_itself_alone(tmp_path: Path) -> None
     with (tmp_path / SAMPLES_FILE).open("a") as file:
         file.write('"a string"\n{"group_id": "x"}\n[1]\n\n')
     assert ids(tmp_path) == [1, 3]
-
-
-def test_half_a_surrogate_pair_is_written(tmp_path: Path) -> None:
-    """A tokenizer may produce half a pair from a token that ends within a letter."""
-    written(tmp_path, 1, prompt="\ud83d")
-    assert ids(tmp_path) == [1]
 
 
 def test_a_file_that_somebody_removes_is_begun_anew_and_said_once(
@@ -70,13 +59,6 @@ def test_a_file_that_somebody_removes_is_begun_anew_and_said_once(
     assert ids(tmp_path) == [2, 3]
     (said,) = caplog.messages
     assert said == f"{tmp_path / SAMPLES_FILE}: was removed while it is in use; what was in it is gone, a new one begun"
-
-
-def test_a_file_that_is_begun_anew_because_it_is_full_was_not_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    written(tmp_path, *range(200), most_bytes=10_000, prompt="x" * 100)
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -108,13 +90,3 @@ def test_a_line_of_another_shape_is_left_out(change: dict[str, Any], tmp_path: P
     whole = GroupSample(group_id=1).as_json()
     (tmp_path / SAMPLES_FILE).write_text(f"{json.dumps(whole | change)}\n{json.dumps(whole | {'group_id': 2})}\n")
     assert ids(tmp_path) == [2]
-
-
-def test_a_folder_in_the_place_of_the_file_has_none_and_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    written(tmp_path, 1)
-    (tmp_path / SAMPLES_FILE).rename(tmp_path / OLDER_FILE)
-    (tmp_path / SAMPLES_FILE).mkdir()
-    assert ids(tmp_path) == [1]
-    assert caplog.messages == [f"{tmp_path / SAMPLES_FILE}: cannot be read: Is a directory"]

@@ -88,15 +88,6 @@ def test_convolution_stays_within_documents(lengths: tuple[int, ...]) -> None:
     assert_same(lambda: delta_rule.short_convolution(x, kernels, chunks), one_by_one, [x, kernels])
 
 
-def test_loop_length_is_the_chunks_of_the_longest_document() -> None:
-    """Documents of 65, 3 and 200 tokens have 2, 1 and 4 chunks."""
-    chunks = Chunks.from_boundaries(boundaries([65, 3, 200]), CPU)
-    assert chunks.runs == [3, 2, 1, 1]
-    assert chunks.indices[:, 0].tolist() == [68, 0, 65, 132, 64, 196, 260]
-    assert torch.equal(chunks.indices.flatten()[chunks.order], torch.arange(268))
-    assert chunks.positions[[0, 64, 65, 68, 267]].tolist() == [0, 64, 0, 0, 199]
-
-
 def refuse(of_out: torch.Tensor) -> None:
     raise RuntimeError("Triton 3.6 on Hopper is wrong")
 
@@ -127,18 +118,6 @@ def test_uses_fla_delta_rule_only_if_it_agrees(
     agrees = delta_rule.rule_agrees.__wrapped__  # remembers nothing
     assert agrees(CPU, torch.float32, torch.Size([2, 8]), torch.Size([4, 8])) == (not problem)
     assert [one.getMessage().partition("attention: ")[2] for one in caplog.records] == ([problem] if problem else [])
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.2])
-def test_uses_fla_convolution_only_if_it_agrees(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernels(
-        x: torch.Tensor, weights: torch.Tensor, boundaries: torch.Tensor, host_boundaries: torch.Tensor
-    ) -> torch.Tensor:
-        return factor * delta_rule.short_convolution(x, weights, Chunks.from_boundaries(boundaries.int().numpy(), CPU))
-
-    monkeypatch.setattr(flash_linear_attention, "short_convolution", kernels)
-    with torch.inference_mode():  # as a first call may be
-        assert delta_rule.convolution_agrees.__wrapped__(CPU, torch.float32, 6, 4) == (factor == 1.0)
 
 
 @pytest.mark.parametrize("agrees", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -134,27 +133,6 @@ def test_functions_compile_once_for_any_number_of_rows(name: str) -> None:
         arguments = CALLS[name](rows)
         torch.testing.assert_close(compiled(*arguments), function(*arguments))
     assert len(graphs) == 1
-
-
-def test_more_than_eight_variants_are_compiled_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recomputation of a backward pass runs in a thread of autograd's."""
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
-    eager: list[int] = []
-
-    def double(_on_gpu: Any, x: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            eager.append(x.ndim)
-        return x * 2
-
-    doubled = fused.fused(double)
-    on_gpu = SimpleNamespace(is_cuda=True, shape=(3,), ndim=1)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for dimensions in (1, 2, 3, 4):
-            thread = threading.Thread(target=doubled, args=(on_gpu, torch.ones([2] * dimensions, dtype=dtype)))
-            thread.start()
-            thread.join()
-    assert not eager
 
 
 @pytest.mark.parametrize(

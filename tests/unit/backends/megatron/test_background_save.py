@@ -49,15 +49,6 @@ def test_a_missing_part_makes_no_checkpoint(tmp_path: Path) -> None:
     assert "No such file or directory" in lost.problem
 
 
-def test_cancelled_save_reports_no_file(tmp_path: Path) -> None:
-    chunks = [Chunk(key=str(number), whole=(1,), start=(0,), data=torch.zeros(1)) for number in range(10_000)]
-    save = BackgroundSave([RankState(folder=tmp_path, chunks=chunks)], rank=0)
-    save.cancel()
-    part = save.result(wait=False)
-    assert part.problem
-    assert not part.files
-
-
 def test_checkpoint_of_the_reference_backend_is_refused(tmp_path: Path) -> None:
     (tmp_path / "backend.json").write_text(json.dumps({"format": "reference"}))
     with pytest.raises(CheckpointError, match="is not a distributed checkpoint"):

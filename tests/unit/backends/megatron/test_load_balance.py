@@ -22,7 +22,6 @@ from asyncrl.tensors.expert_tensors import by_names_in_files
 from tests.harness.backends import (
     LAYOUT_RANKS,
     SETTINGS,
-    critic,
     distance,
     documents,
     gradients_of_megatron,
@@ -31,7 +30,6 @@ from tests.harness.backends import (
     started,
     tiny_model,
     weights,
-    with_returns,
 )
 from tests.harness.packing import pack
 
@@ -162,18 +160,6 @@ def test_metrics_tell_how_unevenly_a_batch_uses_the_experts(folder: Path) -> Non
     assert metrics["learner/experts_unused"] == pytest.approx(float((chosen == 0).double().mean()))
 
 
-def test_filler_rows_do_not_count_for_the_balance(folder: Path) -> None:
-    found = []
-    for packed in (rows(), [empty(), *rows(), empty()]):
-        with started("megatron-1", folder, optimizer=GENTLE, options=WITH_LOSS) as backend:
-            found.append((dict(metrics_of_step(backend, packed)), gradients_of_megatron(backend)))
-    (metrics, gradients), (again, filled) = found
-    for name in ("learner/aux_loss", "learner/expert_load_max", "learner/experts_unused"):
-        assert metrics[name] == pytest.approx(again[name])
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(filled[name], gradient, rtol=1e-5, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     ("kind", "architecture", "options"), [pytest.param(*layout, marks=LAYOUT_RANKS) for layout in LAYOUTS]
 )
@@ -211,32 +197,6 @@ def test_what_the_engine_chose_counts_for_the_load_and_the_routers_own_choice_fo
         assert told["learner/experts_unused"] == pytest.approx(1 - experts_per_token / num_experts)
         assert own["learner/expert_load_max"] < num_experts / experts_per_token
     assert told["learner/aux_loss"] == pytest.approx(own["learner/aux_loss"], rel=1e-6)
-
-
-def test_only_the_policy_has_the_loss(folder: Path) -> None:
-    auxiliary = {"critic": dataclasses.replace(critic(folder), optimizer=GENTLE)}
-    found = []
-    for options in ({}, WITH_LOSS):
-        with started("megatron-1", folder, optimizer=GENTLE, auxiliary=auxiliary, options=options) as backend:
-            batch = with_returns([pack(documents(), max_tokens=45)])
-            told = [backend.step(batch, learning_rate=1e-2, model="critic").metrics for _ in range(2)]
-        assert not [name for name in told[1] if "expert" in name or "aux" in name]
-        found.append(told[1])
-    assert found[0] == found[1]
-
-
-def test_empty_batch_has_no_expert_metrics(folder: Path) -> None:
-    with started("megatron-1", folder, optimizer=GENTLE, options=WITH_LOSS) as backend:
-        metrics = backend.step([[empty()]], learning_rate=1e-3).metrics
-    assert not [name for name in metrics if "expert" in name or "aux" in name]
-
-
-def test_balance_loss_evens_expert_use(folder: Path) -> None:
-    settings = dataclasses.replace(SETTINGS, weight_decay=0.0)
-    with started("megatron-1", folder, optimizer=settings, options=WITH_LOSS) as backend:
-        told = [backend.step([rows()], learning_rate=5e-3).metrics for _ in range(20)]
-    assert told[-1]["learner/aux_loss"] - 1.0 < 0.5 * (told[0]["learner/aux_loss"] - 1.0)
-    assert told[-1]["learner/expert_load_max"] < told[0]["learner/expert_load_max"]
 
 
 @pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])

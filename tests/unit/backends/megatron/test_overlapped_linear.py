@@ -138,23 +138,6 @@ def test_a_frozen_weight_gets_no_gradient_and_its_input_does() -> None:
     torch.testing.assert_close(torch.cat([one[0] for one in made]), expected)
 
 
-def test_released_windows_are_allocated_again() -> None:
-    layers = weights(1)
-    x = torch.randn(8, 1, HIDDEN, dtype=torch.float64)
-    board = Board(2, seed=2)
-    exchanges = [board.exchange(rank) for rank in range(2)]
-
-    def work(rank: int) -> list[torch.Tensor]:
-        before = of_rank(exchanges, x, layers, rank)
-        exchanges[rank].release()
-        return [*before, *of_rank(exchanges, x, layers, rank)]
-
-    for made in together(2, work):
-        for before, after in zip(made[: len(made) // 2], made[len(made) // 2 :], strict=True):
-            assert torch.equal(before, after)
-    assert all(len(offered) == 4 for offered in board.offered)
-
-
 class Apart(Window):
     """Every rank has memory of its own alone, as on hosts where copies between GPUs go wrong."""
 

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.options import Options
-from asyncrl.backends.megatron.rank_commands import OffloadReport, offload_metrics
 from asyncrl.backends.megatron.rank_group import (
     COMMAND,
     PART,
@@ -86,16 +84,6 @@ def test_a_rank_that_fails_ends_rank_0_in_one_line_with_its_reason(capfd: pytest
     assert re.search(line, capfd.readouterr().err, re.MULTILINE)
 
 
-def test_rank_0_that_learns_of_a_failed_rank_is_not_ended() -> None:
-    ends = Ends()
-    first, second = joined(ends)
-    second.fail(MemoryError("too little"))
-    assert "rank 1" in first.lost(within=60.0)
-    for watcher in first._watchers:
-        watcher.join()
-    assert not ends.codes
-
-
 def test_a_rank_that_differs_is_refused_and_both_ends_say_in_what() -> None:
     port = free_ports(1)[0]
     with ThreadPoolExecutor() as threads:
@@ -158,14 +146,6 @@ def test_a_rank_without_rank_0_says_where_it_looked() -> None:
         join(info(1, free_ports(1)[0], timeout_seconds=0.1))
 
 
-def test_ranks_meet_behind_the_store_of_an_agent_that_names_a_dead_rank_0() -> None:
-    agent = open_store(RankInfo())
-    agent.set("asyncrl/learner", str(free_ports(1)[0]))  # nobody listens there any more
-    with ThreadPoolExecutor() as threads:
-        other = threads.submit(join, info(1, agent.port, has_agent=True))
-        close(join(info(0, agent.port, has_agent=True)), other.result())
-
-
 @pytest.mark.parametrize(
     ("environment", "problem"),
     [
@@ -219,14 +199,3 @@ def test_parts_of_the_weights_are_processed_where_they_are_until_they_are_forgot
     with pytest.raises(WeightsError, match="is not a PartWorker"):
         two.run(Ends, b"")  # type: ignore[arg-type]
     close(first, second, awaited=(COMMAND,))
-
-
-def test_the_memory_in_use_after_an_offload_is_a_metric_of_each_rank() -> None:
-    report = OffloadReport(kept_bytes=1, used_bytes=2)
-    assert offload_metrics([replace(report, kept_bytes=3), report]) == {
-        "learner/rank0/kept_memory_bytes": 3.0,
-        "learner/rank0/used_memory_bytes": 2.0,
-        "learner/rank1/kept_memory_bytes": 1.0,
-        "learner/rank1/used_memory_bytes": 2.0,
-    }
-    assert offload_metrics([OffloadReport()]) == {}

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import multiprocessing
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import SpawnProcess
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from asyncrl import os_process
-from asyncrl.backends import huggingface, weight_cuts
-from asyncrl.backends.megatron.rank_commands import Command, Job
+from asyncrl.backends.megatron.rank_commands import Command
 from asyncrl.backends.megatron.rank_group import COMMAND, RankGroup, RankInfo, open_store
 from asyncrl.backends.megatron.rank_process import ChildRanks
-from asyncrl.config.layout import Layout
-from asyncrl.errors import BackendError, CheckpointError, ConfigError
+from asyncrl.errors import BackendError, CheckpointError
 from asyncrl.messages import codec
 from tests import ROOT
 from tests.harness.backends import (
     LEARNING_RATE,
-    critic,
     distance,
     documents,
     shares,
@@ -56,20 +49,6 @@ def test_a_second_backend_in_one_process_is_refused(folder: Path) -> None:
         started("megatron-1", folder),
     ):
         pass
-
-
-def test_ranks_of_one_machine_find_each_other_without_listening_to_others(folder: Path) -> None:
-    own = os.getpid()
-    before = listening(own)
-    with started("megatron-1", folder):
-        opened = [one for one in listening(own) if one not in before]
-    assert {"0.0.0.0", "::"}.isdisjoint(one.ip for one in opened), opened
-    assert "127.0.0.1" in {one.ip for one in opened}
-
-
-def listening(pid: int) -> list[Any]:
-    """Return the addresses at which a process listens."""
-    return [one.laddr for one in psutil.Process(pid).net_connections() if one.status == psutil.CONN_LISTEN]
 
 
 def test_unstarted_backend_raises(folder: Path) -> None:
@@ -112,11 +91,6 @@ def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
     assert distance(results["reference"], results["megatron-4"]) < 1e-5
 
 
-def test_indivisible_heads_are_a_config_error(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="num_key_value_heads, 2"):
-        weight_cuts.require_divisible(huggingface.read_shape(folder), 4)
-
-
 @pytest.mark.slow
 def test_failed_save_can_be_repeated_on_all_ranks(folder: Path, tmp_path: Path) -> None:
     """A folder blocks the file of rank 1, but not the leader's. Once it is gone, all ranks save while a step runs."""
@@ -141,25 +115,6 @@ def test_failed_save_can_be_repeated_on_all_ranks(folder: Path, tmp_path: Path) 
             backend.restore(other)  # refused before any rank is told, so no rank ends
         backend.restore(tmp_path / "one")
         assert distance(weights(backend), expected) == 0.0
-
-
-@pytest.mark.slow
-def test_failed_index_write_leaves_ranks_in_step(folder: Path, tmp_path: Path) -> None:
-    """Only the leader writes the index. Its write fails for the policy; the critic's save comes next."""
-    with started("megatron-2", folder, auxiliary={"critic": critic(folder)}) as backend:
-        taken = tmp_path / "one" / "backend.json"
-        taken.mkdir(parents=True)
-        with pytest.raises(CheckpointError, match=r"cannot write backend\.json"):
-            backend.save(tmp_path / "one")
-        before = weights(backend)
-        metrics = backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE).metrics
-        taken.rmdir()
-        backend.save(tmp_path / "one")
-        backend.restore(tmp_path / "one")
-    with started("megatron-1", folder) as backend:
-        assert distance(before, weights(backend)) == 0.0
-        expected = backend.step(shares("megatron-1", documents(0)), learning_rate=LEARNING_RATE).metrics
-    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -201,24 +156,6 @@ def test_a_killed_rank_is_an_error_with_its_exit_code(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_while_rank_0_asks_for_nothing_ends_it_in_one_line(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The rank writes its part of a checkpoint to a FIFO that nobody reads: a slow disk."""
-    with started("megatron-2", folder) as backend:
-        own: Any = backend
-        own._group._end = ends = Ends()
-        os.mkfifo(tmp_path / "__1_0.distcp")
-        own.begin_save(tmp_path)
-        own._group.send(codec.encode(Command(name="step", model="unknown")), 1, COMMAND)
-        assert ends.ended.wait(60)
-    assert ends.codes == [1]
-    assert re.search(
-        r"^asyncrl learner: learner rank 1 \(pid \d+\) failed: KeyError: 'unknown'", capfd.readouterr().err, re.M
-    )
-
-
-@pytest.mark.slow
 def test_a_stopped_rank_ends_the_backend_within_the_timeout(folder: Path) -> None:
     with started("megatron-2", folder, options={"timeout_seconds": 3.0}) as backend:
         own: Any = backend
@@ -248,37 +185,6 @@ def test_ranks_go_on_after_a_sigterm_to_every_process_so_that_the_learner_can_dr
             os.kill(pid, signal.SIGTERM)
         backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
         assert os_process.is_alive(server)
-
-
-def test_ranks_of_which_one_cannot_be_started_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank starts, and is killed once the second one does not."""
-    job = Job(  # on a GPU, so that each process is a new one
-        models={},
-        temperature=1.0,
-        device="cuda",
-        dtype="float32",
-        threads=1,
-        layout=Layout(ranks=3),
-        is_distributed_optimizer=False,
-        recompute="none",
-        is_offloading=False,
-        transformer={},
-    )
-    resource_tracker.ensure_running()  # the first process would start it, and it stays
-    start, calls = SpawnProcess.start, list[object]()
-
-    def fail_second(process: SpawnProcess) -> None:
-        calls.append(process)
-        if len(calls) == 2:
-            raise OSError(errno.EMFILE, "too many processes")
-        start(process)
-
-    monkeypatch.setattr(SpawnProcess, "start", fail_second)
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(BackendError, match="rank 2 cannot be started: .*too many processes"):
-        ChildRanks(job, RankInfo(ranks=3, port=1))
-    assert not multiprocessing.active_children()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 @pytest.mark.slow
