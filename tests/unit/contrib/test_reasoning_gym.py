@@ -58,11 +58,6 @@ async def test_row_is_scored_by_its_own_task() -> None:
     assert Score().vote(said[0]) == "16"
 
 
-def test_an_answer_in_the_thoughts_counts_if_none_follows_as_in_the_package() -> None:
-    thought = "<think><answer>1</answer></think>"
-    assert [Score().vote(text) for text in (thought, f"{thought} <answer>2</answer>")] == ["1", "2"]
-
-
 def test_tasks_come_by_weight_and_a_position_always_has_the_same_row() -> None:
     mixed = TaskOptions(weights={"doubles": 3, "pairs": 1}, settings={"pairs": {"step": 10}}, seed=1)
     one, other = Tasks(mixed), Tasks(mixed)

@@ -13,7 +13,7 @@ import pytest
 from asyncrl import config
 from asyncrl.data.prompts import PromptDataset, PromptRow
 from asyncrl.data.row_check import RowLimits, RowReward
-from asyncrl.data.tiny_model import CHAT_TEMPLATE, make_tokenizer
+from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 
 TEMPLATE = (
@@ -101,26 +101,6 @@ def test_what_the_assistant_says_is_trained_up_to_its_end_token(tmp_path: Path) 
     assert trained(row) == "B<EOS>\n<user>c<assistant>D<EOS>\n"
     whole = make_tokenizer().decode([*row.tokens, *row.response])
     assert whole == "<user>a<assistant>b<eos>\n<user>c<assistant>d<eos>\n"
-
-
-def test_messages_may_be_left_out_of_training(tmp_path: Path) -> None:
-    talk = [*TALK[:1], message("assistant", "b", train=False), *TALK[2:], message("user", "unanswered")]
-    (row,) = rows_of(tmp_path, [{"talk": talk}], chat_template=True, conversation_key="talk")
-    assert row.prompt == "<user>a<assistant>b<eos>\n<user>c<assistant>"
-    assert trained(row) == "D<EOS>\n"
-
-
-def test_a_conversation_that_ends_with_its_end_token_is_one_answer(tmp_path: Path) -> None:
-    (row,) = rows_of(
-        tmp_path, [{"talk": TALK[:2]}], template=CHAT_TEMPLATE, chat_template=True, conversation_key="talk"
-    )
-    assert (trained(row), len(row.response_mask)) == ("B<EOS>", 0)
-
-
-def test_a_conversation_may_begin_with_an_answer_that_is_not_trained(tmp_path: Path) -> None:
-    talk = [message("assistant", "hi", train=False), *TALK[:2]]
-    (row,) = rows_of(tmp_path, [{"talk": talk}], chat_template=True, conversation_key="talk")
-    assert (row.prompt, trained(row)) == ("<assistant>hi<eos>\n<user>a<assistant>", "B<EOS>\n")
 
 
 @pytest.mark.parametrize(
@@ -225,9 +205,3 @@ def test_bad_row_is_refused_in_one_line_with_its_place(
 def test_a_section_that_contradicts_itself_is_refused(data: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         config.DataSection(path="a.jsonl", **data)
-
-
-def test_files_have_a_weight_each_or_none() -> None:
-    files = (config.DataFile(path="a", weight=1.0), config.DataFile(path="b"))
-    with pytest.raises(ConfigError, match="some of files have a weight and some have none"):
-        config.DataSection(files=files)

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from safetensors.torch import load_file, save_file
 
-from asyncrl.backends import huggingface
-from asyncrl.backends.megatron.refusals import require_tensors_of_engines
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tiny_model import CHARACTERS, Architecture, make_tiny_model
 from asyncrl.data.tokenizer import load_tokenizer
@@ -56,26 +53,6 @@ def test_the_sizes_of_every_architecture_go_with_its_weights(tmp_path: Path, arc
         json.loads((folder / "config.json").read_text())["architectures"][0],
         4 + len(CHARACTERS),
     )
-
-
-def test_latent_attention_may_have_queries_without_a_latent(tmp_path: Path) -> None:
-    """transformers writes the size of the rotated part to head_dim; q_proj has the rows of whole heads."""
-    folder = make_tiny_model(tmp_path, architecture="deepseek_v3")
-    _rewrite(folder, q_lora_rank=None)
-    tensors = load_file(folder / "model.safetensors")
-    for layer in range(2):
-        attention = f"model.layers.{layer}.self_attn"
-        tensors[f"{attention}.q_proj.weight"] = tensors.pop(f"{attention}.q_b_proj.weight").repeat(1, 2)
-        del tensors[f"{attention}.q_a_proj.weight"], tensors[f"{attention}.q_a_layernorm.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    check_model(folder)
-    require_tensors_of_engines(folder, huggingface.read_shape(folder))
-
-
-def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
-    made = [make_tiny_model(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
-    first, same, other = ((folder / "model.safetensors").read_bytes() for folder in made)
-    assert first == same != other
 
 
 def _rewrite(folder: Path, **changes: Any) -> None:
@@ -150,16 +127,6 @@ def test_a_damaged_model_folder_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=message) as caught:
         check_model(folder)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such model folder"):
-        check_model(tmp_path / "none")
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ConfigError, match="is a file, not a model folder; `asyncrl import-model` makes one"):
-        check_model(tmp_path / "model.gguf")
-    with pytest.raises(ConfigError, match="no such model folder"):
-        load_tokenizer(tmp_path / "none")
 
 
 def test_a_tokenizer_that_does_not_load_is_one_line(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 from collections.abc import Callable
@@ -83,10 +82,6 @@ def test_every_epoch_has_every_row_once_in_its_own_order(open_rows: Open) -> Non
     assert [at(dataset, position).epoch for position in (0, 19, 20, 40)] == [0, 0, 1, 2]
 
 
-def test_without_shuffle_the_order_is_the_files(open_rows: Open) -> None:
-    assert labels(open_rows(numbered(3), shuffle=False), range(7)) == [0, 1, 2, 0, 1, 2, 0]
-
-
 def test_the_order_never_changes() -> None:
     # A run resumed with a newer numpy must keep its order, so the expected values are written down, not computed.
     assert shuffled(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
@@ -148,21 +143,6 @@ def test_label_and_metadata_may_be_keys_in_the_table_of_a_column_and_further_col
     rows = [{"prompt": "a", "model": {"truth": "8", "of": {"level": 2, "x": 0}}, "x": "y"}]
     row = at(open_rows(rows, name=name, label_key="model.truth", metadata_key="model.of", metadata_columns=("x",)), 0)
     assert (row.label, row.metadata) == ("8", {"level": 2, "x": "y"})
-
-
-def test_a_column_that_a_row_lacks_leaves_its_metadata_as_it_is(open_rows: Open) -> None:
-    rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "metadata": {"level": 3}}]
-    found = open_rows(rows, metadata_columns=("level",), shuffle=False)
-    assert [at(found, position).metadata for position in range(2)] == [{"level": 1}, {"level": 3}]
-
-
-def test_a_column_whose_name_has_a_dot_is_that_column(open_rows: Open) -> None:
-    assert at(open_rows([{"prompt": "a", "a.b": 1, "a": {"b": 2}}], label_key="a.b"), 0).label == 1
-
-
-def test_label_and_metadata_may_be_absent(open_rows: Open) -> None:
-    row = at(open_rows([{"prompt": "a"}, {"prompt": "b", "metadata": None}]), 0)
-    assert (row.label, row.metadata) == (None, {})
 
 
 def test_the_chat_template_wraps_text_and_takes_messages(open_rows: Open) -> None:
@@ -297,13 +277,6 @@ def test_a_row_without_the_label_that_its_reward_compares_with_is_refused(open_r
         open_rows(rows, limits=RowLimits(labelled_for="exact"))
 
 
-def test_a_row_that_no_message_can_hold_is_refused_with_its_line(open_rows: Open) -> None:
-    rows = [{"prompt": "1", "metadata": {"tests": ["é" * 600]}}, {"prompt": "2", "label": "x" * 1300}]
-    open_rows(rows, limits=RowLimits(row_bytes=1400))
-    with pytest.raises(ConfigError, match="data.jsonl:2: .label. take 1,3.. bytes, .* room for 1,250"):
-        open_rows(rows, limits=RowLimits(row_bytes=1250))
-
-
 def test_prompts_that_leave_no_room_for_an_answer_are_dropped(open_rows: Open) -> None:
     dataset = open_rows([{"prompt": "1" * 5}, {"prompt": "1" * 9}], limits=RowLimits(prompt_tokens=8), shuffle=False)
     assert (dataset.look(), dataset.dropped, dataset.most_tokens) == (2, 1, 8)
@@ -311,11 +284,6 @@ def test_prompts_that_leave_no_room_for_an_answer_are_dropped(open_rows: Open) -
         ConfigError, match="all 1 prompts have more than 8 tokens, which is what rollout.max_new_tokens"
     ):
         open_rows([{"prompt": "1" * 9}], limits=RowLimits(prompt_tokens=8)).look()
-
-
-def test_sampling_a_large_file_finds_that_all_prompts_are_too_long(open_rows: Open) -> None:
-    with pytest.raises(ConfigError, match="all 256 prompts of the 300 looked at have more than data.max_prompt_tokens"):
-        open_rows([{"prompt": "12345"}] * 300, max_prompt_tokens=4).look()
 
 
 def test_a_prompt_of_megabytes_is_dropped_without_tokenising_it(open_rows: Open, tmp_path: Path) -> None:
@@ -328,10 +296,6 @@ def test_a_prompt_of_megabytes_is_dropped_without_tokenising_it(open_rows: Open,
     data = config.DataSection(path=str(tmp_path / "data.jsonl"), shuffle=False, max_prompt_tokens=512)
     dataset = PromptDataset.open(data, tokenizer=tokenize, seed=0)
     assert (dataset.look(), dataset.dropped) == (2, 1)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_row(open_rows: Open) -> None:
-    assert at(open_rows(b'\xef\xbb\xbf{"prompt": "1", "label": 7}\n'), 0).label == 7
 
 
 def test_a_missing_or_unknown_file_is_refused(open_rows: Open, tmp_path: Path, tokenizer: Any) -> None:
@@ -359,18 +323,6 @@ def test_parquet_without_pyarrow_says_what_to_install(
         PromptDataset.open(config.DataSection(path=str(tmp_path / "data.parquet")), tokenizer=tokenizer, seed=0)
 
 
-@pytest.mark.parametrize(("key", "value"), [("label", datetime.date.max), ("metadata", {"when": datetime.date.max})])
-def test_the_first_row_with_a_value_that_no_message_can_carry_is_named(open_rows: Open, key: str, value: Any) -> None:
-    rows = [{"prompt": "a", key: one} for one in (None, value, value)]
-    with pytest.raises(ConfigError, match=f"row 2: '{key}' holds a date; write it as text or a number"):
-        open_rows(rows, name="data.parquet")
-
-
-def test_a_parquet_row_without_a_prompt_is_named(open_rows: Open) -> None:
-    with pytest.raises(ConfigError, match="data.parquet row 2: 'prompt' must be text"):
-        open_rows([{"prompt": "a"}, {"prompt": None}], name="data.parquet")
-
-
 def test_a_tokenizer_without_chat_template_is_refused_when_one_is_asked_for(open_rows: Open, tmp_path: Path) -> None:
     open_rows(numbered(1))
     plain = make_tokenizer()
@@ -389,9 +341,3 @@ def test_messages_the_template_refuses_are_named(open_rows: Open, tmp_path: Path
     )
     with pytest.raises(ConfigError, match="data.jsonl:1: the chat template refuses .*no system messages"):
         dataset.at(0)
-
-
-def test_prompt_with_an_unknown_token_is_refused(open_rows: Open) -> None:
-    rows = open_rows(numbered(1), limits=RowLimits(vocabulary=6))
-    with pytest.raises(ConfigError, match="data.jsonl:1: the tokenizer makes token .* the model's last is 5"):
-        rows.look()

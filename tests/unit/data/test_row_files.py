@@ -19,13 +19,6 @@ def accept(row: dict[str, Any], where: str) -> None:
     """Check nothing."""
 
 
-@pytest.mark.parametrize("first", [b"\xef\xbb\xbf\n", b"\xef\xbb\xbf \r\n", b"\n"])
-def test_a_first_line_with_only_a_byte_order_mark_is_blank(tmp_path: Path, first: bytes) -> None:
-    (tmp_path / "data.jsonl").write_bytes(first + b'{"prompt": "1"}\n')
-    rows = open_rows(tmp_path / "data.jsonl", check=accept)
-    assert (len(rows), rows.row(0), rows.where(0)) == (1, {"prompt": "1"}, f"{tmp_path}/data.jsonl:2")
-
-
 def write(path: Path, name: str) -> Path:
     path.write_text("".join(f'{{"prompt": "{name}{i}"}}\n' for i in range(3)))
     return path
@@ -51,18 +44,6 @@ def test_unreadable_data_file_is_refused_in_one_line(
     monkeypatch.setattr(*failing, stale)
     with pytest.raises(ConfigError, match="data.jsonl: cannot be read: Stale file handle$"):
         open_rows(path, check=accept)
-
-
-def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None:
-    """If one row's tool has a and another's has b, Arrow gives {"a": .., "b": null}; a template would show both."""
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    written = [{"tools": [{"name": name, "properties": {name: {"type": "int"}}}]} for name in "ab"]
-    table = pyarrow.Table.from_pylist([row | {"metadata": {"k": None}} for row in written])
-    assert table.column("tools")[0].as_py()[0]["properties"] == {"a": {"type": "int"}, "b": None}
-    parquet.write_table(table, tmp_path / "data.parquet")
-    rows = open_rows(tmp_path / "data.parquet", check=lambda row, where: None)
-    assert [rows.row(index)["tools"] for index in range(2)] == [row["tools"] for row in written]
-    assert rows.row(0)["metadata"] == {"k": None}
 
 
 def test_rows_are_read_by_several_threads_at_once(tmp_path: Path) -> None:

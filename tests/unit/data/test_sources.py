@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 from asyncrl import config
 from asyncrl.data.prompts import PromptDataset
 from asyncrl.data.row_files import SavedRows
-from asyncrl.data.sources import digests, shares, shuffled
+from asyncrl.data.sources import digests
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 
@@ -44,21 +42,6 @@ def test_a_slice_takes_these_rows(tmp_path: Path, part: str, expected: list[int]
     assert dataset.num_rows == len(expected)
 
 
-def test_a_slice_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a.jsonl\[7:9\]: takes none of the 5 rows"):
-        opened(path=write(tmp_path / "a.jsonl", "n", 5) + "[7:9]")
-
-
-def test_files_without_weights_are_one_file(tmp_path: Path) -> None:
-    """Each row appears once per epoch, in one shuffled order."""
-    files = [{"path": write(tmp_path / "a.jsonl", "a", 3)}, {"path": write(tmp_path / "b.jsonl", "b", 5), "name": "bs"}]
-    dataset = opened(files=tuple(config.DataFile(**file) for file in files))
-    order = [f"a{i}" if i < 3 else f"b{i - 3}" for i in shuffled(8, seed=0, epoch=1)]
-    assert prompts(dataset, 8, 16) == order
-    names = {row.prompt[0]: row.dataset for p in range(8) if (row := dataset.at(p)) is not None}
-    assert names == {"a": "a.jsonl", "b": "bs"}
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffle: bool) -> None:
     """3 : 1 of 20 rows: 15 from the small file, each of its 4 rows 3 or 4 times, and 5 of the large file's 16 rows."""
@@ -82,16 +65,6 @@ def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffl
         assert "bb" not in "".join(prompt[0] for prompt in epochs[0])
 
 
-def test_a_file_that_its_weight_would_never_draw_is_refused(tmp_path: Path) -> None:
-    large = config.DataFile(path=write(tmp_path / "a.jsonl", "a", 90), weight=99.0)
-    small = config.DataFile(path=write(tmp_path / "b.jsonl", "b", 10), weight=0.4)
-    with pytest.raises(ConfigError, match="b.jsonl: its share .* never be drawn; raise the weight to 1,") as caught:
-        opened(files=(large, small))
-    assert "\n" not in str(caught.value)
-    drawn = prompts(opened(files=(large, replace(small, weight=1.0))), 0, 100)
-    assert Counter(prompt[0] for prompt in drawn) == {"a": 99, "b": 1}
-
-
 def test_the_digest_of_data_changes_with_the_contents_of_its_files_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "a", 3)
     folder = saved(tmp_path / "train")
@@ -105,11 +78,6 @@ def test_the_digest_of_data_changes_with_the_contents_of_its_files_alone(tmp_pat
     (folder / "state.json").write_text('{"_fingerprint": "b"}')
     assert not set(digests(data).values()) & set(before.values())
     assert digests(config.DataSection(source=SQUARES)) == {}
-
-
-def test_shares_are_whole_and_add_up() -> None:
-    assert shares([1, 1, 1], 10).tolist() == [4, 3, 3]
-    assert shares([0.7, 0.2, 0.1], 7).tolist() == [5, 1, 1]
 
 
 def test_one_file_is_in_the_order_that_old_checkpoints_count_in(tmp_path: Path) -> None:
@@ -194,18 +162,3 @@ def test_messages_that_datasets_saved_are_those_that_were_given(datasets: Any, t
     messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "3", "tool_call_id": "c1"}]
     datasets.Dataset.from_list([{"prompt": messages, "label": "x"}]).save_to_disk(str(tmp_path / "chat"))
     assert SavedRows(tmp_path / "chat").row(0)["prompt"] == messages
-
-
-def test_a_damaged_folder_of_datasets_is_refused_in_one_line(datasets: Any, tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"prompt": "r"}]).save_to_disk(str(tmp_path / "train"))
-    (tmp_path / "train" / "state.json").write_text("{")
-    with pytest.raises(ConfigError, match="datasets cannot read it") as caught:
-        opened(path=str(tmp_path / "train"))
-    assert "\n" not in str(caught.value)
-
-
-def test_without_datasets_its_folder_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="needs it: pip install datasets") as caught:
-        opened(path=str(saved(tmp_path / "train")))
-    assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engines.inprocess.decoder import Decoder
-from asyncrl.errors import ConfigError, EngineDied, PromptError
+from asyncrl.errors import EngineDied, PromptError
 from asyncrl.messages import SamplingParams
 from tests.harness.engines import LONG, PROMPT, SHORT, TOLERANCE, Check, Model, start_inprocess
 
@@ -58,12 +58,6 @@ async def test_samples_correctly_for_each_architecture(tmp_path: Path, architect
     await engine.load(other.version(2))
     assert Check(other)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     await engine.close()
-
-
-async def test_linear_attention_is_refused(tmp_path: Path) -> None:
-    model = Model(tmp_path, seed=0, architecture="qwen3_next")
-    with pytest.raises(ConfigError, match=r"does not support linear_attention, .* use engine.kind = 'sglang'"):
-        await start_inprocess(model)
 
 
 async def test_crash_of_decoding_fails_all_requests(old: Model, monkeypatch: pytest.MonkeyPatch) -> None:

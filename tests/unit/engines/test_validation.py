@@ -35,9 +35,3 @@ def test_layers_that_predict_further_tokens_are_not_waited_for() -> None:
     assert trained_shapes(folder, {"num_hidden_layers": 2}) == folder
     of_qwen = {"model.layers.1.norm": (2,), "mtp.layers.0.norm": (2,), "mtp.fc.weight": (2, 4)}
     assert list(trained_shapes(of_qwen, {"num_hidden_layers": 2})) == ["model.layers.1.norm"]
-
-
-def test_rotary_frequencies_of_older_conversions_are_not_waited_for() -> None:
-    """Engines compute them; Llama-2-7b-hf has them among its weights."""
-    folder = {"model.layers.0.self_attn.rotary_emb.inv_freq": (64,), "model.layers.0.self_attn.q_proj.weight": (2, 2)}
-    assert list(trained_shapes(folder, {"num_hidden_layers": 1})) == ["model.layers.0.self_attn.q_proj.weight"]

@@ -6,8 +6,6 @@ tests/docs/test_guides.py tests the guide pages.
 from __future__ import annotations
 
 import asyncio
-import functools
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,12 @@ from asyncrl import config
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tokenizer
-from asyncrl.environments.builtin import given, single_turn
+from asyncrl.environments.builtin import single_turn
 from asyncrl.environments.load import FUNCTIONS
 from asyncrl.environments.port import Generate, RolloutFn
 from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.launch.checks.run_file import check
-from asyncrl.launch.summary import summarize
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.rewards.load import load_reward
 from tests import ROOT
@@ -78,19 +75,6 @@ async def play(prompt: PromptGroup, generate: Generate, *, index: int, calls: in
     return await single_turn(prompt, generate, index=index)
 
 
-async def anything(*arguments: Any, **named: Any) -> Trajectory:
-    raise NotImplementedError
-
-
-@functools.wraps(play)
-def decorated(*arguments: Any, **named: Any) -> Any:
-    return play(*arguments, **named)
-
-
-made_before = Play(None, Options())
-partial = functools.partial(play, calls=3)
-
-
 def blocking(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     raise NotImplementedError
 
@@ -109,34 +93,11 @@ def load(name: str, *, tokenizer: Any = None, **options: Any) -> RolloutFn:
     return rollouts.load(address, tokenizer=tokenizer, **options)
 
 
-def test_a_function_stays_as_it_is() -> None:
-    assert (load("single_turn"), load("given"), load("play")) == (single_turn, given, play)
-    assert (load("anything"), load("decorated"), load("partial")) == (anything, decorated, partial)
-    assert load("made_before") is made_before
-
-
 def test_a_class_is_made_with_the_workers_tokenizer_and_its_options() -> None:
     tokenizer = object()
     made = load("Play", tokenizer=tokenizer, calls=5)
     assert isinstance(made, Play)
     assert (made.tokenizer, made.options) == (tokenizer, Options(calls=5))
-
-
-def test_a_class_without_options_beside_it_is_made_with_the_tokenizer_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = "async def __call__(self, prompt, generate, *, index): ..."
-    (tmp_path / "optionless.py").write_text(
-        f"class Play:\n    def __init__(self, tokenizer):\n        self.tokenizer = tokenizer\n    {body}\n"
-        f"class Alone:\n    {body}\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load("optionless:Play", tokenizer="t").tokenizer == "t"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"is made with \(tokenizer\), as its module has no Options, it takes \(\)$"):
-        load("optionless:Alone")
-    with pytest.raises(ConfigError, match=r"^rollout.options: 'optionless:Play' takes no options, got calls"):
-        load("optionless:Play", calls=1)
-    del sys.modules["optionless"]
 
 
 CALL = r"async def __call__\(self, prompt, generate, \*, index\)"
@@ -214,22 +175,7 @@ async def test_a_sample_that_took_too_long_and_has_no_reward_says_so() -> None:
         await load_reward(config.RewardSection(kind="none"))([late])
 
 
-async def test_the_built_in_functions_need_no_reward(tmp_path: Path) -> None:
-    """For algorithms that use no reward; `asyncrl check` refuses it for the others."""
-    assert (await trained_on(single_turn, tmp_path))["reward/mean"] == 0
-
-
-async def test_a_reward_that_is_not_finite_fails_its_group() -> None:
-    with pytest.raises(RewardError, match="reward none: the reward is inf"):
-        await load_reward(config.RewardSection(kind="none"))([sample_of(reward=float("inf"))])
-
-
 # -- the example -------------------------------------------------------------------------------------------------------
-
-
-def test_the_example_can_work(demo: Path) -> None:
-    run = config.load(ROOT / "examples" / "calculator.toml", on_demo(demo))
-    assert "options = {question_reward = 0.5}" in str(summarize(run))  # summarize checks first
 
 
 def test_its_mistakes_are_found_before_anything_starts(demo: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -64,14 +63,6 @@ def test_versions_move_to_where_their_answer_is() -> None:
     assert starts_and_versions(turns.trajectory().version_spans) == [(0, 3), (4, 4), (5, 5)]
 
 
-def test_another_incarnation_is_another_version() -> None:
-    turns = TrajectoryBuilder(PROMPT)
-    turns.answered(answer([1], (0, 3)))
-    span = VersionSpan(start=0, incarnation=1, policy_version=3)
-    turns.answered(dataclasses.replace(answer([2]), version_spans=(span,)))
-    assert [(span.start, span.incarnation) for span in turns.trajectory().version_spans] == [(0, 0), (1, 1)]
-
-
 def test_an_observation_has_no_version_of_its_own() -> None:
     """Observed, answered by 2, observed, answered by 5: at version 6 the tokens are 4, 4, 4 and 1 versions old."""
     turns = TrajectoryBuilder(PROMPT)
@@ -82,13 +73,6 @@ def test_an_observation_has_no_version_of_its_own() -> None:
     made = turns.trajectory()
     assert starts_and_versions(made.version_spans) == [(0, 2), (3, 5)]
     assert per_token(made.version_spans, length=4, policy_version=6, forks={}).tolist() == [4, 4, 4, 1]
-
-
-def test_versions_within_an_answer_after_an_observation_stay_apart() -> None:
-    turns = TrajectoryBuilder(PROMPT)
-    turns.observed([1, 1])
-    turns.answered(answer([2, 2, 2], (0, 2), (1, 3)))
-    assert starts_and_versions(turns.trajectory().version_spans) == [(0, 2), (3, 3)]
 
 
 def test_a_conversation_may_end_with_an_observation_or_an_empty_one() -> None:
@@ -125,11 +109,6 @@ def test_conversation_without_an_answer_is_refused_in_one_line(observed: list[in
     with pytest.raises(ValueError, match="needs an answer of the model") as caught:
         turns.trajectory()
     assert "\n" not in str(caught.value)
-
-
-def test_token_ids_with_a_batch_around_them_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"flat list of token ids, got shape \(1, 2\)"):
-        TrajectoryBuilder(PROMPT).observed(np.array([[1, 2]]))
 
 
 @pytest.mark.parametrize("ids", [[1.7], [-1], [2**31], [True], ["3"]])

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-import torch
 
 from asyncrl.contrib.importers.gguf_model import PROBE, find_source, import_model
 from asyncrl.data.model_folder import check_model
@@ -124,14 +123,6 @@ def test_the_tokenizer_knows_its_special_tokens_and_template(tmp_path: Path, tin
     assert (generation["eos_token_id"], generation["pad_token_id"]) == (1, 0)
 
 
-def test_bfloat16_is_a_choice(tmp_path: Path, tiny: Path) -> None:
-    file = write_gguf(tmp_path / "t.gguf", tiny, architecture="llama")
-    result = import_model(file, tmp_path / "imported", dtype="bfloat16")
-    weights = safetensors.torch.load_file(result.folder / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert json.loads((result.folder / "config.json").read_text())["dtype"] == "bfloat16"
-
-
 def test_a_failed_import_leaves_nothing(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_gguf(tmp_path / "t.gguf", tiny, architecture="llama")
     before = set(tmp_path.iterdir())
@@ -143,12 +134,6 @@ def test_a_failed_import_leaves_nothing(tmp_path: Path, tiny: Path, monkeypatch:
     with pytest.raises(OSError, match="No space"):
         import_model(file, tmp_path / "imported")
     assert set(tmp_path.iterdir()) == before
-
-
-def test_an_existing_folder_is_never_overwritten(tmp_path: Path, tiny: Path) -> None:
-    file = write_gguf(tmp_path / "t.gguf", tiny, architecture="llama")
-    with pytest.raises(ConfigError, match="already exists"):
-        import_model(file, tiny)
 
 
 def test_unsupported_folder_is_refused_in_one_line(tmp_path: Path, tiny: Path) -> None:

@@ -52,11 +52,6 @@ def test_a_file_of_slime_becomes_a_run_file(tmp_path: Path, capsys: pytest.Captu
     assert "gpqa: custom_rm_path has no counterpart and is left out: it takes other arguments" in told.err
 
 
-def test_a_table_of_data_sets_names_them_by_its_keys() -> None:
-    document = yaml.safe_load("eval:\n  datasets:\n    math500:\n      path: /data/math500.jsonl\n")
-    assert 'name = "math500"' in slime_evaluation.toml(document, say=pytest.fail)
-
-
 MILES = """
 eval:
   defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6, top_k: -1, repetition_penalty: 1.05}
@@ -94,11 +89,6 @@ def test_templates_tools_and_slices_of_theirs_are_ours() -> None:
     ]
 
 
-def test_slimes_first_name_of_the_prompts_column_is_known() -> None:
-    document = yaml.safe_load("eval: {datasets: [{name: a, path: a.jsonl, prompt_key: question}]}")
-    assert 'prompt_key = "question"' in slime_evaluation.toml(document, say=pytest.fail)
-
-
 def test_instructions_of_ifeval_and_of_ifbench_have_a_reward_each() -> None:
     both = {kind: {"path": "a.jsonl", "rm_type": kind} for kind in ("ifeval", "ifbench")}
     sets = tomllib.loads(slime_evaluation.toml({"datasets": both}, say=pytest.fail))["evaluation"]["datasets"]
@@ -124,14 +114,6 @@ def test_instructions_of_ifeval_and_of_ifbench_have_a_reward_each() -> None:
 def test_invalid_weights_and_slices_are_refused_in_one_line(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         slime_evaluation.toml(yaml.safe_load(text), say=lambda line: None)
-
-
-def test_no_yaml_is_refused_in_one_line(tmp_path: Path) -> None:
-    file = tmp_path / "eval.yaml"
-    file.write_text("a: [1\nb: 2")
-    with pytest.raises(ConfigError) as error:
-        slime_evaluation.run(argparse.Namespace(file=file))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.learner import LoraSection
-from asyncrl.engines.sglang.adapters import Adapters, server_arguments
+from asyncrl.engines.sglang.adapters import Adapters
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import EngineError, WeightsError
@@ -103,28 +102,6 @@ async def test_a_worker_that_restarts_unloads_what_it_left_and_nothing_else(fold
     (held,) = server.held
     assert "-others-" in held
     await again.load((0, 1), folder)
-
-
-async def test_adapters_that_the_server_refuses_change_nothing(folder: Path, tmp_path: Path) -> None:
-    server = Server()
-    adapters = Adapters(server.post, first_version=BASE)
-    await adapters.load((0, 1), folder)
-    server.problem = "rank 64 is more than 16"
-    with pytest.raises(WeightsError, match="adapters 0:2 from .*: rank 64 is more than 16"):
-        await adapters.load((0, 2), folder)
-    assert adapters.version == (0, 1)
-    server.problem = ""
-    with pytest.raises(WeightsError, match="No such file"):
-        await adapters.load((0, 2), tmp_path / "gone")
-
-
-def test_a_server_gets_the_options_that_the_run_file_implies() -> None:
-    names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"]
-    made = server_arguments(LoraSection(rank=8, publish="adapter"), names, device="cuda")
-    assert (made["enable-lora"], made["max-lora-rank"], made["lora-target-modules"]) == (True, 8, ["q_proj"])
-    assert "lora-backend" not in made
-    assert server_arguments(LoraSection(rank=8), names, device="cpu")["lora-backend"] == "torch_native"
-    assert server_arguments(None, names, device="cuda") == {}
 
 
 def test_tokens_of_an_adapter_are_of_its_version_whatever_the_server_says_of_its_model() -> None:

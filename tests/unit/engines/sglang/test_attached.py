@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.learner import LoraSection
-from asyncrl.engines.sglang import attached
 from asyncrl.engines.sglang import server as sglang_server
-from asyncrl.engines.sglang.versions import Stamps, kept_owner
 from asyncrl.errors import EngineDied
 from tests.harness.engines import PROMPT, Model
 from tests.unit.engines.sglang.fake_server import SHORT, FakeServer, make_engine
@@ -67,27 +64,6 @@ async def test_a_server_started_on_another_model_loads_ours_first(
     assert "has the weights of /models/another; it loads model.path" in caplog.text
 
 
-async def test_a_server_started_on_our_model_loads_nothing(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    server, url = fake
-    (tmp_path / "link").symlink_to(model.folder)
-    for served in (model.folder, tmp_path / "link"):
-        server.model_path = str(served)
-        engine = make_engine(model, tmp_path / "log", url=url)
-        await engine.start()
-        await engine.close()
-    assert UPDATE not in server.paths
-
-
-def test_a_folder_of_another_machine_is_known_by_its_name() -> None:
-    stamps, folder = Stamps(first_version=(0, 0), owner="a1"), Path("models/not-here")
-    about = {"weight_version": "default", "model_path": "models/not-here"}
-    assert not attached.other_weights(stamps, about, folder)
-    assert attached.other_weights(stamps, about | {"weight_version": "0:0:b2"}, folder)
-    assert not attached.other_weights(stamps, {"weight_version": "0:4:a1", "model_path": "/else"}, folder)
-
-
 async def test_a_server_that_keeps_the_weights_of_another_run_is_not_used(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
@@ -130,17 +106,6 @@ async def test_a_server_that_a_broken_load_left_paused_loads_the_model_once_more
     await engine.close()
 
 
-async def test_a_paused_server_that_cannot_load_the_model_stays_paused(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    """It may have partly loaded weights."""
-    server, url = fake
-    server.is_paused, server.update_status = True, 400
-    with pytest.raises(EngineDied, match="answers nothing: .* cannot load model.path"):
-        await make_engine(model, tmp_path / "log", url=url, start_seconds=0.3).start()
-    assert CONTINUE not in server.paths
-
-
 async def test_another_worker_that_loads_weights_into_the_server_is_noticed(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,30 +121,6 @@ async def test_another_worker_that_loads_weights_into_the_server_is_noticed(
         await one.generate(PROMPT, SHORT, seed=0)
     await one.close()
     await other.close()
-
-
-def test_another_first_model_has_another_owner(model: Model, tmp_path: Path) -> None:
-    """`asyncrl evaluate` gives one server model after model, all as version 0:0, and a folder may get new weights."""
-    file, folder = tmp_path / "logs" / "evaluate.engine.owner", tmp_path / "model"
-    (tmp_path / "trained").mkdir()
-    trained = Model(tmp_path / "trained", seed=1)
-    owners = []
-    for source in (model.folder, trained.folder, model.folder):
-        shutil.copytree(source, folder)
-        owners.append(kept_owner(file, model=folder))
-        shutil.rmtree(folder)
-    assert owners[0] == owners[2] != owners[1]
-    assert kept_owner(tmp_path / "other", model=model.folder) != owners[0]
-
-
-def test_a_stamp_names_its_owner() -> None:
-    ours, others = (Stamps(first_version=(0, 0), owner=owner) for owner in ("a1", "b2"))
-    assert ours.format((1, 12)) == "1:12:a1"
-    assert ours.read("1:12:a1") == (1, 12)
-    assert ours.read("v1.2") == ours.read("default") == (0, 0)
-    assert others.is_foreign("1:12:a1")
-    with pytest.raises(EngineDied, match=r"another run or worker loaded its weights \(1:12:a1\)"):
-        others.read("1:12:a1")
 
 
 @pytest.mark.parametrize("program", ["import time; time.sleep(60)", "exit('address already in use')"])
@@ -227,16 +168,4 @@ async def test_a_launched_server_that_has_ended_answers_nothing(
         with pytest.raises(EngineDied, match="exited"):
             await order
     assert not server.asked
-    await engine.close()
-
-
-async def test_a_load_of_an_older_version_lowers_the_newest_label(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    engine = make_engine(model, tmp_path / "log", url=fake[1])
-    await engine.start()
-    for version in (9, 5):
-        await engine.load(model.version(version))
-        assert finished(await engine.generate(PROMPT, SHORT, seed=0))[1] == [(0, version)]
-    assert engine._settled.newest == (0, 5)
     await engine.close()

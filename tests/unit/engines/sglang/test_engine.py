@@ -50,19 +50,6 @@ async def test_a_request_that_the_server_would_refuse_or_cut_short_is_refused_fo
     await engine.close()
 
 
-@pytest.mark.parametrize(("top_k", "sent"), [(0, -1), (2, 2), (2**31, -1), (2**40, -1)])
-async def test_a_top_k_that_leaves_out_no_token_is_not_sent(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, top_k: int, sent: int
-) -> None:
-    """SGLang keeps it in 32 bits, and a larger number ends the server."""
-    server, url = fake
-    engine = make_engine(model, tmp_path / "log", url=url)
-    await engine.start()
-    await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, top_k=top_k, is_trained=False), seed=0)
-    assert server.asked[-1][1]["sampling_params"]["top_k"] == sent
-    await engine.close()
-
-
 async def test_stop_tokens_beyond_the_vocabulary_are_refused_before_they_kill_the_server(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
@@ -88,24 +75,6 @@ async def test_every_load_changes_the_name_of_the_prefix_cache(
     await engine.generate(PROMPT, SHORT, seed=0)
     names = [asked["extra_key"] for path, asked in server.asked if path == "/generate" and asked["stream"]]
     assert len(set(names)) == 3
-    await engine.close()
-
-
-@pytest.mark.parametrize("is_ours", [True, False])
-async def test_the_orders_of_a_load_share_a_connection_unless_the_server_is_not_ours(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
-) -> None:
-    server, url = fake
-    engine = make_engine(model, tmp_path / "log", url="" if is_ours else url)
-
-    async def launch() -> None:
-        engine._client.url = url
-
-    monkeypatch.setattr(engine, "_launch", launch)
-    await engine.start()
-    await engine.load(model.version(4))
-    orders = [server.callers[path] for path in ("/pause_generation", "/update_weights_from_disk")]
-    assert (orders[0] == orders[1]) == is_ours
     await engine.close()
 
 
@@ -177,30 +146,6 @@ async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Mod
     assert file == str(model.folder / "model.safetensors")
 
 
-async def test_a_file_that_is_gone_is_never_ordered(model: Model, tmp_path: Path) -> None:
-    """An error in our loader would end the server."""
-
-    async def post(path: str, body: Mapping[str, Any]) -> Any:
-        raise AssertionError(path)
-
-    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=asyncio.Event())
-    loader.ranks_with_loader = 1
-    with pytest.raises(WeightsError, match="removed to make room"):
-        await loader.load(model.version(4), tmp_path)
-    assert loader.version == (0, 3)
-
-
-async def test_an_order_to_a_closed_engine_says_that_it_is_closed(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    _, url = fake
-    engine = make_engine(model, tmp_path / "log", url=url)
-    await engine.start()
-    await engine.close()
-    with pytest.raises(EngineDied, match="not running"):
-        await engine._client.order("/continue_generation", {})
-
-
 async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
@@ -213,28 +158,6 @@ async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
     assert server.paths[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
     assert engine.version == (0, 3)
     assert len((await engine.generate(PROMPT, SHORT, seed=0)).tokens) == 4
-    await engine.close()
-
-
-async def test_an_order_behind_an_unexpected_error_takes_a_connection_of_its_own(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The connection that delivered the error may be closing."""
-    server, url = fake
-    server.update_status, server.refusal = 500, "Internal Server Error"
-    engine = make_engine(model, tmp_path / "log")
-
-    async def launch() -> None:
-        engine._client.url = url
-
-    monkeypatch.setattr(engine, "_launch", launch)
-    await engine.start()
-    with pytest.raises(WeightsError, match="500"):
-        await engine.load(model.version(4))
-    assert server.paths[-1] == "/update_weights_from_disk"
-    server.update_status = 200
-    await engine.load(model.version(4))
-    assert engine.version == (0, 4)
     await engine.close()
 
 
@@ -264,17 +187,6 @@ async def test_an_answer_that_is_no_json_fails_the_request_and_not_the_prompt(
         await engine.generate(PROMPT, SHORT, seed=0)
     assert not isinstance(raised.value, EngineDied)
     await engine.close()
-
-
-async def test_a_server_that_was_left_paused_is_not_waited_for_without_a_word(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    """The process that loaded its weights died or ended mid-load. The server is healthy but samples nothing."""
-    fake[0].is_paused, fake[0].can_wake = True, False
-    engine = make_engine(model, tmp_path / "log", url=fake[1], start_seconds=0.2)
-    with pytest.raises(EngineDied, match="paused"):
-        async with asyncio.timeout(60):
-            await engine.start()
 
 
 @pytest.mark.parametrize("options", [{"version_source": "spans"}, {"pause": "retract"}])

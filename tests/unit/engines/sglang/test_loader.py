@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asyncrl.engines.sglang import loader
-from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.errors import WeightsError
 from asyncrl.tensors import safetensors_file
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 
@@ -105,13 +105,6 @@ def test_a_file_that_ends_early_is_an_error_and_no_tensor_of_zeros(tmp_path: Pat
         dict(loader.tensors(file, CPU))
 
 
-def test_a_file_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
-    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
-    (tmp_path / "w").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(ValueError, match="a is at 4..8, expected at 0..4"):
-        dict(loader.tensors(tmp_path / "w", CPU))
-
-
 @pytest.mark.parametrize("first", ["w", "a descriptor that the server must not look at"])
 def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path: Path, first: str) -> None:
     given = written(tmp_path / "w")
@@ -123,21 +116,6 @@ def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path:
 
     loader.load(Network(1, 1), ordered(loader.serialize_files((tmp_path / first, tmp_path / "w"))))
     check_same(taken, given)
-
-
-def test_a_model_is_given_the_tensors_of_every_file_of_the_order(tmp_path: Path) -> None:
-    """The files of a learner with several ranks."""
-    write(tmp_path / "a", {"first": torch.ones(3)})
-    write(tmp_path / "b", {"second": torch.zeros(2)})
-    taken: dict[str, torch.Tensor] = {}
-
-    class Network(torch.nn.Linear):
-        def load_weights(self, weights: object) -> None:
-            taken.update(weights)  # type: ignore[call-overload]
-
-    order = loader.serialize_files((tmp_path / "none", tmp_path / "a"), (tmp_path / "b",))
-    loader.load(Network(1, 1), ordered(order))
-    check_same(taken, {"first": torch.ones(3), "second": torch.zeros(2)})
 
 
 def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,22 +137,8 @@ def from_source(tmp_path: Path, *, expected: dict[str, tuple[int, ...]]) -> dict
     return taken
 
 
-def test_a_model_is_given_what_the_function_of_a_weight_channel_yields(tmp_path: Path) -> None:
-    given = written(tmp_path / "w")
-    expected = {name: tuple(tensor.shape) for name, tensor in given.items()} | {"tied": (3,)}
-    check_same(from_source(tmp_path, expected=expected), given)
-
-
 def test_a_function_that_yields_another_models_tensors_is_an_error(tmp_path: Path) -> None:
     given = written(tmp_path / "w")
     expected = {name: tuple(tensor.shape) for name, tensor in given.items()} | {"another": (3,)}
     with pytest.raises(WeightsError, match="test_loader:source: another is missing"):
         from_source(tmp_path, expected=expected)
-
-
-def test_a_function_that_the_server_could_not_import_is_refused(tmp_path: Path) -> None:
-    def inner(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ()
-
-    with pytest.raises(ConfigError, match="inner is not at the top of its module"):
-        loader.serialize_source(inner, b"", expected={}, optional=frozenset())

@@ -90,14 +90,6 @@ async def test_memory_that_stays_in_use_is_named_in_one_line(caplog: pytest.LogC
     assert [record.message.startswith(line) for record in caplog.records] == [True]
 
 
-async def test_a_server_is_asked_at_once_where_nothing_is_known_of_its_gpus() -> None:
-    gpus = Gpus()
-    memory = memory_of(gpus, free_bytes=dict)
-    await memory.release()
-    await memory.resume()
-    assert gpus.is_served
-
-
 class Library:
     """NVIDIA's management library on a machine with three GPUs, the last of which is lost."""
 
@@ -143,11 +135,3 @@ def test_free_memory_is_of_the_gpus_that_the_process_sees(visible: str | None, e
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert read_free_bytes(environment, load=lambda name: library) == expected
     assert not library.is_open
-
-
-def test_nothing_is_known_of_gpus_without_a_driver_or_its_package() -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    assert read_free_bytes({}, load=missing) == {}
-    assert read_free_bytes({}, load=lambda name: Library(has_driver=False)) == {}

@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.sglang import receiving
 from asyncrl.engines.sglang import weights as sglang_weights
 from asyncrl.errors import WeightsError
-from asyncrl.messages.codec import decode
-from asyncrl.weights.collective import CollectiveRequest
 from tests.harness.engines import Model
 from tests.harness.transfers import changed, collective_of
 from tests.unit.engines.sglang.attached import (
@@ -68,19 +65,6 @@ async def test_otherwise_sglang_receives_bucket_by_bucket(attach: Attach, reason
     await attached.receive()
     assert attached.paths.count(UPDATE) == len(collective_of(attached.offer).buckets)
     assert BY_LOADER not in attached.paths
-
-
-async def test_the_learner_is_told_how_many_buckets_are_in_memory_at_once(attach: Attach) -> None:
-    attached = await attach()
-
-    def told() -> int:
-        return decode(attached.receiver.request.payload, CollectiveRequest).buckets_at_once
-
-    assert told() == 1
-    attached.engine._loader.ranks_with_loader = 1
-    assert told() == receiving.AT_ONCE > 1
-    attached.engine._loader.finds_groups = False
-    assert told() == 1
 
 
 async def test_a_loader_that_does_not_find_the_group_is_replaced_by_sglangs(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.sglang import prefill_delay, server
-from asyncrl.engines.sglang.options import Values, check_arguments
+from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.prefill_delay import ARGUMENTS, prefill_arguments
 
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"] * 2}
@@ -32,10 +31,6 @@ def test_prompts_wait_for_each_other_on_one_gpu(tmp_path: Path) -> None:
     assert arguments(tmp_path) == ARGUMENTS
     assert arguments(tmp_path, {"text_config": {"layer_types": ["sliding_attention", "full_attention"]}}) == ARGUMENTS
     assert arguments(tmp_path, mem_fraction_static=0.8, context_length=4096) == ARGUMENTS
-
-
-def test_the_installed_sglang_takes_them() -> None:
-    check_arguments(ARGUMENTS)
 
 
 def test_the_command_has_them_and_the_user_overrides_each(tmp_path: Path) -> None:
@@ -77,11 +72,6 @@ def test_a_server_with_ways_of_its_own_is_left_as_it_is(tmp_path: Path, server_a
     assert not arguments(tmp_path, **server_arguments)
 
 
-def test_a_cpu_and_several_gpus_are_left_as_they_are(tmp_path: Path) -> None:
-    assert not arguments(tmp_path, device="cpu")
-    assert not arguments(tmp_path, tensor_parallel=2)
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -97,15 +87,3 @@ def test_recurrent_layers_for_which_sglang_may_not_overlap_are_left_as_they_are(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     assert not arguments(tmp_path, config)
-
-
-def test_an_sglang_without_them_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_delay, "known_arguments", lambda: {"enable-prefill-delayer": Values()})
-    assert not arguments(tmp_path)
-
-
-@pytest.mark.parametrize("text", [None, "{", "[1]"])
-def test_a_folder_that_cannot_be_read_is_the_server_s_to_refuse(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    assert not prefill_arguments(tmp_path, {}, device="cuda", tensor_parallel=1)

@@ -102,13 +102,6 @@ def test_a_request_that_was_aborted_in_the_queue_fails_alone() -> None:
         reply.generation()
 
 
-def test_a_version_string_that_is_not_ours_counts_as_the_first_version() -> None:
-    reply = Reply(sent_version=(3, 4), stamps=Stamps(first_version=(3, 4)))
-    reply.take_chunk(body([5], weight_version="default", finish_reason=None), newest=NEWEST)
-    reply.take_chunk(body([6], total=2, weight_version="v1.2", finish_reason=LENGTH), newest=NEWEST)
-    assert [(span.incarnation, span.policy_version) for span in reply.generation().version_spans] == [(3, 4)]
-
-
 @pytest.mark.parametrize("kind", ["stop", "length", "abort"])
 def test_finish_reasons_are_kept(kind: str) -> None:
     reply = new_reply()
@@ -204,19 +197,7 @@ def test_experts_are_of_prompt_and_answer_and_dense_layers_and_the_last_token_ha
     assert reply.so_far(1).experts.tolist() == found[2:].tolist()  # the token before, and the rest
 
 
-def test_tokens_that_the_server_says_nothing_of_are_left_to_the_router() -> None:
-    reply = with_experts()
-    reply.take_chunk(body([5, 6], finish_reason=LENGTH, routed_experts=told([[0, 0], [1, 2]])), newest=NEWEST)
-    assert (reply.generation().experts[1:] == 255).all()
-
-
 @pytest.mark.parametrize("text", ["AAAA", "%%"])
 def test_experts_of_another_model_are_an_error(text: str) -> None:
     with pytest.raises(EngineError, match="routed experts are not those of this model"):
         with_experts().take_chunk(body([5], finish_reason=LENGTH, routed_experts=text), newest=NEWEST)
-
-
-def test_many_experts_take_two_bytes() -> None:
-    many = ExpertShape.from_config({"n_routed_experts": 384, "num_hidden_layers": 1, "num_experts_per_tok": 1})
-    found = many.read(told([[0]], [[383]]), num_tokens=3)
-    assert (found.dtype, found.ravel().tolist()) == (np.uint16, [0, 383, 65535])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import select
 import signal
@@ -129,30 +128,6 @@ async def test_the_server_goes_with_its_owner(tmp_path: Path) -> None:
     assert await asyncio.to_thread(all_gone, tree)
 
 
-async def test_the_server_goes_with_its_owner_though_a_fork_of_that_lives_on(tmp_path: Path) -> None:
-    """A reward function's ProcessPoolExecutor forks processes that inherit all open files and outlive the worker."""
-    forking = OWNER.replace(
-        "    await server.wait()",
-        "    if not (fork := os.fork()):\n        import time; time.sleep(600)\n"
-        "    print(fork, flush=True)\n    await server.wait()",
-    )
-    owner = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", forking, TREE, str(tmp_path / "log"), stdout=asyncio.subprocess.PIPE
-    )
-    assert owner.stdout is not None
-    assert await owner.stdout.readline() == b"started\n"
-    fork = int(await owner.stdout.readline())
-    await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
-    tree = descendants(owner.pid, but=[fork])
-    assert len(tree) == 3
-    owner.kill()
-    try:
-        assert await asyncio.to_thread(all_gone, tree, seconds=60.0)
-    finally:
-        os.kill(fork, signal.SIGKILL)
-    await end_of(owner)
-
-
 async def test_ctrl_c_in_a_terminal_is_for_the_worker_alone(tmp_path: Path) -> None:
     """The terminal signals the whole foreground group, but the worker needs its server to finish its samples."""
     owner = await asyncio.create_subprocess_exec(
@@ -176,24 +151,6 @@ async def test_ctrl_c_in_a_terminal_is_for_the_worker_alone(tmp_path: Path) -> N
     assert await asyncio.to_thread(all_gone, tree)
 
 
-@pytest.mark.parametrize("milliseconds", [0, 0.5, 1, 2, 4, 8])
-async def test_a_warden_that_is_signalled_twice_leaves_nothing_behind(tmp_path: Path, milliseconds: float) -> None:
-    server = sglang_server.ServerProcess(
-        [sys.executable, "-c", TREE], environment=os.environ, log_path=tmp_path / "log"
-    )
-    others = {process.pid for process in psutil.Process().children(recursive=True)}
-    await server.start()
-    await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
-    tree = descendants(os.getpid(), but=others)
-    warden = next(process for process in psutil.Process().children() if process.pid not in others)
-    warden.send_signal(signal.SIGTERM)
-    await asyncio.sleep(milliseconds / 1000)
-    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
-        warden.send_signal(signal.SIGINT)
-    await server.wait()
-    assert await asyncio.to_thread(all_gone, tree, seconds=60.0)
-
-
 async def test_a_server_that_dies_while_starting_is_noticed(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,19 +159,6 @@ async def test_a_server_that_dies_while_starting_is_noticed(
     )
     with pytest.raises(EngineDied, match="no GPU found"):
         await make_engine(model, tmp_path / "log").start()
-
-
-def test_of_a_long_log_the_end_alone_is_read(tmp_path: Path) -> None:
-    """When a server dies, hundreds of failed requests quote the log at once; after a day the log has gigabytes."""
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        file.truncate(2**40)
-        file.seek(0, os.SEEK_END)
-        file.write(b"CUDA error")
-    server = sglang_server.ServerProcess(["true"], environment={}, log_path=log)
-    assert server.log_tail().endswith("CUDA error")
-    log.write_text("short")
-    assert server.log_tail().endswith("log:\nshort")
 
 
 @pytest.mark.sglang

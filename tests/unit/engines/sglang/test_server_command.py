@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
-import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang import server as sglang_server
@@ -53,23 +50,6 @@ def test_every_option_of_sglang_can_be_reached() -> None:
     assert "--skip-server-warmup" not in words
     assert words[words.index("--cuda-graph-bs") :][:3] == ["--cuda-graph-bs", "1", "2"]
     assert value_of(words, "--json-model-override-args") == '{"a": 1}'
-
-
-def test_a_gpu_server_keeps_its_own_defaults() -> None:
-    words = command("cuda")
-    assert value_of(words, "--dtype") == "bfloat16"
-    assert value_of(words, "--tensor-parallel-size") == "2"
-    assert not {"--attention-backend", "--mem-fraction-static", "--sleep-on-idle"} & set(words)
-
-
-def test_a_server_of_quantized_weights_is_told_their_format_by_sglangs_name() -> None:
-    assert "--quantization" not in command("cuda")
-    assert value_of(command("cuda", quantization="fp8"), "--quantization") == "fp8"
-
-
-def test_no_server_warms_up_with_a_sentence() -> None:
-    """The demo's tokenizer drops the whole sentence, and SGLang 0.5.16 dies of an empty prompt on a GPU."""
-    assert "--skip-server-warmup" in command("cuda")
 
 
 @pytest.mark.parametrize(
@@ -116,12 +96,6 @@ def test_a_server_of_your_own_that_serves_quantized_weights_gets_no_unquantized_
         assert checks.ranks_with_loader(info, is_ours=False) == 0
 
 
-def test_the_loader_that_servers_are_told_of_is_there() -> None:
-    module, _, name = sglang_server.LOADER.rpartition(".")
-    assert callable(getattr(importlib.import_module(module), name))
-    assert value_of(command("cuda"), "--custom-weight-loader") == sglang_server.LOADER
-
-
 def test_sglang_finds_its_plugin_for_a_cpu_where_a_cpu_server_imports_from() -> None:
     """The entry-point group is SGLang's. The module is next to the folder whose metadata names it."""
     folder = Path(sglang_server.__file__).parent / "cpu_testing" / "plugin"
@@ -148,21 +122,6 @@ def test_a_server_is_told_to_keep_experts_only_where_they_are_wanted() -> None:
     assert [f"--{EXPERTS_OPTION}" in words[wanted] for wanted in (True, False)] == [True, False]
 
 
-def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise SGLang refuses more ranks than NUMA nodes. The user's own settings are kept."""
-
-    def shares(ranks: int, **base: str) -> str | None:
-        options = Options(tensor_parallel=ranks)
-        environment = sglang_server.server_environment(base, device="cpu", options=options)
-        return environment.get("SGLANG_CPU_OMP_THREADS_BIND")
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 3, 4})
-    assert shares(1) is None
-    assert shares(2) == "2,3|4,5"
-    assert shares(8) == "2|3|4|5|2|3|4|5"
-    assert shares(2, SGLANG_CPU_OMP_THREADS_BIND="0|1") == "0|1"
-
-
 def test_a_server_on_a_cpu_compiles_nothing_that_nobody_asks_for() -> None:
     """A start needs no C++ compiler and takes half as long. The user's settings are kept."""
 
@@ -185,28 +144,6 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("asyncrl_sglang_cpu")
 
 
-def test_a_server_on_a_cpu_forks_its_processes_unless_it_has_threads(
-    plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fork need not import again. But a lock that another thread holds would stay locked in the child."""
-    methods: list[str] = []
-    monkeypatch.setattr("multiprocessing.set_start_method", lambda method, force: methods.append(method))
-    for threads in (["1", "2"], ["1"]):
-        monkeypatch.setattr(os, "listdir", lambda path, threads=threads: threads)
-        plugin.fork_if_alone(None, "the server's arguments")
-    assert methods == ["fork"]
-
-
-def test_a_server_on_a_cpu_gates_shared_experts_without_a_gpu(plugin: Any) -> None:
-    """Two tokens of two numbers: sigmoid(0) = 0.5, and sigmoid(ln 3) = 0.75."""
-    hidden, gate = torch.tensor([[1.0, -1.0], [math.log(3), 0.0]]), torch.ones(2)
-    shared, output = torch.tensor([[2.0, 4.0], [4.0, 8.0]]), torch.ones(2, 2)
-    plugin.gated(hidden, gate, shared, output, do_add=True)
-    torch.testing.assert_close(output, torch.tensor([[2.0, 3.0], [4.0, 7.0]]))
-    plugin.gated(hidden, gate, shared, output, do_add=False)
-    torch.testing.assert_close(output, torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
-
-
 def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_server_has_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,14 +154,6 @@ def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_ser
         monkeypatch.setattr(sglang_server._RANDOM, "choice", lambda ports: next(drawn))
         assert sglang_server.free_port() != in_use
     assert max(sglang_server._PORTS) < 32_768, "Linux gives connections those from there on, unless told otherwise"
-
-
-def test_stand_ins_are_seen_by_cpu_servers_only() -> None:
-    here, base = Path(sglang_server.__file__).parent, {"PYTHONPATH": "/mine"}
-    paths = sglang_server.server_environment(base, device="cpu")["PYTHONPATH"].split(os.pathsep)
-    assert paths == [str(here / "cpu_testing" / "stubs"), str(here / "cpu_testing" / "plugin"), "/mine"]
-    assert sglang_server.server_environment(base, device="cuda")["PYTHONPATH"] == "/mine"
-    assert base == {"PYTHONPATH": "/mine"}
 
 
 def test_float32_is_refused_on_gpus_before_the_server_starts_and_dies() -> None:
@@ -297,8 +226,3 @@ def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> N
 )
 def test_dp_attention_leaves_fewer_gpus_to_share_the_heads(said: dict[str, Any], sharing: int) -> None:
     assert Options(tensor_parallel=8, server_arguments=said).attention_parallel == sharing
-
-
-@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.24rc1", "0.6.0"])
-def test_a_newer_server_may_retract_requests(version: str) -> None:
-    checks.check_pause("retract", url="http://host", version=version)

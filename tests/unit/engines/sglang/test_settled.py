@@ -107,17 +107,6 @@ async def test_after_an_older_load_no_token_is_newer_until_a_newer_version_settl
     assert (settled.newest, old.newest) == ((0, 10), (0, 10))
 
 
-async def test_tokens_that_come_after_two_loads_may_be_from_the_older_one() -> None:
-    """9, then 5 and 10 between two chunks: the second chunk may hold tokens of all three."""
-    settled = settling(Server(), (0, 9))
-    request = settled.request((0, 9))
-    settled.note_load((0, 5), before=(0, 9))
-    settled.request((0, 10)).note_token()
-    assert request.newest == (0, 5)
-    request.note_token()
-    assert request.newest == (0, 10)
-
-
 async def test_a_torn_transfer_does_not_hide_that_the_next_load_is_older() -> None:
     """Transfers are not noted as loads: 5 is known by its tokens only."""
     settled = settling(Server(), (0, 1))
@@ -125,15 +114,3 @@ async def test_a_torn_transfer_does_not_hide_that_the_next_load_is_older() -> No
     request.note_token()
     settled.note_load((0, 3), before=(-1, -1))
     assert (settled.newest, request.newest) == ((0, 3), (0, 3))
-
-
-async def test_a_torn_load_does_not_hide_that_the_next_one_is_older() -> None:
-    settled = settling(Server(), (0, 1))
-    settled.note_load((0, 9), before=(0, 1))
-    settled.note_load((0, 5), before=(-1, -1))
-    settled.note_load((0, 5), before=(0, 9))
-    assert settled.newest == (0, 1)
-    late = settled.request((0, 9))
-    settled.note_load((0, 5), before=(-1, -1))
-    late.note_token()
-    assert settled.newest == (0, 1)

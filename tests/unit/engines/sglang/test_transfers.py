@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,6 @@ from tests.unit.engines.sglang.attached import (
     PAUSE,
     UPDATE,
     Attach,
-    Attached,
 )
 
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
@@ -107,39 +104,6 @@ async def test_a_server_that_may_have_loaded_a_folder_stays_paused(attach: Attac
     assert attached.engine.version == (0, 4)
 
 
-def removed_during_a_load(attached: Attached, tmp_path: Path) -> Model:
-    """Return a model whose weights are removed once the engine's server has loaded them."""
-    model = Model(tmp_path / "model", seed=0)
-
-    async def removed(path: str, body: Mapping[str, Any]) -> Any:
-        answer = await post(path, body)
-        if path == FROM_FOLDER:
-            (model.folder / "model.safetensors").unlink(missing_ok=True)
-        return answer
-
-    loader = attached.engine._loader
-    post, loader._post = loader._post, removed
-    return model
-
-
-async def test_a_folder_that_is_removed_once_the_only_rank_has_read_it_counts(attach: Attach, tmp_path: Path) -> None:
-    attached = await attach()
-    model = removed_during_a_load(attached, tmp_path)
-    await attached.engine.load(model.version(4))
-    assert attached.paths[-3:] == [PAUSE, FROM_FOLDER, CONTINUE]
-    assert attached.engine.version == (0, 4)
-
-
-async def test_a_folder_that_is_removed_during_its_load_does_not_count(attach: Attach, tmp_path: Path) -> None:
-    """With tensor parallelism one rank answers, and another may have failed."""
-    attached = await attach(info={"tp_size": 2})
-    model = removed_during_a_load(attached, tmp_path)
-    with pytest.raises(WeightsError, match="model.safetensors was removed during the load"):
-        await attached.engine.load(model.version(4))
-    assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
-    assert attached.engine.version < (0, 0)
-
-
 async def test_the_last_bucket_alone_makes_it_that_version(attach: Attach) -> None:
     attached = await attach()
     await attached.join()
@@ -155,16 +119,6 @@ async def test_keys_are_flushed_only_when_requests_are_retracted(attach: Attach,
     await attached.join()
     await attached.receive()
     assert {body["flush_cache"] for body in attached.server.bodies(UPDATE)} == {is_flushed}
-
-
-async def test_every_transfer_changes_the_name_of_the_prefix_cache(attach: Attach) -> None:
-    attached = await attach()
-    await attached.join()
-    for _ in range(2):
-        await attached.engine.generate(PROMPT, SHORT, seed=0)
-        await attached.receive()
-    await attached.engine.generate(PROMPT, SHORT, seed=0)
-    assert len({body["extra_key"] for body in attached.server.bodies("/generate")}) == 3
 
 
 async def test_a_torn_update_keeps_the_server_paused(attach: Attach) -> None:
@@ -232,15 +186,6 @@ async def test_refuses_weights_of_another_model_before_pausing(attach: Attach, m
     assert attached.engine.version == (0, 3)
 
 
-async def test_checks_address_before_the_server_joins(attach: Attach) -> None:
-    """The server would wait for that address for minutes and generate nothing."""
-    attached = await attach()
-    before = list(attached.paths)
-    with pytest.raises(WeightsError, match="cannot reach the learner at 127.0.0.1:1: .*weights.options.host"):
-        await attached.receiver.join(offering(changed(attached.offer, port=1)))
-    assert attached.paths == before
-
-
 @pytest.mark.parametrize("failure", ["join", "update"])
 async def test_rejoins_under_a_new_name_after_a_failure(attach: Attach, failure: str) -> None:
     attached = await attach()
@@ -252,16 +197,6 @@ async def test_rejoins_under_a_new_name_after_a_failure(attach: Attach, failure:
     request = attached.receiver.request
     assert request.group != first
     assert not request.has_joined
-
-
-async def test_rejoins_under_a_new_name_after_leaving(attach: Attach) -> None:
-    attached = await attach()
-    await attached.join()
-    joined = attached.receiver.request
-    await attached.receiver.leave()
-    assert attached.server.bodies(LEAVE) == [{"group_name": joined.group}]
-    assert attached.receiver.request.group != joined.group
-    assert not attached.receiver.request.has_joined
 
 
 @pytest.mark.parametrize("path", [JOIN, UPDATE])
@@ -302,12 +237,4 @@ async def test_pull_channel_needs_our_loader(attach: Attach) -> None:
     before = list(attached.paths)
     with pytest.raises(WeightsError, match="lacks asyncrl's loader"):
         await PullReceiver(attached.engine.intake, source, engine="w7").receive(offering(attached.offer))
-    assert attached.paths == before
-
-
-async def test_refuses_offer_of_another_channel(attach: Attach) -> None:
-    attached = await attach()
-    before = list(attached.paths)
-    with pytest.raises(WeightsError, match="none of this channel: not a CollectiveOffer"):
-        await attached.receiver.join(offering(replace(attached.offer, payload=b"another's")))
     assert attached.paths == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
@@ -204,13 +203,6 @@ async def test_a_stream_is_kept_open_while_the_model_thinks(monkeypatch: pytest.
     assert client.check() == 1
 
 
-async def test_a_history_of_many_megabytes_is_read() -> None:
-    async with Client(Scripted(["hi"]), context_tokens=10**8) as client:
-        body = {"messages": [{"role": "user", "content": "x" * 3 * 2**20}]}
-        await client.post("/v1/chat/completions", json.dumps(body).encode())
-    assert len(client.engine.given[0]) > 3 * 2**20
-
-
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
@@ -242,23 +234,6 @@ async def test_a_request_that_makes_no_sense_is_refused_with_the_reason(path: st
     with pytest.raises(AssertionError, match=says):
         raise AssertionError(refused["error"]["message"])
     assert client.engine.given == []
-
-
-async def test_many_samples_at_once_keep_their_turns_apart() -> None:
-    async def one(client: Client, number: int) -> None:
-        messages: list[Any] = [{"role": "user", "content": f"{number}"}]
-        messages += [await client.say(messages), {"role": "user", "content": "more"}]
-        assert (await client.say(messages))["content"] == f"{number} 1"
-
-    clients = [Client(Scripted([f"{number} 0", f"{number} 1"])) for number in range(20)]
-    for client in clients[1:]:
-        client.server = clients[0].server
-    for client in clients:
-        await client.__aenter__()
-    await asyncio.gather(*(one(client, number) for number, client in enumerate(clients)))
-    assert [client.check() for client in clients] == [1] * 20
-    for client in reversed(clients):
-        await client.__aexit__(None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -314,22 +289,6 @@ async def test_harmless_fields_are_accepted_and_overridden_ones_are_named() -> N
         assert [turn.overridden for turn in client.session.turns] == [{}, {"temperature": 0.2, "seed": 7}]
 
 
-async def test_a_wish_for_one_call_at_a_time_is_named_in_anthropics_words_too() -> None:
-    choice = {"type": "auto", "disable_parallel_tool_use": True}
-    body = {
-        "model": "m",
-        "max_tokens": 4,
-        "messages": [USER],
-        "tool_choice": choice,
-        "output_config": {"effort": "low"},
-    }
-    async with (
-        Client(Scripted(["one"])) as client,
-        client.http.post(client.server.url + "/v1/messages", json=body) as reply,
-    ):
-        assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, "disable_parallel_tool_use, effort")
-
-
 # -- stop strings ------------------------------------------------------------------------------------------------------
 
 SEARCH = "<think>\nLook.\n</think>\n\nAction: look\nObservation: "
@@ -366,16 +325,3 @@ async def test_anthropics_clients_read_which_stop_sequence_ended_the_answer(stre
         assert (ended["stop_reason"], ended["stop_sequence"]) == ("end_turn", None)
     assert [one.finish_reason for one in client.engine.answers] == ["stop", "length", "stop"]
     assert client.check() == 2
-
-
-async def test_a_stop_string_in_the_reasoning_or_a_call_leaves_the_rest_as_it_is() -> None:
-    thought, called = "<think>\nLook. Observation:", CALL + "\n"
-    async with Client(Scripted([thought, called, thought], ends=False), stop=[STOP, "</tool_call>"]) as client:
-        said = await client.say([USER], stop=STOP, tools=TOOLS)
-        assert (said["content"], said["reasoning_content"].endswith("Look. ")) == ("", True)
-        (choice,) = (await client.chat([USER, USER], stop="</tool_call>", tools=TOOLS))["choices"]
-        assert choice["finish_reason"] == "tool_calls"
-        assert choice["message"]["content"].strip() == "Let me see."
-        said = await client.say([USER], stop=STOP, include_stop_str_in_output=True)
-        assert said["reasoning_content"].endswith(STOP)
-    assert client.check() == 3

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -15,14 +14,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config
 from asyncrl.actors.rollout.rollout_parts import RolloutLimits, check_rollout
 from asyncrl.environments.agent.entry import Entry
 from asyncrl.environments.agent.function import Agent, Options
-from asyncrl.errors import ConfigError, RolloutError
-from asyncrl.launch.serve import read_key, serve
+from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
-from tests import ROOT
 from tests.harness.agents import TOKENIZER, Scripted
 
 KEY = "a-key"
@@ -222,33 +218,6 @@ async def test_all_samples_of_a_worker_wait_at_once(tmp_path: Path) -> None:
         await asyncio.gather(*samples, return_exceptions=True)
         assert all(sample.cancelled() for sample in samples)
         await until(entry.url, waiting=0)
-
-
-async def test_a_worker_with_another_key_fails_its_samples_and_says_so(tmp_path: Path) -> None:
-    async with Entry(host="127.0.0.1", port=0, key="new").serving() as entry, worker(entry.url, tmp_path) as made:
-        assert "refuses the key" in await outcome(made, group(6))
-
-
-def test_the_key_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
-    file = tmp_path / "serve.key"
-    assert len(read_key(file)) > 30
-    assert read_key(file) == read_key(file)
-    assert file.stat().st_mode & 0o077 == 0
-    file.write_text("")
-    with pytest.raises(ConfigError, match="has no key"):
-        read_key(file)
-
-
-def test_an_address_that_cannot_be_listened_on_is_the_one_that_was_given(tmp_path: Path) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as taken:
-        url = f"http://127.0.0.1:{(port := taken.getsockname()[1])}"
-        harness = f'{{url = "{url}", key_file = "{tmp_path / "key"}"}}'
-        options = f'rollout.options={{harness = "outside", harness_options = {harness}}}'
-        run = config.load(ROOT / "examples" / "demo.toml", ["rollout.function=agent", options])
-        with pytest.raises(ConfigError, match=f"^cannot listen on {url}: "):
-            serve(run)
-        with pytest.raises(ConfigError, match=f"^cannot listen on port {port} of --host 127.0.0.2: "):
-            serve(run, host="127.0.0.2")
 
 
 async def outcome(agent: Agent, prompt: PromptGroup) -> str:

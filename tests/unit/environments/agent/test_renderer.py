@@ -19,8 +19,7 @@ import pytest
 from asyncrl.engines.generation import Generation
 from asyncrl.environments.agent.endpoint.chat_format import Template, TemplateFormat
 from asyncrl.environments.agent.endpoint.parsers import PlainParser
-from asyncrl.environments.agent.endpoint.renderer import RendererFormat, _candidates, check_renderer, choose
-from asyncrl.environments.agent.endpoint.request import Refused
+from asyncrl.environments.agent.endpoint.renderer import RendererFormat, check_renderer, choose
 from asyncrl.environments.agent.endpoint.turns import Turn
 from asyncrl.environments.agent.function import Agent, Options
 from asyncrl.errors import ConfigError
@@ -181,21 +180,7 @@ def test_a_renderer_reads_what_the_plain_parser_reads_and_leaves_nothing_out(tex
     assert "".join(theirs.content.split()) == "".join(ours.content.split())
 
 
-@needs_package
-def test_half_of_a_surrogate_pair_is_refused_by_a_renderer_too() -> None:
-    with pytest.raises(Refused, match="surrogate"):
-        chosen().render([{"role": "user", "content": "\ud800"}], [])
-
-
 # -- choosing a renderer -----------------------------------------------------------------------------------------------
-
-
-@needs_package
-def test_a_model_is_known_by_its_folder_in_whatever_place_it_lies() -> None:
-    cache = "/cache/models--Qwen--Qwen3-0.6B/snapshots/abc"
-    assert _candidates(cache) == _candidates("/x/Qwen/Qwen3-0.6B/") == ["qwen3"]
-    assert _candidates("/models/Qwen3-0.6B") == ["prime-qwen3", "qwen3"]  # two publishers: the rendered text decides
-    assert _candidates("runs/my-model") == _candidates("") == []
 
 
 @needs_package
@@ -215,27 +200,6 @@ def test_one_line_says_what_writes_the_conversations(
         choose("auto", qwen3(folder), keeps_thinking=True, options=options)
     (line,) = caplog.messages
     assert says in line and "\n" not in line
-
-
-@needs_package
-def test_a_renderer_that_writes_otherwise_is_taken_by_name_only(caplog: pytest.LogCaptureFixture) -> None:
-    template = qwen3()
-    template.tokenizer.chat_template += "{{ '\n' if add_generation_prompt }}"
-    with caplog.at_level(logging.INFO, "asyncrl.endpoint"):
-        assert choose("auto", template, keeps_thinking=True, options={}) is None
-        assert "the renderer 'qwen3' writes other tokens" in caplog.messages[-1]
-        assert chosen("qwen3", template).name == "qwen3"
-    assert [line for line in caplog.records if line.levelname == "WARNING"]
-
-
-@needs_package
-def test_a_special_token_that_is_the_unknown_one_is_said_in_one_line() -> None:
-    template = qwen3()
-    template.tokenizer.unk_token = "<|endoftext|>"
-    with pytest.raises(ConfigError, match=r"renderer: 'qwen3' does not fit .*unk_token, <\|endoftext\|>") as refused:
-        chosen("qwen3", template)
-    assert "\n" not in str(refused.value)
-    assert choose("auto", template, keeps_thinking=True, options={}) is None
 
 
 @needs_package
@@ -318,34 +282,6 @@ def test_a_bridge_gives_the_tokens_behind_the_turns() -> None:
     theirs = Theirs(bridge=SimpleNamespace(token_ids=[1, 2, 3, 4, 5, 6]))
     assert kept(theirs).bridge(turn([1, 2], [3, 4]), [], [{"role": "user", "content": "x"}], []) == [5, 6]
     assert theirs.asked[0][:2] == ([1, 2], [3, 4])
-
-
-def test_what_a_renderer_does_not_expect_is_refused_in_one_line() -> None:
-    with pytest.raises(Refused, match="renderer refuses these messages: no way"):
-        kept(Theirs(render=ValueError("no\n way"))).render([{"role": "user", "content": "x"}], [])
-    answer = generation(kept(Theirs())._template.encode("hi<|im_end|>"))
-    found = kept(Theirs(parse=IndexError("lost"))).parse(answer, context=answer.tokens, tools=[])
-    assert (found.content, found.calls) == ("hi", ())
-
-
-def test_a_call_whose_place_is_not_known_stays_text() -> None:
-    call = SimpleNamespace(status="invalid_json", name=None, arguments=None, raw="{oops", token_span=None, id=None)
-    theirs = Theirs(parse=SimpleNamespace(content="so", reasoning_content=None, tool_calls=[call]))
-    found = kept(theirs).parse(generation([2]), context=np.array([1], np.int32), tools=TOOLS)
-    assert (found.content, found.calls) == ("so\n{oops", ())
-
-
-def test_for_some_families_a_result_bears_its_tools_name() -> None:
-    said = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
-    }
-    result = {"role": "tool", "tool_call_id": "c1", "content": "42"}
-    for name, wanted in (("qwen3", result), ("gpt-oss", result | {"name": "add"})):
-        theirs = Theirs(bridge=SimpleNamespace(token_ids=[1, 2, 3]))
-        assert kept(theirs, name).bridge(turn([1], [2], said), [], [result], TOOLS) == [3]
-        assert theirs.asked[-1][2] == [wanted]
 
 
 @pytest.mark.parametrize(

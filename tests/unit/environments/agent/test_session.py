@@ -195,34 +195,6 @@ async def test_a_full_context_is_said_as_clients_know_it_and_is_no_turn() -> Non
     assert client.check() == 1
 
 
-async def test_messages_beyond_any_context_are_refused_without_counting_their_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with Client(Scripted(["hi"]), context_tokens=60) as client:
-        longest = client.session.chat_format.longest_token
-        monkeypatch.setattr(client.session, "_prompt", None)  # not even called
-        huge = "x" * (60 * longest + 1)
-        thought = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "reasoning_content": huge}]
-        tool = {"type": "function", "function": {"name": "add", "description": huge}}
-        for path, body in (
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": huge}]}),
-            ("/v1/chat/completions", {"messages": [*thought, {"role": "user", "content": "q"}]}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q"}], "tools": [tool]}),
-            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": huge}]}),
-        ):
-            refused = await client.post(path, {"model": "m", "max_tokens": 5, **body}, status=400)
-            assert "characters, more than that many tokens can hold" in refused["error"]["message"]
-
-
-async def test_the_answers_of_one_request_share_what_is_left() -> None:
-    async with Client(Scripted(["abcdefgh"] * 4), max_tokens=11) as client:
-        await client.chat([{"role": "user", "content": "hi"}], n=3)
-        refused = await client.chat([{"role": "user", "content": "ho"}], n=3, status=400)
-    assert client.engine.limits == [3, 3, 3]
-    assert "2 are left" not in refused["error"]["message"]
-    assert refused["error"]["code"] == "context_length_exceeded"
-
-
 async def test_a_request_may_ask_for_less_and_the_sample_has_a_budget_for_all_calls() -> None:
     async with Client(Scripted(["abcdefgh", "abcdefgh"]), max_tokens=10) as client:
         messages: list[Any] = [{"role": "user", "content": "hi"}]
@@ -281,18 +253,6 @@ async def test_after_its_sample_a_key_is_worth_nothing() -> None:
         client.server._sessions[client.session.key] = client.session
 
 
-async def test_what_still_samples_when_the_harness_has_ended_is_cancelled() -> None:
-    engine = Scripted(["one", "two"])
-    async with Client(engine) as client:
-        await client.say([{"role": "user", "content": "hi"}])
-        engine.gate.clear()
-        asking = asyncio.create_task(client.chat([{"role": "user", "content": "ho"}]))
-        while len(engine.given) < 2:
-            await asyncio.sleep(0.001)
-    await asyncio.wait((asking,))
-    assert client.check() == 1
-
-
 @pytest.mark.parametrize("error", [EngineError("a request failed"), EngineDied("the engine is gone")])
 async def test_an_engine_that_fails_ends_the_sample_as_it_does_everywhere(error: Exception) -> None:
     async def generate(*arguments: Any, **named: Any) -> Any:
@@ -302,9 +262,3 @@ async def test_an_engine_that_fails_ends_the_sample_as_it_does_everywhere(error:
         async with Client(generate) as client:
             await client.chat([{"role": "user", "content": "hi"}], status=503)
             await asyncio.Event().wait()  # the harness does not notice the failure
-
-
-async def test_an_error_of_the_harness_is_not_hidden_in_a_group() -> None:
-    with pytest.raises(KeyError, match="mine"):
-        async with Client(Scripted([])):
-            raise KeyError("mine")

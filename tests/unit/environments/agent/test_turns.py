@@ -36,12 +36,6 @@ def test_a_branch_begins_with_what_it_shares_as_its_prompt() -> None:
     assert [span.policy_version for span in short.trajectory.version_spans] == [3]
 
 
-def test_an_empty_answer_is_no_sequence() -> None:
-    turns = Turns()
-    turns.add(turn(0, [1], []))
-    assert turns.sequences() == []
-
-
 def test_an_empty_answer_does_not_take_those_that_it_continues_out_of_training() -> None:
     turns = Turns()
     root = turn(0, [1], [2])

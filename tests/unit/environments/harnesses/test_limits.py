@@ -30,18 +30,6 @@ async def test_a_sample_that_takes_too_long_is_cut_or_fails_as_the_run_file_says
         await Limited(never, name="never", limits=fails)(TASK, ENDPOINT)
 
 
-async def test_a_timeout_of_the_harness_itself_is_a_failure_like_any_other() -> None:
-    with pytest.raises(RolloutError, match="harness raises: raised TimeoutError: of its own"):
-        await Limited(raises, name="raises", limits=Limits())(TASK, ENDPOINT)
-
-
-def test_limits_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="timeout_seconds must be > 0"):
-        Limits(timeout_seconds=0)
-    with pytest.raises(ConfigError, match="timeout_reward is for"):
-        Limits(on_timeout="fail", timeout_reward=0.0)
-
-
 def test_a_harness_is_found_by_name_or_address_and_a_mistake_is_told_in_one_line() -> None:
     load_harness("command", {"command": ["python3"]}, limits=Limits())
     load_harness("no_such_package.module:Harness", {"processes": 2}, limits=Limits())  # a child process will import it

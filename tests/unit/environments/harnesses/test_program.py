@@ -39,14 +39,6 @@ async def test_what_left_the_session_of_a_program_ends_with_it(tmp_path: Path) -
     assert program.has_ended
 
 
-async def test_what_a_program_left_behind_ends_when_it_has(tmp_path: Path) -> None:
-    wait = "while not os.path.exists(sys.argv[1]): time.sleep(0.01)"
-    program = await Program.start([*python(FAMILY + wait), str(tmp_path / "pid")], environment=ENVIRONMENT)
-    assert await program.ended() == ""
-    await until_gone(int((tmp_path / "pid").read_text()))
-    await program.end()
-
-
 def test_a_program_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     read, write = os.pipe()
     holder = subprocess.Popen(python("import time; time.sleep(1000)"), pass_fds=(write,))
@@ -78,12 +70,4 @@ async def test_a_program_and_its_children_may_take_so_much_memory_together() -> 
     hog = "import os, time\nos.fork()\nheld = b'x' * (120 * 2**20)\ntime.sleep(1000)"  # two processes of 120 MiB
     program = await Program.start(python(hog), environment=ENVIRONMENT, memory_mib=200)
     assert await program.ended() == "took more than memory_mib = 200 of memory"
-    await program.end()
-
-
-async def test_what_cannot_be_started_says_why() -> None:
-    program = await Program.start(["/nowhere/agent"], environment=ENVIRONMENT, stderr=subprocess.PIPE)
-    assert program.stderr is not None
-    assert b"cannot start /nowhere/agent" in await program.stderr.read()
-    assert await program.ended() == f"ended with exit code {keeper.NOT_STARTED}"
     await program.end()

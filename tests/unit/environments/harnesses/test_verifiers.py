@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config
 from asyncrl.config import tables
-from asyncrl.data.sources import make_source
 from asyncrl.environments.agent.harnesses.protocol import Task
 from asyncrl.environments.agent.harnesses.verifiers import Options, VerifiersHarness
 from asyncrl.errors import ConfigError, RolloutError
@@ -104,8 +102,3 @@ def test_a_venv_without_verifiers_is_refused(tmp_path: Path) -> None:
     for folder, problem in ((tmp_path, "has no verifiers"), (tmp_path / "none", "is not a virtual environment")):
         with pytest.raises(ConfigError, match=problem):
             Options(environment="sums", venv=str(folder))
-
-
-def test_numbers_come_in_turn() -> None:
-    source = make_source(config.DataSection(source="asyncrl.data.numbered:Tasks", options={"count": 3, "first": 5}))
-    assert [source.at(position)["metadata"]["task"] for position in range(4)] == [5, 6, 7, 5]
