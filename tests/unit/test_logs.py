@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import AsyncRLError, exit_code_of
-from asyncrl.logs import REASON, LogFile, Stderr, log_to, logging_to
+from asyncrl.logs import REASON, Stderr, log_to, logging_to
 
 
 def test_of_many_messages_for_one_reason_few_are_shown_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,15 +28,6 @@ def test_of_many_messages_for_one_reason_few_are_shown_and_counted(capsys: pytes
         "away",
         "away",
     ]
-
-
-def test_who_logs_for_the_same_reason_as_another_is_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Stderr()
-    for name in ("w0", "learner"):
-        log = logging.Logger(name)
-        log.addHandler(shown)
-        log.warning("%s: it raised", name, extra={REASON: "it raised"})
-    assert capsys.readouterr().err.splitlines() == ["w0: it raised", "learner: it raised"]
 
 
 @pytest.fixture
@@ -86,53 +75,3 @@ def test_a_process_that_begins_to_log_twice_shows_each_line_once(
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines()
-
-
-def test_lines_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> None:
-    log = logging.Logger("learner")
-    handler = LogFile(tmp_path / "learner.log")
-    log.addHandler(handler)
-    log.info("before")
-    with open("/dev/full", "ab", buffering=0) as full:
-        own, handler.stream = handler.stream, full  # type: ignore[assignment]
-        for number in range(3):
-            log.info("line %d", number)
-        handler.stream = own
-    log.info("behind")
-    log.info("as ever")
-    handler.close()
-    assert (tmp_path / "learner.log").read_text().splitlines() == [
-        "before",
-        "3 lines of this log are lost: the disk took nothing",
-        "behind",
-        "as ever",
-    ]
-
-
-@pytest.mark.parametrize(("is_there", "code"), [(True, 1), (False, 2)], ids=["of a restart", "of a new run"])
-def test_a_log_that_may_not_be_opened_is_waited_for_if_it_was_written_before(
-    ours: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool, code: int
-) -> None:
-    path = tmp_path / "logs" / "learner.log"
-    if is_there:
-        log_to(path)
-        logging.getLogger().handlers[0].close()
-
-    def forbidden(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(LogFile, "_open", forbidden)
-    with pytest.raises(AsyncRLError, match=r"run.directory: cannot write .*learner.log: Permission denied") as raised:
-        log_to(path)
-    assert exit_code_of(raised.value) == code
-
-
-def test_a_log_that_somebody_removed_is_begun_again(tmp_path: Path) -> None:
-    handler = LogFile(tmp_path / "w0.log")
-    log = logging.Logger("w0")
-    log.addHandler(handler)
-    log.warning("one")
-    (tmp_path / "w0.log").unlink()
-    log.warning("two")
-    handler.close()
-    assert (tmp_path / "w0.log").read_text() == "two\n"

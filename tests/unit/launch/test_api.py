@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -45,13 +44,6 @@ def test_import_of_the_package_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "set()"
-
-
-def test_public_names_exist() -> None:
-    for name in asyncrl.__all__:
-        assert getattr(asyncrl, name).__name__ == name
-    with pytest.raises(AttributeError, match="no attribute 'Rnu'"):
-        asyncrl.Rnu  # noqa: B018
 
 
 def test_overrides_are_a_table_or_command_line_text() -> None:
@@ -139,22 +131,6 @@ def test_last_record_of_a_retrained_step_counts(tmp_path: Path) -> None:
         (3, "trained", 2, 1),
         (4, "trained", 2, 1),
     ]
-
-
-@pytest.mark.parametrize(
-    ("bus", "reason"),
-    [
-        ({"kind": "memory"}, 'bus.kind = "memory" keeps the log in the run\'s own process'),
-        ({"store": "memory"}, 'bus.store = "memory": its log was in memory and ended with the run'),
-        ({}, "nothing is left of its log"),
-    ],
-)
-def test_refuses_a_lost_log_by_the_key_that_lost_it(tmp_path: Path, bus: dict[str, str], reason: str) -> None:
-    settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": bus}
-    entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
-    (tmp_path / "history.jsonl").write_bytes(sealed(entry))
-    with pytest.raises(asyncrl.ConfigError, match=re.escape(f"{tmp_path}: {reason}")):
-        list(asyncrl.open_run(tmp_path).trajectories())
 
 
 def test_trimmed_log_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

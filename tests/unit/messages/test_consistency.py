@@ -13,7 +13,6 @@ from asyncrl.messages import (
     Event,
     VersionSpan,
     Wait,
-    WeightVersion,
     replace,
 )
 from tests.unit.messages.test_messages import SPANS, TRAJECTORY
@@ -53,11 +52,3 @@ def test_implausible_seconds_are_refused(seconds: float) -> None:
     ):
         with pytest.raises(MessageError, match="must be seconds"):
             make()
-
-
-def test_newer_weights_compare_greater() -> None:
-    def weights(incarnation: int, policy_version: int) -> WeightVersion:
-        return WeightVersion(incarnation=incarnation, policy_version=policy_version, uri="/w", sha256="ab", num_bytes=1)
-
-    assert weights(1, 3).order > weights(1, 2).order
-    assert weights(2, 0).order > weights(1, 99).order

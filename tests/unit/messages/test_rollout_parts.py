@@ -53,10 +53,6 @@ def test_inconsistent_parts_are_refused(trajectories: tuple[Trajectory, ...], pr
         grouped(*trajectories)
 
 
-def test_unrewarded_parts_make_an_unrewarded_rollout() -> None:
-    assert math.isnan(grouped(part(0, reward=math.nan), part(0, 1, reward=math.nan)).rewards[0])
-
-
 @pytest.mark.parametrize("starts", [(1, 0), (0, 0), (5,)])
 def test_turn_rewards_are_at_sampled_tokens_in_order(starts: tuple[int, ...]) -> None:
     with pytest.raises(MessageError, match="turn_rewards must start at tokens that the policy sampled"):

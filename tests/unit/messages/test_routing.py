@@ -13,7 +13,7 @@ from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.routing import NO_EXPERTS, dtype_for, join
+from asyncrl.messages.routing import NO_EXPERTS, join
 
 NONE = 255
 PROMPT = np.array([9, 8], np.int32)
@@ -36,10 +36,6 @@ def answer(tokens: int, *numbers: int, finish_reason: str = "stop") -> Generatio
 
 def numbers(found: NDArray[Any]) -> list[int]:
     return found[:, 0, 0].tolist()
-
-
-def test_dtype_has_room_for_the_unrouted_number() -> None:
-    assert [dtype_for(count) for count in (8, 255, 256, 384)] == [np.uint8, np.uint8, np.uint16, np.uint16]
 
 
 def test_a_token_keeps_the_experts_with_which_the_next_one_was_sampled() -> None:
@@ -67,13 +63,6 @@ def test_observations_between_turns_are_unrouted() -> None:
     turns.observed([7])
     turns.answered(answer(1, 6, 6, 6, 4, 5, NONE))
     assert numbers(turns.trajectory().experts) == [1, 2, 3, 4, 5, NONE]
-
-
-def test_answer_to_another_context_has_its_own_experts() -> None:
-    turns = TrajectoryBuilder(PROMPT)
-    turns.observed([7])
-    turns.answered(answer(2, 1, 2, NONE))
-    assert numbers(turns.trajectory().experts) == [NONE, NONE, NONE, 2, NONE]
 
 
 def trajectory(found: NDArray[Any]) -> Trajectory:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import MessageError
 from asyncrl.messages import TrajectoryGroup, replace
-from asyncrl.messages.codec import BYTES_A_VALUE, FEW_BYTES, MOST_VALUES, decode, encode, has_more_values
+from asyncrl.messages.codec import BYTES_A_VALUE, MOST_VALUES, decode, encode, has_more_values
 from asyncrl.version import SCHEMA
 from tests.harness.packed import Ext, packb
 from tests.unit.messages.test_messages import SAMPLES
@@ -44,18 +44,6 @@ def test_every_value_counts_once(value: Any) -> None:
     assert has_more_values(data, count(value) - 1)
 
 
-@given(value=st.sampled_from([16, 70_000]))
-def test_values_of_long_lists_and_tables_count(value: int) -> None:
-    for many in ([None] * value, {str(number): None for number in range(value)}):
-        assert not has_more_values(packb(many), count(many))
-        assert has_more_values(packb(many), count(many) - 1)
-
-
-@given(data=st.binary(max_size=200), most=st.integers(0, 200))
-def test_any_bytes_can_be_counted(data: bytes, most: int) -> None:
-    assert has_more_values(data, most) in (True, False)
-
-
 IN_A_PROCESS_OF_ITS_OWN = """
 import json, sys, tracemalloc
 from asyncrl.errors import MessageError
@@ -84,25 +72,6 @@ def refusals(*messages: bytes) -> list[tuple[str, int]]:
     said = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
     assert len(said) == len(messages)
     return said
-
-
-@pytest.mark.slow
-def test_message_with_too_many_values_is_refused_without_creating_them() -> None:
-    """Messages that processes other than the learner send."""
-    num = MOST_VALUES + 4 * FEW_BYTES
-    head = b"\x93" + packb("TrajectoryGroup") + packb(SCHEMA)
-    for refusal, most in refusals(
-        *(
-            data
-            for item in (b"\x90", b"\x80", b"\xc0", b"\xa1x", b"\x91\x90")
-            for data in (
-                head + b"\xdd" + num.to_bytes(4, "big") + item * num,
-                head + (b"\xdd" + (num // 50).to_bytes(4, "big") + item * (num // 50 - 1)) * 50 + b"\xc0",
-            )
-        )
-    ):
-        assert "more values than a message may" in refusal
-        assert most < 2**16
 
 
 def test_malformed_array_head_costs_no_memory() -> None:
@@ -144,14 +113,3 @@ def test_deep_nesting_is_refused_anywhere(place: str, level: bytes, depth: int) 
     with pytest.raises(MessageError) as error:
         decode(data, TrajectoryGroup)
     assert len(str(error.value)) < 1000
-
-
-def test_error_about_a_foreign_message_is_short() -> None:
-    for data in (
-        packb(("A" * 1_000_000, SCHEMA, {})),
-        packb(("TrajectoryGroup", "A" * 1_000_000, {})),
-        packb(("TrajectoryGroup", SCHEMA, {f"x{number}" * 100: 0 for number in range(1000)})),
-    ):
-        with pytest.raises(MessageError) as error:
-            decode(data, TrajectoryGroup)
-        assert len(str(error.value)) < 2000

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from asyncrl.metrics import background
 from asyncrl.metrics.background import MOST_WAITING, BackgroundSink
 from asyncrl.metrics.port import ShowsSamples, TakesAlarms
 
@@ -91,30 +88,6 @@ def test_error_of_a_sink_is_raised_once() -> None:
     assert failing.is_closed
     sink.write(2, {})
     assert failing.steps == []
-
-
-def test_row_is_written_once_the_disk_has_room(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    full = Failing(OSError(errno.ENOSPC, "No space left on device", "events"))
-    tried = threading.Event()
-
-    class Pause(threading.Event):
-        """A pause after which there is room."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            full.error = None
-            tried.set()
-            return False
-
-    sink = BackgroundSink(full, name="full", close_seconds=120)
-    monkeypatch.setattr(sink, "_is_closing", Pause())
-    with caplog.at_level(logging.ERROR, logger=background.log.name):
-        sink.write(1, {})
-        assert tried.wait(120)
-        sink.close()
-    assert full.steps == [1] and full.is_closed
-    assert "full cannot write" in caplog.text
 
 
 def test_samples_and_alarms_reach_sinks_that_take_them() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from asyncrl.errors import ConfigError, HopelessError
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.metrics import tensorboard as tensorboard_sink
 from asyncrl.metrics.port import ShowsSamples, TakesAlarms
-from asyncrl.metrics.samples_text import COLUMNS, EVALUATION_COLUMNS, markdown, rows
+from asyncrl.metrics.samples_text import COLUMNS, EVALUATION_COLUMNS
 from asyncrl.metrics.sinks import OwnSink, check_sinks, open_sinks
 from asyncrl.metrics.wandb import WandB
 from asyncrl.policies.groups.sample import Answer, GroupSample
@@ -75,22 +74,6 @@ def test_tensorboard_hides_steps_that_are_trained_again(tmp_path: Path) -> None:
         sink.close()
     values = [(event.step, round(event.value, 3)) for event in _read(tmp_path).Scalars("reward/mean")]
     assert values == [(1, 0.1), (2, 0.9), (3, 0.9)]
-
-
-def test_evaluation_after_a_resume_hides_no_training_step(tmp_path: Path) -> None:
-    """Version 2's evaluation ends after a resume from step 4; the evaluation of version 6 is of a lost history."""
-    first = tensorboard_sink.TensorBoard(tmp_path)
-    for step in range(1, 7):
-        first.write(step, {"reward/mean": 0.1})
-    first.write(6, {"evaluation/sums/mean@8": 0.6})
-    first.close()
-    second = tensorboard_sink.TensorBoard(tmp_path, purge_step=5)
-    second.write(2, {"evaluation/sums/mean@8": 0.2})
-    second.write(5, {"reward/mean": 0.9})
-    second.close()
-    read = _read(tmp_path)
-    assert [event.step for event in read.Scalars("reward/mean")] == [1, 2, 3, 4, 5]
-    assert [event.step for event in read.Scalars("evaluation/sums/mean@8")] == [2]
 
 
 def _read(directory: Path) -> Any:
@@ -231,16 +214,6 @@ def test_wandb_draws_evaluations_over_their_own_steps_with_a_table_of_answers(
     assert "evaluation/sums/samples" not in second
 
 
-def test_tensorboard_shows_answers_of_an_evaluation_at_the_step_of_its_version(tmp_path: Path) -> None:
-    sink = tensorboard_sink.TensorBoard(tmp_path)
-    sink.write_samples(25, [EVALUATED])
-    sink.close()
-    (event,) = _read(tmp_path).Tensors("evaluation/sums/prompt_3/text_summary")
-    assert event.step == 20
-    text = event.tensor_proto.string_val[0].decode()
-    assert "sums, prompt 3" in text and "the right answer" in text
-
-
 def test_a_variable_that_wandb_does_not_understand_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "of-line")
     with pytest.raises(
@@ -254,23 +227,3 @@ def test_without_wandb_its_sink_is_refused_before_the_run(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb is not installed; pip install"):
         check_sinks(config.only_overrides(["metrics.wandb=true"]))
-
-
-def test_a_row_has_a_value_for_each_column() -> None:
-    first, second = rows(SAMPLE)
-    assert len(first) == len(second) == len(COLUMNS)
-    assert dict(zip(COLUMNS, second, strict=True))["newest_version"] == 6
-    (failed,) = rows(GroupSample(group_id=1, fate="failed", reason="no reward"))
-    assert len(failed) == len(COLUMNS) and failed[3] == "no reward"
-    assert json.dumps(rows(SAMPLE))
-    assert all(line.startswith("    ") for line in markdown(SAMPLE).splitlines() if "12" in line)
-
-
-def test_text_of_a_sample_stays_in_its_code_block() -> None:
-    markup = "a\r# <img>\r\r\n<img>\n<img>"
-    answers = (Answer(reward=0.0, tokens=(1,), turns=(("policy", markup),), finish_reason="stop"),)
-    names = {"worker": "<img>", "reason": f"no answer in {markup}"}
-    text = markdown(GroupSample(group_id=1, fate="failed", prompt=markup, label=markup, answers=answers, **names))
-    lines = [line for line in text.splitlines() if "<img>" in line]
-    assert len(lines) == 3 * 4 + 1  # the worker is on a line of the reason
-    assert all(line.startswith("    ") for line in lines)

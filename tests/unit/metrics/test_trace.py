@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from asyncrl.metrics.trace import from_metrics, trace
@@ -76,25 +75,11 @@ def test_a_clock_that_is_wrong_puts_a_group_where_it_arrived() -> None:
         assert slices(made, "group 1")[1][1:] == (1.0, 1.0)
 
 
-def test_a_wait_that_several_steps_saw_is_one() -> None:
-    waits = [["w0", "prompts", "learner", since] for since in (100.0, 101.5, 110.0)]
-    rows = [row(step, time=104.0 + 3 * step, waits=[wait]) for step, wait in enumerate(waits, 1)]
-    found = slices(trace(rows), "prompts")
-    assert [(since, length) for _, since, length in found] == [(0.0, 6.0), (6.0, 3.0)]  # the trace begins at 104
-
-
 def test_a_load_ends_when_the_worker_says() -> None:
     made = trace([row(1, time=110.0, loads=[["w0", 4, 108.0, 0.5, 0.1]])])
     origin = 107.0
     assert slices(made, "load version 4") == [("engine", round(107.5 - origin, 6), 0.5)]
     assert slices(made, "paused") == [("engine", round(107.9 - origin, 6), 0.1)]
-
-
-def test_a_run_that_recorded_no_timeline_has_its_steps() -> None:
-    metrics = {"step": 3, "time": 50.0, "learner/step_seconds": 2.0, "learner/wait_seconds": None}
-    made = trace([from_metrics(metrics, {"train": "learner/step_seconds", "wait": "learner/wait_seconds"})])
-    assert slices(made, "step 3") == [("steps", 0.0, 2.0)]
-    assert json.dumps(made, allow_nan=False)
 
 
 EVALUATION = {"step": 6, "evaluation/complete": 1.0, "evaluation/seconds": 4.0, "evaluation/lag_steps": 1.0}
@@ -106,17 +91,6 @@ def test_an_evaluation_has_a_lane_from_its_begin_to_its_end() -> None:
     (event,) = [event for event in made["traceEvents"] if event["name"] == "evaluation of version 6"]
     told = {"version": 6, "incarnation": 0, "complete": 1.0, "seconds": 4.0, "lag_steps": 1.0}
     assert event["args"] == told
-
-
-def test_an_incomplete_evaluation_is_called_so() -> None:
-    made = trace([row(7, time=103.0)], [EVALUATION | {"evaluation/time": 102.0, "evaluation/complete": 0.0}])
-    assert slices(made, "evaluation of version 6, incomplete") == [("evaluations", 0.0, 2.0)]  # it began at 98
-
-
-def test_evaluations_of_other_steps_than_those_that_are_shown_are_left_out() -> None:
-    over, later = EVALUATION | {"evaluation/time": 99.0}, EVALUATION | {"step": 8, "evaluation/time": 110.0}
-    made = trace([row(7, time=103.0)], [over, later])
-    assert not [event for event in made["traceEvents"] if event["name"].startswith("evaluation of")]
 
 
 def test_each_rank_of_the_learner_has_a_lane_with_what_it_trained() -> None:

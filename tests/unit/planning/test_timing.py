@@ -57,13 +57,3 @@ def test_readings_of_one_size_give_its_speed() -> None:
 def test_fits_a_learner_that_follows_the_formula_exactly() -> None:
     readings = [TrainReading(tokens=tokens, seconds=0.5 + tokens / 20_000) for tokens in (1000, 4000, 1000, 4000)]
     assert fit_training(readings) == pytest.approx((20_000, 0.5))
-
-
-def test_steps_faster_with_more_tokens_are_fitted_as_proportional() -> None:
-    rate, constant = fit_training([TrainReading(tokens=10, seconds=1.0), TrainReading(tokens=30, seconds=0.6)])
-    assert rate == pytest.approx(25.0) and constant == 0
-
-
-def test_a_learner_that_trained_nothing_has_no_speed() -> None:
-    with pytest.raises(ValueError, match="trained no token"):
-        fit_training([])

@@ -58,17 +58,6 @@ def test_where_both_wait_for_something_else_the_fleet_stays() -> None:
     assert better_size(4, Shares(learner_busy=0.5, engines_busy=0.6)) == 4
 
 
-def test_workers_that_joined_sample_as_well_and_are_not_ours_to_send_away() -> None:
-    change = looks(FleetSizer(least=1, most=8), row(learner=0.5, engines=1.0, workers=4), own=2)
-    assert change is not None and change.workers == 6  # with the two that joined: twice as many
-    assert looks(FleetSizer(least=2, most=8), row(learner=1.0, engines=0.2, workers=8), own=2) is None
-
-
-def test_a_number_that_an_operator_set_outside_stays() -> None:
-    assert looks(FleetSizer(least=2, most=4), row(learner=0.1, engines=1.0, workers=1), own=1) is None
-    assert looks(FleetSizer(least=2, most=4), row(learner=1.0, engines=0.1, workers=9), own=9) is None
-
-
 def test_where_there_was_no_room_for_more_no_more_is_asked_for() -> None:
     sizer = FleetSizer(least=1, most=8)
     assert looks(sizer, row(learner=0.5, engines=1.0, workers=2), own=2) is not None

@@ -58,29 +58,6 @@ async def test_the_share_of_tests_is_a_reward_or_a_metric() -> None:
     assert await values(code(), half) == [0.0]
 
 
-async def test_what_a_program_does_only_as_main_is_left_out_of_calls_and_statements() -> None:
-    guarded = """from __future__ import annotations
-import dataclasses, pickle
-
-@dataclasses.dataclass
-class Pair:
-    a: int
-    b: int
-
-def add(a, b):
-    return sum(dataclasses.astuple(pickle.loads(pickle.dumps(Pair(a, b)))))
-
-if __name__ == "__main__":
-    print(add(int(input()), int(input())))
-"""
-    calls = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
-    tests = "if __name__ == '__main__':\n    assert add(1, 2) == 4"
-    right = [written(guarded, label) for label in (calls, ["assert add(1, 2) == 3"])]
-    assert await values(code(), right[0]) + await values(code(), right[1]) == [1.0, 1.0]
-    assert await values(code(), written(guarded, tests)) == [0.0]
-    assert await values(code(), written(guarded, {"inputs": ["1\n2\n"], "outputs": ["3"]})) == [1.0]
-
-
 async def test_statements_functions_and_methods_are_called() -> None:
     add = "def add(a, b):\n    return a + b"
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"
@@ -117,16 +94,6 @@ async def test_a_call_is_judged_by_what_it_returns_not_by_what_the_program_chang
     assert await values(code(), written(source, call)) == [0.0]
 
 
-async def test_results_of_calls_are_compared_as_json() -> None:
-    source = "print('debugging')\ndef f(a):\n    print(a)\n    return {1: (a, None, 'é')}"
-    call = {
-        "fn_name": "f",
-        "inputs": [[float("inf")], [[1.5]]],
-        "outputs": [{"1": [value, None, "é"]} for value in (float("inf"), [1.5])],
-    }
-    assert await values(code(), written(source, call)) == [1.0]
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -150,11 +117,6 @@ async def test_endless_program_is_wrong_and_others_are_judged() -> None:
         0.0,
         1.0,
     ]  # on a busy machine the right program takes a second
-
-
-async def test_tests_that_no_time_is_left_for_fail() -> None:
-    endless = written("while True: pass", {"inputs": ["1"] * 1000, "outputs": ["1"] * 1000})
-    assert await values(code(score="share", seconds=0.3, total_seconds=0.5), endless) == [0.0]
 
 
 class FakeSandbox:
@@ -239,11 +201,6 @@ async def test_the_program_is_the_last_python_block_whatever_is_shown_after_it(a
     assert await values(code(), *cases) == [1.0, 1.0]
 
 
-async def test_a_block_in_a_list_loses_the_indent_of_its_fence() -> None:
-    text = "1. Add:\n   ```python\n   if True:\n       print(sum(map(int, input().split())), '''\n''')\n   ```\n"
-    assert await values(code(), sample(text, label=SUMS)) == [1.0]
-
-
 @pytest.mark.parametrize(
     ("label", "problem"),
     [
@@ -274,12 +231,6 @@ async def test_programs_run_in_a_sandbox_unless_the_run_file_says_otherwise() ->
     looks = written("import os\nprint(os.getcwd(), os.path.exists('/root'), len(os.environ))", None)
     cases = [sample(RIGHT, label=SUMS), written(looks.completion, SUMS)]
     assert await values(reward, *cases) == [1.0, 0.0]
-
-
-def test_a_sandbox_that_is_not_here_is_refused_by_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match='^reward code: sandbox = "bwrap": there is no bwrap on PATH'):
-        load("code").check_machine()
 
 
 def test_an_interpreter_that_does_not_start_is_refused_by_check(tmp_path: Any) -> None:

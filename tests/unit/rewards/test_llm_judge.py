@@ -82,25 +82,6 @@ async def test_grades_in_a_file_are_those_of_other_workers_and_later_runs_too(se
         await one.close()
 
 
-async def test_failing_grade_file_repeats_questions_but_fails_no_group(
-    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "grades.sqlite"
-    reward = judge(server, cache_file=str(file))
-    reward.check_machine()
-    file.write_text("no database at all, and long enough to be seen as none" * 40)
-    assert await values(reward, sample("a")) == [1.0]
-    assert await values(reward, sample("a"), sample("b")) == [1.0, 1.0]
-    assert len(server.seen) == 2
-    (said,) = [record.getMessage() for record in caplog.records if "cache_file" in record.getMessage()]
-    assert "file is not a database; grades are kept in memory only from here on" in said
-    with pytest.raises(ConfigError, match="^reward llm_judge: cache_file: .*: file is not a database; name a file"):
-        judge(server, cache_file=str(file)).check_machine()
-    with pytest.raises(ConfigError, match="unable to open database file"):
-        judge(server, cache_file=str(tmp_path / "not" / "there")).check_machine()
-    await reward.close()
-
-
 async def test_retries_busy_servers_and_replies_without_a_grade(server: Server) -> None:
     server.says = [503, 429, "I cannot say", "Score: 11", "Score: 5"]
     assert await values(judge(server), sample("a")) == [0.5]

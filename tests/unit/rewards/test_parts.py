@@ -14,7 +14,7 @@ from asyncrl.config.reward import RewardSection
 from asyncrl.config.tables import build
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
-from asyncrl.rewards.load import load_reward, load_rewards, needs_label
+from asyncrl.rewards.load import load_reward, load_rewards
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness.rollouts import sample_of
 
@@ -48,12 +48,6 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts_and_each_is_a_metric() 
     await reward.close()
 
 
-async def test_a_negative_weight_is_a_penalty() -> None:
-    reward = load_reward(section(right=RIGHT, format=FORMAT | {"weight": -0.5}))
-    (made,) = await reward([sample_of("<think>2+5</think>7", label="7")])
-    assert made.value == 0.5
-
-
 async def test_what_a_harness_earned_can_be_one_of_the_parts() -> None:
     """The harness's own metrics keep their names, with this reward as with every other."""
     sample = told(sample_of("<think>2+5</think>7", label="7"), 0.5, turns=3.0)
@@ -62,11 +56,6 @@ async def test_what_a_harness_earned_can_be_one_of_the_parts() -> None:
     assert (made.value, made.parts) == (2.0, {"right": 1.0, "played": 0.5, "turns": 3.0})
     (alone,) = await load_reward(RewardSection(kind="exact", options=RIGHT["options"]))([sample])
     assert (alone.value, alone.parts) == (1.0, {"turns": 3.0})
-
-
-async def test_a_name_that_the_reward_and_the_harness_give_is_the_rewards() -> None:
-    (made,) = await load_reward(RewardSection(kind=f"{HERE}:graded"))([told(sample_of(), math.nan, grade=1.0)])
-    assert made.parts == {"grade": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -96,16 +85,6 @@ async def test_parts_are_the_reward_of_rows_without_one_of_their_own() -> None:
         (made,) = await reward([replace(sample_of("it is 7", label="7"), reward=name)])
         assert made.value == value
     await reward.close()
-
-
-async def test_majority_vote_comes_from_the_first_part_that_votes() -> None:
-    reward = load_reward(section(style={"kind": f"{HERE}:graded"}, right=RIGHT))
-    assert await reward.votes(["it is 7", "7"]) == (["7", "7"], "")
-    assert await load_reward(section(style={"kind": f"{HERE}:graded"})).votes([" a "]) == (["a"], "")
-
-
-def test_rows_need_a_label_where_a_part_compares_with_one() -> None:
-    assert needs_label(section(right=RIGHT, format=FORMAT)) and not needs_label(section(format=FORMAT))
 
 
 @pytest.mark.parametrize(

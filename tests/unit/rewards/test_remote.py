@@ -76,11 +76,6 @@ async def test_remote_gives_up_after_its_retries_and_never_retries_a_refusal(ser
     assert calls == ["busy"] * 3 + ["refuses"]
 
 
-async def test_remote_reports_a_server_that_is_not_there() -> None:
-    with pytest.raises(RewardError, match="127.0.0.1:1/"):
-        await load("remote", url="http://127.0.0.1:1/", retries=0)([sample()])
-
-
 async def test_remote_refuses_an_answer_of_the_wrong_shape(serve: Serve) -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.json_response({"scores": [1.0]})

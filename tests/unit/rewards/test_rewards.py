@@ -96,12 +96,6 @@ async def test_exact_compares_stripped_text() -> None:
     assert await values(load("exact", strip=False), *texts) == [0.0, 0.0, 0.0]
 
 
-async def test_exact_extracts_the_last_match() -> None:
-    reward = load("exact", extract=r"answer: (\d+)")
-    texts = [sample("answer: 3, no, answer: 4 indeed", label=4), sample("4", label=4)]
-    assert await values(reward, *texts) == [1.0, 0.0]
-
-
 async def test_regex_compares_its_group_to_the_label_or_just_matches() -> None:
     texts = [sample("<a>\n7</a>", label="7"), sample("<a>8</a>", label="7"), sample("7", label="7")]
     assert await values(load("regex", pattern="<a>(.*?)</a>"), *texts) == [1.0, 0.0, 0.0]
@@ -174,14 +168,6 @@ async def test_the_signature_decides_between_sample_and_group(name: str, expecte
 async def test_sums_and_keeps_a_dict_of_parts() -> None:
     (reward,) = await load(f"{HERE}:async_list")([sample()])
     assert reward == Reward(value=0.75, parts={"a": 0.5, "b": 0.25})
-
-
-async def test_the_demo_rewards_counting_on() -> None:
-    reward = load("asyncrl.data.demo_task:reward")
-    # 0124: three of four count on. 012: three, one is missing. 01234: five of five. 3456: all but the first.
-    texts = ["0123", "0124", "012", "01234", "", "3456"]
-    got = await values(reward, *(sample(text, prompt="67", label="0123") for text in texts))
-    assert got == [1.0, 0.75, 0.75, 1.0, 0.0, 0.75]
 
 
 # -- functions that fail -----------------------------------------------------------------------------------------------
@@ -342,14 +328,6 @@ def thread_name(sample: Sample) -> dict[str, float]:
     return {"is_reward_thread": float(threading.current_thread().name == "reward")}
 
 
-async def test_cancelling_a_reward_is_no_reward_error() -> None:
-    task = asyncio.ensure_future(load(f"{HERE}:waits")([sample()]))
-    await asyncio.wait([task], timeout=0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
 # -- invalid run files -------------------------------------------------------------------------------------------------
 
 
@@ -390,10 +368,3 @@ def test_a_reward_that_cannot_be_is_refused_before_the_run(kind: str, options: d
     with pytest.raises(ConfigError, match=message) as caught:
         load(kind, **options)
     assert "\n" not in str(caught.value)
-
-
-def test_loading_starts_nothing() -> None:
-    before = set(threading.enumerate())  # a thread of an earlier test may end in between
-    reward = load("math")
-    assert set(threading.enumerate()) <= before
-    assert not reward._function._judges.idle  # type: ignore[attr-defined]

@@ -63,8 +63,3 @@ async def test_hanging_vote_times_out_with_the_reward(
     assert await rewards.votes("set", ["a", "b"]) == ["", ""]
     gate.set()
     assert "set: its answers have no vote: vote() took longer than reward.timeout_seconds = 0.01" in caplog.text
-
-
-async def test_answer_without_a_vote_does_not_affect_others() -> None:
-    votes = {"a": "1", "b": "2"}
-    assert await with_vote(votes.__getitem__).votes("set", ["a", "?", "b"]) == ["1", "", "2"]

@@ -33,11 +33,3 @@ def test_second_offload_keeps_the_newest_values() -> None:
         memory.come_back()
         assert weight.tolist() == [step - 1] * 4
         weight.fill_(step)
-
-
-def test_memory_of_files_and_numpy_is_not_moved() -> None:
-    borrowed = torch.from_numpy(torch.ones(4).numpy())
-    memory = HostMemory(lambda: [borrowed])
-    memory.leave()
-    assert borrowed.tolist() == [1.0] * 4
-    memory.come_back()

@@ -52,29 +52,3 @@ def test_another_model_has_another_folder_and_what_a_killed_process_left_is_remo
         assert fp8.dequantize(made[matrix], made[f"{matrix}_scale_inv"])[0, 0].item() == pytest.approx(value, rel=0.1)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert len(list(tmp_path.glob("made-*"))) == 2
-
-
-def test_a_weight_in_fp8_takes_8_bits_and_its_share_of_a_scale() -> None:
-    """8 + 32 / 16384."""
-    matrices = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(128, 128) for number in range(3)}
-    made = dict(quantized_model.quantize_tensors(matrices.items(), "fp8"))
-    assert 8 * sum(one.nbytes for one in made.values()) / (3 * 128 * 128) == pytest.approx(8.002, abs=5e-4)
-
-
-def test_weights_that_the_index_does_not_name_are_not_quantized(tmp_path: Path) -> None:
-    """Mistral's folders hold the weights a second time, by other names; engines would wait for those tensors."""
-    model = make_tiny_model(tmp_path / "model", architecture="mistral")
-    tensors = load_file(model / "model.safetensors")
-    (model / "model.safetensors").unlink()
-    parts: dict[str, dict[str, torch.Tensor]]
-    parts = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        list(parts.values())[number % 2][name] = tensor
-    for file, part in parts.items():
-        save_file(part, model / file)
-    files = {name: file for file, part in parts.items() for name in part}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, model / "consolidated.safetensors")
-    made = quantized_model.model_folder(model, tmp_path / "made", "fp8")
-    assert {path.name for path in made.glob("*.safetensors")} == set(parts)
-    assert read_shapes(made).keys() == {name for name, _ in quantized_model.quantize_tensors(tensors.items(), "fp8")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 
-import pytest
 import torch
 
 from asyncrl.tensors.snapshot import Snapshot
@@ -38,13 +37,6 @@ def test_buckets_are_ordered_by_width_then_arrival() -> None:
     snapshot = Snapshot.from_tensors(given)
     assert [name for name, _ in snapshot.tensors()] == ["d", "c", "b", "a"]
     assert [entry.name for entry in snapshot.entries] == ["d", "c", "b", "a"]
-
-
-def test_buckets_laid_end_to_end_are_the_tensors_without_gaps() -> None:
-    snapshot = Snapshot.from_tensors(tensors("a", "b", "c"), bucket_bytes=130)
-    body = b"".join(bytes(bucket.data.tolist()) for bucket in snapshot.buckets)
-    assert body == b"".join(bytes(t.reshape(-1).view(torch.uint8).tolist()) for _, t in snapshot.tensors())
-    assert snapshot.num_bytes == len(body) == 3 * 60
 
 
 def test_a_bucket_holds_no_more_than_its_bound_unless_one_tensor_is_larger() -> None:
@@ -85,14 +77,6 @@ def test_a_snapshot_cut_into_smaller_buckets_has_the_same_bytes_and_copies_none(
     assert cut.buckets[0].data.data_ptr() == whole.data.data_ptr()
 
 
-def test_a_bucket_has_one_type() -> None:
-    snapshot = Snapshot.from_tensors([*tensors("a"), *tensors("b", dtype=torch.bfloat16)])
-    assert [{entry.dtype for entry in bucket.entries} for bucket in snapshot.buckets] == [
-        {torch.float32},
-        {torch.bfloat16},
-    ]
-
-
 def test_floating_tensors_take_the_wanted_type_and_others_keep_theirs() -> None:
     snapshot = Snapshot.from_tensors([*tensors("a"), ("count", torch.tensor([1, 2]))], dtype=torch.bfloat16)
     assert {name: tensor.dtype for name, tensor in snapshot.tensors()} == {"a": torch.bfloat16, "count": torch.int64}
@@ -104,8 +88,3 @@ def test_snapshot_does_not_change_with_the_weights() -> None:
     before = weight.clone()
     weight.add_(1.0)
     assert torch.equal(dict(snapshot.tensors())[name], before)
-
-
-def test_two_tensors_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="'a'"):
-        Snapshot.from_tensors(tensors("a", "b", "a"))

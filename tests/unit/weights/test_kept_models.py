@@ -40,11 +40,6 @@ def test_every_so_many_th_version_stays_as_a_model(tmp_path: Path, model: Model)
     check_model(tmp_path / "models" / "0-3")
 
 
-def test_of_versions_that_are_passed_over_the_next_one_stays(tmp_path: Path, model: Model) -> None:
-    publish(made(tmp_path, model), model, 0, 2, 5, 8, 10)
-    assert names(tmp_path / "models") == {"0-5", "0-8", "0-10"}
-
-
 @pytest.mark.parametrize(("first", "stays"), [(3, {"0-3"}), (4, {"0-3"}), (6, {"0-3", "1-6"})])
 def test_a_learner_that_is_resumed_keeps_what_was_kept(
     tmp_path: Path, model: Model, first: int, stays: set[str]
@@ -52,18 +47,6 @@ def test_a_learner_that_is_resumed_keeps_what_was_kept(
     publish(made(tmp_path, model), model, 0, 1, 2, 3, 4)
     publish(made(tmp_path, model), model, first, incarnation=1)
     assert names(tmp_path / "models") == stays
-
-
-def test_what_somebody_writes_into_a_model_stays_in_it(tmp_path: Path, model: Model) -> None:
-    channel = made(tmp_path, model)
-    publish(channel, model, 0, 3)
-    (tmp_path / "models" / "0-3" / "evaluation").mkdir()
-    (tmp_path / "models" / "0-3" / "results.json").write_text("{}")
-    (tmp_path / "models" / "0-3" / "config.json").write_text("changed")
-    publish(channel, model, 6)
-    names_of_model = names(tmp_path / "models" / "0-6")
-    assert not {"evaluation", "results.json"} & names_of_model
-    check_model(tmp_path / "models" / "0-6")
 
 
 def test_a_model_that_found_no_room_is_written_later_and_the_version_published_once(

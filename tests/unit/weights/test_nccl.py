@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +206,6 @@ def test_given_up_engine_gets_an_error(peers: Any) -> None:
             late.take(layout).result(PATIENCE)
 
 
-def test_engine_gets_an_error_when_learner_is_gone(peers: Any) -> None:
-    sender, peer = holding(weights(0)), peers()
-    peer.meet(sender)
-    layout = buckets_of(sender.begin(peer.joined))[0]
-    waiting = peer.take(layout)
-    del sender
-    gc.collect()
-    with pytest.raises(RuntimeError):
-        waiting.result(PATIENCE)
-
-
 def test_restarted_engine_gets_a_new_group(peers: Any) -> None:
     """Even while the learner is still busy with the previous one."""
     sender, first = holding(weights(0), patience_seconds=2.0), peers("w0")
@@ -234,29 +221,6 @@ def test_restarted_engine_gets_a_new_group(peers: Any) -> None:
         with pytest.raises(WeightsError):
             sending.result(PATIENCE)
     assert second.receive(sender) == bytes_of(weights(0))
-
-
-def test_gives_up_group_replaced_during_a_transfer() -> None:
-    """Its engine came back under another name while the broadcast to its previous life was running."""
-    sender, old = holding(weights(0)), TransferRequest(engine="w0", group="w0-1", num_ranks=1)
-    sender.begin(old)
-
-    class Collective:
-        def broadcast(self, *_: Any) -> Any:
-            sender.begin(replace(old, group="w0-2"))
-            return self
-
-        def is_completed(self) -> bool:
-            return True
-
-        def wait(self) -> None:
-            pass
-
-    group = sender._own._groups["w0"]
-    group._collective = Collective()
-    group.is_free.release()
-    with pytest.raises(WeightsError, match="w0-1: it was given up"):
-        sender.begin(replace(old, has_joined=True)).send()
 
 
 def test_concurrent_joins_restore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,11 +251,6 @@ def test_concurrent_joins_restore_the_environment(monkeypatch: pytest.MonkeyPatc
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_sent_before_the_first_weights() -> None:
-    with pytest.raises(WeightsError, match="no weights to send yet"):
-        Sender("127.0.0.1").begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
-
-
 def test_restarted_learner_asks_engine_to_join_again(peers: Any) -> None:
     peer = peers()
     peer.meet(holding(weights(0)))
@@ -301,70 +260,6 @@ def test_restarted_learner_asks_engine_to_join_again(peers: Any) -> None:
     again = peers(group="w0-again")
     again.meet(restarted)
     assert again.receive(restarted) == bytes_of(weights(0))
-
-
-def test_refuses_busy_group() -> None:
-    sender = holding(weights(0))
-    request = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
-    sender.begin(request)
-    with pytest.raises(WeightsError, match="busy"):
-        sender.begin(request)
-
-
-def test_newer_group_of_an_engine_supersedes_older_request() -> None:
-    """An engine that restarts asks twice; an error of another kind would end the learner."""
-    sender = Sender("127.0.0.1", patience_seconds=PATIENCE)
-    sender.hold(in_parts(weights(0).tensors(), 2), incarnation=0, policy_version=1)
-    first = sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
-    sender.begin(TransferRequest(engine="w0", group="w0-2", num_ranks=1))
-    for _ in range(2):
-        with pytest.raises(WeightsError, match="w0 asked again, in another group than w0-1"):
-            first.send()
-
-
-def test_next_request_may_come_before_transfer_ends(peers: Any) -> None:
-    """The engine's collective ends before ours, so its next request arrives while our thread is still finishing."""
-    sender, peer = holding(weights(0)), peers()
-    peer.meet(sender)
-    transfer = sender.begin(peer.joined)
-    with ThreadPoolExecutor(2) as threads:
-        asking = threads.submit(sender.begin, peer.joined)
-        sending = threads.submit(transfer.send)
-        for layout in buckets_of(transfer):
-            peer.take(layout).result(PATIENCE)
-        sending.result(PATIENCE)
-        assert asking.result(PATIENCE).offer == transfer.offer
-
-
-def test_forgets_engines_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = Sender("127.0.0.1")
-    sender.hold(weights(0), incarnation=0, policy_version=1)
-    for name in ("gone", "here", "new"):
-        sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
-    sender.forget(engines={"here"})
-    assert set(sender._own._groups) == {"gone", "here", "new"}  # an engine that just joined has no heartbeat yet
-    monkeypatch.setattr(nccl, "_OLD_SECONDS", -1.0)
-    sender.forget(engines={"here", "new"})
-    assert set(sender._own._groups) == {"here", "new"}
-
-
-def test_refuses_engine_with_too_many_ranks() -> None:
-    with pytest.raises(WeightsError, match="engine w0 says it has 2,000,000,000 ranks, at most 1,024"):
-        holding(weights(0)).begin(TransferRequest(engine="w0", group="w0-1", num_ranks=2 * 10**9))
-
-
-def test_limits_number_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that have met the learner are kept, and may meet it again under another name."""
-    monkeypatch.setattr(nccl, "_MAX_GROUPS", 3)
-    sender = holding(weights(0))
-    for name in ("w0", "w1", "invented"):
-        sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
-    with pytest.raises(WeightsError, match="no room for another: the learner has groups with 3 engines already"):
-        sender.begin(TransferRequest(engine="another", group="another-1", num_ranks=1))
-    sender.begin(TransferRequest(engine="w0", group="w0-2", num_ranks=1))
-    sender._own._groups["invented"].give_up()  # no engine joined
-    sender.begin(TransferRequest(engine="another", group="another-1", num_ranks=1))
-    assert set(sender._own._groups) == {"w0", "w1", "another"}
 
 
 # -- the channel -------------------------------------------------------------------------------------------------------

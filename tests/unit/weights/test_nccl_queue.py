@@ -69,20 +69,6 @@ def test_gives_up_engine_that_takes_nothing() -> None:
     assert queue.is_aborted
 
 
-def test_replaced_group_has_not_received_queued_buckets() -> None:
-    """Aborted broadcasts look completed."""
-    sender = holding(weights(0))
-
-    class Replaced(Queue):
-        def broadcast(self, *arguments: Any) -> Work:
-            if len(self.queued) == 3:
-                sender.begin(TransferRequest(engine="w0", group="w0-2", num_ranks=1))
-            return super().broadcast(*arguments)
-
-    with pytest.raises(WeightsError, match="w0-1: it was given up"):
-        over_nccl(sender, Replaced(looks=1)).send()
-
-
 @pytest.mark.parametrize(("at_once", "buckets"), [(None, [2, 1, 1, 1]), (1, [2, 1, 1, 1]), (2, [1, 1, 1, 1, 1])])
 def test_cuts_buckets_for_engines_that_hold_several(
     monkeypatch: pytest.MonkeyPatch, at_once: int | None, buckets: list[int]
@@ -101,9 +87,3 @@ def test_keeps_buckets_over_gloo() -> None:
         engine="w0", group="w0-1", num_ranks=1, payload=encode(CollectiveRequest(buckets_at_once=2))
     )
     assert [len(layout.names) for layout in buckets_of(holding(weights(0)).begin(request))] == [2, 1, 1, 1]
-
-
-def test_refuses_request_of_another_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_kind_of", lambda snapshot: "nccl")
-    with pytest.raises(WeightsError, match="the request of engine w0 is none of this channel"):
-        holding(weights(0)).begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1, payload=b"another's"))

@@ -11,11 +11,9 @@ import torch
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams
-from asyncrl.messages.weight_transfer import TransferOffer
 from asyncrl.weights.adapter import PullReceiver
-from asyncrl.weights.kept_models import WithModels
 from tests.harness.engines import PROMPT, Check, Model
-from tests.harness.transfers import offering, receive, snapshot
+from tests.harness.transfers import receive, snapshot
 from tests.integration.extending import toy_sockets
 from tests.integration.extending.toy_sockets import SocketChannel
 
@@ -81,19 +79,3 @@ async def test_a_fetch_that_fails_leaves_the_old_weights(
     assert raised.group_contains(WeightsError, match="is missing")
     assert engine.version == (0, 1)
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-
-
-async def test_an_offer_of_another_channel_is_refused(
-    engine: inprocess.InProcessEngine, channel: SocketChannel
-) -> None:
-    receiver = channel.receiver(engine.intake, engine="w0")
-    offer = TransferOffer(incarnation=0, policy_version=2, payload=b"of another one")
-    with pytest.raises(WeightsError, match="not a Address"):
-        await receiver.receive(offering(offer))
-
-
-def test_a_channel_whose_models_are_kept_is_received_from_as_ever(
-    channel: SocketChannel, engine: inprocess.InProcessEngine, tmp_path: Path, new: Model
-) -> None:
-    kept = WithModels(channel, tmp_path / "models", every=2, model_path=new.folder)
-    assert isinstance(kept.receiver(engine, engine="w0"), PullReceiver)

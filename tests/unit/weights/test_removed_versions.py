@@ -49,23 +49,5 @@ def test_version_is_whole_when_the_previous_one_is_removed_while_linking(
     assert (tmp_path / "0-1" / "config.json").read_bytes() == before
 
 
-def test_version_removed_by_somebody_else_is_ignored(
-    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel = FilesChannel(tmp_path, keep=1, model_path=model.folder)
-    publish(channel, model, 0)
-    version = files._version
-
-    def found_and_removed(path: Path) -> tuple[int, int] | None:
-        found = version(path)
-        if found == (0, 0):
-            shutil.rmtree(path)
-        return found
-
-    monkeypatch.setattr(files, "_version", found_and_removed)
-    publish(channel, model, 1)
-    assert {path.name for path in tmp_path.iterdir()} == {"0-1"}
-
-
 def publish(channel: FilesChannel, model: Model, version: int) -> str:
     return channel.publish(snapshot(model), incarnation=0, policy_version=version).uri

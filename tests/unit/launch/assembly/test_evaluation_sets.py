@@ -56,11 +56,6 @@ def test_keeps_prompts_in_order_with_labels_and_tags(tmp_path: Path) -> None:
     assert made.sampling.max_new_tokens == 8
 
 
-def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
-    assert [one.prompt for one in opened(tmp_path, limit=2).questions] == ["12", "1234"]
-    assert len(opened(tmp_path, limit=20).questions) == 3
-
-
 def test_puts_the_system_prompt_before_every_prompt(tmp_path: Path) -> None:
     made = opened(tmp_path, context=1000, chat_template=True, system_prompt="0 0")
     for question, row in zip(made.questions, ROWS, strict=True):
@@ -111,27 +106,6 @@ def test_refusal_names_the_data_set(keys: dict[str, Any], problem: str, tmp_path
     assert "data.label_key" not in str(error.value), "[data] is another table"
 
 
-def test_rows_of_a_slice_keep_their_tags(tmp_path: Path) -> None:
-    opened(tmp_path)
-    made = opened(tmp_path, path=f"{tmp_path / 'rows.jsonl'}[1:3]", tag_key="topic")
-    assert [(one.prompt, one.tags) for one in made.questions] == [("1234", ("hard",)), ("7", ())]
-
-
-def test_metadata_columns_are_part_of_the_metadata(tmp_path: Path) -> None:
-    made = opened(tmp_path, [{"prompt": "1", "label": "2", "source": "a"}], metadata_columns=("source",))
-    assert [one.metadata for one in made.questions] == [{"source": "a"}]
-
-
-def test_tag_must_be_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a tag or a list of tags, got 3"):
-        opened(tmp_path, [{"prompt": "1", "label": "2", "topic": 3}], tag_key="topic")
-
-
-def test_refuses_a_tag_key_that_no_row_has(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tag_key = 'subject': no prompt has such a tag; the first row has: label"):
-        opened(tmp_path, tag_key="subject")
-
-
 def test_refuses_answers_that_do_not_fit_the_log(tmp_path: Path) -> None:
     sets = [opened(tmp_path, samples=7), opened(tmp_path, samples=1)]
     needed = ANSWER_BYTES * (3 * (7 + 1) + 3 * (1 + 1))
@@ -148,13 +122,3 @@ def test_whole_recorded_answers_must_fit_the_log(tmp_path: Path) -> None:
     require_space([its], log_bytes=counted + whole, num_recorded=2)
     with pytest.raises(ConfigError, match="or lower metrics.samples_per_evaluation"):
         require_space([its], log_bytes=counted + whole - 1, num_recorded=2)
-
-
-def test_answers_of_several_turns_may_fill_the_context(tmp_path: Path) -> None:
-    """Tool results are recorded like samples, and only the model's context limits the two together."""
-    its = opened(tmp_path, samples=1)
-    longest = max(len(one.tokens) for one in its.questions)
-    needed = ANSWER_BYTES * 3 * 2 + TOKEN_BYTES * 64 + PROMPT_TOKEN_BYTES * longest
-    require_space([its], log_bytes=needed, num_recorded=1, turn_tokens=64)
-    with pytest.raises(ConfigError, match="or lower metrics.samples_per_evaluation"):
-        require_space([its], log_bytes=needed - 1, num_recorded=1, turn_tokens=64)

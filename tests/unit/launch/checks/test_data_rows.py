@@ -52,16 +52,3 @@ def test_refuses_data_that_ends_before_one_batch(run_file: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"data.epochs: 3 rows x 1 are no batch of learner.groups_per_batch = 4"):
         summary_of(run_file, *few, "data.epochs=1")
     assert summary_of(run_file, *few, "data.epochs=3").num_trained_prompts == 8  # of 9 prompts
-
-
-def test_too_long_prompts_do_not_count_as_trained(run_file: Path, tmp_path: Path) -> None:
-    data = tmp_path / "long.jsonl"
-    data.write_text("".join(json.dumps({"prompt": "1" * length}) + "\n" for length in [4] * 5 + [8] * 8))
-    settings = [f"data.path={data}", "data.max_prompt_tokens=4", "run.steps=100"]
-    summary = summary_of(run_file, *settings, "data.epochs=1")
-    assert summary.num_trained_prompts == 4
-    assert "13 prompts, 4 trained" in str(summary)
-    filtered = summary_of(run_file, *settings, "data.epochs=1", 'algorithm.filters=["dynamic_sampling"]')
-    assert "13 prompts, at most 4 trained" in str(filtered)
-    with pytest.raises(ConfigError, match=r"data.epochs: 5 rows \(of 13, without those .* too long\) x 1 are no batch"):
-        summary_of(run_file, *settings, "data.epochs=1", "learner.groups_per_batch=6")

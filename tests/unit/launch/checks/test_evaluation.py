@@ -12,7 +12,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.data import open_evaluation_sets
 from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.summary import summarize
-from tests.harness.command import asyncrl
 
 BEST = 'checkpoint.best="held_out/majority@4"'
 
@@ -53,16 +52,6 @@ def test_warns_of_a_share_of_less_than_one_worker(
 def test_dedicated_engines_have_no_share(run_file: Path, caplog: pytest.LogCaptureFixture, place: str) -> None:
     keys = ("rollout.workers=1", f'evaluation.place="{place}"')
     assert warnings(run_file, *keys, caplog=caplog) == []
-
-
-def test_command_warns_once_and_continues(
-    run_file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = run_file.parent / "prompts.jsonl"
-    keys = [item for key in (evaluated(rows), "rollout.workers=2") for item in ("--set", key)]
-    code, out, _ = asyncrl("check", run_file, *keys, capsys=capsys)
-    assert code == 0 and "evaluation        held_out" in out
-    assert caplog.text.count("evaluation.share: 0.25 of 2 rollout workers") == 1
 
 
 def test_refuses_a_best_model_by_majority_without_labels(run_file: Path, tmp_path: Path) -> None:

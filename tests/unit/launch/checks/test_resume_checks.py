@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 from pathlib import Path
 
 import pytest
 
 from asyncrl import config
-from asyncrl.actors.learner import checkpoint
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, DiskError
+from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import resume_checks
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from tests import ROOT
@@ -51,12 +49,6 @@ async def test_restarts_a_run_that_was_killed_before_its_first_checkpoint(bus: B
     assert await bus.depth(TRAJECTORIES) == 2
 
 
-async def test_does_not_restart_a_run_with_a_damaged_checkpoint_without_its_log(bus: Bus, run: RunConfig) -> None:
-    damaged_checkpoint(run)
-    with pytest.raises(ConfigError, match=r"has no checkpoint of run 'demo' \(damaged-step-00000005 could not be read"):
-        await resume_checks.find_checkpoint(run, bus=bus)
-
-
 async def test_says_that_it_restarts_because_of_a_damaged_checkpoint(
     bus: Bus, run: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,34 +59,5 @@ async def test_says_that_it_restarts_because_of_a_damaged_checkpoint(
     assert "only damaged-step-00000005 is left; starting at step 0, from the whole log" in caplog.text
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-async def test_leaves_an_unreadable_checkpoint_alone(
-    bus: Bus, run: RunConfig, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(number, "out of reach", "checkpoints/step-00000005/learner.json")
-
-    monkeypatch.setattr(checkpoint, "resume", fail)
-    with pytest.raises(DiskError, match="learner.json: cannot be read: out of reach"):
-        await resume_checks.find_checkpoint(run, bus=bus)
-
-
 def damaged_checkpoint(run: RunConfig) -> None:
     (run.run_directory / "checkpoints" / "step-00000005").mkdir(parents=True)
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "weights"])
-@pytest.mark.parametrize("is_loop", [False, True])
-def test_refuses_a_file_in_place_of_a_folder(run: RunConfig, name: str, is_loop: bool) -> None:
-    """Otherwise the run would end after six restarts, none of which could help."""
-    resume_checks.check_paths(run)  # the run has never begun
-    path = run.run_directory / name
-    path.mkdir(parents=True)
-    resume_checks.check_paths(run)
-    path.rmdir()
-    path.symlink_to(path) if is_loop else path.write_text("")
-    with pytest.raises(ConfigError) as refused:
-        resume_checks.check_paths(run)
-    problem = "is a link to itself" if is_loop else "is not a folder"
-    of = "weights.directory" if name == "weights" else "run.directory"
-    assert str(refused.value) == f"{of}: {path}: {problem}; one of the run belongs there, so move it away"

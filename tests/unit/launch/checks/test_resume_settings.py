@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -71,15 +70,6 @@ def test_refuses_a_critic_if_the_newest_checkpoint_has_none(run: RunConfig) -> N
         resume_checks.check_settings(ppo)
 
 
-def test_resumes_with_the_critic_even_after_a_start_without(run: RunConfig) -> None:
-    ppo = set_to(run, "algorithm.name=ppo")
-    begin(ppo)
-    save_checkpoint(run, incarnation=0)
-    resume_checks.check_settings(run)
-    begin(run, incarnation=1)  # it ended before its first checkpoint
-    resume_checks.check_settings(ppo)
-
-
 def save_checkpoint(run: RunConfig, *, incarnation: int) -> None:
     ledger = {"watermark": 0, "beyond": []}
     state = LearnerState(
@@ -112,22 +102,6 @@ def test_names_every_other_change(run: RunConfig, caplog: pytest.LogCaptureFixtu
     ]
 
 
-@pytest.mark.parametrize(("is_launched", "levels"), [(True, [logging.INFO]), (False, [logging.WARNING])])
-def test_learner_of_asyncrl_run_does_not_warn_again(
-    run: RunConfig,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    is_launched: bool,
-    levels: list[int],
-) -> None:
-    begin(run)
-    monkeypatch.setattr(learner, "check_learner", lambda _: None)
-    monkeypatch.setattr(learner, "in_event_loop", lambda main: main.close() or 0)
-    caplog.set_level(logging.INFO)
-    learner.run_learner(set_to(run, "rollout.group_size=4"), resume=True, token="", is_launched=is_launched)
-    assert [one.levelno for one in caplog.records if "resumed with other settings" in one.message] == levels
-
-
 @pytest.mark.parametrize("change", ["data.path=more.jsonl", "run.seed=7"])
 def test_names_data_in_another_order(run: RunConfig, caplog: pytest.LogCaptureFixture, change: str) -> None:
     begin(run)
@@ -148,16 +122,6 @@ async def test_names_the_data_file_that_changed(tmp_path: Path, caplog: pytest.L
         caplog.clear()
     assert [len(said) for said in warnings] == [0, 0, 1]
     assert warnings[2][0].startswith(f"{prompts} changed since this run was last up: the data may have another order")
-
-
-def test_data_without_a_recorded_digest_is_not_compared(
-    run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "data.jsonl").write_text("{}")
-    run = set_to(run, f"data.path={tmp_path / 'data.jsonl'}")
-    begin(run)
-    assert list(resume_checks.digest_data(run)) == [f"{tmp_path / 'data.jsonl'}"]
-    assert not caplog.messages
 
 
 def test_refuses_a_learner_that_is_started_by_hand(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,9 @@ from asyncrl.backends.megatron.shared_settings import digests, shared_settings
 from asyncrl.data.demo_task import DIGITS
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks.run_file import check, check_worker
+from asyncrl.launch.checks.run_file import check
 
 SERVER = ["engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"]
-SFT = ["algorithm.name=sft", "rollout.group_size=1"]
 
 
 @pytest.mark.parametrize(
@@ -55,10 +54,6 @@ def test_refuses_an_invalid_evaluation(run_file: Path, overrides: list[str], pro
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)
-
-
-def test_joining_worker_may_have_its_own_server(run_file: Path) -> None:
-    check_worker(config.load(run_file, ["rollout.workers=2", *SERVER]))
 
 
 @pytest.mark.parametrize(
@@ -183,17 +178,6 @@ def test_refuses_mistakes_about_the_data(run_file: Path, overrides: list[str], p
     assert "\n" not in str(caught.value)
 
 
-def test_harness_without_a_reward_needs_one_from_the_run(run_file: Path) -> None:
-    options = 'rollout.options={harness="command", harness_options={command=["sh"], reward="grader"}}'
-    grader = ["rollout.function=agent", options]
-    for none, key in (["reward.kind=none"], "kind"), (["reward.kind=parts", "reward.parts.a.kind=none"], "parts"):
-        with pytest.raises(ConfigError, match=rf'^reward\.{key}: "none" takes the harness\'s reward, '):
-            check(config.load(run_file, [*grader, *none]))
-        check(config.load(run_file, [grader[0], options.replace("grader", "stdout"), *none]))
-    check(config.load(run_file, [*grader, "reward.kind=exact"]))
-    check(config.load(run_file, [*grader, "reward.kind=none", "data.reward_key=rm"]))  # rows may name their own
-
-
 def test_trained_parts_can_be_chosen(run_file: Path) -> None:
     for chosen, unknown in (
         (["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"], "learner.freeze=['no_such']"),
@@ -217,15 +201,6 @@ def test_refuses_a_folder_with_tensors_that_the_learner_does_not_export(run_file
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"engines load: .* model.layers.0.self_attn.gate.weight is missing$"):
         check(run)
-
-
-def test_embedding_may_count_as_a_layer_of_its_stage(run_file: Path, tmp_path: Path) -> None:
-    """Three layers on two stages: the embedding and one layer, and two layers."""
-    model = make_tiny_model(tmp_path, characters=DIGITS, num_layers=3)
-    chosen = ["learner.ranks=2", "learner.pipeline_parallel=2", f"model.path={json.dumps(str(model))}"]
-    check(config.load(run_file, [*chosen, "learner.megatron={account_for_embedding_in_pipeline_split=true}"]))
-    with pytest.raises(ConfigError, match="2 does not divide the model's num_hidden_layers, 3"):
-        check(config.load(run_file, chosen))
 
 
 def digested(run_file: Path, overrides: list[str]) -> dict[str, str]:
@@ -259,26 +234,6 @@ def test_refuses_a_loss_that_the_correction_would_scale(run_file: Path, tmp_path
         check(config.load(run_file, [*chosen, "algorithm.aggregation='token_mean'", setting]))
 
 
-def test_names_the_option_in_which_ranks_differ(run_file: Path) -> None:
-    one, other = digested(run_file, []), digested(run_file, ["learner.options={recompute='full'}"])
-    assert [name for name in one if one[name] != other[name]] == ["learner.options.recompute"]
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (
-            "learner.options={timeout_seconds=60, recompute='full'}",
-            "learner.options={recompute='full', timeout_seconds=60.0}",
-        ),
-        ("learner.options={}", "learner.options={recompute='none', timeout_seconds=600}"),
-        ("algorithm.options={clip_low=1, clip_high=2}", "algorithm.options={clip_high=2, clip_low=1}"),
-    ],
-)
-def test_ranks_may_write_the_same_settings_differently(run_file: Path, one: str, other: str) -> None:
-    assert digested(run_file, [one]) == digested(run_file, [other])
-
-
 def test_ranks_must_share_the_code_of_an_own_loss(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,17 +243,6 @@ def test_ranks_must_share_the_code_of_an_own_loss(
         (tmp_path / "loss_of_a_rank.py").write_text(f"# {text}\n")
         found.append(digested(run_file, ["algorithm.loss='loss_of_a_rank:Loss'"]))
     assert [name for name in found[0] if found[0][name] != found[1][name]] == ["the code of algorithm"]
-
-
-def test_fields_of_megatron_must_fit_every_model(run_file: Path, tmp_path: Path) -> None:
-    """The policy has two layers, one for each stage; the reference model has only one layer."""
-    reference = make_tiny_model(tmp_path, characters=DIGITS, num_layers=1)
-    stages = ["learner.ranks=2", "learner.pipeline_parallel=2"]
-    fields = "learner.megatron={num_layers_in_last_pipeline_stage=1}"
-    check(config.load(run_file, [*stages, fields]))
-    others = ["reference.kl_coef=0.1", f"reference.path={json.dumps(str(reference))}"]
-    with pytest.raises(ConfigError, match=r"^learner.megatron: Megatron refuses .* for reference.path: "):
-        check(config.load(run_file, [*stages, fields, *others]))
 
 
 def test_accepts_stop_strings_stop_tokens_and_a_shortest_answer(run_file: Path) -> None:

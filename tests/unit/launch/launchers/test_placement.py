@@ -26,16 +26,8 @@ def test_workers_share_gpus_when_none_is_left() -> None:
     assert placed(4, workers=2, gpus_per_worker=2).workers == ((1, 2), (3, 1))
 
 
-def test_all_share_a_single_gpu() -> None:
-    assert placed(1) == Placement(learner=(0,), workers=((0,), (0,)))
-
-
 def test_workers_that_need_more_gpus_than_are_left_share_with_the_learner() -> None:
     assert placed(2, workers=1, gpus_per_worker=2) == Placement(learner=(0,), workers=((0, 1),))
-
-
-def test_machine_without_gpus_assigns_none() -> None:
-    assert placed(0, ranks=4) == Placement(learner=(), workers=((), ()))
 
 
 def test_processes_on_the_cpu_get_no_gpu() -> None:
@@ -89,11 +81,6 @@ def test_child_gets_its_gpus_by_the_names_of_its_parent() -> None:
     assert visible_devices((2, 3), inherited=None) == "2,3"
     assert visible_devices((0, 2), inherited="4, 5,7") == "4,7"
     assert visible_devices((1,), inherited="GPU-aa,GPU-bb") == "GPU-bb"
-
-
-def test_names_a_shared_gpu_once() -> None:
-    """CUDA treats a list that names a device twice as no list at all. Ranks are dealt over the visible devices."""
-    assert visible_devices((1, 1, 0), inherited=None) == "1,0"
 
 
 def test_evaluation_workers_come_last_or_get_their_own_gpus() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import signal
@@ -58,20 +57,6 @@ async def test_returns_output_and_exit_code(
     lines, code = await everything(made)
     assert (sorted(lines), code) == ([("stderr", "bad"), ("stdout", f"-m asyncrl learner s3 in {tmp_path}")], 7)
     assert await made.news(2) == OutputChunk(lines=(), last=2, code=7)  # fetched lines are gone, the exit code remains
-
-
-async def test_lines_can_be_fetched_again(
-    order: LaunchRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play(tmp_path, monkeypatch, "echo one; echo two")
-    made = ProcessAgent()
-    await made.start(order)
-    while (first := await made.news(0)).last < 2:
-        await asyncio.sleep(0.01)
-    again = await made.news(0)
-    assert again.lines == first.lines == (("stdout", "one"), ("stdout", "two"))
-    assert (await made.news(1)).lines == (("stdout", "two"),)
-    assert (await everything(made))[1] == 0
 
 
 async def test_keeps_a_bounded_number_of_lines_and_says_how_many_are_lost(

@@ -45,17 +45,6 @@ async def test_quarantined_worker_leaves_first(stage: Callable[..., Stage]) -> N
     assert await it.end() == 0
 
 
-async def test_command_waits_for_a_quarantined_worker(
-    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    it = stage(Launcher())
-    await it.until_up("w0", "w1")
-    await it.bus.put(ACTORS, in_quarantine("w0"), key="w0")
-    await it.bus.put(ACTORS, heartbeat("w1"), key="w1")
-    assert await scale._ask(it.bus, "demo", 2, seconds=1.0) == 1
-    assert "still waiting for w0 to be fixed (quarantined; `asyncrl doctor` says why)" in capsys.readouterr().out
-
-
 def in_quarantine(name: str) -> Heartbeat:
     return Heartbeat(actor=name, role=WORKER, phase="quarantined", problem="it lies", host="here", pid=0)
 
@@ -115,20 +104,6 @@ async def test_refuses_workers_if_the_launcher_has_no_room(stage: Callable[..., 
     assert status.problem == ("w4 does not start: 1 GPU asked for, 0 free; the fleet stays at 3 rollout workers")
 
 
-async def test_run_continues_if_a_new_worker_has_a_wrong_configuration(
-    stage: Callable[..., Stage],
-) -> None:
-    it = stage(Launcher())
-    await it.until_up("w0", "w1")
-    await it.ask(3)
-    await it.until_up("w0", "w1", "w2")
-    it.launcher.named("w2").code.set_result(2)
-    while not (status := (await it.bus.states(FLEET_STATUS))[""]).problem:
-        await asyncio.sleep(0.01)
-    assert status.problem == "w2 ended with exit code 2; the fleet stays at 2 rollout workers"
-    assert await it.end() == 0
-
-
 async def test_command_waits_until_workers_sample(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,22 +115,6 @@ async def test_command_waits_until_workers_sample(
         await it.bus.put(ACTORS, heartbeat(name), key=name)
     assert await asked == 0
     assert "run demo: 3 rollout workers after" in capsys.readouterr().out
-
-
-async def test_command_names_what_is_missing_after_its_timeout(
-    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    it = stage(Launcher())
-    await it.until_up("w0", "w1")
-    assert await scale._ask(it.bus, "demo", 2, seconds=1.0) == 1
-    assert "not yet 2 rollout workers after 1 s; still waiting for w0, w1 to start" in capsys.readouterr().out
-
-
-async def test_refusal_is_one_line(stage: Callable[..., Stage]) -> None:
-    it = stage(Launcher(), gpus=3)
-    await it.until_up("w0", "w1")
-    with pytest.raises(NoRoom, match="another worker needs 1 GPU, and of 0, 1, 2 none is free; the fleet stays at 3"):
-        await scale._ask(it.bus, "demo", 4, seconds=60)
 
 
 def test_free_gpus_are_unused_and_allowed_by_the_run_file() -> None:

@@ -12,8 +12,6 @@ import pytest
 from asyncrl.errors import INTERRUPTED, LaunchError, NoRoom
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.launch.processes import child_process, process_manager
-from asyncrl.launch.processes.child_process import ChildProcess
-from asyncrl.messages.roles import LEARNER
 from asyncrl.policies.health import faults
 from asyncrl.policies.health.faults import Finding, Observation
 from tests.harness.fleet import Launcher, Process, Stage
@@ -129,29 +127,6 @@ async def test_failed_start_is_retried(stage: Callable[..., Stage]) -> None:
     assert await it.end() == 0
 
 
-async def test_run_without_enough_gpus_ends_at_once(stage: Callable[..., Stage]) -> None:
-    it = stage(Launcher(room=1))
-    assert (await it.task).exit_code == 2
-
-
-def test_signal_before_the_start_is_delivered_once() -> None:
-    async def main() -> None:
-        launcher = Launcher()
-        child = ChildProcess(
-            spec=ProcessSpec(name=LEARNER, role=LEARNER, arguments=()), restarts=child_process.RestartPolicy(0)
-        )
-        child.signal(15)
-        assert (await child.run_once(launcher)).code == 0
-        again = asyncio.ensure_future(child.run_once(launcher))
-        while len(launcher.started) < 2 or child.process is None:
-            await asyncio.sleep(0)
-        child.signal(9)
-        assert (await again).code == -9
-        assert [one.signals for one in launcher.started] == [[15], [9]]
-
-    asyncio.run(main())
-
-
 async def test_exit_code_2_ends_the_run(stage: Callable[..., Stage]) -> None:
     it = stage(Launcher())
     await it.until_up("w0", "w1")
@@ -194,50 +169,6 @@ async def test_failure_of_a_worker_is_the_exit_code_of_the_run(
     said = capsys.readouterr().err
     assert "w0 ended with exit code 2; ending the run" in said
     assert "from outside" not in said
-
-
-async def test_interrupted_run_says_who_still_drains_and_for_how_long(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(process_manager, "DRAIN_REPORT_SECONDS", 0.02)
-    it = stage(Launcher())
-    await it.until_up("w0", "w1")
-    it.launcher.named("w1").drains = False
-    it.launcher.named("learner").drained_code = INTERRUPTED
-    it.manager.interrupt()
-    said = ""
-    while "still draining: w1; killed in " not in (said := said + capsys.readouterr().err):
-        await asyncio.sleep(0.01)
-    it.manager.interrupt()
-    assert (await it.task).exit_code == INTERRUPTED
-
-
-async def test_run_interrupted_before_its_learner_has_started_is_not_done(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher waits for GPUs, or its machine is busy: nothing was trained, and the exit code shows that."""
-    launcher = Launcher()
-    monkeypatch.setattr(launcher, "start", lambda spec: asyncio.Event().wait())
-    it = stage(launcher)
-    await asyncio.sleep(0)
-    it.manager.interrupt()
-    outcome = await it.task
-    assert (outcome.exit_code, outcome.reason) == (INTERRUPTED, "interrupted")
-
-
-async def test_interrupt_does_not_affect_a_run_that_is_done(
-    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The user reads "done" and presses Ctrl-C while the workers are still ending."""
-    it = stage(Launcher())
-    await it.until_up("w0", "w1")
-    it.launcher.named("w0").drains = it.launcher.named("w1").drains = False
-    it.launcher.named("learner").code.set_result(0)
-    await it.until(lambda: it.manager._over.is_set())
-    it.manager.interrupt()
-    assert "draining" not in capsys.readouterr().err
-    it.manager.interrupt()
-    assert (await it.task).exit_code == 0
 
 
 async def test_ranks_end_and_restart_with_their_learner(

@@ -152,25 +152,6 @@ def test_the_loss_that_is_reported_is_the_one_whose_gradient_is_taken() -> None:
     assert after.metrics(totals)["loss"] == pytest.approx(sum(kept) / 2)
 
 
-def test_after_in_a_mean_of_answers_shares_what_an_answer_counts_among_its_kept_tokens() -> None:
-    parts = {"correction": "icepop", "loss": "reinforce", "denominator": "after", "entropy_coef": 0.1}
-    algorithm = resolve(ALGORITHMS["grpo"], aggregation="seq_mean_token_mean", options=NARROW, **parts)
-    weights = torch.full((4,), 0.25)  # "before": 1 / (2 answers x 2 tokens)
-    got = gradient(algorithm, "logprobs", advantages=torch.ones(4), loss_weights=weights)
-    assert got == pytest.approx([-0.5, 0.0, -0.5 * math.exp(0.1), 0.0])
-    assert gradient(algorithm, "entropy") == pytest.approx([-0.05, 0.0, -0.05, 0.0])
-
-
-def test_equal_infinities_are_a_ratio_of_one_everywhere() -> None:
-    impossible = torch.tensor([-math.inf, -1.0, -math.inf, -1.0])
-    for name in ("grpo", "gspo", "sapo", "rloo"):
-        algorithm = resolve(ALGORITHMS[name], correction="tis_sequence + geo_mask + opsm + veto")
-        totals = algorithm.zero(torch.device("cpu"))
-        objective, sums = algorithm.objective(inputs(logprobs=impossible, behavior_logprobs=impossible))
-        assert objective.isfinite()
-        assert not [key for key, value in algorithm.metrics(totals + sums).items() if math.isnan(value)]
-
-
 @pytest.mark.parametrize(
     ("loss", "options", "expected"),
     [

@@ -13,7 +13,6 @@ from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.returns import GAE
-from asyncrl.policies.advantages.table import ADVANTAGES
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
@@ -130,21 +129,3 @@ def test_a_return_is_carried_over_an_observation_or_ends_there(observations: str
     algorithm = resolve(ALGORITHMS["topr"], options={"gamma": 0.5, "advantage.observations": observations})
     made = advantages(build(algorithm, (answer(1.0, "xoxx"),)))
     assert made.tolist() == [first, 0.5, 1.0]
-
-
-@pytest.mark.parametrize("name", ["reinforce_pp", "gae"])
-def test_whitened_estimates_end_at_an_observation_too(name: str) -> None:
-    inputs = AdvantageInputs(
-        rewards=np.array([1.0]),
-        group=np.zeros(1, np.int64),
-        sequence=np.zeros(3, np.int64),
-        positions=np.array([0, 2, 3]),
-        is_truncated=np.array([False]),
-        values=np.zeros(3),
-        final_values=np.zeros(1),
-    )
-    carried, ended = (
-        ADVANTAGES[name]().with_options({"observations": choice})(inputs) for choice in ("carry", "reset")
-    )
-    assert carried.tolist() == [0, 0, 0]
-    assert ended[0] < 0 < ended[1] == ended[2]

@@ -227,34 +227,9 @@ def test_a_run_whose_bus_is_gone_is_counted_by_the_checkpoint_and_the_record() -
     assert made.max_staleness == 1
 
 
-def test_a_new_bus_is_read_whole_so_that_nothing_on_it_counts_as_read() -> None:
-    """The checkpoint's cursor is at 6. The new log has one record: group 5, generated again."""
-    written = two_steps()
-    bus = BusFacts(prompts=1, queued=(), log=[logged(1, 5)], first=1, last=1)
-    assert counted(account(written.entries, saved=saved(written), bus=bus), "pending", "lost") == (1, 0)
-
-
 def test_before_the_first_checkpoint_everything_is_made_again() -> None:
     made = account([], saved=None, bus=BusFacts(prompts=4, queued={0, 3}, log=[logged(1, 2)], first=1, last=1))
     assert counted(made, "prompts", "published", "pending", "lost", "incarnations") == (4, 1, 4, 0, 0)
-
-
-def test_a_record_that_somebody_else_put_on_the_log_is_no_prompt_of_the_run() -> None:
-    written = two_steps()
-    bus = log_of_six()
-    bus = dataclasses.replace(bus, log=[*bus.log, logged(7, 10**12)], last=7)
-    made = account(written.entries, saved=saved(written), bus=bus)
-    assert counted(made, "prompts", "published", "pending", "foreign", "lost") == (6, 6, 1, 1, 0)
-
-
-def test_a_record_that_was_read_before_its_group_was_published_is_no_group_of_the_run() -> None:
-    """The checkpoint has read record 6 and knows groups 0 to 5, so group 9 was invented and is not lost."""
-    written = two_steps()
-    bus = log_of_six()
-    bus = dataclasses.replace(bus, log=[*bus.log[:-1], logged(6, 9), logged(7, 5)], prompts=20, last=7)
-    seen = dataclasses.replace(saved(written), consumed=Ledger(watermark=7))
-    made = account(written.entries, saved=seen, bus=bus)
-    assert counted(made, "prompts", "published", "foreign", "lost") == (6, 6, 1, 0)
 
 
 def test_only_tokens_that_the_policy_sampled_have_an_age() -> None:

@@ -107,37 +107,6 @@ def test_a_history_that_was_cut_or_is_gone_loses_and_doubles_nothing(seed: int) 
             assert f"the checkpoint of step {run.saved.step} was made with" in made.damage[0]
 
 
-@pytest.mark.parametrize("left", [0, 1, 3])
-@pytest.mark.parametrize("is_filled", [True, False], ids=["filled up", "shorter"])
-def test_what_was_cut_before_a_learner_resumed_is_still_known(left: int, is_filled: bool) -> None:
-    """A resumed learner's first line has the checkpoint's file length, so lost lines show even if none is left."""
-    run = Run(1, lives=1)
-    entries, step = run.entries[:left], run.saved.step
-    position = left * LINE
-    if is_filled:
-        entries.append(damaged(run.entries[left], None))
-        position = run.saved.position
-    more = HistoryEntry(
-        kind=BEGUN, incarnation=1, step=step, position=position, kept=run.saved.position, max_staleness=2
-    )
-    group_id = run.saved.next_group_id
-    trained = HistoryEntry(kind="trained", incarnation=1, step=step + 1, position=position + LINE, groups=(group_id,))
-    run.log.append(Logged(sequence=group_id + 1, group_id=group_id))
-    run.saved = SavedFacts(
-        step=step + 1,
-        position=position + 2 * LINE,
-        groups=Ledger(group_id + 1),
-        consumed=Ledger(group_id + 2),
-        next_group_id=group_id + 1,
-        outstanding=(),
-    )
-    made = run.account([*entries, more, trained], size=position + 2 * LINE)
-    assert no_fault(made)
-    assert made.unrecorded == group_id - len(groups_of(entries))
-    last = max([0, *(entry.step for entry in entries if entry.kind == "trained")])
-    assert len(made.damage) == 1 and made.damage[0].startswith(f"history.jsonl is damaged (steps {last + 1} to {step}")
-
-
 def test_a_group_that_is_lost_is_lost_however_damaged_the_record_is() -> None:
     """Group 4 is not done, not on the bus and not outstanding, so no line of any history could explain it."""
     run = Run(2, lives=1)
@@ -172,32 +141,3 @@ def test_a_damaged_place_is_never_called_clean_though_no_group_is_missing() -> N
     assert (made.unrecorded, made.has_no_fault, made.is_clean) == (0, True, False)
     assert made.damaged_places == len(made.damage) == 1
     assert run.account(run.entries).damaged_places == 0
-
-
-def test_a_history_that_is_gone_is_not_clean_without_a_checkpoint_either() -> None:
-    assert account([], saved=None, bus=None).is_clean
-    made = account([], saved=None, bus=None, is_history_gone=True)
-    assert (made.is_clean, made.damage) == (False, ("history.jsonl is gone",))
-
-
-@pytest.mark.parametrize(
-    ("every", "trained", "due"),
-    [(2, 2, 0), (2, 3, 2), (2, 5, 4), (0, 9, 0), (None, 9, 0), ("2", 9, 0)],
-    ids=["it dies before the first is written", "one", "two", "none asked for", "unknown", "damaged"],
-)
-def test_checkpoints_that_are_all_gone_are_missed(every: object, trained: int, due: int) -> None:
-    entries = [
-        HistoryEntry(kind=BEGUN, incarnation=0, step=0, position=0, settings={"checkpoint": {"every_steps": every}})
-    ]
-    entries += [
-        HistoryEntry(kind="trained", incarnation=0, step=step, position=LINE * step, groups=(step - 1,))
-        for step in range(1, trained + 1)
-    ]
-    made = account(entries, saved=None, bus=None)
-    said = f"there is no checkpoint that can be read, and one was due at step {due}"
-    assert (made.is_clean, made.damage) == (not due, (said,) if due else ())
-    resumed = HistoryEntry(
-        kind=BEGUN, incarnation=1, step=trained, position=LINE * trained + 1, kept=LINE * trained + 1
-    )
-    more = HistoryEntry(kind="trained", incarnation=1, step=trained + 1, position=resumed.position + 1, groups=(99,))
-    assert not account([*entries, resumed, more], saved=None, bus=None).is_clean  # resumed from a checkpoint

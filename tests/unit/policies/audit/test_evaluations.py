@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
 from asyncrl.messages import VersionSpan, WeightVersion
-from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
+from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
 from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations
 from asyncrl.policies.evaluation.verdict import MOST_REFUSED
 from tests.harness.evaluation import sums
@@ -96,8 +96,3 @@ def test_what_is_not_reported_is_not_compared(rows: dict[tuple[int, int], dict[s
     made = account(rows, [answers(0, 1.0, 0.0)])
     assert made.problems == ()
     assert made.incomplete == len(rows)
-
-
-def test_no_group_of_an_evaluation_is_among_those_of_training() -> None:
-    made = account_of_evaluations({}, training_groups=[0, 1, FIRST_GROUP_ID + 3])
-    assert made.problems == (f"group {FIRST_GROUP_ID + 3} of an evaluation is on the trajectory log",)

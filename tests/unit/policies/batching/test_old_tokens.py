@@ -138,20 +138,6 @@ def test_a_sequence_s_ratio_is_that_of_its_trained_tokens_given_what_is_before_t
     torch.testing.assert_close(losses[0], losses[1])
 
 
-def test_no_token_behind_one_that_is_left_out_counts_as_fresh() -> None:
-    """Keys and values in the engine's cache came from older weights."""
-    ((micro,),) = pack_for_ranks(build(group(sampled_by(3, 9, 9), sampled_by(9))).documents, ranks=1, max_tokens=100)
-    assert micro.is_fresh.tolist() == [False] * 5 + [True] * 3
-
-
-def test_a_truncated_answer_that_is_masked_trains_none_of_its_young_tokens_either() -> None:
-    cut = dataclasses.replace(LATE.trajectories[0], finish_reason="length")
-    algorithm = dataclasses.replace(GRPO, masks_truncated=True)
-    made = build(group(cut, LATE.trajectories[1]), algorithm=algorithm)
-    assert [behind_prompt(document) for document in made.documents] == [[], [0, 1]]
-    assert (made.old_tokens, made.num_tokens, made.max_staleness) == (2, 2, BOUND)
-
-
 def test_each_part_of_a_rollout_loses_its_own_old_tokens() -> None:
     first, second = sampled_by(3, 8, reward=1.0, rollout=0, part=0), sampled_by(9, reward=1.0, rollout=0, part=1)
     other = sampled_by(9, 9, rollout=1, part=0)

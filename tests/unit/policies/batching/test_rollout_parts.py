@@ -21,7 +21,6 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching import batch
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.filters import dynamic_sampling
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
 from tests.harness.groups import span, trajectory
 
@@ -123,12 +122,6 @@ def test_rollouts_of_one_part_are_what_answers_were(rewards: list[float], name: 
     np.testing.assert_array_equal(OF_ROLLOUTS[name](inputs), OF_ROLLOUTS[name](numbered))
 
 
-def test_a_mean_over_sequences_is_one_over_rollouts() -> None:
-    """Two rollouts, one of 2 + 4 tokens and one of 3: each counts 1/2, however many parts it has."""
-    made = built(group_of([(1.0, [2, 4]), (0.0, [3])]), aggregation=AGGREGATIONS["seq_mean_token_mean"]())
-    assert [float(d.loss_weights.sum()) for d in made.documents] == pytest.approx([1 / 6, 1 / 3, 1 / 2])
-
-
 def test_a_part_follows_its_own_prompt() -> None:
     made = group_of([(1.0, [2, 2]), (0.0, [2])])
     first, second, third = made.trajectories
@@ -147,22 +140,6 @@ def test_every_part_ends_with_the_reward_and_no_part_looks_into_the_next() -> No
     assert Returns(gamma=0.5)(made).tolist() == expected
     critic = dataclasses.replace(made, values=np.zeros(6), final_values=np.full(3, 9.0))
     assert GAE(gamma=0.5, whitening="none", truncated="bootstrap")(critic).tolist() == expected
-
-
-def test_only_the_last_part_of_a_rollout_is_cut_at_a_limit() -> None:
-    """A critic's value replaces the missing continuation; an earlier part is continued by the next part."""
-    first, second, third = group_of([(1.0, [2, 2]), (0.0, [2])]).trajectories
-    cut = [dataclasses.replace(one, finish_reason="length") for one in (first, second)]
-    made = dataclasses.replace(group_of([(1.0, [2, 2]), (0.0, [2])]), trajectories=(*cut, third))
-    found = built(made, masks_truncated=True)
-    assert found.advantage_inputs.is_truncated is not None
-    assert found.advantage_inputs.is_truncated.tolist() == [False, True, False]
-    assert [bool(d.response_mask.any()) for d in found.documents] == [False, False, True], "the rollout was cut"
-
-
-def test_a_filter_compares_rollouts() -> None:
-    assert not dynamic_sampling(group_of([(1.0, [1, 1, 1])]))
-    assert dynamic_sampling(group_of([(1.0, [1, 1, 1]), (0.0, [1])]))
 
 
 def test_a_turn_s_reward_is_on_its_last_token() -> None:

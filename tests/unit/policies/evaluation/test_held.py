@@ -23,20 +23,6 @@ def test_each_worker_counts_from_when_it_had_the_version_until_the_end() -> None
     assert time.share(num_engines=4, now=110.0) == (8.0 + 5.0) / (4 * 10.0)
 
 
-def test_a_worker_that_began_anew_counts_from_the_first_time() -> None:
-    time = EngineTime(began=100.0)
-    time.heard("w0", held_seconds=3.0, now=105.0)
-    time.heard("w0", held_seconds=0.5, now=109.0)
-    assert time.share(num_engines=1, now=110.0) == 0.8
-
-
-def test_what_was_held_before_the_evaluation_began_does_not_count() -> None:
-    """A learner that resumes an evaluation reads old answers, and a worker may report any number."""
-    time = EngineTime(began=100.0)
-    time.heard("w0", held_seconds=1e300, now=101.0)
-    assert time.share(num_engines=2, now=104.0) == 0.5
-
-
 def test_engines_that_nobody_heard_of_are_no_share_over_one() -> None:
     time = EngineTime(began=0.0)
     for name in ("w0", "w1", "w2"):

@@ -65,15 +65,6 @@ def test_each_tag_has_the_same_numbers() -> None:
     assert found["d[hard]/missing"] == 0.0
 
 
-def test_nothing_answered_gives_no_mean() -> None:
-    assert metrics("d", Measured(num_prompts=5, num_samples=2), [], seed=0) == {"d/prompts": 5.0, "d/missing": 5.0}
-
-
-def test_a_wrong_number_of_answers_is_no_result() -> None:
-    with pytest.raises(ValueError, match="2 answers, not 3"):
-        metrics("d", Measured(num_prompts=1, num_samples=3), [answered([1.0, 0.0])], seed=0)
-
-
 def test_every_name_is_told_beforehand() -> None:
     found = metrics("d", Measured(num_prompts=1, num_samples=3, has_labels=True), [answered([1, 0, 0])], seed=0)
     means = {name for name in found if "@" in name or "^" in name if not name.endswith(("/low", "/high"))}
@@ -87,16 +78,3 @@ def test_the_interval_is_that_of_every_resample() -> None:
     low, high = interval(values, seed=3, resamples=20_000)
     assert low[0] == pytest.approx(np.quantile(means, 0.025), abs=0.07)
     assert high[0] == pytest.approx(np.quantile(means, 0.975), abs=0.07)
-
-
-def test_the_seed_decides_the_interval() -> None:
-    values = np.random.default_rng(0).random((50, 2))
-    first, again, other = (interval(values, seed=seed) for seed in (1, 1, 2))
-    assert np.array_equal(first, again)
-    assert not np.array_equal(first, other)
-    assert (first[0] < values.mean(axis=0)).all() and (values.mean(axis=0) < first[1]).all()
-
-
-def test_what_never_varies_has_an_interval_of_one_point() -> None:
-    low, high = interval(np.full((7, 1), 0.5), seed=0)
-    assert low[0] == pytest.approx(0.5) and high[0] == pytest.approx(0.5)

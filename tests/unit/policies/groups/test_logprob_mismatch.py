@@ -78,10 +78,6 @@ def test_no_worker_is_quarantined_for_a_policy_that_moves_fast() -> None:
     assert guilty_of([off(0.0, age=0), off(2.7, age=1)], ["a", "a"]) == []
 
 
-def test_a_worker_alone_with_old_answers_is_not_judged() -> None:
-    assert guilty_of([off(3.0, age=2)], ["w"]) == []
-
-
 def test_a_worker_without_fresh_answers_is_compared_with_the_others() -> None:
     assert guilty_of([off(0.1, age=2), off(3.0, age=2), off(0.2, age=3)], ["a", "bad", "c"]) == ["bad"]
     assert guilty_of([off(0.2, age=2), off(3.0, age=3)], ["a", "bad"]) == ["bad"]
@@ -97,24 +93,6 @@ def test_who_was_off_when_fresh_is_quarantined_when_its_next_answers_are_old() -
     rescoring = LogprobMismatch(bound=0.5, every=10)
     assert looked(rescoring, [off(3.0, age=0)], ["w"], step=0, trainer=-1.0) == []
     assert looked(rescoring, [off(3.0, age=2)], ["w"], step=1, trainer=-1.0) == ["w"]
-
-
-def test_the_next_worker_of_a_name_is_no_suspect() -> None:
-    rescoring = LogprobMismatch(bound=0.5, every=1)
-    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=0, trainer=-1.0) == []
-    rescoring.forget("w")
-    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=1, trainer=-1.0) == []
-
-
-def test_a_trainer_that_says_nan_agrees_with_nobody() -> None:
-    rescoring = LogprobMismatch(bound=0.5, every=1)
-    for step in (0, 1):
-        guilty = looked(rescoring, [document()], ["w"], step=step, trainer=float("nan"))
-    assert guilty == ["w"]
-
-
-def test_an_answer_without_sampled_tokens_says_nothing() -> None:
-    assert LogprobMismatch(bound=0.5, every=1).choose([document(tokens=0)], ["w"], step=0) == []
 
 
 def test_what_routing_replay_is_good_for_is_the_mismatch_with_and_without_it() -> None:

@@ -9,9 +9,7 @@ import math
 import numpy as np
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
-from asyncrl.messages.rollout import failed_group
-from asyncrl.policies.groups import sample as sample_module
-from asyncrl.policies.groups.sample import Answer, GroupSample, decoded, picked, reason_of, sample_of
+from asyncrl.policies.groups.sample import GroupSample, decoded, picked, sample_of
 
 SPANS = (
     VersionSpan(start=0, incarnation=0, policy_version=3),
@@ -64,21 +62,6 @@ def test_what_a_step_left_out_as_too_old_is_counted_and_has_no_part_in_the_other
     assert GroupSample.from_json(json.loads(json.dumps(sample.as_json()))) == sample
 
 
-def test_one_advantage_is_a_number_and_different_ones_are_a_list() -> None:
-    same = np.array([2, 2, 0, 2], np.float32)
-    other = np.array([1, 2, 0, 3], np.float32)
-    (answer,) = sample_of(group(), advantages=[same]).answers
-    assert (answer.advantage, answer.advantages) == (2.0, ())
-    (answer,) = sample_of(group(), advantages=[other]).answers
-    assert (answer.advantage, answer.advantages) == (2.0, (1.0, 2.0, 0.0, 3.0))
-
-
-def test_what_is_no_number_is_left_out() -> None:
-    (answer,) = sample_of(group(reward=math.nan)).answers
-    assert answer.reward is None
-    assert answer.parts == {"right": 1.0}
-
-
 def test_json_gives_it_back_also_with_fields_of_another_version() -> None:
     import json
 
@@ -87,17 +70,6 @@ def test_json_gives_it_back_also_with_fields_of_another_version() -> None:
     assert GroupSample.from_json(table) == sample
     assert GroupSample.from_json(table | {"mood": "new"}) == sample
     assert GroupSample.from_json({"group_id": 3}) == GroupSample(group_id=3)
-
-
-def test_a_failed_group_says_why() -> None:
-    sample = sample_of(failed_group(9, worker="w1", error="the engine is gone"), fate="failed")
-    assert (sample.reason, sample.answers, sample.reward, sample.worst) == ("the engine is gone", (), None, math.inf)
-
-
-def test_reasons_are_those_of_events() -> None:
-    assert reason_of("dropped", {"reason": "stale", "staleness": 6}) == "stale, 6 versions old"
-    assert reason_of("filtered", {"rewards": [1.0], "by": "dynamic_sampling"}) == "by dynamic_sampling"
-    assert reason_of("failed", {"error": "no reward"}) == "no reward"
 
 
 def test_the_same_groups_of_a_step_are_picked_in_every_run() -> None:
@@ -111,11 +83,6 @@ def test_the_worst_answer_ranks_a_group() -> None:
     one = sample_of(group()).answers[0]
     sample = GroupSample(group_id=1, answers=(one, dataclasses.replace(one, reward=-2.0)))
     assert (sample.worst, sample.reward) == (-2.0, -0.75)
-
-
-def test_every_field_has_a_shape_by_which_it_is_read() -> None:
-    fields = {field.name for kind in (Answer, GroupSample) for field in dataclasses.fields(kind)}
-    assert set(sample_module._SHAPES) == fields
 
 
 def test_the_parts_of_a_rollout_are_told_apart_and_have_one_reward() -> None:

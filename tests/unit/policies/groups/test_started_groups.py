@@ -46,15 +46,6 @@ def test_a_group_is_never_older_than_the_version_that_admitted_it() -> None:
     assert starts([beat(2, begun={0: 0})], of=admitted(3, 4)) == [3, 4]
 
 
-def test_of_two_workers_at_a_group_the_older_counts() -> None:
-    assert starts([beat(6, begun={0: 5}), beat(6, begun={0: 2})], of=admitted(1)) == [2]
-
-
-def test_without_workers_a_group_is_as_old_as_its_prompt() -> None:
-    assert starts(of=admitted(1, 2)) == [1, 2]
-    assert starts([], of=admitted(1, 2)) == [1, 2]
-
-
 def test_what_a_dead_worker_had_begun_keeps_its_age_until_another_takes_it_over() -> None:
     """The worker that takes over continues from the saved tokens, or reports a new start."""
     lived = [beat(6, begun={0: 3})]
@@ -64,10 +55,6 @@ def test_what_a_dead_worker_had_begun_keeps_its_age_until_another_takes_it_over(
 
 def test_a_version_of_a_lost_history_counts_as_the_fork() -> None:
     assert starts([beat(9, begun={0: 8}, incarnation=0)], of=admitted(1, 1), forks={1: 5}) == [5, 5]
-
-
-def test_a_group_that_only_a_lost_history_admitted_has_no_known_start() -> None:
-    assert starts([beat(6, begun={0: 4})], of=admitted(None, 2)) == [6]
 
 
 @given(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
@@ -135,17 +133,6 @@ def test_a_batch_in_training_is_consumed_when_its_step_is_done_and_not_before() 
     assert (made.consumed.watermark, made.policy_version) == (3, 1)
 
 
-def test_a_batch_that_is_put_back_is_buffered_again() -> None:
-    made = table(1)
-    made.arrive(1, group(0), now=0.0)
-    made.take([made.buffered[0]])
-    assert made.batches_taken == 1
-    for _ in range(2):  # a repeat changes nothing
-        made.put_back()
-        assert made.buffered.keys() == {0}
-        assert (made.training, made.batches_taken) == ({}, 0)
-
-
 def test_what_is_dropped_says_how_old_and_how_long_it_was() -> None:
     made = table(1)
     made.arrive(1, group(0, version=1), now=0.0)
@@ -154,17 +141,6 @@ def test_what_is_dropped_says_how_old_and_how_long_it_was() -> None:
     assert outcome.events == ({"group_id": 0, "reason": "stale", "staleness": 3, "lengths": [3, 3]},)
     assert made.take_lengths() == ([3, 3], [3, 3])
     assert made.take_lengths() == ([], [])
-
-
-def test_an_id_that_is_left_out_is_an_error() -> None:
-    with pytest.raises(ValueError, match="group 1 is published before group 0"):
-        table().publish(1, position=0)
-
-
-def test_a_prompt_that_is_published_again_counts_once_and_begins_anew() -> None:
-    made = table(1)
-    made.publish(0, position=0, oldest_start=7)
-    assert (made.next_group_id, made.outstanding[0].oldest_start) == (1, 7)
 
 
 def test_a_group_of_a_lost_history_has_no_known_start() -> None:

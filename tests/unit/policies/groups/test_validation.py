@@ -69,11 +69,6 @@ def test_a_time_that_cannot_be_is_named(name: str, value: float) -> None:
     assert f"its {name} are {value:.4g}" in problem(replace(GROUP, **{name: value}))
 
 
-def test_a_prompt_that_cannot_be_is_named() -> None:
-    assert "prompt token 100" in problem(replace(GROUP, prompt_tokens=np.array([100], np.int32)))
-    assert "no prompt tokens" in problem(replace(GROUP, prompt_tokens=np.zeros(0, np.int32)))
-
-
 def test_what_does_not_fit_into_the_model_is_named() -> None:
     long = replace(GROUP, prompt_tokens=np.ones(6, np.int32))
     assert problem(long) == "prompt and answer have 9 tokens, the model's context 8"
@@ -133,22 +128,10 @@ def test_another_group_than_was_asked_for_is_named(changes: dict[str, Any], word
     assert words in asked_problem(replace(PAIR, **changes))
 
 
-def test_a_failed_group_must_have_a_name_too_and_nothing_else() -> None:
-    failed: TrajectoryGroup = replace(PAIR, trajectories=(), error="out of memory", prompt_tokens=np.zeros(0, np.int32))
-    assert asked_problem(failed) == ""
-    assert "printable" in asked_problem(replace(failed, worker="\x1b[2J"))
-
-
 def test_answers_may_be_missing_where_stragglers_are_cut_off_and_are_counted() -> None:
     cutting = GroupValidation(vocabulary_size=100, context_tokens=50)
     assert asked_problem(replace(PAIR, trajectories=answers(3), cancelled=1), cutting) == ""
     assert "1 answers and 0 cut off" in asked_problem(replace(PAIR, trajectories=answers(3)), cutting)
-
-
-def test_the_pass_over_the_data_is_the_prompts() -> None:
-    of_epoch = PromptSpec(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, epoch=3)
-    assert asked_problem(replace(PAIR, epoch=3), asked=of_epoch) == ""
-    assert "epoch 0 of the data, and its prompt of 3" in asked_problem(PAIR, asked=of_epoch)
 
 
 def test_a_prompt_of_an_earlier_life_may_have_asked_for_what_any_life_asked_for() -> None:
@@ -174,12 +157,6 @@ def test_a_prompt_of_an_earlier_life_may_have_asked_for_what_any_life_asked_for(
 )
 def test_an_answer_that_cannot_be_is_named(changes: dict[str, Any], words: str) -> None:
     assert words in asked_problem(replace(PAIR, trajectories=(TRAJECTORY, replace(TRAJECTORY, **changes))))
-
-
-def test_what_an_environment_wrote_has_no_logprob_to_look_at() -> None:
-    logprobs = np.array([-1.0, -1e30, -1.0], np.float32)
-    mixed = replace(TRAJECTORY, response_mask=np.array([True, False, True]), behavior_logprobs=logprobs)
-    assert asked_problem(replace(PAIR, trajectories=(mixed, TRAJECTORY))) == ""
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
@@ -217,10 +194,6 @@ def about_experts(experts: NDArray[Any], *, num_experts: int = 4) -> str:
 def test_experts_that_no_token_can_have_gone_to_are_named(experts: NDArray[Any], words: str) -> None:
     assert about_experts(EXPERTS) == about_experts(EXPERTS[:0]) == ""
     assert re.search(words, about_experts(experts))
-
-
-def test_a_model_without_experts_has_none() -> None:
-    assert "the model has none" in about_experts(EXPERTS, num_experts=0)
 
 
 def parts(*changes: dict[str, Any]) -> TrajectoryGroup:

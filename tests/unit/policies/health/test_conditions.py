@@ -29,14 +29,5 @@ def test_condition_is_named_at_its_threshold_and_restarts_nobody(number: str, co
     assert "{" not in found.cause
 
 
-def test_share_is_shown_in_percent() -> None:
-    (found,) = conditions.findings(observed({"data/overlong_share": 0.934}))
-    assert found.cause.startswith("w0 has passed over 93% of the rows")
-
-
 def test_conditions_of_silent_actors_are_left_out() -> None:
     assert list(conditions.findings(observed({"alarm/mismatch": 1.0}, seconds=SILENT_SECONDS + 1))) == []
-
-
-def test_conditions_have_unique_names() -> None:
-    assert len({one.fault for one in CONDITIONS.values()}) == len(CONDITIONS)

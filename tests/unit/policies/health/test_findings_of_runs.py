@@ -6,44 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.messages import Heartbeat, Wait
-from asyncrl.messages.roles import FOLLOWER, LEARNER, WORKER
+from asyncrl.messages import Heartbeat
+from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import ActorStatus, Finding
+from asyncrl.policies.health.faults import ActorStatus
 from tests.unit.policies.health.test_diagnosis import (
     ALL_ELSE,
     HEALTHY,
     IDLE,
     TABLE,
-    TOKEN,
     Row,
-    held,
     observed,
     on,
     prompts,
-    room,
-    space,
-    trajectories,
     weights,
 )
-
-SLOW: dict[str, dict[str, tuple[Wait, ...]]] = {
-    "everything goes on": ALL_ELSE,
-    "engines write long answers": {LEARNER: (trajectories(300),), "w1": (TOKEN, prompts(1)), "w2": (TOKEN,)},
-    "one worker works and one has nothing to do": IDLE | {"w1": (TOKEN,)},
-    "a step that is always long": IDLE | {LEARNER: (on("step", 60, usual=50, limit=200),)},
-    "a judge that is always slow": IDLE | {"w1": (on("reward", 20, usual=15, limit=60),)},
-    "a model that is being read": IDLE | {"w1": (on("start", 20, usual=0, limit=25),)},
-    "workers wait for a step": ALL_ELSE | {"w1": (prompts(9),), "w2": (weights(9),), "prompts": (room(9),)},
-    "a full batch is held for a group that nobody of these has": IDLE | {LEARNER: (held(200),)},
-    "a full batch is held while the log is full": IDLE | {LEARNER: (held(200),), "w1": (space(190),)},
-    "an engine waits for its turn": ALL_ELSE | {"w1.weights": (Wait(what="its turn", on=FOLLOWER, seconds=9),)},
-}
-
-
-@pytest.mark.parametrize("waits", SLOW.values(), ids=SLOW.keys())
-def test_slow_run_has_no_findings(waits: dict[str, tuple[Wait, ...]]) -> None:
-    assert diagnose(observed(replace(HEALTHY, waits=waits))) == []
 
 
 def test_starting_learner_counts_for_its_prompt_source_and_weights() -> None:
@@ -103,18 +80,3 @@ def test_learner_that_has_just_left_is_not_missed_at_once() -> None:
     observation = observed(TABLE["there is no learner"])
     assert diagnose(replace(observation, leaderless=3.0)) == []
     assert [one.fault for one in diagnose(replace(observation, leaderless=7.0))] == ["no learner"]
-
-
-def test_finding_keeps_its_key() -> None:
-    def first(seconds: float) -> Finding:
-        return diagnose(observed(replace(HEALTHY, waits=ALL_ELSE | {"w2": (on("engine", seconds),)})))[0]
-
-    assert first(7).key == first(20).key
-    assert first(7).text != first(20).text
-
-
-def test_diagnoses_hundreds_of_waiting_actors() -> None:
-    base = observed(TABLE["the window is full of dead groups"])
-    worker = base.actors["w1"]
-    many = {f"x{i}": replace(worker, beat=replace(worker.beat, actor=f"x{i}", pid=100 + i)) for i in range(200)}
-    assert [one.fault for one in diagnose(replace(base, actors=dict(base.actors) | many))] == ["deadlock"]

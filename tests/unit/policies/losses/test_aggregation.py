@@ -15,7 +15,6 @@ from asyncrl.policies.losses.aggregation import (
     SeqMeanTokenMean,
     SeqMeanTokenSum,
     SeqMeanTokenSumNorm,
-    TokenMean,
     total,
 )
 
@@ -103,8 +102,3 @@ def test_a_weight_of_zero_silences_a_nan_and_its_gradient() -> None:
     made.backward()
     assert made.item() == 0.5
     assert loss.grad is not None and loss.grad.tolist() == [0.5, 0.0, 0.0]
-
-
-def test_token_mean_weights_every_response_token_of_the_batch_alike() -> None:
-    weights = TokenMean().formula([np.array([True, False, True]), np.array([True, True])])
-    assert [w.tolist() for w in weights] == [[0.25, 0, 0.25], [0.25, 0.25]]

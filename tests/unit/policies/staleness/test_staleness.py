@@ -72,18 +72,6 @@ def test_staleness_weights_are_one_when_fresh_and_fall_with_age(ages: list[int])
         assert (weights[ordered <= 0] == 1).all()
 
 
-def test_a_weight_is_known_by_its_name() -> None:
-    def weights(name: str) -> list[float]:
-        found = staleness.age_weight(name, rate=0.5, max_staleness=3)
-        assert found is not None
-        return found([0, 2]).tolist()
-
-    assert weights("exponential") == pytest.approx([1.0, np.exp(-1.0)])
-    assert weights("inverse") == pytest.approx([1.0, 1 / 3])
-    assert weights("linear") == pytest.approx([1.0, 0.5])
-    assert staleness.age_weight("", rate=0.5, max_staleness=3) is None
-
-
 def test_a_linear_weight_is_above_nothing_at_the_bound_and_nothing_beyond() -> None:
     assert staleness.linear_weight([4, 5], max_staleness=4).tolist() == pytest.approx([0.2, 0.0])
 
@@ -92,13 +80,6 @@ def test_a_linear_weight_is_above_nothing_at_the_bound_and_nothing_beyond() -> N
 def test_a_lag_is_the_time_in_flight_and_in_the_queue(start: int, flight: int, queue: int) -> None:
     found = staleness.lag(policy_version=start + flight + queue, start=start, end=start + flight)
     assert (found.in_flight, found.in_queue, found.total) == (flight, queue, flight + queue)
-
-
-def test_statistics_leave_out_sequences_without_tokens() -> None:
-    found = staleness.statistics([5, 2, 1, 1], [0, 0, 2, 2], num_sequences=3)
-    assert (found.mean, found.smallest, found.largest) == (2.25, 1.0, 5.0)
-    np.testing.assert_array_equal(found.oldest, [5, np.nan, 1])
-    np.testing.assert_array_equal(found.spread, [3, np.nan, 0])
 
 
 # -- controllers -------------------------------------------------------------------------------------------------------

@@ -48,17 +48,8 @@ def test_program_gets_stdin_and_its_output_is_returned(each: Sandbox) -> None:
     assert outcome.stdout == b"cba" * 21_840 + b"\n"
 
 
-def test_unread_stdin_is_no_error(each: Sandbox) -> None:
-    assert run(each, "print(1)", stdin=b"x" * 2**20).stdout == b"1\n"
-
-
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(1000)"])
 def test_endless_program_is_killed_at_the_time_limit(each: Sandbox, program: str) -> None:
-    assert run(each, program, limits=Limits(seconds=0.5)).stopped == "time"
-
-
-def test_a_program_that_closes_its_output_and_goes_on_is_ended(each: Sandbox) -> None:
-    program = "import os\nos.close(1)\nos.close(2)\nwhile True: pass"
     assert run(each, program, limits=Limits(seconds=0.5)).stopped == "time"
 
 
@@ -75,27 +66,9 @@ def test_memory_is_limited(each: Sandbox) -> None:
     assert outcome.code == 1 and b"MemoryError" in outcome.stderr and not outcome.stdout
 
 
-def test_processes_together_have_no_more_memory_than_one(each: Sandbox) -> None:
-    program = (
-        "import os, time\n"
-        "for _ in range(4):\n"
-        "    if os.fork() == 0:\n"
-        "        x = bytearray(os.urandom(1)) * (100 << 20)\n"
-        "        time.sleep(1000)\n"
-        "time.sleep(1000)"
-    )
-    assert run(each, program).stopped == "memory"
-
-
 def test_fork_bomb_is_killed(each: Sandbox) -> None:
     program = "import os, time\nfor _ in range(300):\n    if os.fork() == 0: time.sleep(1000)\ntime.sleep(1000)"
     assert run(each, program).stopped == "processes"
-
-
-def test_a_large_file_is_cut(each: Sandbox) -> None:
-    program = "f = open('big', 'wb')\nfor _ in range(300): f.write(b'x' * 2**20)\nf.flush()\nprint('wrote 300 MB')"
-    outcome = run(each, program)
-    assert outcome.code != 0 and not outcome.stdout
 
 
 def test_a_child_in_the_same_session_ends_with_its_program(each: Sandbox) -> None:
@@ -108,11 +81,6 @@ def test_environment_variables_are_not_inherited(each: Sandbox, monkeypatch: pyt
     monkeypatch.setenv("ASYNCRL_BUS_TOKEN", "secret")
     seen = run(each, "import os\nprint(sorted(os.environ))").stdout.decode()
     assert "ASYNCRL" not in seen and "PATH" in seen
-
-
-def test_a_folder_is_gone_with_its_program(each: Sandbox) -> None:
-    assert run(each, "open('left', 'w').write('x')").code == 0
-    assert b"left" not in run(each, "import os\nprint(os.listdir())").stdout
 
 
 # -- bubblewrap --------------------------------------------------------------------------------------------------------
@@ -218,12 +186,6 @@ def test_sandboxed_program_has_no_privileges(bwrap: Sandbox) -> None:
     assert int(status["CapEff"], 16) == 0 and status["NoNewPrivs"].strip() == "1" and "65534" in status["Uid"]
 
 
-@needs_bwrap
-def test_a_sandbox_that_starts_passes_its_check(bwrap: Sandbox) -> None:
-    bwrap.check()
-    assert run(bwrap, "print('here')").stdout == b"here\n"
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -246,8 +208,3 @@ def test_a_sandbox_that_cannot_start_is_refused_with_what_it_says(
         ConfigError, match="cannot start here: bwrap: No permissions to create new namespace; a container"
     ):
         open_sandbox("bwrap").check()
-
-
-def test_an_unknown_sandbox_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^sandbox: 'bwrp' is unknown; known: bwrap, none$"):
-        open_sandbox("bwrp")

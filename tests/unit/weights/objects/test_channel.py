@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,11 +124,6 @@ def test_version_of_several_ranks_is_stored_as_one_delta(rig: Rig) -> None:
     assert rig.store.took() == ["0-5.full", "0-5.1.full", "0-5.2.full", "0-6.delta", "0-7.delta", "0-8.delta"]
 
 
-def test_another_number_of_ranks_is_stored_in_full(rig: Rig) -> None:
-    rig.publish(1)
-    assert in_two_files(rig, 2).uri == "0-2.full"
-
-
 def test_late_joiner_fetches_the_last_full_version_and_the_deltas_since(rig: Rig) -> None:
     for version in range(1, 8):
         weights = rig.publish(version)
@@ -163,20 +156,6 @@ def test_large_change_is_stored_in_full(rig: Rig) -> None:
     assert weights.uri == "0-2.full"
     assert "0-2.delta" not in rig.store.names()
     rig.check(rig.host().folder(weights))
-
-
-def test_unchanged_version_takes_next_to_nothing(rig: Rig) -> None:
-    snapshot = Snapshot.from_tensors([("a", rig.weight)])
-    rig.learner.publish(snapshot, incarnation=0, policy_version=1)
-    weights = rig.learner.publish(snapshot, incarnation=0, policy_version=2)
-    assert rig.learner.published_bytes < 100
-    rig.check(rig.host().folder(weights))
-
-
-def test_other_tensors_are_stored_in_full(rig: Rig) -> None:
-    rig.publish(1)
-    other = Snapshot.from_tensors([("a", rig.weight), ("new", torch.zeros(7))])
-    assert rig.learner.publish(other, incarnation=0, policy_version=2).uri == "0-2.full"
 
 
 def test_objects_of_kept_versions_stay_and_others_are_removed(rig: Rig) -> None:
@@ -244,17 +223,6 @@ def test_interrupted_fetch_is_resumed(rig: Rig) -> None:
     assert rig.store.starts == [0, 2**17]
 
 
-def test_corrupt_partial_download_is_started_again(rig: Rig) -> None:
-    weights = rig.publish(1)
-    rig.store.cut = {"0-1.full"}
-    with pytest.raises(WeightsError):
-        rig.host().folder(weights)
-    (part,) = (rig.root / "far").glob(".part-*")
-    part.write_bytes(bytes(part.stat().st_size))
-    rig.store.cut = set()
-    rig.check(rig.host().folder(weights))
-
-
 def test_workers_of_one_machine_fetch_once(rig: Rig) -> None:
     weights = rig.publish(1)
 
@@ -265,54 +233,11 @@ def test_workers_of_one_machine_fetch_once(rig: Rig) -> None:
     assert rig.store.took() == ["0-1.full"]
 
 
-def test_progress_rises_while_another_worker_fetches(rig: Rig) -> None:
-    weights, waiting = rig.publish(1), rig.host()
-    with rig.host()._alone():
-        thread = threading.Thread(target=waiting.folder, args=(weights,))
-        thread.start()
-        while waiting.progress < 2:
-            assert thread.is_alive()
-    thread.join()
-    assert rig.store.took() == ["0-1.full"]
-
-
-def test_truncated_version_is_fetched_again(rig: Rig) -> None:
-    host, weights = rig.host(), rig.publish(1)
-    file = host.folder(weights) / WEIGHTS_FILE
-    file.write_bytes(file.read_bytes()[:100])
-    rig.check(host.folder(weights))
-
-
-def test_fetched_version_stays_when_the_clock_is_set_back(rig: Rig) -> None:
-    host = rig.host()
-    for version in range(1, 6):
-        rig.check(folder := host.folder(rig.publish(version)))
-        os.utime(folder, (2**32 - version, 2**32 - version))
-
-
 def test_fetched_versions_beyond_keep_are_removed(rig: Rig) -> None:
     host = rig.host()
     for version in range(1, 6):
         host.folder(rig.publish(version))
     assert {path.name.rpartition("-")[0] for path in (rig.root / "far").iterdir()} == {"0-4", "0-5", ""}
-
-
-def test_worker_that_is_behind_keeps_newer_versions_of_others(rig: Rig) -> None:
-    behind, newest = [rig.publish(version) for version in (1, 2, 3)][1:]
-    ahead = rig.host().folder(newest)
-    rig.host().folder(behind)
-    rig.check(ahead)
-
-
-def test_versions_of_earlier_runs_do_not_pile_up(tmp_path: Path, model_path: Path) -> None:
-    for last in (9, 6, 3):
-        rig = Rig(tmp_path / f"run-{last}", model_path)
-        host = FetchedVersions(tmp_path / "far", keep=2, model_path=model_path, objects=rig.store)
-        for version in range(1, last + 1):
-            folder = host.folder(rig.publish(version))
-    rig.check(folder)
-    kept = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "far").iterdir() if path.is_dir())
-    assert kept == ["0-2", "0-3", "0-5", "0-6"]
 
 
 async def test_an_engine_loads_the_folder_that_its_worker_fetched(rig: Rig) -> None:
