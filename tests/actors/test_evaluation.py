@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncrl.actors.rollout.evaluation import DatasetRewards
 from asyncrl.launch.assembly.training import outcome
 from asyncrl.messages import VersionSpan
 from asyncrl.messages.topics import EVALUATION, EVALUATION_PROMPTS, PROGRESS
-from asyncrl.rewards.guard import GuardedReward
 from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 from tests.harness.metric_names import is_known
@@ -53,23 +49,6 @@ async def test_workers_of_their_own_evaluate_the_versions_that_are_due(evaluated
     assert [row["step"] for row in of_training(evaluated)] == [1, 2, 3, 4]
     assert (await evaluated.bus.states(EVALUATION))[""].is_over
     assert await evaluated.bus.depth(EVALUATION_PROMPTS) == 0
-
-
-async def test_some_workers_evaluate_beside_their_training(evaluated: Loop, bus_factory: Any) -> None:
-    evaluated.evaluation = section(every_steps=2, place="shared", share=0.5)
-    engines = [Engine(), Engine()]
-    await run_all(
-        evaluated,
-        *[evaluating_worker(await bus_factory(), engine, name=f"w{i}") for i, engine in enumerate(engines)],
-    )
-    found = results(evaluated)
-    assert {0, 4} <= set(found)
-    for version, row in found.items():
-        assert row["evaluation/complete"] == 1.0
-        assert row["evaluation/sums/mean@2"] == version
-        assert 0 < row["evaluation/engine_share"] <= 0.5
-    assert evaluated.backend.steps == 4
-    assert max(row["staleness/max"] for row in of_training(evaluated)) <= 2
 
 
 @pytest.mark.parametrize("mode, load", [("sync", "on_demand"), ("one_step_off", "on_demand"), ("async", "drain")])
@@ -238,13 +217,3 @@ async def test_a_run_that_is_drained_in_its_last_evaluation_is_not_finished_unti
         engine.gate.set()
         assert (await evaluated.run_learner(resume=True)).is_finished
     assert sorted(results(evaluated)) == [1]
-
-
-@pytest.mark.parametrize("end", [lambda text: {}[text], sys.exit])
-async def test_a_vote_that_raises_or_exits_is_no_vote_and_is_said_once(
-    end: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    function: Any = SimpleNamespace(vote=end)
-    by_dataset = DatasetRewards({"sums": GuardedReward(function, name="own", takes_group=False, timeout_seconds=120)})
-    assert [await by_dataset.votes("sums", ["answer", "other"]) for _ in range(3)] == [["", ""]] * 3
-    assert caplog.text.count("sums: its answers have no vote") == 1

@@ -17,7 +17,6 @@ from asyncrl.actors.prometheus import PrometheusEndpoint, exposition
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.errors import ConfigError
-from asyncrl.messages import Heartbeat, Wait
 from asyncrl.metrics import schema
 from tests.conftest import BUS_SIZES
 
@@ -75,44 +74,6 @@ async def test_learner_and_workers_of_a_machine_answer_side_by_side(bus: MemoryB
         assert 'asyncrl_rollout_running{run="r",actor="w0"} 3.0\n' in texts[first]
         assert "asyncrl_reward_mean" not in texts[first]
     assert list((tmp_path / "prometheus").glob("*")) == []
-
-
-async def test_a_port_that_is_taken_costs_the_learner_one_line(bus: MemoryBus, port: int, tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port))
-        other.listen()
-        with pytest.raises(ConfigError, match=f"metrics.prometheus: port {port} of 127.0.0.1 cannot be used"):
-            async with endpoint(bus, port, tmp_path, "learner", step_numbers=dict):
-                pass
-
-
-def test_samples_of_a_metric_stand_together_and_labels_are_escaped() -> None:
-    beats = [
-        Heartbeat(actor=name, role="rollout-worker", numbers={"rollout/running": 1.0}, waits=(Wait(what='a "b"\nc'),))
-        for name in ("w0", "w1")
-    ]
-    lines = exposition("r", beats, {"loss": 0.25}).splitlines()
-    assert lines[0].startswith("# HELP asyncrl_loss loss of the batch, ")
-    assert lines[1:3] == [
-        "# TYPE asyncrl_loss gauge",
-        'asyncrl_loss{run="r",actor="learner"} 0.25',
-    ]
-    at = lines.index("# TYPE asyncrl_rollout_running gauge")
-    assert [line.split("{")[0] for line in lines[at + 1 : at + 3]] == ["asyncrl_rollout_running"] * 2
-    assert 'asyncrl_waiting_seconds{run="r",actor="w1",what="a \\"b\\"\\nc"} 0.0' in lines
-
-
-def test_waits_of_one_kind_are_one_series_whatever_their_versions_and_counts() -> None:
-    waits = [
-        Wait(what="weights of version 14", on="learner", seconds=2.0),
-        Wait(what="weights of version 26", on="learner", seconds=1.0),
-        Wait(what="the next token of 1,067 answers", on="engine", seconds=0.5),
-    ]
-    lines = exposition("r", [Heartbeat(actor="w0", role="rollout-worker", waits=tuple(waits))], {}).splitlines()
-    assert [line for line in lines if line.startswith("asyncrl_waiting_seconds")] == [
-        'asyncrl_waiting_seconds{run="r",actor="w0",what="weights of version N"} 2.0',
-        'asyncrl_waiting_seconds{run="r",actor="w0",what="the next token of N answers"} 0.5',
-    ]
 
 
 def test_data_sets_tags_and_metrics_of_an_evaluation_are_labels() -> None:

@@ -58,11 +58,6 @@ def test_demo_file_has_every_section_and_key() -> None:
     }
 
 
-def test_every_key_has_a_comment() -> None:
-    bare = [line for keys in shown().values() for line in keys.values() if "#" not in line.removeprefix("# ")]
-    assert bare == []
-
-
 TABLES: dict[str, Collection[str]] = {
     "reward.kind": KINDS,
     "rollout.function": FUNCTIONS,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from asyncrl import config
-from asyncrl.config import plugins
 from asyncrl.data.prompts import PromptDataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.launch.checks.run_file import check
-from asyncrl.rewards.load import KINDS, load_reward
+from asyncrl.rewards.load import load_reward
 from asyncrl.rewards.port import Reward, Sample
 from tests import ROOT
 from tests.harness.rollouts import load, on_demo, prompt_of, sample_of, saying
@@ -95,12 +93,6 @@ async def test_a_file_in_verls_layout_and_verls_reward_work_with_the_settings_of
     assert [r.value for r in await rewards("from_verl:score", samples)] == [1, 0]
 
 
-def test_the_page_names_all_built_in_rewards_that_check_labels() -> None:
-    (said,) = re.findall(r"check_label\(label, metadata\).*", SHOWN)
-    classes = {kind: plugins.load(kind, where="reward.kind", table=KINDS) for kind in KINDS}
-    assert set(re.findall(r"`(\w+)`", said)) == {kind for kind, one in classes.items() if hasattr(one, "check_label")}
-
-
 THOUGHTS = {
     "math": "\\boxed{4}",
     "dapo": "Answer: 4",
@@ -118,28 +110,6 @@ def test_an_answer_in_the_thoughts_counts_where_the_page_says_so(kind: str, answ
     assert bool(vote(f"<think>{answer}</think>")) == (f"`{kind}`" in whole)
     (strict,) = re.findall(r"0 if there is none:\*\*(.*)", SHOWN)
     assert bool(vote(answer)) == (f"`{kind}`" not in strict)
-
-
-@pytest.fixture
-async def judge() -> AsyncIterator[str]:
-    """The address of a server that gives one point per character."""
-
-    async def handler(request: web.Request) -> web.Response:
-        return web.json_response({"points": len((await request.json())["text"])})
-
-    application = web.Application()
-    application.router.add_post("/points", handler)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/points"
-    await runner.cleanup()
-
-
-async def test_the_judge_of_the_page_asks_its_server(modules: list[str], judge: str) -> None:
-    samples = [sample_of("12345"), sample_of("1")]
-    assert [r.value for r in await rewards("my_judge:Judge", samples, url=judge)] == [0.5, 0.1]
 
 
 async def test_the_two_turns_of_the_page_share_their_budget(modules: list[str]) -> None:

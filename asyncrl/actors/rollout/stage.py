@@ -2,8 +2,7 @@
 
 A worker has one stage for each use of its engine. Training reads prompts from the bus and publishes trajectories to the
 log (training.py); evaluation reads prompts from its own topic (evaluation.py). A new use of a worker's engine is one
-file with a source and a sink, combined in a Stage where the worker is built. tests/actors/rollout/test_stage.py has
-small examples.
+file with a source and a sink, combined in a Stage where the worker is built.
 """
 
 from __future__ import annotations

@@ -47,35 +47,7 @@ def test_a_learner_that_died_between_two_renames_has_lost_nothing(tmp_path: Path
     assert (tmp_path / "best" / "model.safetensors").read_text() == "one"
 
 
-def test_a_best_model_whose_result_is_damaged_is_said_before_the_next_one_takes_its_place(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    measured = {"evaluation/a/mean@1": 0.5}
-    BestModel(tmp_path / "best", metric="a/mean@1").look(version(tmp_path / "0-1", "one"), measured, order=(0, 1))
-    (tmp_path / "best" / RESULT_FILE).write_text("{")
-    caplog.clear()
-    again = BestModel(tmp_path / "best", metric="a/mean@1")
-    assert [str(tmp_path / "best" / RESULT_FILE) in message for message in caplog.messages] == [True]
-    assert again.look(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, order=(1, 2))
-
-
 @pytest.mark.parametrize("metrics", [{}, {"evaluation/b/mean@1": 1.0}])
 def test_without_the_metric_nothing_is_kept(metrics: dict[str, float], tmp_path: Path) -> None:
     assert not BestModel(tmp_path / "best", metric="a/mean@1").look(tmp_path, metrics, order=(0, 1))
     assert not (tmp_path / "best").exists()
-
-
-@pytest.mark.parametrize(
-    "forks, is_kept", [({1: 10}, False), ({1: 20, 2: 10}, False), ({1: 20}, True), ({1: 30, 2: 25}, True)]
-)
-def test_a_best_model_that_a_fall_back_lost_is_measured_against_no_more(
-    tmp_path: Path, forks: dict[int, int], is_kept: bool
-) -> None:
-    BestModel(tmp_path / "best", metric="a/mean@1").look(
-        version(tmp_path / "0-20", "lost"), {"evaluation/a/mean@1": 0.9}, order=(0, 20)
-    )
-    again = BestModel(tmp_path / "best", metric="a/mean@1", forks=forks)
-    assert (tmp_path / "best" / "model.safetensors").read_text() == "lost", "there is no better one yet"
-    newer = version(tmp_path / "2-30", "present")
-    assert again.look(newer, {"evaluation/a/mean@1": 0.1}, order=(2, 30)) != is_kept
-    assert json.loads((tmp_path / "best" / RESULT_FILE).read_text())["incarnation"] == (0 if is_kept else 2)

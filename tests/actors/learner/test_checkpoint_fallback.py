@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable
@@ -15,11 +14,9 @@ import pytest
 from asyncrl.actors.learner import checkpoint
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
-from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import BackendError
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import Account
-from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 
 
@@ -84,32 +81,3 @@ async def test_the_log_is_kept_for_the_newest_checkpoint_and_the_one_before(bus_
     assert needed < checkpoint.read(last)[0].consumed["watermark"]
     kept = await loop.bus.last_sequence(TRAJECTORIES) - (needed - 1)
     assert await loop.bus.depth(TRAJECTORIES) == kept
-
-
-async def test_a_run_that_keeps_one_checkpoint_keeps_the_log_for_that(bus_factory: Any, tmp_path: Path) -> None:
-    class KeepsOne(Loop):
-        @property
-        def run(self) -> Any:
-            run = super().run
-            return dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, keep=1))
-
-    loop = KeepsOne(await bus_factory(), tmp_path, steps=4, checkpoint_every=2)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(run_worker(worker(await bus_factory(), Engine())))
-        await loop.run_learner()
-    needed = checkpoint.read(newest(loop))[0].consumed["watermark"]
-    kept = await loop.bus.last_sequence(TRAJECTORIES) - (needed - 1)
-    assert await loop.bus.depth(TRAJECTORIES) == kept
-
-
-async def test_a_new_log_is_not_trimmed_by_what_was_read_of_the_old_one(tmp_path: Path) -> None:
-    """An empty server replaced the old one. The last checkpoint before the first one on the new log covers nothing of
-    the new log."""
-    sizes = BUS_SIZES | {"max_prompts": 64, "max_message_bytes": MAX_MESSAGE_BYTES}
-    old, new = MemoryBus(**sizes), MemoryBus(**sizes)
-    for bus, steps in ((old, 6), (new, 8)):
-        loop = Loop(bus, tmp_path, steps=steps, checkpoint_every=2)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(run_worker(worker(bus, Engine())))
-            await loop.run_learner(resume=bus is new)
-    assert await new.depth(TRAJECTORIES) == await new.last_sequence(TRAJECTORIES) > 0

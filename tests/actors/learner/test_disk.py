@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.learner import checkpoint, disk
-from asyncrl.actors.learner.disk import Disk
-from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.errors import WeightsError
@@ -196,42 +194,3 @@ class Refuses:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
-
-
-async def test_metrics_wait_for_their_disk(bus_factory: Any, tmp_path: Path) -> None:
-    loop = Loop(await bus_factory(), tmp_path, steps=4)
-    full, write = Full(), loop.recorder.write
-
-    def refusing(step: int, metrics: Any) -> None:
-        full.check()
-        write(step, metrics)
-
-    loop.recorder.write = refusing  # type: ignore[method-assign]
-    async with going_on(loop, bus_factory, full):
-        assert room(loop) == ["room for metrics (No space left on device)"]
-
-
-async def test_what_is_no_matter_of_a_disk_is_not_waited_for() -> None:
-    async def fail() -> None:
-        raise ValueError("a bug")
-
-    with pytest.raises(ValueError, match="a bug"):
-        await Disk(WaitTracker()).written(fail, what="a checkpoint")
-
-
-async def test_it_is_said_at_once_and_every_minute(caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    full = Full(errno.EROFS)
-
-    async def write() -> str:
-        now[0] += 10.0
-        full.is_full = full.refused < 20
-        full.check()
-        return "written"
-
-    made = await Disk(WaitTracker(), clock=lambda: now[0]).written(write, what="a checkpoint")
-    assert made == "written"
-    said = [record.message for record in caplog.records]
-    assert said[0].startswith("a checkpoint cannot be written: a file: Read-only file system. The run waits ")
-    assert [line.rpartition("(")[2] for line in said[1:-1]] == ["for 60 s now)", "for 120 s now)", "for 180 s now)"]
-    assert said[-1] == "a checkpoint was written after 200 s; the run goes on"

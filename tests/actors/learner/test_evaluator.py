@@ -178,18 +178,6 @@ async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_promp
     assert incarnation.results[0, 20]["evaluation/complete"] == 1.0
 
 
-async def test_the_engines_time_is_that_for_which_workers_had_the_version(bus: MemoryBus) -> None:
-    """One of two workers held the version all the time, according to its second answer; the other is unknown."""
-    await bus.put(EVALUATION, LAST)
-    await beats(bus, "e0", "e1")
-    await answer(bus, LAST, 0, 1, 2)
-    await answer(bus, LAST, 3, 4, held_seconds=1e6)
-    incarnation = Incarnation(bus)
-    await incarnation.evaluator.start()
-    await incarnation.until_idle()
-    assert incarnation.results[0, 20]["evaluation/engine_share"] == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("changed", ["size", "label", "sampling"])
 async def test_an_evaluation_of_other_questions_is_given_up(
     bus: MemoryBus, changed: str, caplog: pytest.LogCaptureFixture
@@ -208,13 +196,6 @@ async def test_an_evaluation_of_other_questions_is_given_up(
     assert "its data sets have changed" in caplog.text
 
 
-async def test_questions_of_an_older_message_are_taken_for_the_same(bus: MemoryBus) -> None:
-    await bus.put(EVALUATION, LAST)
-    incarnation = Incarnation(bus)
-    await incarnation.evaluator.start()
-    assert not (await incarnation.newest()).is_over
-
-
 async def test_after_a_fall_back_the_same_steps_are_due_again(bus: MemoryBus, caplog: pytest.LogCaptureFixture) -> None:
     await bus.put(EVALUATION, LAST)
     incarnation = Incarnation(bus, version=10, forks={1: 10})
@@ -230,15 +211,6 @@ async def test_after_a_fall_back_the_same_steps_are_due_again(bus: MemoryBus, ca
     await incarnation.until_idle()
     worker.cancel()
     assert list(incarnation.results) == [(1, 20)]
-
-
-async def test_a_learner_that_resumes_where_it_was_goes_on_with_the_evaluation(bus: MemoryBus) -> None:
-    await bus.put(EVALUATION, LAST)
-    incarnation = Incarnation(bus, version=20, forks={1: 20})
-    await incarnation.evaluator.start()
-    await incarnation.evaluator.stored(WeightVersion(incarnation=1, policy_version=20))
-    newest = await incarnation.newest()
-    assert (newest.weights.order, newest.is_over) == ((0, 20), False)
 
 
 class Gone(Channel):
@@ -277,17 +249,3 @@ async def test_a_worker_that_cannot_load_a_version_leaves_it_to_others(bus: Memo
     await incarnation.until_idle()
     worker.cancel()
     assert incarnation.results[0, 20]["evaluation/complete"] == 1.0
-
-
-def test_a_digest_is_of_all_that_makes_results_comparable() -> None:
-    made: dict[str, Any] = {
-        "as it is": digest([sums()]),
-        "fewer": digest([sums(4)]),
-        "more samples": digest([sums(samples=4)]),
-        "another name": digest([replace(sums(), name="products")]),
-        "other sampling": digest([replace(sums(), sampling=replace(sums().sampling, top_p=0.5))]),
-        "another reward": digest([replace(sums(), judge="exact")]),
-        "twice": digest([sums(), sums()]),
-    }
-    assert len(set(made.values())) == len(made)
-    assert digest([sums()]) == made["as it is"]

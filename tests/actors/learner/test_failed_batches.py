@@ -22,7 +22,6 @@ from asyncrl.policies.batching.packing import MicroBatch
 from tests.actors.learner.test_liar import events
 from tests.conftest import BUS_SIZES
 from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker
-from tests.harness.groups import group
 from tests.harness.rows import Rows
 
 Shards = Sequence[Sequence[MicroBatch]]
@@ -111,16 +110,6 @@ async def test_two_batches_in_a_row_end_the_run_in_one_line(tmp_path: Path) -> N
     assert loop.backend.steps == 0
 
 
-async def test_batches_that_fail_between_others_do_not_end_the_run(tmp_path: Path) -> None:
-    def fails(prompts: set[int]) -> None:
-        if prompts & {4, 8, 12}:
-            raise ValueError("bad")
-
-    loop = new_loop(Picky(fails), tmp_path)
-    assert await run(loop) == ""
-    assert (loop.backend.steps, loop.table.counts["failed"]) == (4, 6)
-
-
 async def test_a_batch_that_cannot_be_prepared_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.actors.learner import batcher
 
@@ -150,38 +139,3 @@ async def test_a_batch_that_ends_three_processes_is_failed_by_the_fourth(tmp_pat
     assert [one["group_id"] for one in failed] == [0, 1, 2, 3]
     assert "3 processes in a row ended while they trained group 0" in failed[0]["error"]
     assert json.loads((tmp_path / NOTE_FILE).read_text()) == {}
-
-
-@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', "{", '{"0": null}'])
-async def test_half_a_note_is_no_note(tmp_path: Path, text: str) -> None:
-    (tmp_path / NOTE_FILE).write_text(text)
-    loop = new_loop(Picky(lambda prompts: None), tmp_path)
-    assert await run(loop) == ""
-
-
-async def test_a_learner_that_is_drained_in_a_step_leaves_no_note(tmp_path: Path) -> None:
-    loop = new_loop(Picky(lambda prompts: None), tmp_path)
-    loop.backend.before_step = lambda step: loop.learner.drain() if step == 1 else None
-    assert await run(loop) == ""
-    assert json.loads((tmp_path / NOTE_FILE).read_text()) == {}
-
-
-async def test_a_group_that_was_dropped_while_another_is_failed_is_not_failed_too(tmp_path: Path) -> None:
-    """The task that reads the log quarantined its worker."""
-    loop = Loop(MemoryBus(**BUS_SIZES, max_message_bytes=2**20), tmp_path)
-    remover: Any = loop.build()._remover
-    table = loop.table
-    for number in range(2):
-        table.publish(number, position=number)
-        table.arrive(number + 1, group(number), now=0.0)
-    announce = remover._progress.announce
-
-    async def meanwhile(outcome: Any) -> None:
-        await announce(outcome)
-        if 1 in table.buffered:
-            await announce(table.drop([table.buffered[1]], reason="quarantined"))
-
-    remover._progress.announce = meanwhile
-    await remover.fail({0: "bad", 1: "bad"})
-    await loop.learner.stop()
-    assert (table.counts["failed"], table.counts["dropped"], table.buffered) == (1, 1, {})

@@ -71,14 +71,6 @@ async def test_a_group_with_a_failed_sample_is_filtered_before_a_batch_can_take_
     assert loop.recorder.rows[-1]["staleness/filtered_groups"] >= 3
 
 
-def test_a_filter_that_keeps_nothing_is_hopeless_and_one_kept_group_starts_the_count_again() -> None:
-    answers = iter([False, False, True, False, False, False])
-    filters = GroupFilters({"picky": lambda group: next(answers)}, max_in_a_row=3)
-    assert [filters.keep(sample_group()) for _ in range(5)] == [False, False, True, False, False]
-    with pytest.raises(HopelessError, match=r"the last 3 groups were all filtered, the newest by picky, with rewar"):
-        filters.keep(sample_group())
-
-
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
@@ -153,11 +145,6 @@ async def test_at_the_cap_a_run_ends_with_the_reason_if_it_is_to(bus: Any, bus_f
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-def test_a_cap_without_filters_is_refused() -> None:
-    with pytest.raises(ConfigError, match="filter_cap is for filters"):
-        AlgorithmSection(filter_cap=3)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from asyncrl.actors.learner import batcher
-from asyncrl.policies.health.waits import HELD
 from tests.harness.desk import Desk
 from tests.harness.fakes import until
 
@@ -51,33 +50,6 @@ async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pyt
     assert desk.batcher.held_seconds == 0.0
 
 
-@pytest.mark.parametrize(("wait_seconds", "note"), [(300.0, HELD), (0.0, "")])
-async def test_a_learner_says_that_it_holds_while_it_does_and_only_if_the_hold_has_an_end(
-    wait_seconds: float, note: str
-) -> None:
-    """The health monitor then does not report a deadlock, whoever keeps the awaited groups."""
-    desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=wait_seconds)
-    desk.start(of={0: 0, 1: 2, 2: 2})
-    desk.arrive(1, version=2)
-    taking = asyncio.create_task(desk.take())
-    await until(lambda: not desk.changed.is_set())
-    assert desk.wait.note == ""  # the batch is not full
-    desk.arrive(2, version=2)
-    await until(lambda: not desk.changed.is_set())
-    assert desk.wait.note == note
-    desk.arrive(0)
-    assert await taking == [0, 1]
-    assert desk.wait.note == ""
-
-
-async def test_a_resumed_learner_does_not_wait_for_what_is_too_old_already() -> None:
-    desk = Desk(wait_for_stragglers=True, version=5)
-    desk.start(of={0: 2, 1: 5, 2: 5})
-    desk.arrive(1, 2, version=5)
-    assert await desk.take() == [1, 2]
-    assert desk.batcher.held_seconds == 0.0
-
-
 async def test_stragglers_of_several_batches_are_waited_for_once_all_together() -> None:
     """Three groups from version 0, two per batch: the third would be too late for the step after the next."""
     desk = Desk(wait_for_stragglers=True, version=1, wait_seconds=0.01)
@@ -115,21 +87,4 @@ async def test_a_hold_ends_when_it_is_heard_that_nobody_had_begun_the_group(monk
     await asyncio.sleep(0.05)
     assert not taking.done()
     desk.begun[0] = 2  # its worker died, and another worker restarted the group
-    assert await taking == [1, 2]
-
-
-async def test_a_hold_ends_when_it_is_heard_that_nobody_had_begun_the_group_though_timers_fire_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """uvloop's timers fire up to a millisecond early."""
-    loop = asyncio.get_running_loop()
-    call_later = loop.call_later
-    monkeypatch.setattr(loop, "call_later", lambda delay, *then, **named: call_later(delay / 2, *then, **named))
-    monkeypatch.setattr(batcher, "LOOK_SECONDS", 0.02)
-    desk = Desk(wait_for_stragglers=True, version=2, begun={0: 0})
-    desk.start(of={0: 0, 1: 2, 2: 2})
-    desk.arrive(1, 2, version=2)
-    taking = asyncio.create_task(desk.take())
-    await asyncio.sleep(0.05)
-    desk.begun[0] = 2
     assert await taking == [1, 2]

@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from asyncrl import messages
-from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.port import Bus
 from asyncrl.errors import RewardError
-from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes, groups
-from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
+from tests.harness.fakes import Engine, Loop, run_worker, until, worker
 
 
 @contextlib.asynccontextmanager
@@ -90,18 +87,6 @@ async def test_a_worker_that_keeps_prompts_and_never_answers_costs_a_wait_and_th
     assert loop.table.counts["dropped"] == 0
 
 
-async def test_why_a_group_failed_may_be_of_any_length_and_is_cut(bus: Bus, tmp_path: Path) -> None:
-    """The message may have the maximum size; an event that contained it would not fit into one message."""
-    loop = Loop(bus, tmp_path)
-    long = "E" * (bus.max_message_bytes - 500)
-    prompt = np.zeros(0, np.int32)
-    group = TrajectoryGroup(group_id=0, prompt_tokens=prompt, trajectories=(), worker="w" * 150, error=long)
-    async with asking_for(loop, 0):
-        await bus.publish(TRAJECTORIES, group, key="0")
-        await until(lambda: loop.table.counts["failed"] == 1)
-    assert len(loop.table.problem) == 2000
-
-
 async def test_a_group_that_was_not_asked_for_is_failed_and_another_is_generated(
     bus: Bus, bus_factory: Any, tmp_path: Path
 ) -> None:
@@ -119,23 +104,3 @@ async def test_a_group_that_was_not_asked_for_is_failed_and_another_is_generated
     errors = [event["error"] for event in await events(bus, "failed")]
     for error, words in zip(errors, ("1 answers", "not the one that was asked", "200 letters"), strict=True):
         assert words in error
-
-
-async def test_the_wait_before_a_rejected_batch_is_in_the_metrics_of_the_step(
-    bus: Bus, bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, rejected = Learner._remove_suspects, []
-
-    async def once(learner: Learner, *given: Any) -> bool:
-        if rejected:
-            return await real(learner, *given)
-        await asyncio.sleep(0.3)
-        rejected.append(given)
-        learner.table.put_back()
-        return True
-
-    monkeypatch.setattr(Learner, "_remove_suspects", once)
-    loop = Loop(bus, tmp_path, steps=2)
-    await run_all(loop, worker(await bus_factory(), Engine()))
-    assert float(loop.recorder.rows[0]["learner/wait_seconds"]) >= 0.3
-    assert loop.trained_groups == 4

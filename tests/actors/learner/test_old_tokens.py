@@ -75,12 +75,6 @@ async def test_an_answer_that_outlasts_the_bound_is_trained_without_its_old_toke
     assert late.answers[0].staleness is not None and late.answers[0].staleness <= BOUND
 
 
-async def test_judged_by_its_oldest_token_its_group_is_dropped(bus_factory: Any, tmp_path: Path) -> None:
-    loop = await run_loop(bus_factory, tmp_path, parts="whole")
-    assert loop.table.counts["dropped"] == 1
-    assert "staleness/old_tokens" not in loop.recorder.rows[0]
-
-
 @pytest.mark.parametrize("staleness", [{}, {"order": "freshest_first"}], ids=["oldest first", "freshest first"])
 async def test_whatever_the_order_what_is_left_out_is_as_recorded_and_on_the_log(
     bus_factory: Any, tmp_path: Path, staleness: dict[str, Any]

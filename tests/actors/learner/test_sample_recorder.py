@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import threading
 from collections.abc import Sequence
@@ -19,14 +18,10 @@ from asyncrl.actors.learner.history import read as read_history
 from asyncrl.actors.learner.sample_files import SampleFile, read
 from asyncrl.actors.learner.sample_recorder import SampleRecorder, SampleWriter
 from asyncrl.backends.port import StepResult
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import RewardError
 from asyncrl.messages.topics import EVENTS
-from asyncrl.policies.algorithms.spec import resolve
-from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.filters import dynamic_sampling
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.policies.groups.sample import sample_of
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness import buses, fakes
@@ -93,23 +88,6 @@ async def test_the_bus_says_what_became_of_every_group(bus_factory: Any, tmp_pat
     assert trained == {line.step: list(line.groups) for line in lines}
 
 
-async def test_a_tokenizer_that_is_not_there_costs_the_text_alone(
-    bus_factory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def load_decode() -> Any:
-        raise ConfigError("no tokenizer here")
-
-    writer = written(tmp_path, load_decode=load_decode)
-    samples = SampleRecorder(writer, per_step=1)
-    loop = Loop(await bus_factory(), tmp_path, steps=3, samples=samples, writers=[writer])
-    async with asyncio.TaskGroup() as group:
-        group.create_task(run_worker(worker(await bus_factory(), Engine())))
-        await loop.run_learner()
-    assert loop.learner.step == 3
-    assert list(read(tmp_path)) == []
-    assert caplog.text.count("a group is left out: ConfigError: no tokenizer here") == 1
-
-
 async def test_a_slow_decoder_holds_up_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     may_go_on = threading.Event()
 
@@ -128,20 +106,6 @@ async def test_a_slow_decoder_holds_up_nobody(tmp_path: Path, caplog: pytest.Log
         await writer.stop()
     assert len(list(read(tmp_path))) == count - 5
     assert "5 groups in all were left out" in caplog.text
-
-
-async def test_a_burst_of_drops_is_recorded_up_to_the_count_of_a_step(tmp_path: Path) -> None:
-    writer = written(tmp_path)
-    recorded = SampleRecorder(writer, per_step=2)
-    for number in range(9):
-        events = ({"group_id": number, "reason": "stale", "staleness": 7},)
-        outcome = Outcome(fate="dropped", group_ids=(number,), step=3, events=events, groups=(buses.group(number),))
-        recorded.note(outcome, incarnation=0, forks={})
-    await writer.stop()
-    rows = list(read(tmp_path))
-    assert [(row.group_id, row.reason) for row in rows] == [(0, "stale, 7 versions old"), (1, "stale, 7 versions old")]
-    assert [row.group_id for row in writer.take()] == [0, 1]
-    assert writer.take() == []
 
 
 class Telling(Backend):
@@ -170,54 +134,3 @@ async def test_a_trained_group_has_what_the_trainer_thought_of_each_token(bus_fa
     for answer in answers:
         assert answer.trainer_logprobs == tuple(round(-token / 1000, 4) for token in answer.tokens)
         assert answer.entropies == tuple(float(token) for token in answer.tokens)
-
-
-async def test_what_was_not_trained_of_an_answer_has_no_numbers(tmp_path: Path) -> None:
-    """One of two answers is fully masked. The other contains a tool token, and one token whose logprob is not a
-    number."""
-    group = buses.group(0)
-    writer = written(tmp_path)
-    recorded = SampleRecorder(writer, per_step=1)
-    batch = batches.build([group], algorithm=resolve(ALGORITHMS["grpo"]), policy_version=0, max_staleness=4, forks={})
-    first, *others = batch.documents
-    mask = first.response_mask.copy()
-    (trained,) = np.nonzero(mask)
-    mask[trained[1]] = False
-    documents = [
-        dataclasses.replace(first, response_mask=mask),
-        *(dataclasses.replace(one, response_mask=np.zeros_like(one.response_mask)) for one in others),
-    ]
-    batch = dataclasses.replace(batch, documents=documents)
-    numbers = np.full((2, len(trained) - 1), 0.25, np.float32)
-    numbers[0, 0] = np.nan
-    outcome = Outcome(fate="trained", group_ids=(0,), step=1, groups=(group,))
-    tokens = {0: numbers} | {number: np.zeros((2, 0), np.float32) for number in range(1, len(documents))}
-    recorded.note(outcome, incarnation=0, forks={}, batch=batch, tokens=tokens)
-    await writer.stop()
-    (row,) = read(tmp_path)
-    entropies: list[float | None] = [None] * len(row.answers[0].tokens)
-    for place in (trained[0], *trained[2:]):
-        entropies[place - len(group.prompt_tokens)] = 0.25
-    assert row.answers[0].entropies == tuple(entropies)
-    entropies[trained[0] - len(group.prompt_tokens)] = None  # the token whose logprob is not a number
-    assert row.answers[0].trainer_logprobs == tuple(entropies)
-    assert [answer.trainer_logprobs for answer in row.answers[1:]] == [()] * len(others)
-
-
-async def test_a_decoder_that_stands_still_holds_up_no_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_go_on = threading.Event()
-
-    def stuck(tokens: Sequence[int]) -> str:
-        may_go_on.wait()
-        return decode(tokens)
-
-    monkeypatch.setattr(sample_recorder, "WRITTEN_SECONDS", 0.0)
-    writer = written(tmp_path, load_decode=lambda: stuck)
-    writer.write(lambda: sample_of(buses.group(0)))
-    await writer.written()
-    assert list(read(tmp_path)) == []
-    may_go_on.set()
-    await writer.stop()
-    assert len(list(read(tmp_path))) == 1

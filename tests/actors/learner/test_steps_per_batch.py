@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.training_step import Parts, TrainingStep, made_one
+from asyncrl.actors.learner.training_step import Parts, TrainingStep
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -63,25 +63,12 @@ def test_every_part_is_a_step_around_the_policy_before_the_first(ranks: int, max
         assert len({len(share) for share in shares}) == 1
 
 
-def test_one_step_scores_nothing() -> None:
-    backend, row = ScriptedBackend(), algorithm(1)
-    batch = built(ANSWERS, row)
-    TrainingStep(backend, algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1)
-    assert backend.asked == ["step policy"]
-
-
 def test_the_critic_takes_as_many_steps_after_the_policy() -> None:
     backend = ScriptedBackend(scores={"policy": tenths, "critic": tenths})
     row = algorithm(2, "ppo")
     batch = built(ANSWERS, row)
     TrainingStep(backend, algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1)
     assert backend.asked == ["score policy", "score critic", *["step policy"] * 2, *["step critic"] * 2]
-
-
-def test_fewer_groups_than_steps_are_as_many_parts() -> None:
-    row = algorithm(4)
-    assert built(ANSWERS[:2], row).parts == (1, 1)
-    assert built(ANSWERS, row).parts == (2, 1, 1, 1)
 
 
 class Failing(ScriptedBackend):
@@ -110,23 +97,6 @@ def test_a_batch_that_changed_the_weights_is_not_trained_again(script: list[str]
     batch = built(ANSWERS, row)
     with pytest.raises(error, match="out of range"):
         TrainingStep(Failing(script), algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1)
-
-
-@pytest.mark.parametrize(
-    ("script", "skipped", "parts"), [(["skips", "skips"], 1.0, 2.0), (["skips", "works"], 0.0, 1.0)]
-)
-def test_a_batch_is_skipped_when_all_its_steps_are(script: list[str], skipped: float, parts: float) -> None:
-    row = algorithm(2)
-    batch = built(ANSWERS, row)
-    metrics = TrainingStep(Failing(script), algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1).metrics
-    assert (metrics["learner/skipped_steps"], metrics["learner/skipped_parts"]) == (skipped, parts)
-    if not skipped:
-        assert metrics["loss"] == 2.0
-
-
-def test_metrics_of_a_batch_are_means_but_for_what_is_a_largest() -> None:
-    made = made_one([{"loss": 1.0, "offpolicy/ratio_max": 3.0}, {"loss": 2.0, "offpolicy/ratio_max": 1.5}])
-    assert (made["loss"], made["offpolicy/ratio_max"]) == (1.5, 3.0)
 
 
 def test_a_loss_without_a_ratio_takes_one_step() -> None:

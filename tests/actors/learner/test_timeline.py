@@ -14,7 +14,6 @@ from asyncrl.actors.learner.sample_files import RotatedLines
 from asyncrl.actors.learner.timeline import MOST_ACTORS, Timeline
 from asyncrl.audit.timeline import OLDER_FILE, TIMELINE_FILE, rows_of
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.metrics.trace import trace
 from tests.harness import fakes
 from tests.harness.command import asyncrl
 from tests.harness.fakes import Engine, Loop, run_all, worker
@@ -61,40 +60,9 @@ async def test_loads_are_told_once_and_what_is_no_number_is_none(tmp_path: Path)
     assert len(rows[2]["loads"]) == MOST_ACTORS
 
 
-async def test_whatever_a_worker_says_of_its_loads_can_be_drawn(tmp_path: Path) -> None:
-    recorded = timeline(tmp_path)
-    for step, value in enumerate([1e308, -1e308, math.nan, 1e12]):
-        names = ("loaded_at", "load_seconds", "pause_seconds")
-        numbers = {"weights/loads": 1.0 + step, **{f"weights/{name}": value for name in names}}
-        await recorded.note(step, {}, (), [Heartbeat(actor="evil", role="rollout-worker", numbers=numbers)])
-    rows, _ = rows_of_text(tmp_path)
-    assert len(rows) == 4 and not any(row["loads"] for row in rows)
-    assert trace(rows)["traceEvents"]
-
-
-def test_a_recorded_line_with_times_that_cannot_be_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"step": 1, "incarnation": 0, "time": 50.0, "seconds": {"train": 1.0}, "groups": [], "loads": [], "waits": []}
-    bad = [["w0", 3, 1e308, 1e308, 0.0]]
-    lines = [row, row | {"step": 2, "loads": bad}, row | {"step": 3, "groups": [[3, "w0", 9.0, 9.0, 1e300, 0.0, 9.5]]}]
-    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "metrics.jsonl").touch()
-    code, out, _ = asyncrl("trace", tmp_path, capsys=capsys)
-    assert code == 0 and "steps 1 to 1" in out
-
-
 def rows_of_text(directory: Path) -> tuple[list[dict[str, Any]], str]:
     (directory / "metrics.jsonl").touch()  # marks the folder as a run's
     return rows_of(directory)
-
-
-async def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / TIMELINE_FILE).mkdir()
-    recorded = timeline(tmp_path)
-    for step in (1, 2):
-        await recorded.note(step, {}, (), ())
-    assert caplog.text.count("timeline.jsonl: a step is left out") == 1
 
 
 def test_the_command_shows_the_evaluations_that_are_recorded(

@@ -12,7 +12,6 @@ import pytest
 
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.backends.port import StepResult
-from asyncrl.config.layout import Layout
 from asyncrl.policies.advantages import returns
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
@@ -59,16 +58,6 @@ def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing
     assert result.metrics == {"loss": 1.0}
 
 
-def test_what_each_of_several_ranks_has_to_train_is_a_metric() -> None:
-    """Two copies of the model, each on two tensor-parallel ranks."""
-    algorithm = resolve(ALGORITHMS["grpo"])
-    metrics = step(algorithm, ScriptedBackend(), ranks=2, layout=Layout(ranks=4, tensor=2))
-    batch = built(ANSWERS, algorithm)
-    shares = pack_for_ranks(batch.documents, ranks=2, max_tokens=100)
-    tokens = [sum(one.num_tokens for one in share) for share in shares]
-    assert [metrics[f"learner/rank{rank}/tokens"] for rank in range(4)] == [tokens[0], tokens[0], tokens[1], tokens[1]]
-
-
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 5), (2, 5)])
 def test_gae_of_the_step_is_the_pure_function_of_the_whole_batch(ranks: int, max_tokens: int) -> None:
     """gamma = lam = 1: the return is the reward, plus the value after the cut for a cut answer."""
@@ -89,22 +78,6 @@ def test_gae_of_the_step_is_the_pure_function_of_the_whole_batch(ranks: int, max
     )
     assert backend.trained["critic"] == [shares]
     assert backend.learning_rates == {"policy": [0.1], "critic": [0.3]}
-
-
-def test_a_cut_answer_ends_there_unless_it_is_bootstrapped() -> None:
-    backend = ScriptedBackend(scores={"critic": tenths})
-    step(resolve(ALGORITHMS["ppo"]), backend)
-    targets = by_tokens(backend.trained["policy"][0], lambda m: m.scores["returns"])
-    assert targets[21] == targets[20] == 0.5
-
-
-def test_gamma_and_lam_are_options_of_the_row() -> None:
-    backend = ScriptedBackend(scores={"critic": tenths})
-    step(resolve(ALGORITHMS["ppo"], options={"gamma": 0.5, "lam": 0.0}), backend)
-    # lam 0: reward + gamma x the next value. Token 10 is followed by 11, chosen at 1.0; the last token gets only its
-    # reward.
-    targets = by_tokens(backend.trained["policy"][0], lambda m: m.scores["returns"])
-    assert targets == pytest.approx({10: 0.5, 11: 0.55, 12: 1.0, 20: 1.0, 21: 0.5, 30: 0.15, 31: 0.0})
 
 
 def test_an_answer_that_is_masked_trains_neither_policy_nor_critic() -> None:

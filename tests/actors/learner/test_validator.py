@@ -18,13 +18,13 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation
 from asyncrl.errors import HopelessError
-from asyncrl.messages import Heartbeat, Quarantine, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages import SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.groups.validation import GroupValidation
 from tests.conftest import BUS_SIZES
-from tests.harness.fakes import Backend, Engine, Loop, run_worker, until, worker
+from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker
 from tests.harness.rows import Rows
 
 
@@ -167,19 +167,6 @@ async def test_a_quarantined_worker_that_is_started_again_is_judged_anew_and_tra
     assert await bus.states(QUARANTINE) == {}
 
 
-async def test_the_second_life_that_lies_is_quarantined_too_and_that_is_said(tmp_path: Path) -> None:
-    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
-    validator = judged_loop(bus, tmp_path).validator
-    assert validator is not None
-    for life in ("first", "second"):
-        await bus.put(ACTORS, Heartbeat(actor="w0", role="rollout-worker", life=life), key="w0")
-        assert ("w0" not in validator.quarantined) or await validator.is_another_life("w0")
-        with pytest.raises(HopelessError):
-            await validator.quarantine("w0", "it lies", incarnation=0)
-        assert not await validator.is_another_life("w0")
-        assert (await bus.states(QUARANTINE))["w0"].life == life
-
-
 async def until_alive(bus: Bus, name: str) -> None:
     while name not in await bus.states(ACTORS):
         await asyncio.sleep(0.01)
@@ -212,26 +199,6 @@ async def test_a_worker_whose_groups_cannot_be_is_quarantined_after_three(tmp_pa
     assert loop.backend.steps == 0
     victim.cancel()
     await asyncio.wait((victim,))
-
-
-async def test_a_quarantined_worker_waits_in_sight_and_gives_its_work_back(tmp_path: Path) -> None:
-    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
-    loop = judged_loop(bus, tmp_path)
-    engine = Engine()
-    engine.gate.clear()
-    bad, follower = worker(bus, engine)
-    async with asyncio.TaskGroup() as group:
-        learner = group.create_task(loop.run_learner())
-        group.create_task(run_worker((bad, follower)))
-        await until(lambda: engine.running > 0)
-        await bus.put(
-            QUARANTINE, Quarantine(worker="w0", incarnation=0, reason="a test says so", life=bad.life), key="w0"
-        )
-        await until(lambda: "quarantined by the learner, a test says so" in bad.heartbeat().waits_for)
-        await until(lambda: engine.running == 0)
-        group.create_task(run_worker(worker(bus, Engine(), name="w1")))
-        await learner
-    assert loop.backend.steps == 6
 
 
 # -- steps without effect ----------------------------------------------------------------------------------------------

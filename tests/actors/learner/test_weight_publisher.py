@@ -11,7 +11,6 @@ from typing import Any
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import WeightVersion
-from asyncrl.messages.topics import WEIGHTS
 from asyncrl.tensors.snapshot import Snapshot
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
@@ -109,12 +108,3 @@ async def test_a_channel_without_a_sender_announces_folders_only() -> None:
             channel.may_write.release()
             await publisher.wait()
     assert bus.announced == [("folder", 1), ("folder", 2)]
-
-
-async def test_every_announcement_says_how_many_engines_take_turns() -> None:
-    channel = Channel(Sender())
-    async with publishing(channel, num_engines=16) as (bus, publisher, publish):
-        channel.may_write.release()
-        await publish(1)
-        await publisher.wait()
-        assert {weights.num_engines for weights in (await bus.states(WEIGHTS)).values()} == {16}

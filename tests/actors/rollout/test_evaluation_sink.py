@@ -13,7 +13,7 @@ from asyncrl.actors.rollout import evaluation
 from asyncrl.actors.rollout.evaluation import EvaluationSink
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.errors import BusFull, EngineError
+from asyncrl.errors import BusFull
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion, replace
 from asyncrl.messages.evaluation import Evaluation
 from asyncrl.messages.topics import EVALUATION_ANSWERS
@@ -103,18 +103,6 @@ async def test_answers_to_recorded_prompts_carry_tokens() -> None:
     assert (found.place, found.label) == (7, "1")
 
 
-async def test_counts_answers_too_large_to_record(caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker()
-    worker.bus.has_space = True
-    worker.prompt = replace(worker.prompt, recorded_place=7)
-    await worker.sink.publish(group(length=2**18), prompt=worker.prompt)
-    async with worker.bus.read(EVALUATION_ANSWERS) as records:
-        found = (await anext(records)).message
-    assert found.group is None and not found.error
-    assert found.answers[0].length == 2**18
-    assert "are counted and not recorded" in caplog.text
-
-
 async def test_stops_waiting_for_a_full_log_when_evaluation_ends() -> None:
     worker = Worker()
     publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
@@ -122,24 +110,6 @@ async def test_stops_waiting_for_a_full_log_when_evaluation_ends() -> None:
     worker.in_progress = None
     await publishing
     assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 0
-
-
-async def test_stops_waiting_for_a_full_log_when_next_evaluation_begins() -> None:
-    worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
-    await worker.bus.tried.wait()
-    worker.in_progress = replace(CURRENT, number=2)
-    await publishing
-    assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 0
-
-
-async def test_draining_worker_leaves_answers_to_another() -> None:
-    worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
-    await worker.bus.tried.wait()
-    worker.is_draining = True
-    with pytest.raises(EngineError, match="log of answers is full"):
-        await publishing
 
 
 async def test_waits_for_space_and_drops_tokens_of_answers() -> None:

@@ -108,29 +108,3 @@ async def test_last_attempt_of_training_waits_while_version_is_held(bus: MemoryB
         await bus.put(EVALUATION, replace(CURRENT, is_over=True))
         (record,) = await first(bus, 1, topic=TRAJECTORIES)
         assert record.message.error == ""
-
-
-async def test_reports_version_that_cannot_be_loaded(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.actors.rollout.weight_follower.RETRY_SECONDS", 0.001)
-    engine = Engine()
-    engine.unreadable = {3}
-    await bus.put(EVALUATION, replace(CURRENT, weights=WeightVersion(incarnation=0, policy_version=3)))
-    async with working(bus, engine, is_dedicated=True):
-        (record,) = await first(bus, 1, topic=EVALUATION_ANSWERS)
-    assert (record.message.group_id, record.message.worker) == (None, "w0")
-    assert record.message.error == "cannot load version 3: version 3 is torn"
-
-
-async def test_holds_no_version_during_last_attempt_of_training(bus: MemoryBus) -> None:
-    """Training may need newer weights for its next turn, and no other worker could end the evaluation."""
-    await on_its_last_attempt(bus, PROMPTS, prompt(0))
-    engine = Engine()
-    engine.gate.clear()
-    async with working(bus, engine) as follower:
-        await until(lambda: engine.running == 2)
-        await bus.put(EVALUATION, CURRENT)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert not follower.gate.is_held
-        engine.gate.set()
-        await until(lambda: follower.gate.is_held)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
@@ -127,22 +126,6 @@ async def test_finds_saved_calls_in_another_order() -> None:
     assert progress.num_discarded == 0
     more = await session(two)
     assert more.tokens.tolist() not in [a.tokens.tolist() for a in answers]  # never sampled with an earlier seed
-
-
-async def test_counts_saved_calls_that_are_not_repeated() -> None:
-    setup = Setup()
-    progress = GroupProgress(3, attempt=2, recorded=await saved(setup))
-    await setup.session(progress=progress)(PROMPT[:1])
-    assert progress.num_discarded == 0  # it may still be requested
-    progress.discard_unused()
-    assert progress.num_discarded == 4
-
-
-@pytest.mark.parametrize("is_saved", [True, False])
-async def test_observes_generations_only_if_they_are_saved(is_saved: bool) -> None:
-    setup = Setup()
-    await setup.session(progress=GroupProgress(3, attempt=1, is_saved=is_saved))(PROMPT)
-    assert [followed for _, _, followed in setup.engine.asked] == [is_saved]
 
 
 async def test_time_in_a_call_is_not_a_wait_for_the_rollout_function() -> None:

@@ -10,7 +10,7 @@ from asyncrl.actors.rollout import prompt_deliveries
 from asyncrl.bus.port import Bus
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from tests.harness import fakes
-from tests.harness.partial_rollouts import StepEngine, Worker, publish_prompt
+from tests.harness.partial_rollouts import Worker, publish_prompt
 
 
 async def test_second_drain_hands_over_unfinished_groups(bus: Bus) -> None:
@@ -54,13 +54,3 @@ async def test_returns_second_copy_of_a_held_group(bus: Bus, monkeypatch: pytest
                 await asyncio.sleep(0.0001)
     assert await bus.depth(PROMPTS) == 0
     assert await bus.last_sequence(TRAJECTORIES) == 1
-
-
-async def test_second_drain_without_groups_ends_worker(bus: Bus) -> None:
-    engine = StepEngine((0, 0))
-    actors = fakes.worker(bus, engine, name="w0", max_running=64)
-    actors[0].drain()
-    actors[0].drain()
-    await fakes.run_worker(actors)
-    assert engine.generated == 0
-    assert await bus.depth(TRAJECTORIES) == 0

@@ -79,23 +79,6 @@ async def test_dedicated_worker_loads_only_held_versions(bus: MemoryBus) -> None
         assert engine.took == [("folder", 2)]
 
 
-async def test_hold_cancels_load_that_waits_for_its_turn(bus: MemoryBus) -> None:
-    engine = Engine(receives=False)
-    follower = follow(bus, engine)
-    async with running(follower):
-        await announce(bus, 1, folder=True)
-        await until(lambda: engine.version == (0, 1))
-        async with bus.lease("load-0", holder="another"):
-            await announce(bus, 2, folder=True)
-            await until(lambda: "turn" in follower.heartbeat().waits_for)
-            holding = follower.gate.hold(WeightVersion(incarnation=0, policy_version=1, uri="1"))
-            await holding.__aenter__()
-        async with bus.lease("load-0", holder="another"):  # its turn has come and gone
-            assert engine.took == [("folder", 1)]
-        await holding.__aexit__(None, None, None)
-        await until(lambda: engine.version == (0, 2))
-
-
 async def test_hold_waits_for_load_in_progress(bus: MemoryBus) -> None:
     engine = SlowEngine()
     follower = follow(bus, engine)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.rollout.group_maker import GroupRules, cut_samples
-from asyncrl.config.run import RolloutSection
-from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.messages.topics import TRAJECTORIES
 from tests.harness.buses import first
@@ -77,9 +76,3 @@ async def test_run_continues_past_samples_that_never_end(bus_factory: Any, tmp_p
     assert {row["staleness/cancelled"] for row in rows} == {0}
     for record in await first(loop.bus, 8, topic=TRAJECTORIES):
         assert [one.rollout for one in record.message.trajectories] == [0, 1]
-
-
-def test_deadline_needs_min_group() -> None:
-    with pytest.raises(ConfigError, match="min_group must say how many at least"):
-        RolloutSection(group_seconds=10.0)
-    assert RolloutSection(group_seconds=10.0, min_group=2).extra_samples == 0

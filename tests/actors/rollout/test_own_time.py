@@ -30,24 +30,6 @@ async def test_waits_for_the_engine_do_not_count() -> None:
         assert 0 < (own._timeout.when() or math.inf) - loop.time() <= 3600.0
 
 
-async def test_time_before_a_wait_still_counts() -> None:
-    own = OwnTime(3600.0)
-    async with own.limit():
-        assert own._timeout is not None
-        own._timeout.reschedule(asyncio.get_running_loop().time() + 5.0)  # leave only five seconds of the limit
-        with own.pause():
-            pass
-        assert (own._timeout.when() or math.inf) <= asyncio.get_running_loop().time() + 5.0
-
-
-async def test_ends_nothing_without_a_limit() -> None:
-    own = OwnTime(0.0)
-    async with own.limit():
-        with own.pause():
-            await asyncio.sleep(0)
-    assert not own.is_over
-
-
 async def test_timeout_inside_the_function_is_not_ours() -> None:
     own = OwnTime(3600.0)
     with pytest.raises(TimeoutError):

@@ -224,39 +224,6 @@ async def test_resamples_saved_tokens_that_are_too_old(
     assert heir.partial_rollouts.resumed_tokens + heir.partial_rollouts.discarded_tokens == 80
 
 
-async def test_last_attempt_starts_over(bus: Bus) -> None:
-    await killed_after_a_save(bus, max_attempts=2)
-    async with Worker(bus, "w1", max_attempts=2).working() as heir:
-        await heir.begun(2)
-        await heir.until_published(bus, 1)
-        assert await bus.states(SEGMENTS) == {}
-    assert [begin for _, _, begin in heir.engine.asked] == [0, 0]
-
-
-async def test_reports_once_a_group_too_large_to_save(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The trajectories fit in pieces, but the tokens sampled at once for one of them do not."""
-
-    async def wasteful(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-        for _ in range(3):
-            made = await single_turn(prompt, generate, index=index)
-        return made
-
-    bus = MemoryBus(**BUS_SIZES, max_message_bytes=800)
-    await publish_prompt(bus, 0)
-    async with Worker(bus, "w0").working(rollout=wasteful) as worker:
-        await worker.begun(2)
-        with caplog.at_level(logging.WARNING):
-            await worker.engine.steps(250)
-            for _ in range(5):
-                await worker.partial_rollouts.save()
-                await worker.engine.steps(5)
-        (group,) = await worker.until_published(bus, 1)
-    assert len(group.trajectories) == 2
-    assert len([record for record in caplog.records if "no longer saved" in record.message]) == 1
-
-
 async def test_heartbeat_lists_begun_groups_with_oldest_version(bus: Bus) -> None:
     """The learner waits for old groups. A worker that takes over a group reports the version of the saved tokens."""
     await publish_prompt(bus, 0)

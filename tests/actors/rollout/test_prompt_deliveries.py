@@ -39,17 +39,6 @@ def gated() -> fakes.Engine:
     return engine
 
 
-async def test_holds_no_more_groups_than_it_runs(bus_factory: Any) -> None:
-    bus, other = await bus_factory(), await bus_factory()
-    engine = gated()
-    await publish_prompts(bus, 0)
-    async with working(await bus_factory(), engine):
-        await fakes.until(lambda: engine.running == 2)
-        await publish_prompts(bus, 1, 2)
-        async with taken(other, 2) as theirs:
-            assert {delivery.attempt for delivery in theirs} == {1}
-
-
 async def test_draining_worker_returns_at_once_what_it_has_not_begun(bus_factory: Any) -> None:
     """The bus itself would not redeliver the group before the test ends."""
     bus, other = await bus_factory(ack_seconds=3600.0), await bus_factory(ack_seconds=3600.0)
@@ -96,17 +85,6 @@ async def test_delivery_that_never_began_is_no_attempt(bus_factory: Any, max_att
         while await bus.states(SEGMENTS):  # no note of it remains
             await asyncio.sleep(0.01)
     assert (record.key, record.message.error) == ("1", "")
-
-
-async def test_published_group_leaves_no_note(bus_factory: Any) -> None:
-    """If a group has only one attempt, its first delivery is also noted."""
-    bus = await bus_factory()
-    await publish_prompts(bus, 1)
-    async with working(await bus_factory(), fakes.Engine(), max_attempts=1) as (worker, task):
-        await first(bus, 1)
-        worker.drain()
-        await task
-    assert await bus.states(SEGMENTS) == {}
 
 
 async def test_group_fails_after_max_attempts_that_began(bus_factory: Any) -> None:

@@ -73,21 +73,6 @@ async def test_trains_each_part_of_a_rollout_once_with_its_advantage(bus: Bus, t
     assert (account.trained, account.lost, account.duplicated) == (2, 0, 0)
 
 
-def test_numbers_parts_and_gives_them_one_reward() -> None:
-    same = dataclasses.replace(trajectory(reward=math.nan), prompt_tokens=np.array([1, 2], np.int32))
-    own = dataclasses.replace(trajectory(reward=0.5), prompt_tokens=np.array([7], np.int32))
-    made = check_rollout([same, own], PROMPT, index=2, num_resumed=0, context_tokens=9)
-    assert [(one.rollout, one.part, one.reward, one.prompt_tokens.tolist()) for one in made] == [
-        (2, 0, 0.5, []),  # follows the group's prompt, which need not be sent again
-        (2, 1, 0.5, [7]),
-    ]
-    assert [one.resumed for one in made] == [0, 0]
-    taken_over = check_rollout([same, own], PROMPT, index=2, num_resumed=1, context_tokens=9)
-    assert [one.resumed for one in taken_over] == [3, 3], "nobody can say which of them it is in"
-    (alone,) = check_rollout(own, PROMPT, index=2, num_resumed=1, context_tokens=9)
-    assert alone.resumed == 1
-
-
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
@@ -124,18 +109,6 @@ def test_invalid_reward_fails_its_sample(made: Trajectory, problem: str) -> None
     limits = RolloutLimits(largest=100.0, needs_reward=True)
     with pytest.raises(RolloutError, match=problem):
         check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9, limits=limits)
-
-
-def test_unused_reward_may_be_missing_or_any_number() -> None:
-    of_row = dataclasses.replace(PROMPT, reward="math")
-    for reward, prompt, limits in (
-        (math.nan, PROMPT, RolloutLimits(largest=100.0)),
-        (1e9, PROMPT, RolloutLimits(largest=100.0)),
-        (math.nan, of_row, RolloutLimits(needs_reward=True)),
-    ):
-        made = trajectory(reward=reward)
-        (part,) = check_rollout(made, prompt, index=0, num_resumed=0, context_tokens=9, limits=limits)
-        assert part.response_mask.sum() == made.response_mask.sum()
 
 
 async def test_group_continues_without_sample_that_lacks_its_reward(bus: Bus) -> None:

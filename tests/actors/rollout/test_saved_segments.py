@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.actors.rollout.partial_rollouts import GroupProgress, assemble_calls, newest_attempt
-from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress, assemble_calls
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.rollout import GroupSegment
 from asyncrl.messages.topics import SEGMENTS
-from tests.conftest import BUS_SIZES
-from tests.harness.buses import taken
 from tests.harness.partial_rollouts import (
     FIRST_CALL,
     PROMPT_TOKENS,
@@ -33,22 +30,6 @@ def begun(progress: GroupProgress, *, length: int = 1000, index: int = 0) -> Fak
     answer = FakeGeneration(seed=0, begin=len(partial.prefix.tokens), length=length, version=(0, 0), done=done)
     partial.follow(answer)
     return answer
-
-
-async def test_splits_progress_over_several_segments() -> None:
-    bus = MemoryBus(**BUS_SIZES, max_message_bytes=4000)
-    progress = GroupProgress(0, attempt=1)
-    answers = [begun(progress, index=index) for index in range(5)]
-    for _ in range(2):
-        for answer in answers:
-            answer.tokens += [4] * 200  # 1,600 bytes with their logprobs
-        await progress.save(bus, worker="w0")
-    segments = await bus.states(SEGMENTS, under="0/1/")
-    assert sorted(segments) == [f"0/1/{number}" for number in range(len(segments))]
-    assert len(segments) > 2
-    calls = assemble_calls(segments[f"0/1/{number}"] for number in range(len(segments)))
-    assert {index for index, *_ in calls} == set(range(5))
-    assert {len(call.generation.tokens) for call in calls.values()} == {len(answers[0].tokens) - 1}
 
 
 async def test_saves_each_token_once(bus: Bus) -> None:
@@ -149,22 +130,6 @@ async def test_accepts_engine_that_ignores_saved_tokens(bus: Bus) -> None:
     assert (heir.partial_rollouts.resumed_tokens, heir.partial_rollouts.discarded_tokens) == (0, 80)
 
 
-async def test_saves_no_tokens_with_nan_logprobs() -> None:
-    class Broken:
-        def __len__(self) -> int:
-            return 4
-
-        def so_far(self, begin: int = 0) -> Generation:
-            logprobs = np.array([-1, -1, np.nan, -1], np.float32)[begin:]
-            tokens = np.arange(begin, 4, dtype=np.int32)
-            return Generation(tokens=tokens, logprobs=logprobs, version_spans=(), finish_reason="")
-
-    partial = PartialGeneration()
-    partial.follow(Broken())
-    assert partial.so_far().tokens.tolist() == [0, 1]
-    assert partial.so_far(1).tokens.tolist() == [1]
-
-
 def test_joins_prefix_and_continuation() -> None:
     spans = tuple(VersionSpan(start=start, incarnation=0, policy_version=start) for start in (0, 3, 4, 8))
     tokens = np.arange(10, dtype=np.int32)
@@ -175,26 +140,3 @@ def test_joins_prefix_and_continuation() -> None:
         assert again.version_spans == spans
         assert whole.after(count).version_spans[0].start == 0
         assert again.finish_reason == "stop"
-
-
-async def test_delivery_that_never_began_keeps_saved_tokens(bus: Bus) -> None:
-    """Two workers prefetch the group and leave. Its fourth delivery is only its second attempt."""
-    await killed_after_a_save(bus)
-    for _ in range(2):
-        async with taken(bus, 1):
-            pass
-    async with Worker(bus, "w1", version=3).working() as heir:
-        await heir.begun(2)
-        await heir.until_published(bus, 1)
-        assert await bus.states(SEGMENTS) == {}
-    assert [begin for _, _, begin in heir.engine.asked] == [40, 40]
-
-
-def test_ignores_segments_of_a_second_worker_with_the_same_attempt() -> None:
-    """The bus lost the prompt, which was published again while the first worker still held it."""
-
-    def segment(worker: str) -> GroupSegment:
-        return GroupSegment(group_id=7, worker=worker, calls=())
-
-    found = {"7/1/0": segment("w1"), "7/1/1": segment("w1"), "7/1/2": segment("w0"), "7/1/3": segment("w0")}
-    assert [one.worker for one in newest_attempt(found, 7, before=2)] == ["w1", "w1"]

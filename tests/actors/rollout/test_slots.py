@@ -46,17 +46,6 @@ async def test_group_alone_waits_for_others_and_keeps_others_out() -> None:
     assert not slots.is_reserved
 
 
-async def test_groups_alone_take_turns() -> None:
-    slots = SampleSlots(8)
-    first = await slots.take_alone(2)
-    second = asyncio.create_task(slots.take_alone(2))
-    await settle()
-    assert not second.done()
-    first.close()
-    (await second).close()
-    assert not slots.is_reserved
-
-
 async def test_cancelled_wait_for_the_worker_lets_others_in() -> None:
     slots = SampleSlots(8)
     running = await slots.take(2)
@@ -90,12 +79,3 @@ async def test_group_alone_has_all_stages() -> None:
     lease.close()
     await late
     await unreserved
-
-
-async def test_stages_are_notified_of_changes_in_others() -> None:
-    training = SampleSlots(8)
-    evaluation = SampleSlots(8, beside=training)
-    changes = []
-    with evaluation.watched(lambda: changes.append(training.num_free)):
-        (await training.take(3)).close()
-    assert changes == [5, 8]

@@ -16,7 +16,6 @@ from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.roles import LEARNER
 from asyncrl.messages.topics import TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferRequest
-from asyncrl.weights.port import Ask
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import until
 from tests.harness.weights import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running, sampling
@@ -89,51 +88,6 @@ async def test_loads_folder_once_written_if_transfer_fails(bus: MemoryBus, load:
     assert engine.took == [("folder", 1), ("sent", 2)]
 
 
-async def test_stops_asking_for_transfers_after_repeated_failures(bus: MemoryBus) -> None:
-    """Engines that can never connect to the learner do not lose time with every version."""
-    engine, sender = Engine(), Sender()
-    engine.receiver.fails = True
-    async with learner(bus, sender), running(follow(bus, engine)):
-        for version in range(1, weight_follower.ATTEMPTS + 3):
-            await hold(bus, sender, version)
-            await announce(bus, version, folder=True)
-            await until(lambda version=version: engine.version == (0, version))  # type: ignore[misc]
-    assert len(sender.sent) == weight_follower.ATTEMPTS
-    assert [kind for kind, _ in engine.took] == ["folder"] * (weight_follower.ATTEMPTS + 2)
-
-
-async def test_waits_for_folder_of_version_announced_during_last_failed_transfer(bus: MemoryBus) -> None:
-    """The version is not requested any more and not written yet. Polling for it must not starve other tasks."""
-    engine, sender = Engine(), Sender()
-    joins = 0
-
-    async def join(ask: Ask) -> None:
-        nonlocal joins
-        joins += 1
-        await hold(bus, sender, joins + 1)
-        await asyncio.sleep(0.01)
-        raise WeightsError("cannot reach the learner")
-
-    engine.receiver.join = join
-    follower = follow(bus, engine)
-    async with learner(bus, sender), running(follower):
-        await hold(bus, sender, 1)
-        await until(lambda: follower.loader._failed_transfers == weight_follower.ATTEMPTS)
-        await announce(bus, joins + 1, folder=True)
-        await until(lambda: engine.version == (0, joins + 1))
-    assert engine.took == [("folder", joins + 1)]
-
-
-async def test_loads_older_folder_if_newest_cannot_be_sent(bus: MemoryBus) -> None:
-    engine, sender = Engine(), Sender()
-    engine.receiver.fails = True
-    await announce(bus, 1, folder=True)
-    async with learner(bus, sender), running(follow(bus, engine)):
-        await hold(bus, sender, 2)
-        await until(lambda: engine.version == (0, 1))
-    assert engine.took == [("folder", 1)]
-
-
 @pytest.mark.parametrize("newest", ["sent", "folder"])
 async def test_loads_newest_of_memory_and_folder(bus: MemoryBus, newest: str) -> None:
     """A folder is newer than the offer when another learner wrote it, which offers nothing."""
@@ -195,22 +149,6 @@ async def test_ends_worker_if_engine_cannot_load_folder(bus: MemoryBus) -> None:
     assert raised.group_contains(WeightsError, match="torn")
 
 
-async def test_counts_failures_across_versions(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where versions come faster than attempts, no version is tried often."""
-    monkeypatch.setattr(weight_follower, "RETRY_SECONDS", 60)  # a newer version ends the wait
-    engine = Engine(receives=False)
-    engine.unreadable = set(range(100))
-    follower = follow(bus, engine)
-    task = asyncio.ensure_future(follower.run())
-    for version in range(1, weight_follower.ATTEMPTS + 1):
-        assert not task.done()
-        await announce(bus, version, folder=True)
-        await until(lambda failures=version: follower.failed_attempts == failures)  # type: ignore[misc]
-    with pytest.raises(ExceptionGroup) as raised:
-        await task
-    assert raised.group_contains(WeightsError, match="torn")
-
-
 async def test_skips_unreadable_folder_for_newer_version(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
     engine.unreadable = {1}
@@ -232,27 +170,6 @@ async def test_joins_learner_before_anything_runs(bus: MemoryBus) -> None:
         await follow(bus, engine).start()
     assert engine.receiver.joins == ["w0-1"]
     assert engine.took == [("sent", 0)]
-
-
-async def test_starts_without_a_learner(bus: MemoryBus) -> None:
-    engine = Engine()
-    await follow(bus, engine).start()
-    await announce(bus, 0, folder=False)  # announced by a learner that is gone
-    await follow(bus, engine).start()
-    assert engine.took == engine.receiver.joins == []
-
-
-async def test_loads_folder_of_start_version_if_first_transfer_tears_weights(bus: MemoryBus) -> None:
-    """The engine is paused, and no newer version arrives before its own answers are trained."""
-    engine, sender = Engine(), Sender()
-    engine.receiver.tears = True
-    follower = follow(bus, engine)
-    await announce(bus, 0, folder=True)
-    async with learner(bus, sender):
-        await hold(bus, sender, 0)
-        async with running(follower), sampling(follower, 0):
-            assert engine.version == (0, 0)
-    assert engine.took == [("folder", 0)]
 
 
 async def test_joins_restarted_learner_again(bus: MemoryBus) -> None:
@@ -297,12 +214,6 @@ async def test_failed_transfer_does_not_delay_other_engines(bus: MemoryBus, fate
         await hold(bus, sender, 2)
         await until(lambda: engine.version == (0, 2))
     over.set()
-
-
-async def test_offer_says_why_nothing_is_sent(bus: MemoryBus) -> None:
-    async with learner(bus, Sender()):
-        offer = await bus.ask(TRANSFERS, TransferRequest(engine="w0", group="w0-1", num_ranks=1), seconds=10)
-    assert offer is not None and "nothing yet" in offer.problem
 
 
 # -- turns -------------------------------------------------------------------------------------------------------------
@@ -366,14 +277,3 @@ async def test_generating_engine_reports_wait_for_its_turn(bus: MemoryBus) -> No
             await until(lambda: "turn" in follower.heartbeat().waits_for)
             assert engine.version == (0, 0)
         await until(lambda: engine.version == (0, 1))
-
-
-async def test_loads_without_a_turn_that_never_comes(
-    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(weight_follower, "TURN_SECONDS", 0.05)
-    engine = Engine(receives=False)
-    async with bus.lease("load-0", holder="never gives it up"), running(follow(bus, engine)):
-        await announce(bus, 1, folder=True)
-        await until(lambda: engine.version == (0, 1))
-    assert "its turn to load weights (load-0) did not come" in caplog.text
