@@ -32,17 +32,11 @@ from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import check_layout
 from asyncrl.weights.port import LoadReport, Source
 
 log = logging.getLogger(__name__)
-
-_PASSED_OVER_STEPS = 4
-"""Prefills are batched. After this many decode steps even a single waiting request is prefilled."""
-_MOST_THREADS = 4096
-"""Upper limit of ``threads``; no machine has this many CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +52,14 @@ class Options:
         for name in ("max_batch_size", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if not 0 <= self.threads <= _MOST_THREADS:
-            raise ConfigError(f"threads must be in 0..{_MOST_THREADS}, got {self.threads}")
+        if self.threads < 0:
+            raise ConfigError(f"threads must be >= 0, got {self.threads}")
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     answer: RunningSequence
     future: asyncio.Future[Generation]
-    passed_over: int = 0
 
     def __len__(self) -> int:
         return len(self.answer.logprobs)
@@ -80,19 +73,8 @@ class _Request:
             logprobs=np.array(answer.logprobs[begin:end], dtype=np.float32),
             version_spans=answer.spans.spans(end, begin=begin),
             finish_reason=answer.finish_reason,
-            experts=_experts(answer, begin, end),
+            experts=answer.experts_of(begin, end),
         )
-
-
-def _experts(answer: RunningSequence, begin: int, end: int) -> ExpertArray:
-    """Return the experts of tokens ``begin`` - 1 to ``end`` - 1; with ``begin`` = 0, of the prompt and the answer.
-
-    The last token is marked unrouted, because the model has not processed it yet.
-    """
-    if begin >= end or not answer.experts:
-        return NO_EXPERTS
-    routed = answer.experts[begin:end]
-    return np.concatenate([*routed, unrouted_rows(1, like=routed[0])])
 
 
 @dataclass(slots=True, eq=False)
@@ -313,21 +295,10 @@ class InProcessEngine(EngineAdapter):
                     _fail(unfinished.future, end)
 
     def _choose(self) -> list[RunningSequence]:
-        """Return the waiting requests to prefill now: all that fit, once enough have gathered.
-
-        Enough are a quarter of the running sequences, or one that was passed over _PASSED_OVER_STEPS times.
-        """
-        num_free = self._options.max_batch_size - len(self._running)
-        if not self._waiting or not num_free:
-            return []
-        first = self._waiting[0]
-        first.passed_over += 1
-        is_few = 4 * min(num_free, len(self._waiting)) < len(self._running)
-        if is_few and first.passed_over <= _PASSED_OVER_STEPS:
-            return []
+        """Return the waiting requests to prefill now: all that fit."""
         chosen: list[RunningSequence] = []
         longest = 0
-        while self._waiting and len(chosen) < num_free:
+        while self._waiting and len(self._running) < self._options.max_batch_size:
             longest = max(longest, len(self._waiting[0].answer.prompt))
             if chosen and longest * (len(chosen) + 1) > self._options.max_prefill_tokens:
                 break
