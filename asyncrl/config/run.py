@@ -43,8 +43,8 @@ class RunSection:
     """The learner and the engines take turns on the same GPUs of one machine. Whichever is idle moves its memory to the
     host. Only for sync and one_step_off; requires torch-memory-saver in addition to SGLang."""
     restarts: int = 3
-    """How often `asyncrl run` restarts a process before it ends the run. The count resets after the process has worked
-    for ten minutes."""
+    """How often `asyncrl run` restarts a process before it ends the run. The count resets after the process was up for
+    ten minutes."""
     stall_seconds: float = 60.0
     """`asyncrl run` restarts a process that sends no heartbeat for this many seconds. It also restarts a process that
     is stuck for this long and for ten times its usual wait."""

@@ -96,11 +96,11 @@ def manager_of(launcher: Launcher, *overrides: str, server: BusServer | None = N
 class Stage:
     """A running fleet of two workers, and its bus."""
 
-    def __init__(self, launcher: Launcher, *overrides: str) -> None:
+    def __init__(self, launcher: Launcher, *overrides: str, server: BusServer | None = None) -> None:
         self.launcher = launcher
         self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
         settings = settings_of(*overrides)
-        self.manager = manager_of(launcher, *overrides)
+        self.manager = manager_of(launcher, *overrides, server=server)
         self.monitor = HealthMonitor(self._bus)
         scaler = FleetScaler(self._bus, self.manager.fleet, rule=launch._fleet_rule(settings))
         self.task = asyncio.create_task(self.manager.run(self.monitor, scaler))

@@ -15,16 +15,18 @@ from asyncrl.messages.roles import LEARNER_RANK
 
 BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 30.0
+WORKING_SECONDS = 10.0
+"""A process that was up for this long had started, or at least did not fail at once."""
 HEALTHY_SECONDS = 600.0
-"""A process that has worked and was up for this long gets all its restarts back."""
+"""A process that was up for this long gets all its restarts back."""
 
 
 @dataclass(slots=True)
 class RestartPolicy:
     """How often a process may be restarted, and how long to wait before each restart.
 
-    The wait doubles with every start that fails, up to LONGEST_BACK_OFF_SECONDS. Example: a process that always dies in
-    its start is restarted after 0, 1, 2, 4, ... seconds.
+    A process that had started is restarted at once. The wait of others doubles, up to LONGEST_BACK_OFF_SECONDS: one
+    that always dies in its start is restarted after 0, 1, 2, 4, ... seconds.
     """
 
     restarts: int
@@ -32,28 +34,24 @@ class RestartPolicy:
     failed_starts: int = 0
     """Consecutive failed starts."""
 
-    def next_delay(self, uptime_seconds: float, *, has_worked: bool, is_free: bool = False) -> float | None:
+    def next_delay(self, uptime_seconds: float, *, is_free: bool = False) -> float | None:
         """Return the seconds to wait before the next start; None if no restart is left.
-
-        A process that has worked is restarted at once. So is one after its first failed start: it may have worked and
-        died before its first heartbeat was heard.
 
         is_free  the process is not to blame, so this restart is not counted
         """
-        if has_worked and uptime_seconds >= HEALTHY_SECONDS:
+        if uptime_seconds >= HEALTHY_SECONDS:
             self.used = 0
         if not is_free:
             if self.used >= self.restarts:
                 return None
             self.used += 1
-        back_off = 0.0
-        if self.failed_starts:
-            back_off = min(BACK_OFF_SECONDS * 2 ** (self.failed_starts - 1), LONGEST_BACK_OFF_SECONDS)
-        if has_worked and uptime_seconds >= back_off:
+        if uptime_seconds >= WORKING_SECONDS:
             self.failed_starts = 0
             return 0.0
         self.failed_starts += 1
-        return back_off
+        if self.failed_starts == 1:
+            return 0.0
+        return min(BACK_OFF_SECONDS * 2 ** (self.failed_starts - 2), LONGEST_BACK_OFF_SECONDS)
 
     def __str__(self) -> str:
         return f"restart {self.used} of {self.restarts}"
@@ -65,16 +63,13 @@ class Exit:
 
     code         as returned by ``LaunchedProcess.ended``
     reason       the reason as text
-    has_no_room  it was never started, because no GPUs are free
-    node, pid    of the process, if there was one
+    has_no_room  it was not started, because no GPUs are free
     """
 
     code: int
     reason: str
     uptime_seconds: float
     has_no_room: bool = False
-    node: str = ""
-    pid: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,7 +83,7 @@ class ChildProcess:
     resumed: bool = False
     is_kept_running: bool = False
     is_added: bool = False
-    """The worker was added while the run was up, and has not worked yet."""
+    """The worker was added while the run was up: if it cannot work, the run goes on without it."""
     is_leaving: bool = False
     """It was told to drain while the run continues, so its exit is not a failure."""
     starts: int = 0
@@ -130,7 +125,6 @@ class ChildProcess:
         """Start the process and wait for its exit. A failed start counts as an exit."""
         began, self.since = time.monotonic(), time.monotonic()
         self.fault, has_no_room = "", False
-        node, pid = "", 0
         extra = self.restart_arguments if self.resumed or self.starts else ()
         try:
             spec = replace(self.spec, arguments=(*self.spec.arguments, *extra))
@@ -141,7 +135,6 @@ class ChildProcess:
             if self._pending_signal:
                 self.process.signal(self._pending_signal)
                 self._pending_signal = 0
-            node, pid = self.process.node, self.process.pid
             code = await self.process.ended()
             reason = f"{self.name} ended with {self._describe(code)}"
         except AsyncRLError as error:
@@ -149,8 +142,7 @@ class ChildProcess:
             has_no_room = isinstance(error, NoRoom)
         finally:
             self.process, self.since = None, time.monotonic()
-        uptime = self.since - began
-        return Exit(code=code, reason=reason, uptime_seconds=uptime, has_no_room=has_no_room, node=node, pid=pid)
+        return Exit(code=code, reason=reason, uptime_seconds=self.since - began, has_no_room=has_no_room)
 
     def _describe(self, code: int) -> str:
         text = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,13 +1,15 @@
 """Starts, watches, restarts and ends the processes of one run, over any launcher.
 
-A learner that dies is restarted with --resume, a rollout worker with its original command, after a pause that doubles
-and as often as run.restarts says; a process that cannot be restarted ends the run. Exit code 2 (a wrong configuration,
-or a failure that a restart would repeat) is never retried. A restart is free if the bus was away or no GPU is free. The
-learner and its other ranks end together; the learner's restarts count for all of them. The health monitor
-(actors/health_monitor.py) finds stuck processes; a stuck process of this run that does not recover is killed, and then
-restarted like any other. So is the run's own nats-server.
+A learner that dies is restarted with --resume, a rollout worker with its original command (RestartPolicy says when); a
+process without restarts left ends the run. Exit code 2 (a wrong configuration, or a failure that a restart would
+repeat) is never retried. The learner and its other ranks end together; the learner's restarts count for all of them.
+The health monitor (actors/health_monitor.py) finds stuck processes; a stuck process of this run that does not recover
+is killed, and then restarted like any other. So is the run's own nats-server.
 
-The number of workers may change while the run is up (fleet.py).
+    w1 dies        -> RestartPolicy: now, or in some seconds -> w1 runs again
+    w1 has died too often, or ended with code 2              -> the run fails: all others end, exit code 1 or 2
+    learner done   -> workers read on the bus that the run is finished, and end; exit code 0
+    Ctrl-C         -> all drain; again: all are killed; exit code 130
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ BUS_FAULTS = ("bus", "bus storage")
 BUS_SECONDS = 90.0
 """A process that dies within this time after the bus was away, or could not store, is assumed to have died of that."""
 RANK_PAUSE_SECONDS = 1.0
-SERVER_POLL_SECONDS = 2.0
+SERVER_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,7 @@ class ProcessManager:
         self._launcher = launcher
         self._server = server
         self._faults = FaultTracker()
-        self._has_worked: Callable[[str, int], bool] = lambda node, pid: False
-        self._is_refused: Callable[[], bool] = lambda: False  # a wrong token, which will not become right
+        self._is_bus_gone = False  # its server does not stay up: processes that wait for it cannot drain
         self._tasks: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._over = asyncio.Event()  # the learner is done, the run was interrupted, or a process cannot be restarted
@@ -104,8 +105,7 @@ class ProcessManager:
 
         waits for: the learner's end, a failure, or ``interrupt``
         """
-        self._has_worked = monitor.has_worked
-        self._is_refused = lambda: refusal(monitor.error) is not None
+        self._monitor = monitor
         try:
             await self._run(monitor, scaler)
         finally:
@@ -160,21 +160,17 @@ class ProcessManager:
             return None
         if was_over or self._over.is_set() or (ended.code == 0 and child.spec.role != LEARNER_RANK):
             return None
-        has_worked = self._has_worked(ended.node, ended.pid)
-        child.is_added = child.is_added and not has_worked
-        is_hopeless = ended.code == ConfigError.exit_code
-        if is_hopeless and child.is_added:  # NoRoom has the same code
+        # NoRoom has code 2 too. A process that ran before may find room again: its machine comes back, or another.
+        is_hopeless = ended.code == ConfigError.exit_code and not (ended.has_no_room and child.starts)
+        if is_hopeless and child.is_added:  # the run goes on at its present size
             child.is_kept_running = False
             self.fleet.refuse_size(ended.reason)
             return None
         if child.spec.role == LEARNER_RANK and not is_hopeless:
             self.say(f"{ended.reason}; it joins the next learner")
             return RANK_PAUSE_SECONDS
-        has_lost_gpus = ended.has_no_room and child.starts > 0
-        is_free = has_lost_gpus or time.monotonic() - self._bus_was_away < BUS_SECONDS
-        delay = None
-        if has_lost_gpus or not is_hopeless:
-            delay = child.restarts.next_delay(ended.uptime_seconds, has_worked=has_worked, is_free=is_free)
+        is_free = time.monotonic() - self._bus_was_away < BUS_SECONDS
+        delay = None if is_hopeless else child.restarts.next_delay(ended.uptime_seconds, is_free=is_free)
         if delay is None:
             self._fail(ended.code, f"{ended.reason}; ending the run")
         else:
@@ -198,49 +194,41 @@ class ProcessManager:
                     child.signal(signal.SIGKILL)
 
     async def _keep_server_up(self, server: BusServer) -> None:
-        """Restart the server on its port and store whenever it ends. All actors wait for it, and nothing is lost."""
-        restarts = RestartPolicy(self._settings.restarts)
-        while True:
-            began, was_full = time.monotonic(), await self._wait_for_server(server)
-            reason = f"{server.name} {'had no room to store' if was_full else 'ended'}"
-            uptime, is_up = time.monotonic() - began, False
-            while not is_up:
-                delay = restarts.next_delay(uptime, has_worked=uptime > 0, is_free=was_full)
-                if delay is None:
-                    self._fail(1, f"{server.name} does not stay up ({reason}); ending the run")
-                    return
-                self.say(f"{reason}; it is restarted")
-                await asyncio.sleep(delay)
-                try:
-                    server.start()  # in this thread: the server ends with the thread that starts it
-                    is_up = True
-                except AsyncRLError as error:
-                    reason, uptime = str(error), 0.0
+        """Restart the server on its port and store whenever it ends. All actors wait for it, and nothing is lost.
 
-    async def _wait_for_server(self, server: BusServer) -> bool:
-        """Wait until the server's process has ended. Return whether its disk was full: it stores nothing more until it
-        is restarted, so it is killed once there is room.
-
-        waits for: the end of the process, which the kernel signals; the clock
+        waits for: the end of the server's process    woken by: the clock
         """
-        pid, was_full = server.pid, False
-        ended = asyncio.create_task(_ended(pid), name="server-ended")
-        try:
-            while not (await asyncio.wait((ended,), timeout=SERVER_POLL_SECONDS))[0]:
-                # in a thread, because a failed disk may not respond
+        restarts, was_full, problem = RestartPolicy(self._settings.restarts), False, ""
+        while True:
+            began = time.monotonic()
+            while pid := server.pid:
+                await asyncio.sleep(SERVER_POLL_SECONDS)
+                # A server whose disk was full stores nothing more, even once there is room, until it is restarted.
+                # These calls run in a thread, because a failed disk may not respond.
                 was_full = was_full or bool(await asyncio.to_thread(server.failure))
                 if was_full and await asyncio.to_thread(server.has_room) and server.pid == pid:
                     os.kill(pid, signal.SIGKILL)
-        finally:
-            ended.cancel()
-        return was_full
+            reason = problem or f"{server.name} {'had no room to store' if was_full else 'ended'}"
+            delay = restarts.next_delay(time.monotonic() - began, is_free=was_full)
+            if delay is None:
+                self._is_bus_gone = True
+                self._fail(1, f"{server.name} does not stay up ({reason}); ending the run")
+                return
+            self.say(f"{reason}; it is restarted")
+            await asyncio.sleep(delay)
+            try:
+                server.start()  # in this thread: the server ends with the thread that starts it
+                was_full, problem = False, ""
+            except AsyncRLError as error:
+                problem = str(error)
 
     # -- what is stuck -------------------------------------------------------------------------------------------------
 
     def _on_findings(self, findings: Iterable[Finding]) -> None:
         """Report faults that begin or end, and restart processes of this run that do not recover."""
         self.fleet.quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
-        if not self._is_refused() and any(finding.fault in BUS_FAULTS for finding in findings):
+        is_refused = refusal(self._monitor.error) is not None  # a wrong token will not become right
+        if not is_refused and any(finding.fault in BUS_FAULTS for finding in findings):
             self._bus_was_away = time.monotonic()
         begun, ended = self._faults.update(findings)
         for finding in begun if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway
@@ -275,11 +263,11 @@ class ProcessManager:
         # An interrupted run waits for its answers; a failed one may have steps that are not in a checkpoint yet.
         if self._interrupts:
             await self._wait_aloud(DRAIN_SECONDS)
-        else:
+        elif not self._is_bus_gone:
             await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
-        if self._failure and (learner := self._trained_learner()):
-            self.say("the learner ends its step and writes a checkpoint")
-            await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
+            if self._failure and (learner := self._trained_learner()):
+                self.say("the learner ends its step and writes a checkpoint")
+                await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
         self._signal_all(signal.SIGKILL)
         await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
 
@@ -297,7 +285,7 @@ class ProcessManager:
     def _trained_learner(self) -> list[asyncio.Task[None]]:
         """Return the learner's task if its process is up and has finished starting."""
         has_trained = any(
-            one.spec.role == LEARNER and one.process and self._has_worked(one.process.node, one.process.pid)
+            one.spec.role == LEARNER and one.process and self._monitor.has_worked(one.process.node, one.process.pid)
             for one in self.fleet.children
         )
         return [task for task in self._tasks if has_trained and task.get_name() == LEARNER and not task.done()]
@@ -325,17 +313,3 @@ class ProcessManager:
     def _signal_all(self, number: int) -> None:
         for child in self.fleet.children:
             child.signal(number)
-
-
-async def _ended(pid: int) -> None:
-    """Wait until the child process with this id has ended."""
-    if not pid:
-        return
-    watched, ended = os.pidfd_open(pid), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(watched, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(watched)
-        os.close(watched)

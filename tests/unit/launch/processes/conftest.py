@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from asyncrl.bus.adapter import BusServer
 from asyncrl.launch.processes import child_process, process_manager, process_specs
 from tests.harness.fleet import Launcher, Stage
 
@@ -14,10 +15,10 @@ from tests.harness.fleet import Launcher, Stage
 async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
     made: list[Stage] = []
 
-    def one(launcher: Launcher, *overrides: str, gpus: int = 0) -> Stage:
+    def one(launcher: Launcher, *overrides: str, gpus: int = 0, server: BusServer | None = None) -> Stage:
         monkeypatch.setattr(process_specs, "num_gpus", lambda: gpus)
         monkeypatch.setattr("asyncrl.launch.processes.gpus.num_gpus", lambda: gpus)
-        made.append(Stage(launcher, *overrides))
+        made.append(Stage(launcher, *overrides, server=server))
         return made[-1]
 
     monkeypatch.setattr(child_process, "BACK_OFF_SECONDS", 0.0)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.errors import INTERRUPTED, LaunchError, NoRoom
+from asyncrl.errors import INTERRUPTED, BusError, LaunchError, NoRoom
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.launch.processes import child_process, process_manager
 from asyncrl.policies.health import faults
@@ -21,13 +21,13 @@ async def test_worker_whose_gpu_is_gone_waits_for_another(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(child_process, "LONGEST_BACK_OFF_SECONDS", 0.05)
-    it = stage(Launcher(room=2))
+    it = stage(Launcher(room=2), "run.restarts=100")
     await it.until_up("w0", "w1")
     it.launcher.room = 1
     it.launcher.named("w1").code.set_result(-9)
     await it.until_up("w0")
     said = ""
-    while "next try in" not in (said := said + capsys.readouterr().err):
+    while "w1 does not start" not in (said := said + capsys.readouterr().err):
         await asyncio.sleep(0.01)
     it.launcher.room = 2
     await it.until_up("w0", "w1")
@@ -58,10 +58,12 @@ async def test_learner_whose_machine_is_gone_waits_for_another_and_is_resumed(
     assert await it.end() == 0
 
 
-async def test_restarts_are_free_while_the_bus_is_down(stage: Callable[..., Stage]) -> None:
+async def test_restarts_are_free_while_the_bus_is_down(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = stage(Launcher(), "run.restarts=1")
     await it.until_up("w0", "w1")
-    it.manager._has_worked = lambda node, pid: True
+    monkeypatch.setattr(child_process, "WORKING_SECONDS", 0.0)
     it.manager._on_findings([Finding(fault="bus storage", actor="nats-server", cause="full", remedy="make room")])
     for _ in range(6):
         before = len(it.launcher.started)
@@ -146,7 +148,7 @@ async def test_failed_run_waits_for_the_checkpoint_of_a_learner_that_has_trained
     await it.until_up("w0", "w1")
     learner = it.launcher.named("learner")
     learner.drains = False
-    monkeypatch.setattr(it.manager, "_has_worked", lambda node, pid: has_trained)
+    monkeypatch.setattr(it.monitor, "has_worked", lambda node, pid: has_trained)
     it.launcher.named("w0").code.set_result(2)
     if has_trained:
         said = ""
@@ -155,6 +157,20 @@ async def test_failed_run_waits_for_the_checkpoint_of_a_learner_that_has_trained
         assert learner.signals == [15]
         learner.code.set_result(INTERRUPTED)
     assert (await it.task).exit_code == 2
+
+
+async def test_run_whose_server_does_not_stay_up_ends_at_once(stage: Callable[..., Stage]) -> None:
+    """No process can drain without its bus, so none is waited for."""
+
+    def start() -> None:
+        raise BusError("its store is damaged")
+
+    it = stage(Launcher(), "run.restarts=1", server=SimpleNamespace(name="nats-server", pid=0, start=start))
+    outcome = await it.task
+    assert (outcome.exit_code, outcome.reason) == (
+        1,
+        "nats-server does not stay up (its store is damaged); ending the run",
+    )
 
 
 async def test_failure_of_a_worker_is_the_exit_code_of_the_run(

@@ -6,28 +6,25 @@ import pytest
 
 from asyncrl.launch.processes.child_process import HEALTHY_SECONDS, RestartPolicy
 
-WORKED, FAILED, FREE = {"has_worked": True}, {"has_worked": False}, {"has_worked": False, "is_free": True}
-
 
 @pytest.mark.parametrize(
-    ("restarts", "exits", "delays"),
+    ("restarts", "uptimes", "delays"),
     [
-        (2, [(1.0, FAILED)] * 3, [0.0, 1.0, None]),
-        (100, [(1.0, FAILED)] * 8, [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
-        (2, [(20.0, WORKED)] * 3, [0.0, 0.0, None]),
-        # it died before the back-off that its failed starts have earned
-        (9, [*[(1.0, FAILED)] * 3, (3.0, WORKED), (20.0, WORKED)], [0.0, 1.0, 2.0, 4.0, 0.0]),
+        (2, [1.0] * 3, [0.0, 1.0, None]),
+        (100, [1.0] * 8, [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
+        (2, [20.0] * 3, [0.0, 0.0, None]),
+        (9, [*[1.0] * 3, 20.0, 1.0], [0.0, 1.0, 2.0, 0.0, 0.0]),
         # it was up for long and has all its restarts again
-        (1, [(1.0, WORKED), (HEALTHY_SECONDS, WORKED), (1.0, WORKED)], [0.0, 0.0, None]),
-        # a start that is killed because it takes too long is not repeated forever
-        (1, [(2 * HEALTHY_SECONDS, FAILED)] * 2, [0.0, None]),
-        # the bus was away
-        (1, [*[(1.0, FREE)] * 4, (1.0, FAILED), (1.0, FAILED)], [0.0, 1.0, 2.0, 4.0, 8.0, None]),
+        (1, [20.0, HEALTHY_SECONDS, 20.0], [0.0, 0.0, None]),
     ],
-    ids=["budget", "back-off", "works and dies", "dies early", "healthy", "slow starts", "free"],
+    ids=["budget", "back-off", "works and dies", "starts again", "healthy"],
 )
-def test_delays_of_restarts(
-    restarts: int, exits: list[tuple[float, dict[str, bool]]], delays: list[float | None]
-) -> None:
+def test_delays_of_restarts(restarts: int, uptimes: list[float], delays: list[float | None]) -> None:
     policy = RestartPolicy(restarts)
-    assert [policy.next_delay(uptime, **how) for uptime, how in exits] == delays
+    assert [policy.next_delay(uptime) for uptime in uptimes] == delays
+
+
+def test_free_restarts_back_off_and_are_not_counted() -> None:
+    policy = RestartPolicy(1)
+    assert [policy.next_delay(1.0, is_free=True) for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
+    assert [policy.next_delay(1.0) for _ in range(2)] == [8.0, None]
