@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable
 
 from asyncrl import config
-from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.bus.adapter import BusServer
 from asyncrl.bus.memory.bus import MemoryBus
@@ -15,6 +14,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import LaunchError, NoRoom
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.launch.processes import launch, process_specs
+from asyncrl.launch.processes.fleet import FleetScaler
 from asyncrl.launch.processes.process_manager import ProcessManager
 from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS

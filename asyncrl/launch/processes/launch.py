@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.history import HISTORY_FILE
@@ -31,6 +30,7 @@ from asyncrl.launch.checks import resume_checks, single_instance, single_learner
 from asyncrl.launch.keys import signing_keys
 from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.launch.launchers.adapter import launcher_class
+from asyncrl.launch.processes.fleet import FleetScaler
 from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
 from asyncrl.launch.processes.process_specs import ProcessSpecs
 from asyncrl.logs import print_line

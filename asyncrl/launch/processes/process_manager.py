@@ -21,10 +21,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.actors.health_monitor import FaultTracker, HealthMonitor, refusal
 from asyncrl.actors.presence import Launched
 from asyncrl.bus.adapter import BusServer
@@ -32,7 +31,7 @@ from asyncrl.config import RunSection
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError
 from asyncrl.launch.port import Launcher
 from asyncrl.launch.processes.child_process import ChildProcess, Exit, RestartPolicy
-from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, NewWorker
+from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, FleetScaler, NewWorker
 from asyncrl.logs import printable
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 from asyncrl.policies.health.faults import Finding
