@@ -18,7 +18,6 @@ from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.prompt_source import PromptSource
-from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.group_maker import GroupMaker
@@ -36,7 +35,7 @@ from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import CheckpointSection, ModelSection, RolloutSection, RunSection
 from asyncrl.config.staleness import StalenessSection
 from asyncrl.environments.builtin import single_turn
-from asyncrl.launch.assembly.build_learner import LearnerPorts, assemble_learner
+from asyncrl.launch.assembly.build_learner import assemble_learner
 from asyncrl.messages import SamplingParams
 from asyncrl.planning.simulation import Plan, Timing
 from asyncrl.policies.algorithms.spec import resolve
@@ -235,20 +234,20 @@ def _learner(
         checkpoint=CheckpointSection(every_steps=0, keep_log=True),
         evaluation=evaluating.section if evaluating is not None else EvaluationSection(),
     )
-    algorithm = resolve(ALGORITHMS["grpo"])
-    ports = LearnerPorts(
-        algorithm=algorithm,
+    return assemble_learner(
+        run,
+        bus=bus,
+        state=LearnerState.fresh(),
+        algorithm=resolve(ALGORITHMS["grpo"]),
         backend=backend,
-        training=TrainingStep(backend, algorithm=algorithm),
         channel=NullChannel(),
         rows=PromptRows(),
         metrics=MetricsReporter(bus, [window]),
         validator=Validator(bus),
         admission=plan.admission,
         evaluation_sets=evaluating.sets if evaluating is not None else (),
-        most_failed=1,
+        max_failed_in_a_row=1,
     )
-    return assemble_learner(run, ports, bus=bus, state=LearnerState.fresh())
 
 
 def _worker(

@@ -26,7 +26,6 @@ from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.learner.trainer import Trainer
-from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
@@ -130,9 +129,7 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
     )
     batcher = Batcher(run, table=table, progress=progress, changed=changed, algorithm=algorithm)  # table -> batch
     publisher = WeightPublisher(bus, weights, waits=waits)
-    trainer = Trainer(  # batch -> new weights
-        run, backend=backend, training=TrainingStep(backend, algorithm=algorithm), weights=publisher, waits=waits
-    )
+    trainer = Trainer(run, backend=backend, algorithm=algorithm, weights=publisher, waits=waits)  # batch -> new weights
     learner = Learner(
         "learner",
         bus,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.config import RunConfig
 from asyncrl.config.models import CriticSection, ReferenceSection
@@ -98,16 +98,6 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
             whole = dataclasses.replace(optimizer, freeze=(), train_only=(), lora=None)
             made[name] = AuxiliaryModel(path=folder, head="values", objective=objective, optimizer=whole)
     return made
-
-
-def training_options(run: RunConfig) -> dict[str, Any]:
-    """Return the arguments of actors.training_step.TrainingStep that come from the run file."""
-    section = run.critic or CriticSection()
-    return {
-        "critic_learning_rate": section.learning_rate or run.learner.learning_rate,
-        "critic_warmup_steps": section.warmup_steps,
-        "layout": run.learner.layout,
-    }
 
 
 def _vocabulary_difference(policy: Path, other: Path) -> str | None:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from asyncrl import config
-from asyncrl.actors.learner.trainer import schedule_of
-from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.adapters import learner_models, registry
 from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.backends.port import Backend
@@ -250,10 +249,18 @@ class ReplayTrainer:
             ranks=run.learner.data_parallel,
             max_tokens=run.learner.micro_batch_tokens,
         )
-        training = TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run))
         done = (number or step) - 1
-        rate = training.learning_rate(done, schedule=schedule_of(run))
-        result = training(batch, parts, step=done, learning_rate=rate)
+        rate, critic_rate = learning_rates(run, done)
+        result = train_batch(
+            backend,
+            batch,
+            parts,
+            algorithm=algorithm,
+            step=done,
+            learning_rate=rate,
+            critic_learning_rate=critic_rate,
+            layout=run.learner.layout,
+        )
         return dict(batch.metrics) | dict(result.metrics)
 
     def export(self, *, incarnation: int, version: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.sample_files import RotatedLines, SampleFile, older
 from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleWriter
 from asyncrl.actors.supervisor import supervise
@@ -30,6 +31,8 @@ from asyncrl.launch.assembly.recorders import answer_writer
 from asyncrl.launch.checks.run_file import check_evaluation
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.evaluation.questions import digest
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.metric import Metric
 
 RESULTS_FILE: Final = "evaluations.jsonl"
 """File in the run's folder with a line for each evaluated saved model."""
@@ -91,14 +94,11 @@ def _with_model(run: RunConfig, model: SavedModel) -> RunConfig:
 async def _evaluate(run: RunConfig, model: SavedModel, *, writer: SampleWriter | None) -> dict[str, float] | None:
     sets = await asyncio.to_thread(data.open_evaluation_sets, run)
     bus = await registry.own_bus(run)
-    results: list[Mapping[str, float]] = []
+    results = _Results()
     recorder = None
     if writer is not None:
         per_dataset = run.metrics.samples_per_evaluation
         recorder = AnswerRecorder(writer, per_dataset=per_dataset, model=model.folder.name, step=model.step or 0)
-
-    async def report(version: int, metrics: Mapping[str, float]) -> None:
-        results.append(metrics)
 
     try:
         worker, follower = await build_worker(run, bus=bus, name="evaluate", is_dedicated=True)
@@ -109,25 +109,38 @@ async def _evaluate(run: RunConfig, model: SavedModel, *, writer: SampleWriter |
             seed=run.run.seed,
             last_step=-1,
             channel=registry.channel(run, bus=bus),
-            report=report,
-            version=lambda: 0,
+            metrics=MetricsReporter(bus, [results]),
+            table=GroupTable(),
             waits=WaitTracker(),
             recorder=recorder,
         )
-        await supervise(_Asking(bus, evaluator, worker=worker), worker, follower)
+        await supervise(_Questioner(bus, evaluator, worker=worker), worker, follower)
     finally:
         if writer is not None:
             await writer.stop()
         await bus.close()
-    return dict(results[0]) if results else None
+    return results.row
 
 
-class _Asking(Actor):
+class _Results:
+    """A Sink for the result of one evaluation."""
+
+    row: dict[str, float] | None = None
+
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        self.row = {name: value for name, value in metrics.items() if isinstance(value, float)}
+
+    def close(self) -> None:
+        pass
+
+
+class _Questioner(Actor):
     """Evaluates the version with which the engine starts, then ends."""
 
     def __init__(self, bus: Bus, evaluator: Evaluator, *, worker: Actor) -> None:
         super().__init__("evaluation", bus)
-        self._evaluator, self._worker = evaluator, worker
+        self._evaluator = evaluator
+        self._worker = worker
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl.actors.learner.training_step import TrainingStep
-from asyncrl.adapters import learner_models, registry
+from asyncrl.actors.learner.training_step import learning_rates, train_batch
+from asyncrl.adapters import registry
 from asyncrl.backends.port import Backend
 from asyncrl.config import RunConfig
 from asyncrl.messages import TrajectoryGroup
@@ -86,9 +86,7 @@ class _Probe:
         self, run: RunConfig, backend: Backend, algorithm: Algorithm, groups: Sequence[TrajectoryGroup]
     ) -> None:
         self._run, self._backend, self._algorithm, self._groups = run, backend, algorithm, groups
-        self._training = TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run))
-        # after the critic's warm-up the policy trains too
-        self._step = learner_models.training_options(run)["critic_warmup_steps"]
+        self._step = run.critic.warmup_steps if run.critic else 0  # from then on the policy trains too
 
     def fitting(self, seconds: float) -> int:
         """Return how many groups a batch may have to take at most ``seconds``, up to the run's batch. Warms up."""
@@ -105,7 +103,17 @@ class _Probe:
         )
         parts = pack_parts(batch.documents, parts=batch.parts, ranks=self._run.learner.data_parallel, max_tokens=rows)
         began = time.monotonic()
-        self._training(batch, parts, step=self._step, learning_rate=self._run.learner.learning_rate)
+        _, critic_rate = learning_rates(self._run, self._step)
+        train_batch(
+            self._backend,
+            batch,
+            parts,
+            algorithm=self._algorithm,
+            step=self._step,
+            learning_rate=self._run.learner.learning_rate,
+            critic_learning_rate=critic_rate,
+            layout=self._run.learner.layout,
+        )
         self._backend.export()
         self._step += 1
         return TrainReading(tokens=sum(map(len, batch.documents)), seconds=time.monotonic() - began)

@@ -20,7 +20,6 @@ from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleRecorder, SampleWriter
-from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
 from asyncrl.actors.rollout.shared_engine import SharedEngine
@@ -47,7 +46,7 @@ from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
 from asyncrl.environments.builtin import single_turn
 from asyncrl.errors import EngineDied, EngineError, WeightsError
-from asyncrl.launch.assembly.build_learner import LearnerPorts, assemble_learner
+from asyncrl.launch.assembly.build_learner import assemble_learner
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
@@ -317,10 +316,13 @@ class Loop:
             cap=self.run.algorithm.filter_cap,
             keeps_at_cap=self.run.algorithm.filter_cap_action == "keep",
         )
-        ports = LearnerPorts(
+        self.learner, self.prompts = assemble_learner(
+            self.run,
+            bus=self.bus,
+            state=state,
+            restore_from=restore_from,
             algorithm=self.algorithm,
             backend=self.backend,
-            training=TrainingStep(self.backend, algorithm=self.algorithm),
             channel=self.channel,
             rows=self.rows,
             metrics=MetricsReporter(self.bus, [self.recorder], samples=self.writers),
@@ -328,10 +330,7 @@ class Loop:
             samples=self.samples,
             answers=self.answers,
             evaluation_sets=self.evaluation_sets,
-            most_failed=self.max_failed_in_a_row,
-        )
-        self.learner, self.prompts = assemble_learner(
-            self.run, ports, bus=self.bus, state=state, restore_from=restore_from
+            max_failed_in_a_row=self.max_failed_in_a_row,
         )
         self.table = self.learner.table
         return self.learner

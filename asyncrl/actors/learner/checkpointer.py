@@ -65,13 +65,12 @@ class Checkpointer:
         table: GroupTable,
         trainer: Trainer,
         progress: ProgressReporter,
-        disk: Disk | None = None,
     ) -> None:
         self._bus = bus
         self._table = table
         self._trainer = trainer
         self._progress = progress
-        self._disk = disk or Disk(trainer.waits)
+        self._disk = Disk(trainer.waits)
         self._section = run.checkpoint
         self._groups_per_batch = run.learner.groups_per_batch
         self._window = run.window

@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from asyncrl.actors.learner.sample_recorder import AnswerRecorder
 from asyncrl.bus.port import Bus
-from asyncrl.errors import BusFull, ConfigError
+from asyncrl.errors import AsyncRLError, BusFull, ConfigError
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.evaluation import MOST_PROMPTS, Evaluation, EvaluationAnswers
-from asyncrl.messages.topics import EVALUATION_ANSWERS, EVALUATION_PROMPTS
+from asyncrl.messages.topics import ACTORS, EVALUATION_ANSWERS, EVALUATION_PROMPTS
 from asyncrl.policies.evaluation.held import EngineTime
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.evaluation.results import Answered, metrics
 from asyncrl.policies.evaluation.verdict import MOST_REFUSED, Verdicts
+from asyncrl.weights.port import WeightChannel
 
 
 class EvaluationRound:
@@ -148,16 +149,19 @@ class AnswerCollector:
         asked: EvaluationRound,
         *,
         engine_time: EngineTime,
-        gone: Callable[[], Awaitable[str]],
-        workers: Callable[[], Awaitable[Collection[str]]],
+        channel: WeightChannel,
+        role: str,
     ) -> None:
         """
         engine_time  receives the engine time of every answer
-        gone         returns why the evaluated version is not available any more; "" if it is
-        workers      returns names of live workers that may answer
+        channel      has the evaluated version
+        role         role of the workers that answer
         """
-        self._bus, self._asked, self._engine_time = bus, asked, engine_time
-        self._gone, self._workers = gone, workers
+        self._bus = bus
+        self._asked = asked
+        self._engine_time = engine_time
+        self._channel = channel
+        self._role = role
         self._again: set[int] = set()  # prompts to publish again once the bus accepts them
         self._wanted = asyncio.Event()
         self._has_read = asyncio.Event()
@@ -246,9 +250,16 @@ class AnswerCollector:
 
     async def _hopeless(self) -> str:
         """Return why no worker can answer: the version is gone, or no live worker can load it. "" if one may."""
-        if problem := await self._gone():
-            return problem
-        unable, workers = self._asked.unable, set(await self._workers())
+        try:
+            await asyncio.to_thread(self._channel.verify, self._asked.evaluation.weights)
+        except (AsyncRLError, OSError) as error:
+            return f"its weights are gone: {error}"
+        unable, workers = self._asked.unable, await live_actors(self._bus, self._role)
         if not workers or not workers <= unable.keys():
             return ""
         return f"no worker can load it; {(name := next(iter(unable)))}: {unable[name]}"
+
+
+async def live_actors(bus: Bus, *roles: str) -> set[str]:
+    """Return the names of live actors with one of these roles."""
+    return {name for name, beat in (await bus.states(ACTORS)).items() if beat.role in roles}

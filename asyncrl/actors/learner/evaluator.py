@@ -16,10 +16,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncrl.actors.learner.best_model import BestModel
-from asyncrl.actors.learner.evaluation_round import AnswerCollector, EvaluationRound, prompts_of
+from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.evaluation_round import AnswerCollector, EvaluationRound, live_actors, prompts_of
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.sample_recorder import AnswerRecorder
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
@@ -28,14 +30,12 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.evaluation import Evaluation
 from asyncrl.messages.roles import EVALUATION_WORKER, WORKER
-from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS
+from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS
 from asyncrl.policies.evaluation.held import EngineTime, num_held
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
-from asyncrl.policies.staleness.staleness import Forks, is_of_history
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness.staleness import is_of_history
 from asyncrl.weights.port import WeightChannel
-
-Report = Callable[[int, Mapping[str, float]], Awaitable[None]]
-"""Called with a policy version and its metrics."""
 
 log = logging.getLogger("asyncrl.evaluation")
 
@@ -52,32 +52,39 @@ class Evaluator:
         seed: int,
         last_step: int,
         channel: WeightChannel,
-        report: Report,
-        version: Callable[[], int],
+        metrics: MetricsReporter,
+        table: GroupTable,
         waits: WaitTracker,
-        forks: Forks | None = None,
         best: BestModel | None = None,
         recorder: AnswerRecorder | None = None,
     ) -> None:
         """
         seed       seed of the bootstrap
         last_step  last step of the run: its version is left to ``finish``, which evaluates it
-        version    returns the learner's current policy version
+        metrics    reports the results
+        table      the learner's: its version and history
         waits      the learner's wait tracker
-        forks      forks of the learner's history
         best       keeps the best model; None keeps none
         recorder   records some of the answers; None records none
         """
-        self._bus, self._section, self._sets, self._seed = bus, section, tuple(sets), seed
+        self._bus = bus
+        self._section = section
+        self._sets = tuple(sets)
+        self._seed = seed
         self._last_step = last_step
-        self._num_prompts, self._questions = len(prompts_of(sets)), digest(sets)
-        self._channel, self._report, self._version = channel, report, version
-        self._waits, self._best, self._forks = waits, best, forks or {}
+        self._num_prompts = len(prompts_of(sets))
+        self._questions = digest(sets)
+        self._channel = channel
+        self._metrics = metrics
+        self._table = table
+        self._waits = waits
+        self._disk = Disk(waits)
+        self._best = best
         self._recorder = recorder
         self._newest: WeightVersion | None = None  # newest stored version
         self._last: Evaluation | None = None  # last one begun
         self._current: Evaluation | None = None  # in progress
-        self._asked: EvaluationRound | None = None
+        self._round: EvaluationRound | None = None
         self._before = -1
         self._skipped = 0
         self._changed = asyncio.Condition()
@@ -85,8 +92,8 @@ class Evaluator:
     @property
     def progress(self) -> tuple[int, int]:
         """(settled prompts, all prompts) of the evaluation in progress, or of the last one."""
-        asked = self._asked
-        return (0 if asked is None else self._num_prompts - len(asked.missing), self._num_prompts)
+        settled = 0 if self._round is None else self._num_prompts - len(self._round.missing)
+        return settled, self._num_prompts
 
     @property
     def needs_first_version(self) -> bool:
@@ -99,7 +106,7 @@ class Evaluator:
         if last is None:
             return
         version = last.weights.policy_version
-        self._last, self._before = last, min(version, self._version())
+        self._last, self._before = last, min(version, self._table.policy_version)
         problem = self._why_not_comparable(last)
         if problem and not last.is_over:
             log.warning("evaluation of version %d: %s; given up", version, problem)
@@ -115,8 +122,8 @@ class Evaluator:
         """Return why an earlier evaluation is not comparable to one by this incarnation; "" if it is."""
         if last.num_prompts != self._num_prompts or last.questions not in ("", self._questions):
             return "its data sets have changed"
-        if not is_of_history(last.weights.order, self._forks):
-            return f"this version was lost when the learner fell back to version {self._version()}"
+        if not is_of_history(last.weights.order, self._table.forks):
+            return f"this version was lost when the learner fell back to version {self._table.policy_version}"
         return ""
 
     async def stored(self, weights: WeightVersion) -> None:
@@ -183,7 +190,7 @@ class Evaluator:
 
     async def _begin(self, weights: WeightVersion) -> None:
         await asyncio.to_thread(self._channel.retain, weights)
-        engines = len(await self._workers(WORKER))
+        engines = len(await live_actors(self._bus, WORKER))
         self._last = Evaluation(
             number=0 if self._last is None else self._last.number + 1,
             weights=weights,
@@ -196,23 +203,14 @@ class Evaluator:
         await self._bus.trim(EVALUATION_ANSWERS, through=self._last.after)  # answers of the previous evaluation
         await self._set(self._last)
 
-    async def _workers(self, *roles: str) -> set[str]:
-        return {name for name, beat in (await self._bus.states(ACTORS)).items() if beat.role in roles}
-
     # -- one evaluation ------------------------------------------------------------------------------------------------
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
         began = time.monotonic()
-        asked = self._asked = EvaluationRound(evaluation, self._sets, recorder=self._recorder)
+        asked = self._round = EvaluationRound(evaluation, self._sets, recorder=self._recorder)
         engine_time = EngineTime(began=began)
-        answering = WORKER if self._section.place == "shared" else EVALUATION_WORKER
-        collector = AnswerCollector(
-            self._bus,
-            asked,
-            engine_time=engine_time,
-            gone=lambda: asyncio.to_thread(self._why_gone, evaluation.weights),
-            workers=lambda: self._workers(answering),
-        )
+        role = WORKER if self._section.place == "shared" else EVALUATION_WORKER
+        collector = AnswerCollector(self._bus, asked, engine_time=engine_time, channel=self._channel, role=role)
         try:
             async with asyncio.timeout(self._section.timeout_seconds or None):
                 problem = await collector.run()
@@ -227,16 +225,9 @@ class Evaluator:
                 problem,
             )
         now = time.monotonic()
-        engines = len(await self._workers(WORKER, EVALUATION_WORKER))
+        engines = len(await live_actors(self._bus, WORKER, EVALUATION_WORKER))
         share = engine_time.share(num_engines=engines, now=now)
         await self._end(asked, seconds=now - began, engine_share=share)
-
-    def _why_gone(self, weights: WeightVersion) -> str:
-        try:
-            self._channel.verify(weights)
-        except (AsyncRLError, OSError) as error:
-            return f"its weights are gone: {error}"
-        return ""
 
     async def _end(self, asked: EvaluationRound, *, seconds: float, engine_share: float) -> None:
         """Report the result, then mark the evaluation as over: a learner killed in between counts the answers again."""
@@ -246,7 +237,7 @@ class Evaluator:
         row = await asyncio.to_thread(asked.metrics, seed=self._seed)
         row |= {
             "evaluation/complete": float(asked.is_complete),
-            "evaluation/lag_steps": float(max(0, self._version() - version)),
+            "evaluation/lag_steps": float(max(0, self._table.policy_version - version)),
             "evaluation/seconds": seconds,
             "evaluation/time": ended,
             "evaluation/tokens": float(asked.num_tokens),
@@ -258,7 +249,8 @@ class Evaluator:
             log.warning("evaluation of version %d: prompt %d has no answer: %s", version, index, reason)
         if self._best is not None and asked.is_complete:
             await self._keep_best(evaluation.weights, row)
-        await self._report(version, row | {"learner/incarnation": float(evaluation.weights.incarnation)})
+        row["learner/incarnation"] = float(evaluation.weights.incarnation)
+        await self._metrics.evaluated(version, row, disk=self._disk)
         await self._bus.put(EVALUATION, replace(evaluation, is_over=True))
         await asyncio.to_thread(self._channel.release, evaluation.weights)
 

@@ -69,7 +69,6 @@ class Learner(Actor):
         progress: ProgressReporter,
         metrics: MetricsReporter,
         workers: LiveWorkers,
-        disk: Disk | None = None,
         failed_batches: FailedBatches | None = None,
         evaluator: Evaluator | None = None,
     ) -> None:
@@ -90,7 +89,7 @@ class Learner(Actor):
         self._progress = progress
         self._metrics = metrics
         self._workers = workers
-        self._disk = disk or Disk(trainer.waits)
+        self._disk = Disk(trainer.waits)
         self._failed_batches = failed_batches or FailedBatches()
         self._evaluator = evaluator
         self._has_failed = False  # whether the last batch could not be trained

@@ -32,7 +32,7 @@ log = logging.getLogger("asyncrl.learner")
 
 
 class ProgressReporter:
-    """Reports under the learner's ``name``."""
+    """Reports under the learner's ``name``. waits: the learner's wait tracker"""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class ProgressReporter:
         name: str,
         table: GroupTable,
         history: History,
-        disk: Disk | None = None,
+        waits: WaitTracker | None = None,
         samples: SampleRecorder | None = None,
     ) -> None:
         self._bus = bus
         self._name = name
         self._table = table
         self._history = history
-        self._disk = disk or Disk(WaitTracker())
+        self._disk = Disk(waits or WaitTracker())
         self._samples = samples
 
     def record(

@@ -1,4 +1,7 @@
-"""The model in training: its backend, in a thread of its own, and the publication of its weights."""
+"""The model in training: its backend, in a thread of its own, and the publication of its weights.
+
+Learner._step -> Trainer.step -> (thread) train_batch: scores of other models -> Backend.step
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,22 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.actors.learner.batcher import Prepared
-from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.backends.port import Backend, Offloads, SavesBeside, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.messages.roles import WORKER
+from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import packing
 from asyncrl.policies.batching.packing import Document, pack_for_ranks
 from asyncrl.policies.health.waits import FIRST_SECONDS
-from asyncrl.policies.learning_rate import Schedule
 from asyncrl.policies.metric import Metric
 
 T = TypeVar("T")
 Profile = Callable[[int, Callable[[], StepResult]], StepResult]
 """Runs a step with the given number and may profile it."""
-
-
-def schedule_of(run: RunConfig) -> Schedule:
-    """Return the schedule of the policy's learning rate: without decay_steps it decays until the run's last step."""
-    learner = run.learner
-    return Schedule(
-        kind=learner.schedule,
-        peak=learner.learning_rate,
-        floor=learner.min_learning_rate,
-        warmup_steps=learner.warmup_steps,
-        steps=learner.decay_steps or run.run.steps - (run.critic.warmup_steps if run.critic else 0),
-    )
 
 
 class Trainer:
@@ -59,7 +50,7 @@ class Trainer:
         run: RunConfig,
         *,
         backend: Backend,
-        training: TrainingStep,
+        algorithm: Algorithm,
         weights: WeightPublisher,
         waits: WaitTracker,
         restore_from: Path | None = None,
@@ -72,12 +63,10 @@ class Trainer:
         self._is_away = False  # whether the model is off the GPUs
         self._gpu_seconds: dict[str, Metric] = {}
         self._backend = backend
-        self._training = training
+        self._algorithm = algorithm
         self._weights = weights
         self._restore_from = restore_from
-        self._schedule = schedule_of(run)
-        self._num_dp_shards = run.learner.data_parallel
-        self._micro_batch_tokens = run.learner.micro_batch_tokens
+        self._run = run
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._export_seconds = 0.0
 
@@ -91,8 +80,18 @@ class Trainer:
     async def step(self, prepared: Prepared, *, step: int) -> StepResult:
         """Train on a batch. ``step``: number of steps done before. Raises StepFailed if nothing has changed."""
         await self.take_gpus()
-        rate = self._training.learning_rate(step, schedule=self._schedule)
-        train = functools.partial(self._training, prepared.batch, prepared.parts, step=step, learning_rate=rate)
+        rate, critic_rate = learning_rates(self._run, step)
+        train = functools.partial(
+            train_batch,
+            self._backend,
+            prepared.batch,
+            prepared.parts,
+            algorithm=self._algorithm,
+            step=step,
+            learning_rate=rate,
+            critic_learning_rate=critic_rate,
+            layout=self._run.learner.layout,
+        )
         if self._profile is not None:
             train = functools.partial(self._profile, step + 1, train)
         return await self._call_with_data(train, what="a training step", on="step")
@@ -105,7 +104,8 @@ class Trainer:
         return await self._call_with_data(functools.partial(self._score, documents), what="answers to be scored again")
 
     def _score(self, documents: Sequence[Document]) -> list[NDArray[np.float32]]:
-        shards = pack_for_ranks(documents, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens)
+        learner = self._run.learner
+        shards = pack_for_ranks(documents, ranks=learner.data_parallel, max_tokens=learner.micro_batch_tokens)
         logprobs: dict[int, NDArray[np.float32]] = {}
         for shard, scored in zip(shards, self._backend.score(shards), strict=True):
             for micro_batch, array in zip(shard, scored, strict=True):

@@ -6,9 +6,9 @@ With learner.steps_per_batch each part of the batch is one optimizer step: the p
 the critic does. The policy is scored before the first part: all parts use that proximal policy, and the staleness of
 the batch's tokens counts from it. A part whose loss is not finite changes nothing; the other parts count.
 
-Blocking: the learner calls it in the backend's thread. Batches are packed ahead; only work that depends on the current
+Blocking: the trainer calls it in the backend's thread. Batches are packed ahead; only work that depends on the current
 weights happens here. An algorithm that needs no other model gets ``backend.step`` and nothing else. During the first
-``critic_warmup_steps`` steps only the critic learns. Each of these steps still makes a policy version, with unchanged
+critic.warmup_steps steps only the critic learns. Each of these steps still makes a policy version, with unchanged
 weights, so step n always makes version n.
 
 Tests: tests/actors/learner/test_training_step.py.
@@ -26,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.backends.port import Backend, StepResult
+from asyncrl.config import RunConfig
 from asyncrl.config.layout import Layout
+from asyncrl.config.models import CriticSection
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import SCORED_BY, Algorithm
 from asyncrl.policies.batching.apply_scores import complete
@@ -43,114 +45,119 @@ Parts: TypeAlias = Sequence[Sequence[Sequence[MicroBatch]]]
 """``parts[i][r]`` is the data of data-parallel rank r in the batch's optimizer step i."""
 
 
-class TrainingStep:
-    """Has no mutable state: the step's number decides which steps are warm-up, so a resumed run continues correctly."""
+def learning_rates(run: RunConfig, step: int) -> tuple[float | None, float]:
+    """Return the learning rates of policy and critic in the step after ``step`` steps.
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        algorithm: Algorithm,
-        critic_learning_rate: float = 0.0,
-        critic_warmup_steps: int = 0,
-        layout: Layout | None = None,
-    ) -> None:
-        """layout: layout of the backend's ranks, for per-rank metrics"""
-        self._backend = backend
-        self._algorithm = algorithm
-        self._critic_learning_rate = critic_learning_rate
-        self._critic_warmup_steps = critic_warmup_steps
-        self._layout = layout or Layout()
+    The policy's is None while only the critic learns; its schedule counts the policy's own steps, and without
+    decay_steps it decays until the run's last step.
+    """
+    learner, critic = run.learner, run.critic or CriticSection()
+    schedule = Schedule(
+        kind=learner.schedule,
+        peak=learner.learning_rate,
+        floor=learner.min_learning_rate,
+        warmup_steps=learner.warmup_steps,
+        steps=learner.decay_steps or run.run.steps - critic.warmup_steps,
+    )
+    number = step + 1 - critic.warmup_steps  # of the policy's steps, from 1
+    return schedule.at(number) if number > 0 else None, critic.learning_rate or learner.learning_rate
 
-    def policy_steps(self, steps: int) -> int:
-        """Return how many of the first ``steps`` steps train the policy."""
-        return max(0, steps - self._critic_warmup_steps)
 
-    def learning_rate(self, step: int, *, schedule: Schedule) -> float:
-        """Return the learning rate of the step after ``step`` steps. The schedule counts steps of the policy only."""
-        return schedule.at(self.policy_steps(step + 1))
+def train_batch(
+    backend: Backend,
+    batch: Batch,
+    parts: Parts,
+    *,
+    algorithm: Algorithm,
+    step: int,
+    learning_rate: float | None,
+    critic_learning_rate: float = 0.0,
+    layout: Layout | None = None,
+) -> StepResult:
+    """Train on ``batch``, packed as ``parts``.
 
-    def __call__(self, batch: Batch, parts: Parts, *, step: int, learning_rate: float) -> StepResult:
-        """Train on ``batch``, packed as ``parts``. ``step``: number of steps done before."""
-        if not batch.num_tokens:
-            log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
-        started, metrics = time.monotonic(), self._of_ranks(parts)
-        scored = self._scored(batch, parts)
-        if scored is not parts:
-            metrics["learner/score_seconds"] = time.monotonic() - started
-        tokens: Mapping[int, NDArray[np.float32]] = {}
-        if self.policy_steps(step + 1):
-            result = self._steps(scored, learning_rate=learning_rate, model="policy")
-            metrics, tokens = metrics | dict(result.metrics), result.tokens
-        else:
-            metrics["learner/learning_rate"] = 0.0
-        if "critic" in self._algorithm.models and not is_skipped(metrics):
-            metrics |= self._critic_steps(scored).metrics
-        return StepResult(metrics=metrics, tokens=tokens)
-
-    def _of_ranks(self, parts: Parts) -> dict[str, float]:
-        """Return the number of tokens that each rank trains, if there are several."""
-        layout = self._layout
-        if not 1 < layout.ranks <= MOST_RANKS:
-            return {}
-        shares = [sum(one.num_tokens for part in parts for one in part[share]) for share in range(layout.data_parallel)]
-        return {f"learner/rank{rank}/tokens": float(shares[layout.share(rank)]) for rank in range(layout.ranks)}
-
-    def _scored(self, batch: Batch, parts: Parts) -> Parts:
-        """Return ``parts`` with the scores that the algorithm needs from other models and from the current policy."""
-        names = self._algorithm.advantage_scores | self._algorithm.loss_scores
-        if not (names or self._algorithm.batch_scores):
-            return parts
-        shares = [[one for share in of_rank for one in share] for of_rank in zip(*parts, strict=True)]
-        scores = {name: self._backend.score(shares, model=SCORED_BY[name]) for name in sorted(names)}
-        rows = [iter(share) for share in complete(shares, scores, batch=batch, algorithm=self._algorithm)]
-        return [[[next(row) for _ in share] for row, share in zip(rows, part, strict=True)] for part in parts]
-
-    def _steps(self, parts: Parts, *, learning_rate: float, model: str) -> StepResult:
-        """Take one optimizer step on each part. Return joined metrics and each part's token results.
-
-        If the first step raises, the model is unchanged. Once a step has changed it, errors become BackendError.
-        """
-        made: list[StepResult] = []
-        for dp_shards in parts:
-            try:
-                made.append(self._backend.step(dp_shards, learning_rate=learning_rate, model=model))
-            except Exception as error:
-                if all(is_skipped(one.metrics, model=model) for one in made):
-                    raise
-                raise BackendError(
-                    f"optimizer step {len(made) + 1} of {len(parts)} on the batch failed: {error!r}"
-                ) from error
-        joined = made_one([one.metrics for one in made], model=model)
-        if num_skipped := int(joined.get(f"{_prefix(model)}/skipped_parts", 0)):
-            log.warning("%d of %d optimizer steps of the %s on a batch were not finite", num_skipped, len(made), model)
-        tokens = {document: row for one in made for document, row in one.tokens.items()}
-        return StepResult(metrics=joined, tokens=tokens)
-
-    def _critic_steps(self, parts: Parts) -> StepResult:
-        """Step the critic. Its errors become BackendError, as the policy's step is done and cannot be repeated."""
+    step           number of steps done before
+    learning_rate  of the policy; None: only the critic learns
+    layout         layout of the backend's ranks, for per-rank metrics
+    """
+    if not batch.num_tokens:
+        log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
+    started, metrics = time.monotonic(), _rank_metrics(parts, layout or Layout())
+    scored = _score(backend, batch, parts, algorithm=algorithm)
+    if scored is not parts:
+        metrics["learner/score_seconds"] = time.monotonic() - started
+    tokens: Mapping[int, NDArray[np.float32]] = {}
+    if learning_rate is None:
+        metrics["learner/learning_rate"] = 0.0
+    else:
+        result = _train_parts(backend, scored, learning_rate=learning_rate, model="policy")
+        metrics, tokens = metrics | dict(result.metrics), result.tokens
+    if "critic" in algorithm.models and not is_skipped(metrics):
         try:
-            return self._steps(parts, learning_rate=self._critic_learning_rate, model="critic")
-        except Exception as error:
+            metrics |= _train_parts(backend, scored, learning_rate=critic_learning_rate, model="critic").metrics
+        except Exception as error:  # the policy's step is done and cannot be repeated
             raise BackendError(f"the critic's step failed: {type(error).__name__}: {error}") from error
+    return StepResult(metrics=metrics, tokens=tokens)
 
 
-def made_one(made: Sequence[Mapping[str, float]], *, model: str = "policy") -> dict[str, float]:
+def _rank_metrics(parts: Parts, layout: Layout) -> dict[str, float]:
+    """Return the number of tokens that each rank trains, if there are several."""
+    if not 1 < layout.ranks <= MOST_RANKS:
+        return {}
+    shares = [sum(one.num_tokens for part in parts for one in part[share]) for share in range(layout.data_parallel)]
+    return {f"learner/rank{rank}/tokens": float(shares[layout.share(rank)]) for rank in range(layout.ranks)}
+
+
+def _score(backend: Backend, batch: Batch, parts: Parts, *, algorithm: Algorithm) -> Parts:
+    """Return ``parts`` with the scores that the algorithm needs from other models and from the current policy."""
+    names = algorithm.advantage_scores | algorithm.loss_scores
+    if not (names or algorithm.batch_scores):
+        return parts
+    # A model scores the whole batch at once: the parts of each rank are joined, then split again.
+    shares = [[one for share in of_rank for one in share] for of_rank in zip(*parts, strict=True)]
+    scores = {name: backend.score(shares, model=SCORED_BY[name]) for name in sorted(names)}
+    rows = [iter(share) for share in complete(shares, scores, batch=batch, algorithm=algorithm)]
+    return [[[next(row) for _ in share] for row, share in zip(rows, part, strict=True)] for part in parts]
+
+
+def _train_parts(backend: Backend, parts: Parts, *, learning_rate: float, model: str) -> StepResult:
+    """Take one optimizer step on each part. Return joined metrics and each part's token results.
+
+    If the first step raises, the model is unchanged. Once a step has changed it, errors become BackendError.
+    """
+    results: list[StepResult] = []
+    for dp_shards in parts:
+        try:
+            results.append(backend.step(dp_shards, learning_rate=learning_rate, model=model))
+        except Exception as error:
+            if all(is_skipped(one.metrics, model=model) for one in results):
+                raise
+            raise BackendError(
+                f"optimizer step {len(results) + 1} of {len(parts)} on the batch failed: {error!r}"
+            ) from error
+    joined = join_metrics([one.metrics for one in results], model=model)
+    if num_skipped := int(joined.get(f"{_prefix(model)}/skipped_parts", 0)):
+        log.warning("%d of %d optimizer steps of the %s on a batch were not finite", num_skipped, len(results), model)
+    tokens = {document: row for one in results for document, row in one.tokens.items()}
+    return StepResult(metrics=joined, tokens=tokens)
+
+
+def join_metrics(steps: Sequence[Mapping[str, float]], *, model: str = "policy") -> dict[str, float]:
     """Return the metrics of one batch from those of its optimizer steps: means, or maxima for metrics that are maxima.
 
     A batch is skipped if none of its steps changed a weight; learner/skipped_parts counts the steps that did not.
     """
-    if len(made) == 1:
-        return dict(made[0])
+    if len(steps) == 1:
+        return dict(steps[0])
     skipped = f"{_prefix(model)}/skipped_steps"
-    num_skipped = sum(is_skipped(metrics, model=model) for metrics in made)
-    kept = [metrics for metrics in made if not is_skipped(metrics, model=model)] or made
+    num_skipped = sum(is_skipped(metrics, model=model) for metrics in steps)
+    kept = [metrics for metrics in steps if not is_skipped(metrics, model=model)] or steps
     joined = {
         name: (max if name.endswith(_LARGEST) else statistics.fmean)(m[name] for m in kept if name in m)
         for name in dict.fromkeys(name for metrics in kept for name in metrics)
     }
     return joined | {
-        skipped: float(num_skipped == len(made)),
+        skipped: float(num_skipped == len(steps)),
         f"{_prefix(model)}/skipped_parts": float(num_skipped),
     }
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from asyncrl.actors.base import Actor, HeartbeatSender
@@ -15,7 +14,6 @@ from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.batcher import Batcher
 from asyncrl.actors.learner.best_model import BestModel
 from asyncrl.actors.learner.checkpointer import Checkpointer
-from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.failed_batches import FailedBatches
 from asyncrl.actors.learner.group_filters import GroupFilters
@@ -30,12 +28,11 @@ from asyncrl.actors.learner.sample_files import RotatedLines
 from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleRecorder
 from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.actors.learner.trainer import Trainer
-from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.learner.weight_publisher import WeightPublisher, WeightSender
 from asyncrl.actors.wait_tracker import WaitTracker
-from asyncrl.adapters import learner_models, registry
+from asyncrl.adapters import registry
 from asyncrl.audit.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.backends.port import Backend
 from asyncrl.bus.port import Bus
@@ -67,39 +64,12 @@ from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.groups.saved import LearnerState
-from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.groups.tickets import Tickets
 from asyncrl.policies.groups.validation import GroupValidation, PromptSpec
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.weights.port import WeightChannel
 
 # -- learner -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerPorts:
-    """Everything the learner is made of except its run file: adapters, data and destinations of metrics.
-
-    admission                   None: as the run file says
-    data                        SHA-256 of each data file by its path, for the history
-    samples, answers            recorders of groups and of evaluations; None: nothing is recorded
-    evaluation_sets             data sets of [evaluation]; empty: nothing is evaluated
-    most_failed                 consecutive groups that may fail before the run ends
-    """
-
-    algorithm: Algorithm
-    backend: Backend
-    training: TrainingStep
-    channel: WeightChannel
-    rows: Rows
-    metrics: MetricsReporter
-    validator: Validator
-    data: Mapping[str, str] = field(default_factory=dict)
-    samples: SampleRecorder | None = None
-    answers: AnswerRecorder | None = None
-    admission: Admission | None = None
-    evaluation_sets: Sequence[EvaluationSet] = ()
-    most_failed: int = 32
 
 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
@@ -114,13 +84,16 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders = open_recorders(run, algorithm=algorithm)
-    ports = LearnerPorts(
+    learner, prompts = assemble_learner(
+        run,
+        bus=bus,
+        state=state,
+        restore_from=restore_from,
         algorithm=algorithm,
         backend=backend,
-        training=TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run)),
         channel=channel,
         rows=rows,
-        data=digests,
+        data_digests=digests,
         metrics=MetricsReporter(
             bus,
             open_sinks(run, resume=resume, step=state.step),
@@ -133,48 +106,74 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         samples=recorders.samples,
         answers=recorders.answers,
         evaluation_sets=sets,
-        most_failed=max(32, 2 * run.window),
+        max_failed_in_a_row=max(32, 2 * run.window),
     )
-    learner, prompts = assemble_learner(run, ports, bus=bus, state=state, restore_from=restore_from)
     senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
     return learner, [prompts, *senders]
 
 
 def assemble_learner(
-    run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerState, restore_from: Path | None = None
+    run: RunConfig,
+    *,
+    bus: Bus,
+    state: LearnerState,
+    restore_from: Path | None = None,
+    algorithm: Algorithm,
+    backend: Backend,
+    channel: WeightChannel,
+    rows: Rows,
+    metrics: MetricsReporter,
+    validator: Validator,
+    data_digests: Mapping[str, str] = MappingProxyType({}),
+    samples: SampleRecorder | None = None,
+    answers: AnswerRecorder | None = None,
+    admission: Admission | None = None,
+    evaluation_sets: Sequence[EvaluationSet] = (),
+    max_failed_in_a_row: int = 32,
 ) -> tuple[Learner, PromptSource]:
-    """Assemble the learner and the prompt source of its process from their parts. ``state``: the starting point"""
-    history = History(run.run_directory / HISTORY_FILE, incarnation=state.incarnation)
+    """Assemble the learner and the prompt source of its process from their parts.
+
+    state, restore_from  the starting point: state of a checkpoint, and its backend folder
+    data_digests         SHA-256 of each data file by its path, for the history
+    samples, answers     recorders of groups and of evaluations; None: nothing is recorded
+    admission            None: as the run file says
+    """
+    directory, best = run.run_directory, run.checkpoint.best
+    history = History(directory / HISTORY_FILE, incarnation=state.incarnation)
     history.begin(
-        step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run), data=ports.data
+        step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run), data=data_digests
     )
     table = saved_table.restore(state)
-    changed, reconciled, waits = asyncio.Event(), asyncio.Event(), WaitTracker()
-    disk, workers = Disk(waits), LiveWorkers(bus)
-    progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk, samples=ports.samples)
+    changed, reconciled = asyncio.Event(), asyncio.Event()
+    waits, workers = WaitTracker(), LiveWorkers(bus)
+    progress = ProgressReporter(bus, name="learner", table=table, history=history, waits=waits, samples=samples)
     remover = GroupRemover(
         table=table,
         progress=progress,
-        validator=ports.validator,
+        validator=validator,
         changed=changed,
-        max_failed_in_a_row=ports.most_failed,
+        max_failed_in_a_row=max_failed_in_a_row,
     )
-    reader = TrajectoryReader(
-        bus,
-        table=table,
-        validator=ports.validator,
-        remover=remover,
-        progress=progress,
-        changed=changed,
-        reconciled=reconciled,
-    )
-    evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
-    weights = WeightPublisher(bus, ports.channel, waits=waits, fork=state.policy_version, evaluator=evaluator)
+    evaluator = None
+    if evaluation_sets:
+        evaluator = Evaluator(
+            bus,
+            section=run.evaluation,
+            sets=evaluation_sets,
+            seed=run.run.seed,
+            last_step=run.run.steps,
+            channel=channel,
+            metrics=metrics,
+            table=table,
+            waits=waits,
+            best=BestModel(directory / "best", metric=best, forks=table.forks) if best else None,
+            recorder=answers,
+        )
     trainer = Trainer(
         run,
-        backend=ports.backend,
-        training=ports.training,
-        weights=weights,
+        backend=backend,
+        algorithm=algorithm,
+        weights=WeightPublisher(bus, channel, waits=waits, fork=state.policy_version, evaluator=evaluator),
         waits=waits,
         restore_from=restore_from,
         profile=registry.profiler(run),
@@ -185,76 +184,50 @@ def assemble_learner(
         bus,
         run=run,
         table=table,
-        reader=reader,
-        validator=ports.validator,
+        reader=TrajectoryReader(
+            bus,
+            table=table,
+            validator=validator,
+            remover=remover,
+            progress=progress,
+            changed=changed,
+            reconciled=reconciled,
+        ),
+        validator=validator,
         remover=remover,
         batcher=Batcher(
             run,
             table=table,
             progress=progress,
             changed=changed,
-            algorithm=ports.algorithm,
-            picks=None if ports.samples is None else ports.samples.picks,
+            algorithm=algorithm,
+            picks=None if samples is None else samples.picks,
             workers=workers,
         ),
         trainer=trainer,
-        checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress, disk=disk),
+        checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),
         progress=progress,
-        metrics=ports.metrics,
+        metrics=metrics,
         workers=workers,
-        disk=disk,
-        failed_batches=FailedBatches(run.run_directory),
+        failed_batches=FailedBatches(directory),
         evaluator=evaluator,
     )
-    return learner, _prompts(run, ports, bus=bus, table=table, changed=changed, reconciled=reconciled)
-
-
-def _prompts(
-    run: RunConfig,
-    ports: LearnerPorts,
-    *,
-    bus: Bus,
-    table: GroupTable,
-    changed: asyncio.Event,
-    reconciled: asyncio.Event,
-) -> PromptSource:
-    return PromptSource(
+    prompts = PromptSource(
         "prompts",
         bus,
-        rows=ports.rows,
-        admission=ports.admission or Admission.from_run(run),
+        rows=rows,
+        admission=admission or Admission.from_run(run),
         sampling=sampling_params(run),
         max_tokens=_max_tokens(run),
         group_size=run.rollout.group_size,
         table=table,
         changed=changed,
         reconciled=reconciled,
-        tickets=ports.validator.tickets,
+        tickets=validator.tickets,
         are_sampled=_are_sampled(run),
         reissue_seconds=run.rollout.reissue_seconds,
     )
-
-
-def _evaluator(
-    run: RunConfig, ports: LearnerPorts, *, bus: Bus, table: GroupTable, waits: WaitTracker, disk: Disk
-) -> Evaluator | None:
-    if not ports.evaluation_sets:
-        return None
-    best = run.checkpoint.best
-    return Evaluator(
-        bus,
-        section=run.evaluation,
-        sets=ports.evaluation_sets,
-        seed=run.run.seed,
-        last_step=run.run.steps,
-        channel=ports.channel,
-        report=functools.partial(ports.metrics.evaluated, disk=disk),
-        version=lambda: table.policy_version,
-        waits=waits,
-        forks=table.forks,
-        best=BestModel(run.run_directory / "best", metric=best, forks=table.forks) if best else None,
-        recorder=ports.answers,
-    )
+    return learner, prompts
 
 
 def _timeline(run: RunConfig) -> Timeline | None:

@@ -51,7 +51,7 @@ class RestartPolicy:
         self.failed_starts += 1
         if self.failed_starts == 1:
             return 0.0
-        return min(BACK_OFF_SECONDS * 2 ** (self.failed_starts - 2), LONGEST_BACK_OFF_SECONDS)
+        return min(BACK_OFF_SECONDS * 2.0 ** (self.failed_starts - 2), LONGEST_BACK_OFF_SECONDS)
 
     def __str__(self) -> str:
         return f"restart {self.used} of {self.restarts}"

@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.actors.learner import evaluation_round
 from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import WeightsError
@@ -23,6 +24,7 @@ from asyncrl.messages.roles import EVALUATION_WORKER
 from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
 from asyncrl.policies.evaluation.verdict import MOST_REFUSED
+from asyncrl.policies.groups.table import GroupTable
 from tests.harness.evaluation import section, sums
 from tests.harness.fakes import Channel
 
@@ -72,14 +74,16 @@ class Incarnation:
             seed=0,
             last_step=100,
             channel=self.channel,
-            report=self._report,
-            version=lambda: self.version,
+            metrics=MetricsReporter(self.bus, [self]),
+            table=GroupTable(step=self.version, forks=self.forks),
             waits=WaitTracker(),
-            forks=self.forks,
         )
 
-    async def _report(self, version: int, row: Mapping[str, float]) -> None:
-        self.results[row["learner/incarnation"], version] = row
+    def write(self, step: int, metrics: Any) -> None:
+        """As a sink of metrics."""
+        self.results[metrics["learner/incarnation"], step] = metrics
+
+    def close(self) -> None: ...
 
     async def until_idle(self) -> None:
         """Finish the evaluations that were resumed or begun."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.training_step import Parts, TrainingStep
+from asyncrl.actors.learner.training_step import Parts, train_batch
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -52,7 +52,7 @@ def test_every_part_is_a_step_around_the_policy_before_the_first(ranks: int, max
     backend, row = ScriptedBackend(scores={"policy": tenths}), algorithm(2)
     batch = built(ANSWERS, row)
     parts = parts_of(batch, ranks=ranks, max_tokens=max_tokens)
-    TrainingStep(backend, algorithm=row)(batch, parts, step=0, learning_rate=0.1)
+    train_batch(backend, batch, parts, algorithm=row, step=0, learning_rate=0.1)
     assert backend.asked == ["score policy", "step policy", "step policy"]
     tokens = [by_tokens(shares, lambda m: m.scores["prox_logprobs"]) for shares in backend.trained["policy"]]
     assert [sorted(part) for part in tokens] == [[10, 11, 12, 20, 21, 30, 31], [13, 14, 15]]
@@ -67,7 +67,7 @@ def test_the_critic_takes_as_many_steps_after_the_policy() -> None:
     backend = ScriptedBackend(scores={"policy": tenths, "critic": tenths})
     row = algorithm(2, "ppo")
     batch = built(ANSWERS, row)
-    TrainingStep(backend, algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1)
+    train_batch(backend, batch, parts_of(batch), algorithm=row, step=0, learning_rate=0.1)
     assert backend.asked == ["score policy", "score critic", *["step policy"] * 2, *["step critic"] * 2]
 
 
@@ -96,7 +96,7 @@ def test_a_batch_that_changed_the_weights_is_not_trained_again(script: list[str]
     row = algorithm(2)
     batch = built(ANSWERS, row)
     with pytest.raises(error, match="out of range"):
-        TrainingStep(Failing(script), algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1)
+        train_batch(Failing(script), batch, parts_of(batch), algorithm=row, step=0, learning_rate=0.1)
 
 
 def test_a_loss_without_a_ratio_takes_one_step() -> None:
@@ -111,8 +111,7 @@ def test_the_clip_binds_from_the_second_step_on(kind: str, tmp_path: Path) -> No
     row = algorithm(2, options={"clip_low": 0.001, "clip_high": 0.001})
     batch = built([*ANSWERS[:1], answer([10, 11, 12], reward=1.0)], row)
     with started(kind, folder, algorithm=row) as backend:
-        step = TrainingStep(backend, algorithm=row)
-        metrics = step(batch, parts_of(batch), step=0, learning_rate=0.01).metrics
+        metrics = train_batch(backend, batch, parts_of(batch), algorithm=row, step=0, learning_rate=0.01).metrics
         bound = weights(backend)
     # no token of the first step, all tokens of the second
     assert metrics["offpolicy/clip_fraction"] == pytest.approx(0.5)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.training_step import train_batch
 from asyncrl.backends.port import StepResult
 from asyncrl.policies.advantages import returns
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -39,20 +39,19 @@ def step(
     *,
     ranks: int = 1,
     max_tokens: int = 100,
-    number: int = 0,
     **settings: Any,
 ) -> dict[str, float]:
     batch = built(ANSWERS, algorithm)
     shares = pack_for_ranks(batch.documents, ranks=ranks, max_tokens=max_tokens)
-    training = TrainingStep(backend, algorithm=algorithm, **settings)
-    return dict(training(batch, [shares], step=number, learning_rate=0.1).metrics)
+    options = {"learning_rate": 0.1} | settings
+    return dict(train_batch(backend, batch, [shares], algorithm=algorithm, step=0, **options).metrics)
 
 
 def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing_else() -> None:
     backend, algorithm = ScriptedBackend(), resolve(ALGORITHMS["grpo"])
     batch = built(ANSWERS, algorithm)
     shares = pack_for_ranks(batch.documents, ranks=1, max_tokens=100)
-    result = TrainingStep(backend, algorithm=algorithm)(batch, [shares], step=0, learning_rate=0.1)
+    result = train_batch(backend, batch, [shares], algorithm=algorithm, step=0, learning_rate=0.1)
     assert backend.asked == ["step policy"]
     assert backend.trained["policy"][0] is shares
     assert result.metrics == {"loss": 1.0}
@@ -91,12 +90,10 @@ def test_an_answer_that_is_masked_trains_neither_policy_nor_critic() -> None:
 
 
 def test_the_critic_learns_alone_while_it_warms_up() -> None:
-    backend, algorithm = ScriptedBackend(scores={"critic": tenths}), resolve(ALGORITHMS["ppo"])
-    rows = [step(algorithm, backend, number=number, critic_warmup_steps=2) for number in range(4)]
-    assert backend.asked == ["score critic", "step critic"] * 2 + ["score critic", "step policy", "step critic"] * 2
-    assert [row.get("learner/learning_rate") for row in rows[:2]] == [0.0, 0.0]
-    training = TrainingStep(backend, algorithm=algorithm, critic_warmup_steps=2)
-    assert [training.policy_steps(steps) for steps in range(5)] == [0, 0, 0, 1, 2]
+    backend = ScriptedBackend(scores={"critic": tenths})
+    row = step(resolve(ALGORITHMS["ppo"]), backend, learning_rate=None)
+    assert backend.asked == ["score critic", "step critic"]
+    assert row["learner/learning_rate"] == 0.0
 
 
 def test_a_batch_that_the_policy_skipped_does_not_train_the_critic() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner.training_step import learning_rates
 from asyncrl.adapters import learner_models, registry
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.data.tiny_model import make_tiny_model
@@ -154,10 +155,11 @@ def test_critic_starts_from_the_policy(folder: Path) -> None:
     (critic,) = learner_models.models(made, registry.algorithm(made), optimizer=optimizer).values()
     assert (critic.path, critic.head, critic.optimizer) == (folder / "policy", "values", optimizer)
     assert critic.objective == Critic(kind="huber", clip=0.5, huber_delta=10.0)
-    of_critic = {"critic_learning_rate": 1e-4, "critic_warmup_steps": 3}
-    assert of_critic.items() <= learner_models.training_options(made).items()
-    faster = learner_models.training_options(run(folder, "algorithm.name=ppo", "critic.learning_rate=1e-3"))
-    assert (faster["critic_learning_rate"], faster["critic_warmup_steps"]) == (1e-3, 0)
+    rates = [learning_rates(made, step) for step in range(4)]
+    assert [policy is None for policy, _ in rates] == [True, True, True, False]
+    assert {critic for _, critic in rates} == {1e-4}
+    faster = run(folder, "algorithm.name=ppo", "critic.learning_rate=1e-3")
+    assert learning_rates(faster, 0)[1] == 1e-3
 
 
 def test_frozen_model_has_no_objective_and_no_optimizer(folder: Path) -> None:

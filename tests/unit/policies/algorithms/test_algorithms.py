@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.training_step import train_batch
 from asyncrl.adapters import registry
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.errors import ConfigError
@@ -130,9 +130,10 @@ def trained(
     """Return the metrics of one step, and the weights after it."""
     models = auxiliary(algorithm, folder)
     with started(kind, folder, algorithm=algorithm, **({"auxiliary": models} if models else {})) as backend:
-        step = TrainingStep(backend, algorithm=algorithm, critic_learning_rate=LEARNING_RATE)
         shares = [pack(batch.documents, max_tokens=max_tokens)]
-        return dict(step(batch, [shares], step=0, learning_rate=LEARNING_RATE).metrics), weights(backend)
+        rates = {"learning_rate": LEARNING_RATE, "critic_learning_rate": LEARNING_RATE}
+        result = train_batch(backend, batch, [shares], algorithm=algorithm, step=0, **rates)
+        return dict(result.metrics), weights(backend)
 
 
 # -- every row trains --------------------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.training_step import train_batch
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.returns import GAE
@@ -87,7 +88,7 @@ def test_a_batch_counts_the_tokens_that_it_trains(caplog: pytest.LogCaptureFixtu
     assert (some.num_tokens, none.num_tokens) == (3, 0)
     assert [made.metrics["length/trained_tokens"] for made in (some, none)] == [3.0, 0.0]
     assert some.metrics["staleness/histogram"].counts == (3, 0, 0, 0, 0)  # type: ignore[union-attr]
-    step = TrainingStep(Backend(), algorithm=algorithm)
+    step = functools.partial(train_batch, Backend(), algorithm=algorithm)
     with caplog.at_level(logging.WARNING):
         step(some, [[pack(some.documents, max_tokens=99)]], step=6, learning_rate=1e-3)
         assert not caplog.messages
