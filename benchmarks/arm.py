@@ -264,10 +264,9 @@ def _worker(
             name, shared, rollout=single_turn, reward=reward, tokenizer=NoText(), seed=plan.seed, **changes
         )
 
-    deliveries: dict[str, Any] = {"max_attempts": 3, "keep_seconds": 40.0}
     stages = []
     if trains:
-        stages.append(training_stage(bus, maker(EvenLength()), partial_rollouts=partial_rollouts, **deliveries))
+        stages.append(training_stage(bus, maker(EvenLength()), partial_rollouts=partial_rollouts, keep_seconds=40.0))
     if evaluates:
         rewards = DatasetRewards({"simulated": EvenLength()})
         stages.append(
@@ -276,9 +275,9 @@ def _worker(
                 maker(rewards, need=VersionNeed.for_evaluation),
                 rewards=rewards,
                 tokenizer=NoText(),
-                max_running=slots,
+                max_attempts=3,
+                keep_seconds=40.0,
                 is_dedicated=not trains,
-                **deliveries,
             )
         )
     kind = RolloutWorker if trains else EvaluationWorker

@@ -30,8 +30,9 @@ from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.actors.rollout.group_maker import GroupMaker
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
-from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
 from asyncrl.adapters import registry
 from asyncrl.backends.adapter import BackendAdapter
@@ -147,27 +148,24 @@ def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
     follower = WeightFollower(
         f"{name}.weights", bus, engine=engine, channel=registry.channel(run, bus=bus), load=run.load
     )
+    shared = SharedEngine(engine, follower=follower, max_running=run.rollout.max_running)
     maker = GroupMaker(
         name,
-        SharedEngine(engine, follower=follower, max_running=run.rollout.max_running),
+        shared,
         rollout=single_turn,
         reward=EvenLength(),
         tokenizer=NoText(),
         seed=run.run.seed,
     )
-    made = training_worker(
+    partial_rollouts = PartialRollouts(
         bus,
-        maker,
+        worker=name,
+        seconds=run.rollout.partial_save_seconds,
         max_attempts=run.rollout.max_attempts,
-        keep_seconds=run.bus.ack_seconds / 3,
-        partial_rollouts=PartialRollouts(
-            bus,
-            worker=name,
-            seconds=run.rollout.partial_save_seconds,
-            max_attempts=run.rollout.max_attempts,
-            max_staleness=run.max_staleness,
-        ),
+        max_staleness=run.max_staleness,
     )
+    stage = training_stage(bus, maker, partial_rollouts=partial_rollouts, keep_seconds=run.bus.ack_seconds / 3)
+    made = RolloutWorker(name, bus, engine=shared, stages=[stage], partial_rollouts=partial_rollouts)
     return [made, follower, HeartbeatSender(made)]
 
 

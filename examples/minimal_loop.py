@@ -30,9 +30,11 @@ from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.actors.rollout.group_maker import GroupMaker
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
-from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.adapters import registry
@@ -75,15 +77,18 @@ def make_worker(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) ->
     )
     # Follows announcements of new weights and makes the engine load them between two tokens ("in_flight").
     follower = WeightFollower("w0.weights", bus, engine=engine, channel=weights, load="in_flight")
+    shared = SharedEngine(engine, follower=follower, max_running=64)
     maker = GroupMaker(  # prompt -> rewarded answers
         "w0",
-        SharedEngine(engine, follower=follower, max_running=64),
+        shared,
         rollout=single_turn,  # makes a trajectory; your own may call the model many times, and tools
         reward=GuardedReward(demo_task.reward, name="demo", takes_group=False, timeout_seconds=30.0),
         tokenizer=load_tokenizer(Path(run.model.path)),
         seed=run.run.seed,
     )
-    return training_worker(bus, maker, max_attempts=3, keep_seconds=10.0), follower
+    partial = PartialRollouts(bus, worker="w0", seconds=0, max_attempts=3)  # saves nothing
+    stage = training_stage(bus, maker, partial_rollouts=partial, keep_seconds=10.0)  # prompts -> log
+    return RolloutWorker("w0", bus, engine=shared, stages=[stage], partial_rollouts=partial), follower
 
 
 def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -> tuple[Learner, PromptSource]:

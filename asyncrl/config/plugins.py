@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import difflib
 import importlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from asyncrl.errors import ConfigError
 
@@ -72,9 +71,8 @@ def contain_exits() -> Iterator[None]:
     """Context for a user's function that turns its exits into UserExit, an ordinary error.
 
     Exits are ``sys.exit`` and KeyboardInterrupt. Otherwise the exit of a task would end the event loop and the process.
-    The same holds for tasks that the function starts (actors/rollout/group_maker.py). A real Ctrl-C is not converted.
+    A real Ctrl-C is not converted.
     """
-    before = IS_USERS.set(True)
     try:
         yield
     except SystemExit as error:
@@ -83,16 +81,10 @@ def contain_exits() -> Iterator[None]:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise
         raise UserExit("KeyboardInterrupt") from error
-    finally:
-        IS_USERS.reset(before)
 
 
 class UserExit(Exception):
     """A user's function tried to end the process."""
-
-
-IS_USERS: Final = contextvars.ContextVar("is_users", default=False)
-"""Whether the current code is a user's. A task inherits the context of its creator."""
 
 
 def describe_raised(error: BaseException) -> str:

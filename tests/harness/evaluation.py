@@ -76,7 +76,6 @@ def evaluating_worker(
         maker(rewards, need=VersionNeed.for_evaluation),
         rewards=rewards,
         tokenizer=fakes.Tokenizer(),
-        max_running=8,
         max_attempts=3,
         keep_seconds=10.0,
         is_dedicated=is_dedicated,
@@ -87,7 +86,6 @@ def evaluating_worker(
     training = training_stage(
         bus,
         maker(fakes.Judge(fakes.token_sum)),
-        max_attempts=3,
         keep_seconds=10.0,
         partial_rollouts=partial_rollouts,
     )

@@ -22,8 +22,9 @@ from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleRecorder, SampleWriter
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
-from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
@@ -359,7 +360,8 @@ class Loop:
 def worker(
     bus: Bus, engine: Engine, *, name: str = "w0", load: str = "in_flight", max_staleness: int = 2, **changes: Any
 ) -> tuple[RolloutWorker, WeightFollower]:
-    """``changes``: fields of GroupRules, and arguments of SharedEngine, GroupMaker and training_worker."""
+    """``changes``: fields of GroupRules, arguments of SharedEngine and GroupMaker, max_attempts, keep_seconds,
+    partial_rollouts."""
     follower = WeightFollower(
         f"{name}.weights", bus, engine=engine, channel=Channel(), load=load, max_staleness=max_staleness
     )
@@ -371,7 +373,11 @@ def worker(
     rules = GroupRules(**pick([field.name for field in dataclasses.fields(GroupRules)]))
     parts = pick(("rollout", "reward"), rollout=single_turn, reward=Judge(token_sum))
     maker = GroupMaker(name, shared, tokenizer=Tokenizer(), seed=0, rules=rules, **parts)
-    return training_worker(bus, maker, **({"max_attempts": 3, "keep_seconds": 10.0} | changes)), follower
+    max_attempts = changes.pop("max_attempts", 3)
+    partial = changes.pop("partial_rollouts", None)
+    partial = partial or PartialRollouts(bus, worker=name, seconds=0, max_attempts=max_attempts)
+    stage = training_stage(bus, maker, partial_rollouts=partial, **({"keep_seconds": 10.0} | changes))
+    return RolloutWorker(name, bus, engine=shared, stages=[stage], partial_rollouts=partial), follower
 
 
 async def run_worker(actors: tuple[RolloutWorker, WeightFollower]) -> None:

@@ -23,18 +23,11 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final
+from typing import Final
 
 from asyncrl.actors.rollout.group_maker import GroupMaker
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
-from asyncrl.actors.rollout.prompt_deliveries import (
-    RETRY_SECONDS,
-    DeliveryAttempts,
-    Prefetch,
-    Prefetched,
-    PromptWork,
-)
-from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.prompt_deliveries import PromptWork, Source
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.stage import Stage
 from asyncrl.actors.rollout.worker import RolloutWorker
@@ -66,7 +59,6 @@ def evaluation_stage(
     *,
     rewards: DatasetRewards,
     tokenizer: Tokenizer,
-    max_running: int,
     max_attempts: int,
     keep_seconds: float,
     is_dedicated: bool = False,
@@ -74,20 +66,14 @@ def evaluation_stage(
     """Return a stage that answers prompts of an evaluation with exactly the evaluated version.
 
     maker         with ``rewards`` and VersionNeed.for_evaluation
-    max_running   samples in progress, in addition to those of other stages: training may wait for weights that an
-                  evaluation holds back, so neither takes the other's slots; a group that needs the worker alone has it
-                  across both
     is_dedicated  the worker only evaluates
+
+    It has as many slots as the other stages together, in addition to theirs: training may wait for weights that an
+    evaluation holds back, so neither takes the other's slots. A group that needs the worker alone has it across both.
     """
-    slots = SampleSlots(max_running, beside=maker.engine.slots)
+    slots = SampleSlots(maker.engine.slots.max_running, beside=maker.engine.slots)
     source = EvaluationSource(
-        bus,
-        worker=maker.worker,
-        engine=maker.engine,
-        slots=slots,
-        max_attempts=max_attempts,
-        keep_seconds=keep_seconds,
-        is_dedicated=is_dedicated,
+        bus, maker, slots=slots, max_attempts=max_attempts, keep_seconds=keep_seconds, is_dedicated=is_dedicated
     )
 
     async def vote(dataset: str, group: TrajectoryGroup) -> Sequence[str]:
@@ -133,74 +119,70 @@ class DatasetRewards:
         return found
 
 
-class EvaluationSource:
-    """Hands out prompts of the held evaluation. A Source (stage.py)."""
+class EvaluationSource(Source):
+    """Prompts of the held evaluation."""
 
     def __init__(
         self,
         bus: Bus,
+        maker: GroupMaker,
         *,
-        worker: str,
-        engine: SharedEngine,
         slots: SampleSlots,
         max_attempts: int,
         keep_seconds: float,
         is_dedicated: bool,
     ) -> None:
         """is_dedicated: the worker only evaluates, so it holds every version without a lease"""
-        self._bus = bus
-        self._worker = worker
-        self._engine = engine
-        self._slots = slots
-        self._keep_seconds = keep_seconds
-        self._is_dedicated = is_dedicated
-        self._attempts = DeliveryAttempts(bus, worker=worker, max_attempts=max_attempts)
-        # Nothing of an answer is saved: tokens of another attempt might be of another version.
-        self._partial_rollouts = PartialRollouts(
-            bus, worker=worker, seconds=0, max_attempts=max_attempts, max_staleness=None
+        super().__init__(
+            bus,
+            EVALUATION_PROMPTS,
+            maker,
+            slots=slots,
+            # Nothing of an answer is saved: tokens of another attempt might be of another version.
+            partial_rollouts=PartialRollouts(bus, worker=maker.worker, seconds=0, max_attempts=max_attempts),
+            keep_seconds=keep_seconds,
+            what="evaluation prompts",
+            on="",
         )
-        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._is_dedicated = is_dedicated
         self._newest: Evaluation | None = None
         self._given_up = -1  # number of the evaluation whose version cannot be loaded here
-        self._changed = asyncio.Event()
-        self._draining = asyncio.Event()
-        self._prefetch: Prefetch | None = None
+        self._evaluation_changed = asyncio.Event()
         self.current: Evaluation | None = None
         """The evaluation whose version the engine has and keeps."""
         self._held_since = 0.0
 
+    @property
+    def is_open(self) -> bool:
+        return self.current is not None
+
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        async with self._bus.consume(EVALUATION_PROMPTS) as deliveries, asyncio.TaskGroup() as group:
-            prefetch = self._prefetch = Prefetch(
-                deliveries,
-                worker=self._worker,
-                slots=self._slots,
-                attempts=self._attempts,
-                keep_seconds=self._keep_seconds,
-                owner=group,
-                is_open=lambda: self.current is not None,
-                what="evaluation prompts",
-                on="",
-            )
+        async with super().open(), asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._watch(), name=f"{self._worker}.watch-evaluation"),
-                group.create_task(self._take_part(prefetch), name=f"{self._worker}.hold-version"),
-                group.create_task(self._end(prefetch), name=f"{self._worker}.end-evaluation"),
+                group.create_task(self._take_part(), name=f"{self._worker}.hold-version"),
             ]
-            prefetch.update()
-            with self._slots.watched(prefetch.update):
-                group.create_task(prefetch.fetch(self._engine.waits), name=f"{self._worker}.fetch-evaluation")
-                yield
+            yield
             for task in tasks:
                 task.cancel()
 
-    def drain(self) -> None:
-        self._draining.set()
-
-    @property
-    def is_draining(self) -> bool:
-        return self._draining.is_set()
+    async def accept(self, work: PromptWork) -> bool:
+        delivery, current = work.delivery, self.current
+        prompt = delivery.message
+        if prompt is None or group_id_of(delivery.key) != prompt.group_id:
+            problem = delivery.problem or f"the prompt under key {delivery.key!r} is group {prompt and prompt.group_id}"
+            self._bus.rejections.note(EVALUATION_PROMPTS.name, problem)
+            await delivery.ack()  # the learner asks again
+        elif current is None or prompt.group_id >= current.group_id(current.num_prompts):
+            await self.put_back(work)
+        elif prompt.group_id < current.group_id(0):
+            await delivery.ack()  # of an evaluation that is over
+        elif work.needs_worker_alone and self._slots.num_running_beside:
+            await self.put_back(work)
+        else:
+            return True
+        return False
 
     @property
     def in_progress(self) -> Evaluation | None:
@@ -213,68 +195,23 @@ class EvaluationSource:
         """How long the engine has had the version of ``current``."""
         return 0.0 if self.current is None else time.monotonic() - self._held_since
 
-    async def next(self) -> PromptWork | None:
-        """Return the next prompt to begin. Raises BusError."""
-        assert self._prefetch is not None, "next() outside open()"
-        while (prefetched := await self._prefetch.next()) is not None:
-            delivery, current = prefetched.delivery, self.current
-            group_id = group_id_of(delivery.key)
-            prompt = delivery.message
-            if prompt is None or group_id != prompt.group_id:
-                problem = delivery.problem or f"the prompt under key {delivery.key!r} is group {prompt and group_id}"
-                self._bus.rejections.note(EVALUATION_PROMPTS.name, problem)
-                await self._pass_over(prefetched, delivery.ack)  # the learner asks again
-            elif current is None or prompt.group_id >= current.group_id(current.num_prompts):
-                await self._put_back(prefetched)
-            elif prompt.group_id < current.group_id(0):
-                await self._pass_over(prefetched, delivery.ack)  # of an evaluation that is over
-            else:
-                work = PromptWork.from_delivery(
-                    prefetched,
-                    group_id=prompt.group_id,
-                    problem="",
-                    attempts=self._attempts,
-                    partial_rollouts=self._partial_rollouts,
-                )
-                if not (work.needs_worker_alone and self._slots.num_running_beside):
-                    return work
-                work.close()
-                await self._put_back(prefetched)
-        return None
-
-    async def _put_back(self, prefetched: Prefetched) -> None:
-        """Put back a prompt that was not begun here, without using up an attempt."""
-        give_back = functools.partial(self._attempts.give_back, prefetched.delivery, delay=RETRY_SECONDS)
-        await self._pass_over(prefetched, give_back)
-
-    async def _pass_over(self, prefetched: Prefetched, say: Callable[[], Any]) -> None:
-        prefetched.release()
-        await say()
-        if self._prefetch is not None:
-            self._prefetch.update()  # no slot was taken, so no other event requests the next prompt
-
-    # -- which version -----------------------------------------------------------------------------------------------
+    # -- which version -------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """consumes: evaluation    waits for: an evaluation that begins or ends    woken by: the learner"""
         async with self._bus.watch(EVALUATION) as evaluations:
             async for evaluation in evaluations:
                 self._newest = evaluation
-                self._changed.set()
+                self._evaluation_changed.set()
 
-    async def _end(self, prefetch: Prefetch) -> None:
-        """consumes: nothing    waits for: ``drain``    woken by: ``drain``"""
-        await self._draining.wait()
-        prefetch.end()
-
-    async def _take_part(self, prefetch: Prefetch) -> None:
+    async def _take_part(self) -> None:
         """consumes: nothing    waits for: an evaluation, a lease, its version, its end    woken by: _watch"""
         while True:
-            await self._until(lambda: self._wanted() is not None)
+            await self._until_evaluation(lambda: self._wanted() is not None)
             if (evaluation := self._wanted()) is None:
                 continue
-            holding = asyncio.create_task(self._hold(evaluation, prefetch), name=f"{self._worker}.hold")
-            over = asyncio.create_task(self._until(functools.partial(self._is_over, evaluation.number)))
+            holding = asyncio.create_task(self._hold(evaluation), name=f"{self._worker}.hold")
+            over = asyncio.create_task(self._until_evaluation(functools.partial(self._is_over, evaluation.number)))
             try:
                 await asyncio.wait((holding, over), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -297,19 +234,19 @@ class EvaluationSource:
         with contextlib.suppress(BusFull):  # the learner then waits for its timeout
             await self._bus.publish(EVALUATION_ANSWERS, answers, key=f"{evaluation.number}-{uuid.uuid4().hex[:12]}")
 
-    async def _hold(self, evaluation: Evaluation, prefetch: Prefetch) -> None:
+    async def _hold(self, evaluation: Evaluation) -> None:
         """Hold the evaluated version until cancelled."""
         async with self._lease(evaluation):
             await self._slots.until_unreserved()  # no await between this and ``hold``
             async with self._engine.follower.gate.hold(evaluation.weights):
                 self.current = evaluation
                 self._held_since = time.monotonic()
-                prefetch.update()
+                self.update()
                 try:
                     await asyncio.Event().wait()
                 finally:
                     self.current = None
-                    prefetch.update()
+                    self.update()
 
     def _lease(self, evaluation: Evaluation) -> AbstractAsyncContextManager[None]:
         if self._is_dedicated:
@@ -320,18 +257,18 @@ class EvaluationSource:
     def _wanted(self) -> Evaluation | None:
         """Return the evaluation to take part in."""
         newest = self._newest
-        if newest is None or newest.is_over or newest.number == self._given_up or self._draining.is_set():
+        if newest is None or newest.is_over or newest.number == self._given_up or self.is_draining:
             return None
         return newest if self._is_dedicated or newest.num_held else None
 
     def _is_over(self, number: int) -> bool:
         return self._newest is None or self._newest.number != number or self._newest.is_over
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _until_evaluation(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition``, which depends only on state set by ``_watch``. One task waits at a time."""
         while not condition():
-            self._changed.clear()
-            await self._changed.wait()
+            self._evaluation_changed.clear()
+            await self._evaluation_changed.wait()
 
 
 class EvaluationSink:

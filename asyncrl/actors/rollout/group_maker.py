@@ -6,14 +6,16 @@ import asyncio
 import functools
 import inspect
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress
-from asyncrl.actors.rollout.rollout_parts import ANY, RolloutLimits, check_rollout, first_rollouts, with_reward
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SlotLease
 from asyncrl.actors.rollout.weight_follower import VersionNeed
@@ -21,10 +23,12 @@ from asyncrl.config import plugins
 from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.errors import EngineDied, EngineError, RolloutError
 from asyncrl.logs import REASON
-from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
+from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
+from asyncrl.policies.groups.validation import reward_problems
 from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 MOST_EXPLAINED: Final = 100
+_NO_PROMPT: Final = np.zeros(0, np.int32)
 
 Rollout = tuple[Trajectory, ...]
 """The parts of one sample."""
@@ -39,16 +43,21 @@ class GroupRules:
                     fails the group
     extra_samples   samples begun in addition to the requested ones; the first that finish form the group
     group_seconds   deadline after which the group is complete with min_group samples; 0: no deadline
-    limits          limits on the results of the rollout function
+    max_parts       maximum trajectories of a rollout; 0: any number
+    largest_reward  maximum magnitude of a reward, of its parts, and of turn rewards (reward.largest)
+    needs_reward    whether the run's reward is, or includes, the rollout function's reward
 
-    Samples that are cut off are the longest ones, which biases lengths. The group therefore carries their number.
+    A result beyond the last three fails its sample. Samples that are cut off are the longest, which biases lengths.
+    The group therefore carries their number.
     """
 
     sample_seconds: float = 0.0
     min_group: int = 0
     extra_samples: int = 0
     group_seconds: float = 0.0
-    limits: RolloutLimits = ANY
+    max_parts: int = 0
+    largest_reward: float = math.inf
+    needs_reward: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -198,7 +207,7 @@ class GroupMaker:
             index=index,
             num_resumed=num_resumed,
             context_tokens=self.engine.context_tokens,
-            limits=self._rules.limits,
+            rules=self._rules,
         )
 
     def _drop_failed(self, prompt: PromptGroup, samples: Sequence[Rollout | RolloutError]) -> list[Rollout]:
@@ -269,47 +278,102 @@ def _is_made(sample: asyncio.Task[Any]) -> bool:
     return not isinstance(sample.result(), RolloutError)
 
 
-def contain_task_exits() -> None:
-    """From now on, contain exits of tasks of the running loop that are made inside ``plugins.contain_exits``.
+# -- what a rollout function may return --------------------------------------------------------------------------------
 
-    asyncio raises SystemExit and KeyboardInterrupt of a task through the loop, past any code that awaits the task.
+
+def check_rollout(
+    made: Any,
+    prompt: PromptGroup,
+    *,
+    index: int,
+    num_resumed: int,
+    context_tokens: int,
+    rules: GroupRules = GroupRules(),
+) -> tuple[Trajectory, ...]:
+    """Return the parts of rollout ``index``.  Raises RolloutError, TypeError or ValueError if it cannot be trained.
+
+    num_resumed: number of its first sampled tokens that earlier attempts sampled. With several parts, contexts may grow
+    in parallel, so it is unknown which parts contain these tokens. All sampled tokens of all parts then count as
+    resumed (policies/groups/resumed_tokens).
     """
-    loop = asyncio.get_running_loop()
-    factory = loop.get_task_factory()
-    if not isinstance(factory, _TaskFactory):
-        loop.set_task_factory(_TaskFactory(factory or _make_task))
+    trajectories = made if isinstance(made, list | tuple) else (made,)
+    if not trajectories:
+        raise ValueError("it gave no trajectory")
+    if 0 < rules.max_parts < len(trajectories):
+        raise ValueError(f"it gave {len(trajectories)} trajectories, and rollout.max_parts = {rules.max_parts}")
+    for one in trajectories:
+        if not isinstance(one, Trajectory):
+            raise TypeError(f"it gave a {type(one).__name__}, not a Trajectory")
+        of_part = prompt.prompt_tokens if not len(one.prompt_tokens) else one.prompt_tokens
+        length = len(of_part) + len(one.tokens)
+        if length > context_tokens:  # the learner would blame this worker
+            raise ValueError(f"prompt and answer have {length} tokens, the model's context {context_tokens}")
+        if not one.response_mask.any():
+            raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
+    is_alone = len(trajectories) == 1
+    given = _given_reward(trajectories)
+    _check_reward(given, needed=rules.needs_reward and not prompt.reward, largest=rules.largest_reward)
+    for one in trajectories:
+        turns = {f"the reward of turn {turn.start}": turn.reward for turn in one.turn_rewards}
+        _refuse(reward_problems(turns, {}, largest=rules.largest_reward))
+    parts = []
+    for number, one in enumerate(trajectories):
+        sampled = int(one.response_mask.sum())
+        parts.append(
+            replace(
+                one,
+                rollout=index,
+                part=number,
+                prompt_tokens=_NO_PROMPT
+                if np.array_equal(one.prompt_tokens, prompt.prompt_tokens)
+                else one.prompt_tokens,
+                resumed=min(num_resumed, sampled) if is_alone or not num_resumed else sampled,
+                reward=given.reward,
+                reward_parts=given.reward_parts,
+            )
+        )
+    return tuple(parts)
 
 
-class _TaskFactory:
-    """make: the loop's previous factory, or asyncio's own"""
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        return self._make(loop, _Contained(coroutine) if plugins.IS_USERS.get() else coroutine, **options)
-
-
-def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    return asyncio.Task(coroutine, loop=loop, **options)
+def first_rollouts(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence[tuple[Trajectory, ...]]:
+    """Return the first ``count`` rollouts: with extra samples, more may end at the same moment. A chosen extra sample
+    takes the number of a missing one."""
+    if all(parts[0].rollout < count for parts in rollouts):
+        return rollouts
+    chosen = enumerate(rollouts[:count])
+    return [tuple(replace(part, rollout=number) for part in parts) for number, parts in chosen]
 
 
-class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine whose exits are contained."""
+def with_reward(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]:
+    """Return the parts of a rollout with its reward set."""
+    return [replace(one, reward=float(reward.value), reward_parts=dict(reward.parts)) for one in parts]
 
-    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
-        self._inner = inner
 
-    def send(self, value: Any) -> Any:
-        with plugins.contain_exits():
-            return self._inner.send(value)
+def _check_reward(given: Trajectory, *, needed: bool, largest: float) -> None:
+    """Check the reward that a rollout function set or left out.  needed: whether it counts. Raises RolloutError."""
+    is_set = not math.isnan(given.reward)
+    if needed and not is_set and given.reward_parts.get("timeout"):  # the harness hit its limit (harnesses/limits.py)
+        raise RolloutError(
+            "the sample took longer than rollout.options.timeout_seconds, and nothing says its reward; set "
+            'rollout.options.timeout_reward, or on_timeout = "fail"'
+        )
+    if needed and not is_set:
+        raise RolloutError(
+            "the rollout function set no reward; give one to trajectory(reward=...), or let the harness give one, 0 if "
+            "the algorithm looks at none, or choose another reward.kind"
+        )
+    rewards = {"the reward": given.reward} if needed else {}
+    _refuse(reward_problems(rewards, given.reward_parts, largest=largest))
 
-    def throw(self, *error: Any) -> Any:
-        with plugins.contain_exits():
-            return self._inner.throw(*error)
 
-    def close(self) -> None:
-        self._inner.close()
+def _refuse(problems: Iterator[str]) -> None:
+    if (problem := next(problems, "")) != "":
+        raise RolloutError(f"the result of the rollout function cannot be trained: {problem}")
 
-    def __await__(self) -> Any:
-        return (yield from self._inner.__await__())
+
+def _given_reward(trajectories: Sequence[Trajectory]) -> Trajectory:
+    """Return the last trajectory with a reward, which is the rollout's. Raises ValueError if rewards differ."""
+    given = [one for one in trajectories if not math.isnan(one.reward)]
+    if any((one.reward, one.reward_parts) != (given[-1].reward, given[-1].reward_parts) for one in given):
+        raise ValueError(f"its trajectories have the rewards {[one.reward for one in given]}, but a rollout has one")
+    return given[-1] if given else trajectories[-1]

@@ -40,12 +40,17 @@ from asyncrl.policies.staleness.staleness import is_stale
 class PartialRollouts:
     """The unfinished groups of one worker. ``seconds``: interval between saves; 0 saves and resumes nothing."""
 
-    def __init__(self, bus: Bus, *, worker: str, seconds: float, max_attempts: int, max_staleness: int | None) -> None:
-        """max_staleness: None means that nothing is too old to be continued"""
+    def __init__(
+        self, bus: Bus, *, worker: str, seconds: float, max_attempts: int, max_staleness: int | None = None
+    ) -> None:
+        """
+        max_attempts   a group that was begun this often without a result fails
+        max_staleness  None: nothing is too old to be continued
+        """
         self._bus = bus
         self._worker = worker
         self._seconds = seconds
-        self._max_attempts = max_attempts
+        self.max_attempts = max_attempts
         self._max_staleness = max_staleness
         self._log = logging.getLogger(f"asyncrl.{worker}")
         self._groups: dict[str, GroupProgress] = {}
@@ -102,7 +107,7 @@ class PartialRollouts:
                  as ``attempt``
         """
         progress = GroupProgress(prompt.group_id, attempt=attempt, is_saved=self.is_on, ticket=prompt.ticket)
-        if self.is_on and attempt > 1 and (begun or attempt) < self._max_attempts:
+        if self.is_on and attempt > 1 and (begun or attempt) < self.max_attempts:
             try:
                 progress = await self._resume(prompt.group_id, attempt=attempt, ticket=prompt.ticket)
             except BusError as error:

@@ -1,5 +1,7 @@
 """Prompt groups on their way to a worker: fetched, counted, kept in flight while they are made, and given back.
 
+    topic -> Source (fetched when a slot is free) -> PromptWork (begun, renewed) -> acked, or given back
+
   F1 A worker holds no more groups than it has free slots for, so no worker starves beside a full one.
   F2 A draining worker returns at once what it has not begun. Other workers can then begin it, with the newest weights.
   F3 A delivery of a group that this worker already holds was reissued for other workers, so it is returned.
@@ -9,21 +11,21 @@ Tests: tests/actors/rollout/test_prompt_deliveries.py.
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+from asyncrl.actors.rollout.group_maker import GroupMaker
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress, PartialRollouts
 from asyncrl.actors.rollout.slots import SampleSlots
-from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus, Deliveries, Delivery
 from asyncrl.errors import BusError
 from asyncrl.messages import GroupSegment, PromptGroup
-from asyncrl.messages.roles import PROMPT_SOURCE
-from asyncrl.messages.topics import SEGMENTS
+from asyncrl.messages.topics import SEGMENTS, Topic, group_id_of
 
 RETRY_SECONDS: Final = 0.5
 """Delay until a group that was put back is delivered again."""
@@ -107,108 +109,222 @@ def _returned_key(group_id: int) -> str:
     return f"{group_id}/1/returned"
 
 
-@dataclass(frozen=True, slots=True)
-class Prefetched:
-    """A delivery that is renewed until ``release``.
+class PromptWork:
+    """One prompt group that a source has fetched. Its delivery is renewed until ``release``."""
 
-    attempt  as counted by DeliveryAttempts
-    keeping  the task that renews it
-    held     keys of the groups that the worker holds
-    """
+    def __init__(
+        self,
+        delivery: Delivery[PromptGroup],
+        *,
+        attempt: int,
+        attempts: DeliveryAttempts,
+        partial_rollouts: PartialRollouts,
+        keeping: asyncio.Task[None],
+        held: set[str],
+    ) -> None:
+        """
+        attempt  as counted by ``attempts``
+        keeping  the task that renews the delivery
+        held     keys of the groups that the worker holds
+        """
+        self.delivery = delivery
+        self.attempt = attempt
+        self._attempts = attempts
+        self._partial_rollouts = partial_rollouts
+        self._keeping = keeping
+        self._held = held
+        self.problem = ""
+        """Why the group cannot be made and is published as failed; "" if it can."""
+        if attempt > attempts.max_attempts:
+            self.problem = (
+                f"gave up after {attempts.max_attempts} attempts: the last worker that tried did not come back"
+            )
 
-    delivery: Delivery[PromptGroup]
-    attempt: int
-    keeping: asyncio.Task[None]
-    held: set[str]
+    @property
+    def group_id(self) -> int:
+        """Raises AssertionError for a key that names no group; a source hands out no such work."""
+        group_id = group_id_of(self.delivery.key)
+        assert group_id is not None, self.delivery.key
+        return group_id
+
+    @property
+    def prompt(self) -> PromptGroup | None:
+        """The prompt; None only if there is a ``problem``."""
+        return None if self.problem else self.delivery.message
+
+    @property
+    def is_last_attempt(self) -> bool:
+        """Whether an engine failure now fails the group; otherwise the group is made again."""
+        return self.attempt >= self._attempts.max_attempts
+
+    @property
+    def needs_worker_alone(self) -> bool:
+        """Whether this is the last of several attempts: a group that ended workers must not end other groups."""
+        return self.is_last_attempt and self.attempt > 1 and not self.problem
+
+    async def begin(self) -> GroupProgress | None:
+        """Called before anything is generated. Return the group's progress so far; None: nothing of it is saved."""
+        assert self.prompt is not None, "a group without a prompt cannot begin"
+        await self._attempts.begin(self.delivery)
+        return await self._partial_rollouts.open(self.prompt, attempt=self.delivery.attempt, begun=self.attempt)
+
+    async def finish(self) -> None:
+        """The result is published, so the group need not be made again."""
+        await self.delivery.ack()
+        await self._partial_rollouts.forget(self.delivery.key)
+        await self._attempts.forget(self.delivery)
+
+    async def retry(self) -> None:
+        """This attempt failed: any worker may make the group again soon."""
+        self.release()
+        await self.delivery.retry(delay=RETRY_SECONDS)
+
+    async def give_back(self) -> None:
+        """This worker leaves: another one should make the group, and this does not count as an attempt."""
+        await self._partial_rollouts.save()
+        self.release()
+        await self._attempts.give_back(self.delivery, has_begun=True)
 
     def release(self) -> None:
         """Stop renewing: before the delivery is returned, and once it is done. A second call has no effect."""
-        if not self.keeping.cancelling():
-            self.keeping.cancel()
-            self.held.discard(self.delivery.key)
+        if not self._keeping.cancelling():
+            self._keeping.cancel()
+            self._held.discard(self.delivery.key)
+
+    def close(self) -> None:
+        """Release the group. Unless ``finish`` was called, it is redelivered."""
+        self.release()
+        self._partial_rollouts.close(self.delivery.key)
 
 
-class Prefetch:
-    """The queue between fetching prompt groups and beginning them. ``owner`` runs its tasks.
+class Source(abc.ABC):
+    """Supplies the prompt groups of a stage from a topic.
 
     Normally a group is fetched when a slot becomes free and begins at once. It waits here only if the slot was taken in
     between, by another stage or by a group that needs the worker for itself; then it is given back.
+
+    Example with 4 slots and groups of 2: two groups are fetched and begun. When one sample of each has ended, 2 slots
+    are free, so a third group is fetched; it begins although the first two groups still run.
     """
 
     def __init__(
         self,
-        deliveries: Deliveries[PromptGroup],
+        bus: Bus,
+        topic: Topic[PromptGroup],
+        maker: GroupMaker,
         *,
-        worker: str,
         slots: SampleSlots,
-        attempts: DeliveryAttempts,
+        partial_rollouts: PartialRollouts,
         keep_seconds: float,
-        owner: asyncio.TaskGroup,
-        is_open: Callable[[], bool] = lambda: True,
-        what: str = "prompts",
-        on: str = PROMPT_SOURCE,
+        what: str,
+        on: str,
     ) -> None:
         """
-        keep_seconds  interval between renewals
-        is_open       while this returns False, nothing is fetched or begun, and waiting groups are returned; call
-                      ``update`` when its result changes
+        keep_seconds  interval between renewals of a delivery
         what, on      what the worker waits for, and on whom
         """
-        deliveries.on_unread(attempts.note_unread)
-        self._deliveries = deliveries
+        self._bus = bus
+        self._topic = topic
+        self._worker = maker.worker
+        self._engine = maker.engine
         self._slots = slots
-        self._attempts = attempts
+        self._partial_rollouts = partial_rollouts
+        self._attempts = DeliveryAttempts(bus, worker=maker.worker, max_attempts=partial_rollouts.max_attempts)
         self._keep_seconds = keep_seconds
-        self._owner = owner
-        self._is_open = is_open
         self._what = what
         self._on = on
-        self._log = logging.getLogger(f"asyncrl.{worker}")
-        self._ready: deque[Prefetched] = deque()
+        self._log = logging.getLogger(f"asyncrl.{maker.worker}")
+        self._deliveries: Deliveries[PromptGroup] | None = None
+        self._ready: deque[PromptWork] = deque()
         self._group_size = slots.max_running  # until the first group is seen
         self._held: set[str] = set()
-        self._is_over = False
+        self.is_draining = False
         self._is_abandoned = False
         self._closed = asyncio.Event()  # set while nothing may be fetched, for now or for good
         self._changed = asyncio.Event()
 
+    # -- what a stage asks, and what a subclass answers ----------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def is_open(self) -> bool:
+        """While this is False, nothing is fetched or begun, and waiting groups are given back. Call ``update`` when it
+        changes."""
+
+    @abc.abstractmethod
+    async def accept(self, work: PromptWork) -> bool:
+        """Return whether a fetched group may begin here; if not, ack it or ``put_back`` it. Raises BusError."""
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """While open, ``next`` may be called. Leaving abandons everything unfinished."""
+        async with self._bus.consume(self._topic) as self._deliveries, asyncio.TaskGroup() as self._owner:
+            self._deliveries.on_unread(self._attempts.note_unread)
+            with self._slots.watched(self.update), self._engine.follower.gate.watched(self.update):
+                self.update()
+                self._owner.create_task(self._fetch(self._deliveries), name=f"{self._worker}.fetch-{self._topic.name}")
+                yield
+
+    async def next(self) -> PromptWork | None:
+        """Return the oldest group that may begin, once a slot is free; None if no more will come. Raises BusError."""
+        while True:
+            try:
+                await self._until(
+                    lambda: self.is_draining or bool(self._ready and self._slots.has_free and self.is_open)
+                )
+            except asyncio.CancelledError:
+                self._is_abandoned = True  # fetch nothing for the slots of cancelled groups
+                raise
+            if self.is_draining:
+                return None
+            if await self.accept(work := self._ready.popleft()):
+                return work
+            work.release()
+            self.update()  # no slot was taken, so no other event requests the next prompt
+
+    def drain(self) -> None:
+        """Hand out nothing more: ``next`` returns None soon. May be called before ``open``."""
+        self.is_draining = True
+        self.update()
+
     def update(self) -> None:
-        """Adapt to changed slots, or to a changed result of ``is_open``."""
-        if self._is_over or self._is_shut:
+        """Adapt to changed slots, or to a changed ``is_open``."""
+        if self.is_draining or self._is_shut:
             self._closed.set()
         else:
             self._closed.clear()
-        self._deliveries.want(max(0, self._num_wanted))
+        if self._deliveries is not None:
+            self._deliveries.want(max(0, self._num_wanted))
         self._changed.set()
 
-    def end(self) -> None:
-        """Begin nothing more."""
-        self._is_over = True
-        self.update()
+    async def put_back(self, work: PromptWork) -> None:
+        """Put back a group that was not begun here, without using up an attempt."""
+        work.release()
+        await self._attempts.give_back(work.delivery, delay=RETRY_SECONDS)
 
-    # -- fetching ----------------------------------------------------------------------------------------------------
+    # -- fetching ------------------------------------------------------------------------------------------------------
 
-    async def fetch(self, waits: WaitTracker) -> None:
-        """consumes: prompts    waits for: a prompt, free slots    woken by: the prompt source, ``update``, ``end``
+    async def _fetch(self, deliveries: Deliveries[PromptGroup]) -> None:
+        """consumes: the topic    waits for: a prompt, free slots    woken by: who publishes prompts, ``update``
 
-        Returns waiting groups when a group takes the worker for itself, when the queue is shut, and at the end.
+        Returns waiting groups when a group takes the worker for itself, when the source is shut, and at the end.
         """
-        while not self._is_over:
+        while not self.is_draining:
             if self._num_wanted > 0:
-                with waits.waiting(self._what, on=self._on):
-                    await self._fetch_one()
+                with self._engine.waits.waiting(self._what, on=self._on):
+                    await self._fetch_one(deliveries)
                 continue
-            await self._deliveries.stop()
+            await deliveries.stop()
             if self._is_shut:
                 await self._give_back_all()
-            with waits.waiting("a free slot"):
-                await self._until(lambda: self._is_over or self._num_wanted > 0 or self._must_give_back)
-        await self._deliveries.stop()  # messages that arrived but were not taken yet go back as well
+            with self._engine.waits.waiting("a free slot"):
+                await self._until(lambda: self.is_draining or self._num_wanted > 0 or self._must_give_back)
+        await deliveries.stop()  # messages that arrived but were not taken yet go back as well
         await self._give_back_all()
 
-    async def _fetch_one(self) -> None:
-        """Fetch one group, unless the queue is closed first."""
-        taking = asyncio.ensure_future(anext(aiter(self._deliveries)))
+    async def _fetch_one(self, deliveries: Deliveries[PromptGroup]) -> None:
+        """Fetch one group, unless the source is closed first."""
+        taking = asyncio.ensure_future(anext(aiter(deliveries)))
         closed = asyncio.ensure_future(self._closed.wait())
         try:
             await asyncio.wait((taking, closed), return_when=asyncio.FIRST_COMPLETED)
@@ -221,56 +337,23 @@ class Prefetch:
             await self._add(taking.result())
 
     async def _add(self, delivery: Delivery[PromptGroup]) -> None:
-        if delivery.key in self._held:
+        if delivery.key in self._held:  # reissued for other workers, while this one makes the group
             await self._attempts.give_back(delivery, delay=min(_LONGEST_RETURN, RETURN_SECONDS * delivery.attempt))
             return
         self._held.add(delivery.key)
         attempt = await self._attempts.number(delivery)  # here: no await between ``next`` and taking slots
         if delivery.message is not None:
             self._group_size = delivery.message.group_size
-        keeping = self._owner.create_task(self._keep(delivery))
-        self._ready.append(Prefetched(delivery, attempt, keeping, self._held))
+        work = PromptWork(
+            delivery,
+            attempt=attempt,
+            attempts=self._attempts,
+            partial_rollouts=self._partial_rollouts,
+            keeping=self._owner.create_task(self._keep(delivery)),
+            held=self._held,
+        )
+        self._ready.append(work)
         self.update()
-
-    @property
-    def _num_wanted(self) -> int:
-        if self._closed.is_set() or self._is_abandoned:
-            return 0
-        return -(-self._slots.num_free // self._group_size) - len(self._ready)
-
-    @property
-    def _is_shut(self) -> bool:
-        return self._slots.is_reserved or not self._is_open()
-
-    @property
-    def _must_give_back(self) -> bool:
-        return self._is_shut and bool(self._ready)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
-
-    # -- beginning ---------------------------------------------------------------------------------------------------
-
-    async def next(self) -> Prefetched | None:
-        """Return the oldest group once a slot is free; None after ``end``."""
-        try:
-            await self._until(lambda: self._is_over or bool(self._ready and self._slots.has_free and self._is_open()))
-        except asyncio.CancelledError:
-            self._is_abandoned = True  # fetch nothing for the slots of cancelled groups
-            raise
-        return None if self._is_over else self._ready.popleft()
-
-    async def _give_back_all(self) -> None:
-        ready, self._ready = self._ready, deque()
-        async with asyncio.TaskGroup() as group:
-            for prefetched in ready:
-                group.create_task(self._give_back(prefetched))
-
-    async def _give_back(self, prefetched: Prefetched) -> None:
-        prefetched.release()
-        await self._attempts.give_back(prefetched.delivery)
 
     async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
         """consumes: nothing    waits for: the next renewal    woken by: the clock
@@ -284,75 +367,29 @@ class Prefetch:
             except BusError as error:  # at worst a second worker makes the same group, and the ledger drops the copy
                 self._log.warning("group %s: could not renew the delivery: %s", delivery.key, error)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptWork:
-    """One prompt group in flight. A WorkItem (stage.py)."""
-
-    group_id: int
-    prompt: PromptGroup | None
-    problem: str
-    prefetched: Prefetched
-    attempts: DeliveryAttempts
-    partial_rollouts: PartialRollouts
-
-    @classmethod
-    def from_delivery(
-        cls,
-        prefetched: Prefetched,
-        *,
-        group_id: int,
-        problem: str,
-        attempts: DeliveryAttempts,
-        partial_rollouts: PartialRollouts,
-    ) -> PromptWork:
-        """problem: why the message is not the group's prompt, or """ ""
-        prompt = None if problem else prefetched.delivery.message
-        if not problem and prefetched.attempt > attempts.max_attempts:
-            problem = f"gave up after {attempts.max_attempts} attempts: the last worker that tried did not come back"
-        return cls(
-            group_id=group_id,
-            prompt=prompt,
-            problem=problem,
-            prefetched=prefetched,
-            attempts=attempts,
-            partial_rollouts=partial_rollouts,
-        )
+    async def _give_back_all(self) -> None:
+        ready, self._ready = self._ready, deque()
+        async with asyncio.TaskGroup() as group:
+            for work in ready:
+                work.release()
+                group.create_task(self._attempts.give_back(work.delivery))
 
     @property
-    def attempt(self) -> int:
-        return self.prefetched.attempt
+    def _num_wanted(self) -> int:
+        """Number of groups to fetch now: 3 free slots are filled by two groups of 2."""
+        if self._closed.is_set() or self._is_abandoned:
+            return 0
+        return -(-self._slots.num_free // self._group_size) - len(self._ready)
 
     @property
-    def is_last_attempt(self) -> bool:
-        return self.attempt >= self.attempts.max_attempts
+    def _is_shut(self) -> bool:
+        return self._slots.is_reserved or not self.is_open
 
     @property
-    def needs_worker_alone(self) -> bool:
-        """Whether this is the last of several attempts: a group that ended workers must not end other groups."""
-        return self.is_last_attempt and self.attempt > 1 and not self.problem
+    def _must_give_back(self) -> bool:
+        return self._is_shut and bool(self._ready)
 
-    async def begin(self) -> GroupProgress:
-        assert self.prompt is not None, "a group without a prompt cannot begin"
-        delivery = self.prefetched.delivery
-        await self.attempts.begin(delivery)
-        return await self.partial_rollouts.open(self.prompt, attempt=delivery.attempt, begun=self.attempt)
-
-    async def finish(self) -> None:
-        delivery = self.prefetched.delivery
-        await delivery.ack()
-        await self.partial_rollouts.forget(delivery.key)
-        await self.attempts.forget(delivery)
-
-    async def retry(self) -> None:
-        self.prefetched.release()
-        await self.prefetched.delivery.retry(delay=RETRY_SECONDS)
-
-    async def give_back(self) -> None:
-        await self.partial_rollouts.save()
-        self.prefetched.release()
-        await self.attempts.give_back(self.prefetched.delivery, has_begun=True)
-
-    def close(self) -> None:
-        self.prefetched.release()
-        self.partial_rollouts.close(self.prefetched.delivery.key)
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()

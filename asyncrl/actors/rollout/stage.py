@@ -1,92 +1,24 @@
 """A stage: takes prompt groups from a source, makes trajectory groups, and passes them to a sink.
 
 A worker has one stage for each use of its engine. Training reads prompts from the bus and publishes trajectories to the
-log (training.py); evaluation reads prompts from its own topic (evaluation.py). A new use of a worker's engine is one
-file with a source and a sink, combined in a Stage where the worker is built.
+log (training.py); evaluation reads prompts from its own topic (evaluation.py).
+
+    Source.next -> _take_slots -> GroupMaker.make -> Sink.publish -> PromptWork.finish
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from asyncrl.actors.rollout.group_maker import GroupMaker, contain_task_exits
-from asyncrl.actors.rollout.partial_rollouts import GroupProgress
+from asyncrl.actors.rollout.group_maker import GroupMaker
+from asyncrl.actors.rollout.prompt_deliveries import PromptWork, Source
 from asyncrl.actors.rollout.slots import SampleSlots, SlotLease
 from asyncrl.errors import EngineDied, EngineError, NotNow, PromptError, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, TrajectoryGroup
 from asyncrl.messages.rollout import failed_group
-
-
-class WorkItem(Protocol):
-    """One prompt group that a source has handed out."""
-
-    @property
-    def group_id(self) -> int: ...
-
-    @property
-    def prompt(self) -> PromptGroup | None:
-        """The prompt; None only if there is a ``problem``."""
-        ...
-
-    @property
-    def problem(self) -> str:
-        """Why the group cannot be made and is published as failed; "" if it can."""
-        ...
-
-    @property
-    def attempt(self) -> int:
-        """Attempt number, from 1."""
-        ...
-
-    @property
-    def is_last_attempt(self) -> bool:
-        """Whether an engine failure now fails the group; otherwise the group is made again."""
-        ...
-
-    @property
-    def needs_worker_alone(self) -> bool:
-        """Whether nothing else may run on the engine while this group does."""
-        ...
-
-    async def begin(self) -> GroupProgress | None:
-        """Called before anything is generated. Return the group's progress so far; None: nothing of it is saved."""
-        ...
-
-    async def finish(self) -> None:
-        """The result is published, so the group need not be made again."""
-        ...
-
-    async def retry(self) -> None:
-        """This attempt failed: any worker may make the group again soon."""
-        ...
-
-    async def give_back(self) -> None:
-        """This worker leaves: another one should make the group, and this does not count as an attempt."""
-        ...
-
-    def close(self) -> None:
-        """Release the item. Unless ``finish()`` was called, the group is redelivered."""
-        ...
-
-
-class Source(Protocol):
-    """Supplies a stage's groups."""
-
-    def open(self) -> AbstractAsyncContextManager[None]:
-        """While open, ``next`` may be called. Leaving abandons everything unfinished."""
-        ...
-
-    async def next(self) -> WorkItem | None:
-        """Return the next group, preferably once a slot is free; None if no more will come."""
-        ...
-
-    def drain(self) -> None:
-        """Hand out nothing more: ``next`` returns None soon. May be called before ``open``."""
-        ...
 
 
 class Sink(Protocol):
@@ -119,7 +51,6 @@ class Stage:
 
         Returns when the source has ended and every group is done. Raises EngineDied and BusError.
         """
-        contain_task_exits()
         async with self._source.open(), asyncio.TaskGroup() as group:
             while (item := await self._source.next()) is not None:
                 slots = await self._take_slots(item)
@@ -133,7 +64,7 @@ class Stage:
     async def close(self) -> None:
         await self._maker.close()
 
-    async def _take_slots(self, item: WorkItem) -> SlotLease:
+    async def _take_slots(self, item: PromptWork) -> SlotLease:
         count = 0 if item.prompt is None or item.problem else self._maker.num_samples(item.prompt)
         try:
             if item.needs_worker_alone:
@@ -143,7 +74,7 @@ class Stage:
             item.close()
             raise
 
-    async def _process(self, item: WorkItem, slots: SlotLease) -> None:
+    async def _process(self, item: PromptWork, slots: SlotLease) -> None:
         """Take one group from its source to its sink."""
         try:
             group = await self._make(item, slots)
@@ -161,7 +92,7 @@ class Stage:
             item.close()
             slots.close()
 
-    async def _make(self, item: WorkItem, slots: SlotLease) -> TrajectoryGroup:
+    async def _make(self, item: PromptWork, slots: SlotLease) -> TrajectoryGroup:
         """Make one group, or a failed one. Raises EngineError if it should be made again."""
         prompt = item.prompt
         if prompt is None or item.problem:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 from pathlib import Path
-from typing import Any
 
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
-from asyncrl.actors.rollout.rollout_parts import RolloutLimits
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
@@ -68,14 +66,11 @@ async def build_worker(
         tokenizer=tokenizer,
         seed=run.run.seed,
     )
-    deliveries: dict[str, Any] = {
-        "max_attempts": run.rollout.max_attempts,
-        "keep_seconds": run.bus.ack_seconds / 3,
-    }
+    keep_seconds = run.bus.ack_seconds / 3
     stages = []
     if not is_dedicated:
         maker = make(reward=registry.load_reward(run), rules=_group_rules(run))
-        stages.append(training_stage(bus, maker, partial_rollouts=partial_rollouts, **deliveries))
+        stages.append(training_stage(bus, maker, partial_rollouts=partial_rollouts, keep_seconds=keep_seconds))
     if is_dedicated or (run.evaluation.is_on and run.evaluation.place == "shared"):
         rewards = DatasetRewards(registry.load_evaluation_rewards(run))
         rules = GroupRules(sample_seconds=run.rollout.timeout_seconds)
@@ -85,9 +80,9 @@ async def build_worker(
                 make(reward=rewards, rules=rules, need=VersionNeed.for_evaluation),
                 rewards=rewards,
                 tokenizer=tokenizer,
-                max_running=run.rollout.max_running,
+                max_attempts=run.rollout.max_attempts,
+                keep_seconds=keep_seconds,
                 is_dedicated=is_dedicated,
-                **deliveries,
             )
         )
     kind = EvaluationWorker if is_dedicated else RolloutWorker
@@ -100,7 +95,7 @@ def _group_rules(run: RunConfig) -> GroupRules:
         min_group=run.rollout.min_group,
         extra_samples=run.rollout.extra_samples,
         group_seconds=run.rollout.group_seconds,
-        limits=RolloutLimits(
-            max_parts=run.rollout.max_parts, largest=run.reward.largest, needs_reward=run.reward.takes_given
-        ),
+        max_parts=run.rollout.max_parts,
+        largest_reward=run.reward.largest,
+        needs_reward=run.reward.takes_given,
     )

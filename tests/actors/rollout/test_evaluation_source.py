@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
-from asyncrl.actors.rollout import evaluation, prompt_deliveries, training
+from asyncrl.actors.rollout import prompt_deliveries
 from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.bus.memory.bus import MemoryBus
@@ -34,8 +34,7 @@ def bus() -> MemoryBus:
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (evaluation, training, prompt_deliveries):
-        monkeypatch.setattr(module, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(prompt_deliveries, "RETRY_SECONDS", 0.001)
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from asyncrl import config
-from asyncrl.actors.rollout.rollout_parts import RolloutLimits, check_rollout
+from asyncrl.actors.rollout.group_maker import GroupRules, check_rollout
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
@@ -106,9 +106,9 @@ def test_refuses_parts_that_cannot_be_trained(made: Any, problem: str) -> None:
     ],
 )
 def test_invalid_reward_fails_its_sample(made: Trajectory, problem: str) -> None:
-    limits = RolloutLimits(largest=100.0, needs_reward=True)
+    rules = GroupRules(largest_reward=100.0, needs_reward=True)
     with pytest.raises(RolloutError, match=problem):
-        check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9, limits=limits)
+        check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9, rules=rules)
 
 
 async def test_group_continues_without_sample_that_lacks_its_reward(bus: Bus) -> None:
@@ -123,7 +123,7 @@ async def test_group_continues_without_sample_that_lacks_its_reward(bus: Bus) ->
         rollout=rollout,
         reward=load_reward(config.RewardSection(kind="none")),
         min_group=1,
-        limits=RolloutLimits(needs_reward=True),
+        rules=GroupRules(needs_reward=True),
     )
     running = asyncio.ensure_future(fakes.run_worker(worker))
     await publish_prompts(bus, 0)
@@ -153,7 +153,7 @@ async def test_rollout_function_can_check_its_result(bus: Bus) -> None:
         fakes.Engine(),
         rollout=rollout,
         reward=load_reward(config.RewardSection(kind="none")),
-        limits=RolloutLimits(needs_reward=True, largest=100.0),
+        rules=GroupRules(needs_reward=True, largest_reward=100.0),
     )
     running = asyncio.ensure_future(fakes.run_worker(worker))
     await publish_prompts(bus, 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.rollout.rollout_parts import RolloutLimits, check_rollout
+from asyncrl.actors.rollout.group_maker import GroupRules, check_rollout
 from asyncrl.environments.agent.entry import Entry
 from asyncrl.environments.agent.function import Agent, Options
 from asyncrl.errors import RolloutError
@@ -185,9 +185,9 @@ async def test_impossible_outcome_is_refused_and_the_session_goes_on(
 ) -> None:
     async with Entry(host="127.0.0.1", port=0, key=KEY).serving() as entry, worker(entry.url, tmp_path) as made:
         engine = Scripted(["yes"])
-        limits = RolloutLimits(largest=1e6, needs_reward=True)
+        rules = GroupRules(largest_reward=1e6, needs_reward=True)
         engine.check_result = functools.partial(
-            check_rollout, prompt=group(6), index=0, num_resumed=0, context_tokens=1_000, limits=limits
+            check_rollout, prompt=group(6), index=0, num_resumed=0, context_tokens=1_000, rules=rules
         )
         sample = asyncio.ensure_future(made(group(6), engine, index=0))
         session = (await asked(entry.url, {"wait_seconds": 30}))[1]
