@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
-import shutil
 import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from io import FileIO
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError, disk_problem
 
@@ -43,33 +41,6 @@ class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
 
-class LogFile(logging.FileHandler):
-    """Counts lines that a full or broken disk loses. The next line that is written says how many are lost."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._lost = 0
-
-    def _open(self) -> Any:
-        return open(self.baseFilename, "ab", buffering=0)  # a buffer would retry its unwritten bytes with every line
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            line = self.format(record) + self.terminator
-            if self._lost:
-                line = f"{self._lost} lines of this log are lost: the disk took nothing{self.terminator}{line}"
-            data = line.encode(errors="replace")
-            file: Any = self.stream
-            if not os.fstat(file.fileno()).st_nlink:  # the file was removed
-                file.close()
-                self.stream = file = self._open()
-            self._lost = 0 if file.write(data) == len(data) else self._lost + 1
-        except OSError:
-            self._lost += 1
-        except Exception:
-            self.handleError(record)
-
-
 def print_line(text: str, *, out: TextIO | None = None) -> bool:
     """Print a line on which nothing depends. Return False if nobody gets it: the reader is gone, or a disk is full.
 
@@ -84,32 +55,6 @@ def print_line(text: str, *, out: TextIO | None = None) -> bool:
             raise
         return False
     return True
-
-
-def is_at(path: Path, descriptor: int) -> bool:
-    """Return whether an open file is still the file at its path."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def put_back(path: Path, file: FileIO) -> FileIO:
-    """Restore a file that was removed or replaced while open: copy it back to its path and reopen it at its end.
-
-    Raises OSError; ``file`` then stays open.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(exist_ok=True)
-    with partial.open("wb") as copied:
-        file.seek(0)
-        shutil.copyfileobj(file, copied)
-        copied.flush()
-        os.fsync(copied.fileno())
-    partial.rename(path)
-    file.close()
-    logging.getLogger("asyncrl.files").warning("%s: was removed or replaced while it is in use; put back", path)
-    return path.open("a+b", buffering=0)
 
 
 def log_to(path: Path) -> None:
@@ -151,7 +96,7 @@ def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
     """Return handlers for the file and stderr. Raises ConfigError or DiskError as ``log_to`` does."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        to_file = LogFile(path)
+        to_file = WatchedFileHandler(path, errors="replace")  # begins again where somebody removed the file
     except OSError as error:
         kind = DiskError if error.errno in DISK_ERRORS and _may_be_there(path) else ConfigError
         raise kind(f"run.directory: cannot write {path}: {error.strerror}") from None

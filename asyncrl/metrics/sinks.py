@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final, TextIO
 
 from asyncrl.config import RunConfig, plugins, secret_values
 from asyncrl.errors import ConfigError, HopelessError, disk_problem
-from asyncrl.logs import is_at, print_line, put_back
+from asyncrl.logs import print_line
 from asyncrl.metrics.background import BackgroundSink
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.groups.sample import GroupSample
@@ -85,8 +85,6 @@ class JsonLines:
         left = json.dumps(row, allow_nan=False).encode() + b"\n"
         length = len(left)
         try:
-            if not is_at(self._path, self._file.fileno()):
-                self._file = put_back(self._path, self._file)
             if self._file.seek(0, os.SEEK_END) != self._end:
                 self._file.truncate(self._end)
             while left:

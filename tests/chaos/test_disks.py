@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.messages.topics import ACTORS
 from tests.chaos.storm import Storm
-from tests.chaos.test_trouble import assert_is_clean, disk_of, log_of
+from tests.chaos.test_trouble import assert_is_clean, disk_of
 from tests.harness.faults.injections import FILLER, fill, full_disk
 from tests.harness.forked import ForkServer
 
@@ -97,25 +97,3 @@ async def test_a_disk_under_checkpoints_or_weights_is_waited_for(
                     lasting.close()
         audit = await asyncio.to_thread(storm.audit)
     assert_is_clean(audit)
-
-
-async def test_files_removed_from_a_run_that_is_up_are_put_back_or_begun_anew(
-    tmp_path: Path, forks: ForkServer
-) -> None:
-    """Each removed file is reported once, no process restarts, and nothing is lost."""
-    storm = Storm(tmp_path, seed=1, overrides=('weights.channel="files"', "run.stall_seconds=600"), forks=forks)
-    folder = storm.run_directory
-    names = ("samples.jsonl", "timeline.jsonl", "history.jsonl", "metrics.jsonl")
-    async with storm.up() as seen:
-        pids = storm.pids()
-        await storm.until(lambda: all((folder / name).exists() for name in names), "it has written all of them")
-        for name in names:
-            (folder / name).unlink()
-            await storm.until(lambda path=folder / name: path.exists(), f"{name} is there again")
-        before = seen.step
-        await storm.until(lambda: seen.step[1] > before[1] + 25, "the run goes on")
-        assert storm.pids() == pids
-        said = log_of(storm, "learner")
-        for name in names:
-            assert said.count(f"{name}: was removed") == 1, name
-    assert_is_clean(await asyncio.to_thread(storm.audit))

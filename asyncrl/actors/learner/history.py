@@ -34,7 +34,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError, NoHistory
-from asyncrl.logs import is_at, put_back
 from asyncrl.policies.audit.entries import BEGUN, DAMAGED, FATES, HistoryEntry
 
 log = logging.getLogger("asyncrl.learner")
@@ -57,7 +56,7 @@ class History:
         self._file = path.open("a+b", buffering=0)
         self._drop_torn_line()
         self._pending = bytearray()
-        self._position = self._written = self._file.tell()
+        self._position = self._file.tell()
         self._lock = threading.Lock()  # guards the file and pending lines
 
     @property
@@ -154,24 +153,11 @@ class History:
 
     def _flush(self) -> None:
         try:
-            self._mend()
             while self._pending:
                 count = self._file.write(bytes(self._pending)) or 0
-                self._written += count
                 del self._pending[:count]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-    def _mend(self) -> None:
-        """Repair a file that was removed or cut while in use: the missing part becomes a blank line (H4)."""
-        if not is_at(self._path, self._file.fileno()):
-            self._file = put_back(self._path, self._file)
-        gone = self._written - os.fstat(self._file.fileno()).st_size
-        if gone > 0:
-            log.error(
-                "%s: %d bytes were cut off while it is in use; `asyncrl audit` shows which steps", self._path, gone
-            )
-            self._file.write(b" " * (gone - 1) + b"\n")
 
     def _drop_torn_line(self) -> None:
         """Remove an incomplete last line, left by a full disk or a lost machine. No checkpoint counts on it (H1)."""

@@ -5,7 +5,7 @@
 
 The files are bounded: when samples.jsonl reaches half of metrics.samples_max_bytes, it replaces samples.1.jsonl.
 Nothing depends on these files: a line that the disk does not take is left out. If a file in use is removed, a new one
-is started and a warning is logged.
+is started.
 
 Tests: tests/unit/actors/learner/test_samples.py.
 """
@@ -38,8 +38,9 @@ class RotatedLines:
     """Appends lines to ``path``. At most ``most_bytes`` are kept in ``path`` and ``older`` together. One writer."""
 
     def __init__(self, path: Path, *, older: Path, most_bytes: int) -> None:
-        self._path, self._older, self._half = path, older, most_bytes // 2
-        self._is_begun = False  # whether we wrote a line to the file
+        self._path = path
+        self._older = older
+        self._half = most_bytes // 2
 
     def write(self, line: str) -> None:
         """Append a line. Raises OSError if it was not written."""
@@ -49,15 +50,11 @@ class RotatedLines:
             file = files.enter_context(self._open())
             if (size := file.seek(0, os.SEEK_END)) and size + len(data) > self._half:
                 os.replace(self._path, self._older)
-                self._is_begun = False
                 file, size = files.enter_context(self._open()), 0
-            if self._is_begun and not size:
-                log.warning("%s: was removed while it is in use; what was in it is gone, a new one begun", self._path)
             if size and _last_byte(file) != b"\n":  # a kill or a full disk cut the last line short
                 data = b"\n" + data
             if file.write(data) != len(data):
                 raise OSError(f"{self._path}: written in part")
-            self._is_begun = True
 
     def _open(self) -> FileIO:
         """Open the file for one line, because it may be removed between two lines."""
