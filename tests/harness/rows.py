@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-
-@dataclass(frozen=True)
-class Row:
-    tokens: NDArray[np.int32]
-    prompt: str
-    label: Any
-    metadata: dict[str, Any]
-    epoch: int
-    response: NDArray[np.int32]
-    response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    messages: tuple[dict[str, Any], ...] = ()
-    sampling: dict[str, Any] = field(default_factory=dict)
-    reward: str = ""
-    dataset: str = ""
+from asyncrl.data.prompts import PromptRow
 
 
 class Rows:
@@ -30,10 +13,10 @@ class Rows:
     def __init__(self, count: int = 5, *, epochs: int = 0, overlong: frozenset[int] = frozenset()) -> None:
         self._count, self._epochs, self._overlong = count, epochs, overlong
 
-    def at(self, position: int) -> Row | None:
+    def at(self, position: int) -> PromptRow | None:
         epoch, index = divmod(position, self._count)
         if self._epochs and epoch >= self._epochs:
             return None
         tokens = np.zeros(0, np.int32) if position in self._overlong else np.array([1, 4 + index], np.int32)
         response = np.array([4 + index, 5, 3], np.int32)
-        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response)
+        return PromptRow(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response)

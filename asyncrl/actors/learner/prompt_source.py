@@ -14,13 +14,11 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from asyncrl.actors.base import Actor
 from asyncrl.bus.port import Bus
+from asyncrl.data.prompts import PromptRow
 from asyncrl.errors import BusError, BusFull, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.roles import LEARNER, WORKER
@@ -38,37 +36,10 @@ FULL_QUEUE_SECONDS = 0.5
 LOOK_SECONDS = 2.0
 
 
-class Row(Protocol):
-    """One prompt from the data. ``tokens`` is empty if it is longer than max_prompt_tokens."""
-
-    @property
-    def tokens(self) -> NDArray[np.int32]: ...
-    @property
-    def prompt(self) -> str: ...
-    @property
-    def label(self) -> Any: ...
-    @property
-    def metadata(self) -> dict[str, Any]: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def response(self) -> NDArray[np.int32]: ...
-    @property
-    def response_mask(self) -> NDArray[np.bool_]: ...
-    @property
-    def sampling(self) -> Mapping[str, Any]: ...
-    @property
-    def reward(self) -> str: ...
-    @property
-    def dataset(self) -> str: ...
-    @property
-    def messages(self) -> tuple[dict[str, Any], ...]: ...
-
-
 class Rows(Protocol):
     """The endless shuffled data. A position always has the same row; None after the last epoch."""
 
-    def at(self, position: int) -> Row | None: ...
+    def at(self, position: int) -> PromptRow | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +49,7 @@ class _Numbered:
     group_id: int
     position: int
     overlong: int
-    row: Row
+    row: PromptRow
 
 
 class PromptSource(Actor):
@@ -282,7 +253,7 @@ class PromptSource(Actor):
             self._table.exhaust(position=self._read_to[0], overlong=self._read_to[1])
             self._table_changed.set()
 
-    def _asked(self, row: Row) -> PromptSpec:
+    def _asked(self, row: PromptRow) -> PromptSpec:
         """Return what this row's prompt asks for in this incarnation."""
         return PromptSpec(
             samples=frozenset({self._group_size}),
