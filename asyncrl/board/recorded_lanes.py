@@ -3,7 +3,7 @@
 A worker counts as generating while one of its groups is in progress, and as loading during its recorded loads.
 Otherwise it waits. What it waits for is known only for waits of half a second or more.
 
-Tests: tests/unit/board/test_recorded_lanes.py.
+Tests: tests/unit/board/test_lanes.py.
 """
 
 from __future__ import annotations

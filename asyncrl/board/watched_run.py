@@ -3,7 +3,7 @@
 Rows of metrics.jsonl come from the folder; without a folder, the newest row comes from the bus. Heartbeats
 (audit/run_observer.py) and events come from the bus.
 
-Tests: tests/unit/board/test_watched_run.py.
+Tests: tests/unit/board/test_run_state.py.
 """
 
 from __future__ import annotations

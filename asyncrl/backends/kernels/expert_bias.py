@@ -2,7 +2,7 @@
 
 The gradient of a bias is a sum over the rows of its expert. A grouped matrix product with a narrow matrix computes it:
 scatter-adding rows takes many times as long on CUDA (kernels/expert_rows.py).
-Test: tests/unit/backends/kernels/test_expert_bias.py.
+Test: tests/unit/backends/kernels/test_expert_rows.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ matching subsets is an unbiased estimate of the probability for k fresh answers:
     pass^k     all k are solved                    C(c, k) / C(n, k)          arXiv:2406.12045, section 3
     majority@n the most frequent of the n answers is solved
 
-Tests: tests/unit/policies/evaluation/test_estimators.py, against every subset enumerated.
+Tests: tests/unit/policies/test_evaluation.py, against every subset enumerated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How much of the engines an evaluation holds back: the number of workers, and the share of engine time. Pure.
 
-Tests: tests/unit/policies/evaluation/test_held.py.
+Tests: tests/unit/policies/test_evaluation.py.
 """
 
 from __future__ import annotations

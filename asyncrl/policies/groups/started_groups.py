@@ -10,7 +10,7 @@ oldest version in each group that it has started. The tokens of a group are no o
 
 A worker that reports wrong versions can only shorten the learner's wait, for its own groups and for groups that no
 worker has started; it cannot lengthen any wait.
-Tests: tests/unit/policies/groups/test_started_groups.py.
+Tests: tests/unit/policies/groups/test_table.py.
 """
 
 from __future__ import annotations

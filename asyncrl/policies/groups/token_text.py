@@ -1,4 +1,4 @@
-"""The text of each token of an answer. Pure. Tests: tests/unit/policies/groups/test_token_text.py."""
+"""The text of each token of an answer. Pure. Tests: tests/unit/policies/groups/test_sample.py."""
 
 from __future__ import annotations
 

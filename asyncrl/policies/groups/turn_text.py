@@ -4,7 +4,7 @@ For display only. Pieces are found by the marks that chat templates write around
 <think>, <tool_call> and <tool_response>. A turn without marks is one piece of text; only the marks themselves are left
 out. Training uses the tokens, whatever is found here.
 
-Tests: tests/unit/policies/groups/test_turn_text.py.
+Tests: tests/unit/policies/groups/test_sample.py.
 """
 
 from __future__ import annotations

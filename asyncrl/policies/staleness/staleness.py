@@ -10,7 +10,7 @@ they are trained, and they count as old as the last version that both histories 
     effective = min(v, fork of every incarnation after i)        fork[j] = version from which j started
 
 Staleness is measured against the effective version, and so is the bound. Test:
-tests/unit/policies/staleness/test_versions.py, test_versions_of_a_lost_history_count_as_old_as_the_fork.
+tests/unit/policies/staleness/test_staleness.py, test_versions_of_a_lost_history_count_as_old_as_the_fork.
 """
 
 from __future__ import annotations

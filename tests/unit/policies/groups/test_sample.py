@@ -1,15 +1,21 @@
-"""A group in readable form: text in turns, rewards, advantages, staleness, and why it was not trained."""
+"""A recorded sample: its numbers, its text token by token, and its turns."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.groups.sample import GroupSample, decoded, picked, sample_of
+from asyncrl.policies.groups.token_text import token_texts
+from asyncrl.policies.groups.turn_text import other_pieces, pieces_of, sampled_pieces
 
 SPANS = (
     VersionSpan(start=0, incarnation=0, policy_version=3),
@@ -98,3 +104,87 @@ def test_the_parts_of_a_rollout_are_told_apart_and_have_one_reward() -> None:
     assert [answer.prompt for answer in sample.answers] == [None, "<5>", None]
     assert [sample.title(index) for index in range(3)] == ["answer 1, part 1 of 2", "answer 1, part 2 of 2", "answer 3"]
     assert GroupSample.from_json(sample.as_json()) == sample
+
+
+def of_bytes(tokens: Sequence[int]) -> str:
+    """A byte-level tokenizer: a letter may take several tokens."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def of_words(tokens: Sequence[int]) -> str:
+    """A tokenizer that puts a space between words, but not before the first."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def test_a_letter_of_several_tokens_comes_with_its_last_one() -> None:
+    assert token_texts(list("aé€".encode()), of_bytes) == ["a", "", "é", "", "", "€"]
+
+
+def test_what_a_token_gives_may_depend_on_the_one_before() -> None:
+    assert token_texts([1, 2, 3], of_words) == ["w1", " w2", " w3"]
+
+
+def test_an_answer_that_was_cut_within_a_letter_shows_so() -> None:
+    assert token_texts(list("a€".encode())[:-1], of_bytes) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+@given(st.text(max_size=60))
+def test_together_they_are_the_text(text: str) -> None:
+    tokens = list(text.encode())
+    assert "".join(token_texts(tokens, of_bytes)) == text
+    assert len(token_texts(tokens, of_bytes)) == len(tokens)
+
+
+QWEN = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+LLAMA = "<|start_header_id|>ipython<|end_header_id|>\n\n5<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+def found(pieces: object) -> list[tuple[str, str]]:
+    return [(piece.kind, piece.text) for piece in pieces]  # type: ignore[attr-defined]
+
+
+def test_a_turn_is_thought_text_and_calls() -> None:
+    text = (
+        '<think>\nhm\n</think>\n\nI add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    )
+    assert found(sampled_pieces(text)) == [
+        ("thinking", "hm"),
+        ("text", "I add."),
+        ("tool call", 'add({"a": 1})'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("hm</think>yes", [("thinking", "hm"), ("text", "yes")]),  # the prompt ended with <think>
+        ("a <think>cut", [("text", "a "), ("thinking", "cut")]),
+        ("<tool_call>add(1)</tool_call>", [("tool call", "add(1)")]),  # not JSON: shown as it is
+        ('<tool_call>{"name": "f", "arguments": "x"}', [("tool call", "f(x)")]),
+        ("<tool_call>[1]</tool_call>", [("tool call", "[1]")]),
+        ("0123", [("text", "0123")]),
+        ("<|im_end|>", [("text", "<|im_end|>")]),  # the whole answer
+        ("<|im_start|>user\n5", [("text", "<|im_start|>user\n5")]),  # markers that a model writes begin no new turn
+    ],
+)
+def test_what_is_not_as_expected_stays_text(text: str, pieces: list[tuple[str, str]]) -> None:
+    assert found(sampled_pieces(text)) == pieces
+
+
+def test_results_of_tools_and_words_of_users_are_told_apart() -> None:
+    assert found(other_pieces(QWEN)) == [("tool result", "5")]
+    assert found(other_pieces(LLAMA)) == [("tool result", "5")]
+    assert found(other_pieces("<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n")) == [
+        ("user", "and now?")
+    ]
+    assert found(other_pieces("6")) == [("text", "6")]
+
+
+def test_pieces_say_which_turn_they_are_of() -> None:
+    pieces = pieces_of([("policy", "a"), ("environment", QWEN), ("policy", "<think>b</think>c")])
+    assert [(piece.turn, piece.kind) for piece in pieces] == [
+        (0, "text"),
+        (1, "tool result"),
+        (2, "thinking"),
+        (2, "text"),
+    ]

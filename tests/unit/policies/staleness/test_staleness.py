@@ -1,4 +1,4 @@
-"""Staleness control: admission, order, groups with stragglers, weights that decay with age, and the controllers."""
+"""Staleness: what is admitted, how old a token is, and what a step takes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from asyncrl.policies.learning_rate import vcpo_learning_rate
 from asyncrl.policies.staleness import samplers, staleness
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.samplers import Key
+from asyncrl.policies.staleness.staleness import effective_version, oldest_version, per_token
+from tests.harness.groups import span
 
 keys = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 12)), unique_by=lambda key: key[1], max_size=10)
 
@@ -94,3 +96,61 @@ def test_the_scaled_learning_rate_rises_with_the_ess_and_never_over_the_given_on
     assert found <= vcpo_learning_rate(1e-6, ess_fraction=min(1.0, ess * 2), base_ess_fraction=base, rule=rule)
     if ess >= base:
         assert found == 1e-6
+
+
+def test_staleness_is_counted_per_token() -> None:
+    ages = per_token((span(3), span(5, start=2)), length=4, policy_version=6, forks={})
+    assert ages.tolist() == [3, 3, 1, 1]
+
+
+def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:
+    # Incarnation 0 reached version 9; then the learner fell back to a checkpoint at 6 and started incarnation 1 there.
+    forks = {1: 6}
+    assert effective_version(span(9, epoch=0), forks) == 6
+    assert effective_version(span(4, epoch=0), forks) == 4
+    assert effective_version(span(9, epoch=1), forks) == 9
+    assert oldest_version((span(9, epoch=0), span(8, start=2, epoch=1)), forks) == 6
+
+
+def test_a_second_fall_back_counts_from_the_earlier_fork() -> None:
+    assert effective_version(span(9, epoch=0), {1: 6, 2: 3}) == 3
+
+
+def admission(mode: str, *, max_staleness: int = 2) -> Admission:
+    return Admission(mode=mode, groups_per_batch=4, max_staleness=max_staleness, total_groups=1000)
+
+
+def test_the_window_is_max_staleness_plus_one_batches() -> None:
+    rule = admission("async")
+    assert rule.may_publish(published=0, lost=0, batches_taken=0, steps_done=0) == 12
+    assert rule.may_publish(published=12, lost=0, batches_taken=1, steps_done=0) == 0
+    assert rule.may_publish(published=12, lost=0, batches_taken=1, steps_done=1) == 4
+
+
+def test_a_lost_group_frees_its_place() -> None:
+    assert admission("async").may_publish(published=12, lost=3, batches_taken=0, steps_done=0) == 3
+
+
+def test_sync_publishes_the_next_batch_only_after_the_step() -> None:
+    rule = admission("sync")
+    assert rule.may_publish(published=4, lost=0, batches_taken=1, steps_done=0) == 0
+    assert rule.may_publish(published=4, lost=0, batches_taken=1, steps_done=1) == 4
+
+
+def test_one_step_off_generates_the_next_batch_while_one_is_trained() -> None:
+    rule = admission("one_step_off")
+    assert rule.may_publish(published=4, lost=0, batches_taken=0, steps_done=0) == 0
+    assert rule.may_publish(published=4, lost=0, batches_taken=1, steps_done=0) == 4
+
+
+def test_async_without_staleness_admits_what_sync_admits() -> None:
+    zero, sync = admission("async", max_staleness=0), admission("sync")
+    for done in range(5):
+        for published in range(4 * done, 4 * done + 5):
+            state = {"published": published, "lost": 0, "batches_taken": done, "steps_done": done}
+            assert zero.may_publish(**state) == sync.may_publish(**state)
+
+
+def test_no_group_is_published_that_the_run_will_not_train() -> None:
+    rule = Admission(mode="async", groups_per_batch=4, max_staleness=8, total_groups=8)
+    assert rule.may_publish(published=6, lost=0, batches_taken=0, steps_done=0) == 2

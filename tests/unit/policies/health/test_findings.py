@@ -1,4 +1,4 @@
-"""A run that is only slow has no findings; findings about runs with several actors and faults."""
+"""Findings: conditions of actors, faults, and what is said of whole runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.logs import printable_text
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.roles import LEARNER, WORKER
+from asyncrl.policies.health import conditions
+from asyncrl.policies.health.conditions import CONDITIONS
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import ActorStatus
+from asyncrl.policies.health.faults import SILENT_SECONDS, ActorStatus, Observation
+from asyncrl.policies.health.waits import stall_limit
 from tests.unit.policies.health.test_diagnosis import (
     ALL_ELSE,
     HEALTHY,
@@ -21,6 +25,46 @@ from tests.unit.policies.health.test_diagnosis import (
     prompts,
     weights,
 )
+
+
+def showing(numbers: dict[str, float], *, seconds: float = 0.0) -> Observation:
+    learner = Heartbeat(actor=LEARNER, role=LEARNER, host="here", pid=1)
+    worker = Heartbeat(actor="w0", role=WORKER, host="here", pid=7, numbers=numbers)
+    return Observation(
+        actors={LEARNER: ActorStatus(beat=learner), "w0": ActorStatus(beat=worker, seconds=seconds)}, listened=20.0
+    )
+
+
+@pytest.mark.parametrize(("number", "condition"), CONDITIONS.items(), ids=[one.fault for one in CONDITIONS.values()])
+def test_condition_is_named_at_its_threshold_and_restarts_nobody(number: str, condition: conditions.Condition) -> None:
+    assert diagnose(showing({number: condition.threshold * 0.99})) == []
+    (found,) = diagnose(showing({number: condition.threshold}))
+    assert (found.fault, found.actor, found.pid, found.cure) == (condition.fault, "w0", 7, "")
+    assert found.cause.startswith("w0 ")
+    assert "{" not in found.cause
+
+
+def test_conditions_of_silent_actors_are_left_out() -> None:
+    assert list(conditions.findings(showing({"alarm/mismatch": 1.0}, seconds=SILENT_SECONDS + 1))) == []
+
+
+def test_stall_limit_is_four_times_the_median_and_at_least_six_seconds() -> None:
+    assert stall_limit(0.5, first=25) == 6
+    assert stall_limit(5, first=25) == 20
+    assert stall_limit(0, first=25) == 25
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["全角\u3000空白", "prix\xa0: 12\u202f000 €", "می\u200cخواهم", "👩\u200d👩\u200d👧", "soft\xadhy", "a\tb\nc"],
+)
+def test_shows_spaces_and_joiners_of_any_script(text: str) -> None:
+    assert printable_text(text) == text
+
+
+@pytest.mark.parametrize("letter", ["\x1b", "\r", "\x7f", "\x9b", "\u2028", "\u2029", "\ud800", "\u202e", "\u2066"])
+def test_hides_characters_that_control_a_terminal_or_reorder_text(letter: str) -> None:
+    assert printable_text(f"a{letter}b") == "a?b"
 
 
 def test_starting_learner_counts_for_its_prompt_source_and_weights() -> None:
