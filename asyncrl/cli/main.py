@@ -12,17 +12,15 @@ import argparse
 import asyncio
 import contextlib
 import difflib
-import errno
 import importlib
 import logging
 import os
 import re
-import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import TextIOWrapper
-from typing import Any, Final, NoReturn, Protocol, TextIO, cast
+from typing import Any, Final, NoReturn, Protocol, cast
 
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, exit_code_of, leaves
 from asyncrl.version import VERSION
@@ -88,10 +86,6 @@ _VENDORS_ENVIRONMENT: Final = {
 }
 
 
-_LONGEST_SHOWN: Final = 300
-"""Maximum number of characters of a path in an error."""
-
-
 class Verb(Protocol):
     """Functions that the file of each verb defines."""
 
@@ -117,29 +111,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _refuse(name, unknown)
     except SystemExit as ended:  # --help, --version, or an error that argparse has printed
         return ended.code if isinstance(ended.code, int) else 0
-    except KeyboardInterrupt:  # while the verb is imported
-        return INTERRUPTED
     sys.path.insert(0, os.getcwd())  # finds "my_rewards:score" in the working directory, as with `python -m`
     for variable, value in _VENDORS_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
         code = _outside_event_loop(lambda: load(name).run(options))
-    except ConfigError as error:
-        print(f"asyncrl: {_in_a_line(error)}", file=sys.stderr)
-        code = error.exit_code
+        sys.stdout.flush()
     except AsyncRLError as error:
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
-        print(f"asyncrl {name}: {_in_a_line(error)}", file=sys.stderr)
+        where = "asyncrl" if isinstance(error, ConfigError) else f"asyncrl {name}"
+        print(f"{where}: {_in_a_line(error)}", file=sys.stderr)
         code = exit_code_of(error)
-    except BrokenPipeError:
-        if not _is_left_by_reader():
-            raise
+    except BrokenPipeError:  # the reader of stdout is gone, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:  # an error of the machine
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
-        where = f"{str(error.filename)[:_LONGEST_SHOWN]}: " if error.filename else ""
+        where = f"{error.filename}: " if error.filename else ""
         print(f"asyncrl {name}: {where}{error.strerror or error}", file=sys.stderr)
-        code = ConfigError.exit_code if error.errno == errno.ENAMETOOLONG else exit_code_of(error)
+        code = exit_code_of(error)
     except Exception as error:
         logging.getLogger("traceback").exception("ended by")  # to this process's log file; to stderr if it has none
         # the message of a TaskGroup's error alone says nothing
@@ -148,37 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = exit_code_of(error)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:  # lines of a run whose reader is gone; Python would flush them once more
-            _discard(stream)
     return code
 
 
 def _in_a_line(error: Exception) -> str:
     """Join the lines of an error, which may quote user input or library messages of several lines."""
     return " ".join(filter(None, (line.strip() for line in str(error).splitlines())))
-
-
-def _is_left_by_reader() -> bool:
-    """Whether the reader of stdout is gone, as after `| head`. If so, discard further output."""
-    try:
-        stdout = sys.stdout.fileno()
-    except OSError:  # stdout is not a file, as in a notebook
-        return False
-    pipe = select.poll()
-    pipe.register(stdout, 0)
-    is_left = any(events & (select.POLLERR | select.POLLHUP) for _, events in pipe.poll(0))
-    if is_left:
-        _discard(sys.stdout)
-    return is_left
-
-
-def _discard(stream: TextIO) -> None:
-    """Send what is left in the buffer, and all further output, to nowhere."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:

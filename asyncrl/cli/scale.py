@@ -2,7 +2,7 @@
 
 The number is a state on the bus. `asyncrl run` starts or drains its own workers until it matches, and again after
 --resume. Workers that joined by themselves do not count. Exit code 0: all are up; 1: not yet, and the missing ones are
-printed, or the run has ended; 2: there is no room for them.
+printed; 2: there is no room for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from asyncrl.adapters.registry import observe
 from asyncrl.audit import run_folder
 from asyncrl.bus.port import Bus
 from asyncrl.cli import arguments
-from asyncrl.cli.tap import until_over
 from asyncrl.config import RunConfig
 from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import ConfigError, NoRoom
@@ -63,61 +62,40 @@ def scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> int:
 
 async def _scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> int:
     bus = await observe(run, token=token, role="operator")
-    asking = asyncio.create_task(_ask_unless_finished(bus, run.run.name, wanted, seconds=seconds), name="scale.ask")
-    over = asyncio.create_task(until_over(run), name="scale.until_over")
-    started = time.monotonic()
-    try:  # calls to a bus that is away wait forever
-        limit = seconds + GRACE_SECONDS
-        done, _ = await asyncio.wait((asking, over), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        if asking in done:
-            return await asking
-        why = "the run has ended" if over in done else "its bus does not answer any more"
-        waited = in_words(time.monotonic() - started)
-        print(f"run {run.run.name}: not yet {wanted} rollout workers after {waited}; {why}")
+    try:
+        async with asyncio.timeout(seconds + GRACE_SECONDS):  # calls to a bus that is away wait forever
+            return await _ask(bus, run.run.name, wanted, seconds=seconds)
+    except TimeoutError:
+        print(f"run {run.run.name}: not yet {wanted} rollout workers; its bus does not answer any more")
         return 1
     finally:
-        asking.cancel()
-        over.cancel()
-        await asyncio.wait((asking, over))
         await bus.close()
 
 
-async def _ask_unless_finished(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
+async def _ask(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
     progress = (await bus.states(PROGRESS)).get("")
     if progress is not None and progress.finished:
         raise ConfigError(f"run {name} is finished; --resume it with more run.steps, then scale it")
-    return await _ask(bus, name, wanted, seconds=seconds)
-
-
-async def _ask(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
-    request = uuid.uuid4().hex
-    started, said = time.monotonic(), ""
-    status: FleetStatus | None = None
+    request, started, missing = uuid.uuid4().hex, time.monotonic(), ""
     await bus.put(FLEET, FleetSize(rollout_workers=wanted, request=request))
     async for status in _answers(bus, request, seconds=seconds):
         if status is not None and status.problem:
             raise NoRoom(status.problem)
-        missing = await _missing(bus, status) if status is not None else "`asyncrl run` to take notice"
+        before, missing = missing, await _missing(bus, status)
         if not missing:
             print(f"run {name}: {wanted} rollout workers after {time.monotonic() - started:.1f} s")
             return 0
-        if missing != said:
+        if missing != before:
             print(f"run {name}: waiting for {missing}", flush=True)
-            said = missing
     waited = in_words(time.monotonic() - started)
-    if status is None:
-        raise ConfigError(
-            f"run {name}: no `asyncrl run` answered in {waited}; the size is kept on the bus and counts "
-            "when the run is resumed"
-        )
-    print(f"run {name}: not yet {wanted} rollout workers after {waited}; still waiting for {said}")
+    print(f"run {name}: not yet {wanted} rollout workers after {waited}; still waiting for {missing}")
     return 1
 
 
 async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[FleetStatus | None]:
     """Yield the answer of `asyncrl run` to our request every LOOK_SECONDS; None until it has seen the request.
 
-    Ends after ``seconds``, or after ANSWER_SECONDS without an answer.
+    Ends after ``seconds``. Raises ConfigError after ANSWER_SECONDS without an answer.
     """
     clock = asyncio.get_running_loop().time
     start = clock()
@@ -129,10 +107,17 @@ async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[F
         has_answered = status is not None and status.request == request
         yield status if has_answered else None
         await asyncio.sleep(LOOK_SECONDS)
+    if not has_answered:
+        raise ConfigError(
+            f"no `asyncrl run` answered in {in_words(clock() - start)}; the size stays on the bus and counts when the "
+            "run is resumed"
+        )
 
 
-async def _missing(bus: Bus, status: FleetStatus) -> str:
+async def _missing(bus: Bus, status: FleetStatus | None) -> str:
     """Describe what is still missing; empty when all requested workers are up."""
+    if status is None:
+        return "`asyncrl run` to take notice"
     beats = await bus.states(ACTORS)
     absent = status.rollout_workers - len(status.workers)
     phases = {name: beats[name].phase if name in beats else "" for name in status.workers}
