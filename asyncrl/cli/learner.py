@@ -6,7 +6,6 @@ torchrun starts one process per rank, on any number of machines. Rank 0 is the l
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 
 from asyncrl import logs
@@ -41,11 +40,11 @@ def run(options: argparse.Namespace) -> int:
 def run_learner(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool = False) -> int:
     """Train to the end of the run. Raises ConfigError while another learner has this run.
 
-    is_launched  started by `asyncrl run`, which has already reported what is resumed
+    is_launched  started by `asyncrl run`, which has already checked what is resumed
     """
     check_learner(run_config)
-    if resume:
-        resume_checks.check_settings(run_config, level=logging.INFO if is_launched else logging.WARNING)
+    if resume and not is_launched:
+        resume_checks.check_settings(run_config)
     with single_learner.in_folder(run_config.run_directory):
         return in_event_loop(_learn(run_config, resume=resume, token=token, is_launched=is_launched))
 

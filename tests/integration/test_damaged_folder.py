@@ -22,11 +22,10 @@ from asyncrl.board.group_index import rows_as_json
 from asyncrl.board.watched_run import WatchedRun
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
-from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.launch.assembly.build_learner import build_learner
+from asyncrl.errors import AsyncRLError
 from tests.harness.command import asyncrl
 from tests.harness.damage import spoil
-from tests.harness.learning import demo_run, memory_bus
+from tests.harness.learning import demo_run
 from tests.integration.test_audit import train_there
 
 
@@ -199,15 +198,6 @@ def test_damaged_rows_of_metrics_are_skipped_and_counted(copy: Path, capsys: pyt
     assert said["open_run"][1].startswith("3 metrics")
 
 
-def test_names_in_checkpoints_that_are_not_ours_change_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = copy / "checkpoints"
-    (folder / "step-foo").mkdir()
-    (folder / "notes~").write_text("mine")
-    shutil.copytree(folder / "step-00000004", folder / "step-00000004-backup")
-    assert look(copy, capsys)["audit"][0] == 0
-    assert len(checkpoint.strangers(folder)) == 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "gone", "a folder"])
 def test_a_damaged_store_of_the_bus_ends_no_command_with_a_traceback(
@@ -281,18 +271,3 @@ def test_whatever_is_damaged_nobody_ends_with_a_traceback_or_calls_a_broken_reco
         assert checkpoint.latest(copy / "checkpoints") is not None, (done, out)
     with contextlib.suppress(OSError):  # a checkpoint that cannot be read now is not set aside
         checkpoint.resume(copy / "checkpoints", say=lambda line: None)
-
-
-@pytest.mark.parametrize("name", ["history.jsonl", "metrics.jsonl"])
-@pytest.mark.parametrize("is_loop", [False, True], ids=["a folder", "a loop"])
-async def test_a_run_is_not_resumed_over_what_is_no_file_and_says_so_in_one_line(
-    run: RunConfig, copy: Path, name: str, is_loop: bool
-) -> None:
-    (copy / name).unlink()
-    (copy / name).symlink_to(name) if is_loop else (copy / name).mkdir()
-    resumed = demo_run(run.run_directory.parents[1], f"run.directory={copy.parent}", "run.steps=6")
-    with pytest.raises(ConfigError) as refused:
-        await build_learner(resumed, bus=memory_bus(), resume=True)
-    problem = "is a link to itself" if is_loop else "is not a file"
-    where = f"run.directory: {copy / name}"
-    assert str(refused.value) == f"{where}: {problem}; one of the run belongs there, so move it away"

@@ -11,7 +11,7 @@ The cursor is stored here and not in the broker. A restarted learner reads the l
 the checkpoint records as trained. So in the history of its weights no finished rollout is lost or trained twice.
 
 A damaged checkpoint is renamed to damaged-STEP and never deleted. The learner continues from the checkpoint before it,
-for which the log is also kept (actors/learner/checkpointer.py). Other names in the folder are left alone.
+for which the log is also kept (checkpointer.py). Other names in the folder are left alone.
 Tests: tests/unit/actors/learner/test_checkpoint.py.
 """
 
@@ -33,7 +33,6 @@ from asyncrl.errors import CheckpointDamaged, CheckpointError, disk_problem
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.version import SCHEMA
 
-_PROBE_BYTES: Final = 2**20
 _STATE_FILE: Final = "learner.json"
 _NAME: Final = re.compile(r"step-(\d{8,})(?:-epoch-([1-9]\d*))?")
 _PARTIAL: Final = re.compile(rf"\.{_NAME.pattern}\.partial")
@@ -52,26 +51,15 @@ class UnfinishedCheckpoint:
         return self.partial / "backend"
 
 
-def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None], keep: int) -> Path:
-    """Write a checkpoint, make it visible with one rename, and remove all but the newest ``keep``.
-
-    Raises CheckpointError naming the folder. The previous checkpoint is then untouched.
-    """
-    unfinished = begin(directory, state, save_backend=save_backend)
-    folder = finish(unfinished, finish_backend=lambda: {}, keep=keep)
-    assert folder is not None
-    return folder
-
-
 def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None]) -> UnfinishedCheckpoint:
     """Begin a checkpoint. ``save_backend`` may continue to write in its folder after it returns. Leftovers of an
     earlier unfinished checkpoint are removed.
 
-    Raises as ``write`` does.
+    Raises CheckpointError naming the folder. The previous checkpoint is then untouched.
     """
     final = directory / _name(state)
     unfinished = UnfinishedCheckpoint(partial=directory / f".{final.name}.partial", final=final)
-    with _given_up_on_failure(unfinished):
+    with _removed_on_failure(unfinished):
         for path in _entries(directory):
             if _PARTIAL.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -86,9 +74,10 @@ def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 def finish(
     unfinished: UnfinishedCheckpoint, *, finish_backend: Callable[[], Mapping[Path, str] | None], keep: int
 ) -> Path | None:
-    """Make a checkpoint visible once the backend has written its part. ``finish_backend`` returns the SHA-256 of its
-    larger files, or None while it is not done; then this returns None and changes nothing. Raises as ``write`` does."""
-    with _given_up_on_failure(unfinished):
+    """Make a checkpoint visible with one rename, once the backend has written its part, and remove all but the newest
+    ``keep``. ``finish_backend`` returns the SHA-256 of its
+    larger files, or None while it is not done; then this returns None and changes nothing. Raises as ``begin`` does."""
+    with _removed_on_failure(unfinished):
         hashed = finish_backend()
         if hashed is None:
             return None
@@ -103,18 +92,16 @@ def finish(
 
 
 @contextlib.contextmanager
-def _given_up_on_failure(unfinished: UnfinishedCheckpoint) -> Iterator[None]:
+def _removed_on_failure(unfinished: UnfinishedCheckpoint) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problem = error if isinstance(error, OSError) else disk_problem(error) or _refusal(unfinished.partial)
+        problem = error if isinstance(error, OSError) else disk_problem(error)
         shutil.rmtree(unfinished.partial, ignore_errors=True)
         if problem is None:
             raise
-        others = (
-            "the checkpoint before it is untouched" if complete(unfinished.final.parent) else "there is none before it"
-        )
-        raise CheckpointError(f"{unfinished.final}: {problem.strerror or problem}; {others}") from problem
+        before = "the checkpoint before it is untouched"
+        raise CheckpointError(f"{unfinished.final}: {problem.strerror or problem}; {before}") from problem
 
 
 def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:
@@ -133,12 +120,9 @@ def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -
 def resume(directory: Path, *, say: Callable[[str], None]) -> tuple[LearnerState, Path] | None:
     """Return the newest intact checkpoint and its backend folder, with every file checked; None if there is none.
 
-    Damaged checkpoints are renamed to damaged-STEP, so that they are not used again. ``say`` gets a line for each, and
-    a line that names foreign files in the folder. Raises OSError, with nothing renamed, if a checkpoint cannot be read
-    now: no permission, an I/O error.
+    Damaged checkpoints are renamed to damaged-STEP, so that they are not used again. ``say`` gets a line for each.
+    Raises OSError, with nothing renamed, if a checkpoint cannot be read now: no permission, an I/O error.
     """
-    if others := strangers(directory):
-        say(f"{directory}: left alone, not asyncrl's: {', '.join(others)}")
     folders = complete(directory)
     while folders:
         folder = folders.pop()
@@ -198,36 +182,12 @@ def damaged(directory: Path) -> list[str]:
     return [path.name for path in _entries(directory) if path.name.startswith(_DAMAGED)]
 
 
-def strangers(directory: Path) -> list[str]:
-    """Names in the folder that are not asyncrl's."""
-    ours = set(complete(directory))
-    return [
-        path.name
-        for path in _entries(directory)
-        if path not in ours and not _PARTIAL.fullmatch(path.name) and not path.name.startswith(_DAMAGED)
-    ]
-
-
 def _entries(directory: Path) -> list[Path]:
     """List a folder, sorted; empty if it does not exist."""
     try:
         return sorted(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _refusal(folder: Path) -> OSError | None:
-    """Try to write to the disk after a backend failed with an error of its own. Return the error; None if it works."""
-    probe = folder / ".probe"
-    try:
-        with probe.open("wb") as stream:
-            stream.write(bytes(_PROBE_BYTES))
-            stream.flush()
-            os.fsync(stream.fileno())
-        probe.unlink()
-    except OSError as error:
-        return error
-    return None
 
 
 def _set_aside(folder: Path) -> str:

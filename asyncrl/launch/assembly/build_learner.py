@@ -74,7 +74,6 @@ from asyncrl.weights.port import WeightChannel
 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
     """Return the learner and the other actors of its process, ready to be supervised."""
-    resume_checks.check_paths(run)
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = await _starting_point(
         run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation

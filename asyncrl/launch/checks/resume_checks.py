@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import json
 import logging
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.actors.learner import checkpoint
-from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.adapters import registry
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
@@ -23,7 +20,6 @@ from asyncrl.config.toml_text import toml_text
 from asyncrl.data.sources import digests
 from asyncrl.errors import ConfigError, DiskError
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
-from asyncrl.policies.audit.entries import BEGUN
 from asyncrl.policies.groups.saved import LearnerState
 
 log = logging.getLogger("asyncrl.check")
@@ -75,46 +71,28 @@ async def require_checkpoint(run: RunConfig, *, bus: Bus) -> None:
         )
 
 
-def check_paths(run: RunConfig) -> None:
-    """Raise ConfigError if a path of the learner's files or folders is something else.
+def check_settings(run: RunConfig) -> None:
+    """Raise ConfigError if the run's checkpoints do not fit its settings, and log all other changes.
 
-    Examples are a folder, a pipe or a link loop in place of a file.
+    The settings are compared with those recorded by the newest incarnation of the learner. Without a record nothing is
+    compared.
     """
-    files = [run.run_directory / name for name in (HISTORY_FILE, "metrics.jsonl")]
-    folders = [run.run_directory / "checkpoints", run.weights_directory]
-    wanted = [*((path, stat.S_ISREG, "file") for path in files), *((path, stat.S_ISDIR, "folder") for path in folders)]
-    for path, is_right, what in wanted:
-        try:
-            problem = "" if is_right(path.stat().st_mode) else f"is not a {what}"
-        except OSError as error:  # does not exist yet, or may be temporary
-            problem = "is a link to itself" if error.errno == errno.ELOOP else ""
-        if problem:
-            of = "weights.directory" if path == run.weights_directory else "run.directory"
-            raise ConfigError(f"{of}: {path}: {problem}; one of the run belongs there, so move it away")
-
-
-def check_settings(run: RunConfig, *, level: int = logging.WARNING) -> None:
-    """Raise ConfigError if the run's checkpoints do not fit its settings, and log all other changes at ``level``.
-
-    The settings are compared with those recorded by the newest incarnation of the learner; whether there is a critic,
-    with those of the incarnation that wrote the newest checkpoint. Without a record nothing is compared.
-    """
-    recorded = RecordedRun(run.run_directory)
     try:
-        before = recorded.newest_settings()
+        before = RecordedRun(run.run_directory).newest_settings()
     except ConfigError:  # no record, or a damaged one
         return
-    if run.learner.backend != before.learner.backend and checkpoint.complete(run.run_directory / "checkpoints"):
+    has_checkpoint = bool(checkpoint.complete(run.run_directory / "checkpoints"))
+    if run.learner.backend != before.learner.backend and has_checkpoint:
         raise ConfigError(
             f'learner.backend: the checkpoints of this run are those of "{before.learner.backend}"; resume with it, or '
             "start another run.name from a model in its weights folder"
         )
-    if _adapters(run) != _adapters(before) and checkpoint.complete(run.run_directory / "checkpoints"):
+    if _adapters(run) != _adapters(before) and has_checkpoint:
         raise ConfigError(
             f"learner.lora: the checkpoints of this run are of {_adapters(before)}, not of {_adapters(run)}; resume "
             "with those, or start another run.name from a model in its weights folder"
         )
-    if "critic" in registry.algorithm(run).models and not _may_have_critic(recorded):
+    if has_checkpoint and _has_critic(run) and not _has_critic(before):
         raise ConfigError(
             f'algorithm: "{run.algorithm.name}" trains a critic, and the newest checkpoint of this run has none; '
             "resume with the [algorithm] that wrote it, or start another run.name from a model in its weights folder"
@@ -127,9 +105,9 @@ def check_settings(run: RunConfig, *, level: int = logging.WARNING) -> None:
                 "config.json differs); resume with the first, or start another run.name"
             )
     if changed := changes(config_record.as_table(before), config_record.as_table(run)):
-        log.log(level, "resumed with other settings: %s", "; ".join(changed))
+        log.warning("resumed with other settings: %s", "; ".join(changed))
     if _order(run) != _order(before):
-        log.log(level, "the data has another order now: the run goes on at the same position of the new one")
+        log.warning("the data has another order now: the run goes on at the same position of the new one")
 
 
 def digest_data(run: RunConfig) -> dict[str, str]:
@@ -159,15 +137,8 @@ def _adapters(run: RunConfig) -> str:
     return f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.modules))}"
 
 
-def _may_have_critic(recorded: RecordedRun) -> bool:
-    """Whether the newest checkpoint has a critic, by the algorithm that wrote it. True without one, or if unknown."""
-    try:
-        if (found := recorded.checkpoint()) is None:
-            return True
-        begun = {entry.incarnation: entry for entry in recorded.history() if entry.kind == BEGUN}
-        return "critic" in registry.algorithm(recorded.settings(begun[found[0].incarnation])).models
-    except (ConfigError, KeyError):  # the learner refuses a checkpoint without one, if later
-        return True
+def _has_critic(run: RunConfig) -> bool:
+    return "critic" in registry.algorithm(run).models
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") -> list[str]:

@@ -20,6 +20,7 @@ from asyncrl.actors.learner import checkpoint, manifest
 from asyncrl.errors import CheckpointDamaged, CheckpointError
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.version import SCHEMA
+from tests.harness.checkpoints import write_checkpoint
 
 
 def saved(step: int, *, incarnation: int = 0) -> LearnerState:
@@ -47,7 +48,7 @@ def save_backend(folder: Path) -> None:
 def directory(tmp_path: Path) -> Path:
     """A folder with checkpoints of steps 5, 10 and 15."""
     for step in (5, 10, 15):
-        checkpoint.write(tmp_path, saved(step), save_backend=save_backend, keep=3)
+        write_checkpoint(tmp_path, saved(step), save_backend=save_backend, keep=3)
     return tmp_path
 
 
@@ -177,7 +178,7 @@ def test_what_is_damaged_is_never_deleted_nor_replaced(directory: Path) -> None:
     resumed(directory)
     assert (directory / "damaged-step-00000015-1" / "learner.json").exists()
     for step in (20, 25, 30, 35):
-        checkpoint.write(directory, saved(step, incarnation=1), save_backend=save_backend, keep=2)
+        write_checkpoint(directory, saved(step, incarnation=1), save_backend=save_backend, keep=2)
     assert [folder.name for folder in checkpoint.complete(directory)] == [
         "step-00000030-epoch-1",
         "step-00000035-epoch-1",

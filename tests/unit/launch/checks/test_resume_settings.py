@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.cli import learner
 from asyncrl.config import RunConfig
@@ -19,6 +18,7 @@ from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.checks import resume_checks
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from tests import ROOT
+from tests.harness.checkpoints import write_checkpoint
 from tests.harness.learning import demo_run, memory_bus
 
 
@@ -76,7 +76,7 @@ def save_checkpoint(run: RunConfig, *, incarnation: int) -> None:
         incarnation=incarnation, step=0, policy_version=0, groups=ledger, consumed=ledger, prompts=PromptState()
     )
     folder = run.run_directory / "checkpoints"
-    checkpoint.write(folder, state, save_backend=lambda folder: (folder / "backend.json").touch(), keep=1)
+    write_checkpoint(folder, state, save_backend=lambda folder: (folder / "backend.json").touch(), keep=1)
 
 
 def test_refuses_another_model_but_not_a_moved_one(
