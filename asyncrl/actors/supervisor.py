@@ -34,7 +34,8 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, ow
         loop.add_signal_handler(number, main.drain)
     tasks: list[asyncio.Task[None]] = []
     try:
-        with _exit_if_stuck(tasks, stop_seconds, owns_process=owns_process) as start_watching:
+        exit_if_stuck = _exit_if_stuck(tasks, stop_seconds) if owns_process else contextlib.nullcontext(lambda: None)
+        with exit_if_stuck as start_watching:
             async with asyncio.TaskGroup() as beats, contextlib.AsyncExitStack() as stack:
                 for sender in senders:
                     stack.push_async_callback(sender.stop)
@@ -65,32 +66,19 @@ def _unwrap(error: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 @contextlib.contextmanager
-def _exit_if_stuck(
-    tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: bool
-) -> Iterator[Callable[[], None]]:
-    """Watch for tasks that do not stop. A TaskGroup waits forever for a child that lost its cancel or blocks the loop.
-    Here, the process exits with code 1 and its launcher restarts it; the bus redelivers the work.
-
-    A process that belongs to a caller never exits: its tasks are cancelled again until they end.
+def _exit_if_stuck(tasks: list[asyncio.Task[None]], seconds: float) -> Iterator[Callable[[], None]]:
+    """Exit with code 1 if tasks do not stop: a TaskGroup waits forever for a child that lost its cancel or blocks the
+    loop. The launcher restarts the process, and the bus redelivers the work. Yields the function that starts the wait.
     """
-    loop, is_over = asyncio.get_running_loop(), threading.Event()
-
-    def cancel_again() -> None:
-        for task in tasks:
-            task.cancel()
+    is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(seconds):
+        if not is_over.wait(seconds):
             names = ", ".join(task.get_name() for task in tasks if not task.done()) or "stop() of an actor"
-            then = "exiting" if owns_process else "cancelling it again"
-            log.critical("still running %.0f s after stop: %s; %s", seconds, names, then)
-            if owns_process:
-                os._exit(1)
-            with contextlib.suppress(RuntimeError):  # the loop has just closed
-                loop.call_soon_threadsafe(cancel_again)
+            log.critical("still running %.0f s after stop: %s; exiting", seconds, names)
+            os._exit(1)
 
-    watcher = threading.Thread(target=watch, name="stuck", daemon=True)
     try:
-        yield watcher.start
+        yield threading.Thread(target=watch, name="stuck", daemon=True).start
     finally:
         is_over.set()

@@ -21,7 +21,6 @@ T = TypeVar("T")
 FIRST_PAUSE_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 10.0
 """Delays between attempts: nothing announces free space, and a failing attempt may write many bytes first."""
-SAY_AGAIN_SECONDS: Final = 60.0
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -29,9 +28,8 @@ log = logging.getLogger("asyncrl.learner")
 class Disk:
     """waits: the learner's wait tracker, which reports the wait for the disk"""
 
-    def __init__(self, waits: WaitTracker, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, waits: WaitTracker) -> None:
         self._waits = waits
-        self._clock = clock
 
     async def written(self, write: Callable[[], Awaitable[T]], *, what: str) -> T:
         """Return the result of ``write``, retried until the disk accepts it. ``write`` must be repeatable.
@@ -44,8 +42,7 @@ class Disk:
             if (problem := disk_problem(error)) is None:
                 raise
             text = _in_words(what, error)
-        began = said = self._clock()
-        pause = FIRST_PAUSE_SECONDS
+        began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
         log.error("%s", text)
         with self._waits.waiting(f"room for {what}", on=ROOM, note=f"({problem.strerror})"):
             while True:
@@ -53,16 +50,11 @@ class Disk:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 try:
                     result = await write()
+                    break
                 except Exception as error:
                     if disk_problem(error) is None:
                         raise
-                    text = _in_words(what, error)
-                else:
-                    break
-                if self._clock() - said >= SAY_AGAIN_SECONDS:
-                    said = self._clock()
-                    log.error("%s (for %.0f s now)", text, said - began)
-        log.warning("%s was written after %.0f s; the run goes on", what, self._clock() - began)
+        log.warning("%s was written after %.0f s; the run goes on", what, time.monotonic() - began)
         return result
 
 

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 from collections.abc import AsyncIterator
 
 from asyncrl.bus.port import Bus, Request
-from asyncrl.errors import ConfigError, Forbidden
+from asyncrl.errors import ConfigError, leaves
 from asyncrl.messages.control import Claim
 from asyncrl.messages.topics import LAUNCHER, Service, worker_named
 
 ANSWER_SECONDS = 5.0
 """A running instance answers in milliseconds, and the absence of one is detected as fast. The limit applies to a frozen
 instance."""
-
-log = logging.getLogger("asyncrl.launch.checks.single_instance")
 
 
 def launcher(bus: Bus, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
@@ -42,35 +39,19 @@ def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextM
 async def _alone(bus: Bus, service: Service[Claim, Claim], *, problem: str, remedy: str) -> AsyncIterator[None]:
     ours = Claim(host=socket.gethostname(), pid=os.getpid())
     async with contextlib.AsyncExitStack() as stack:
-        questions: AsyncIterator[Request[Claim, Claim]] | None = None
+        # Of several that start at the same time, one asks and begins to serve; then the others ask, and hear of it.
+        async with bus.lease(f"{service.name} {service.key}", holder=f"{ours.host} {ours.pid}", is_namesakes=True):
+            if (there := await bus.ask(service, ours, seconds=ANSWER_SECONDS)) is not None:
+                raise ConfigError(f"{problem}: process {there.pid} on {there.host}; {remedy}")
+            questions = await stack.enter_async_context(bus.serve(service))
         try:
-            one_at_a_time = bus.lease(
-                f"{service.name} {service.key}", holder=f"{ours.host} {ours.pid}", is_namesakes=True
-            )
-            async with one_at_a_time:
-                there = await bus.ask(service, ours, seconds=ANSWER_SECONDS)
-                if there is not None:
-                    raise ConfigError(f"{problem}: process {there.pid} on {there.host}; {remedy}")
-                questions = await stack.enter_async_context(bus.serve(service))
-        except Forbidden as error:
-            log.warning(
-                "cannot see whether another is up: %s; write the server's roles again with bin/nats-config", error
-            )
-        if questions is None:
-            yield
-            return
-        raised: Exception | None = None
-        # ends the process if it can no longer answer, because it may not be alone
-        async with asyncio.TaskGroup() as group:
-            answering = group.create_task(_answer(questions, ours), name=f"answer-{service.name}")
-            try:
+            # ends the process if it can no longer answer, because it may not be alone
+            async with asyncio.TaskGroup() as group:
+                answering = group.create_task(_answer(questions, ours), name=f"answer-{service.name}")
                 yield
-            except Exception as error:  # the caller's error, not part of an ExceptionGroup
-                raised = error
-            finally:
                 answering.cancel()
-        if raised is not None:
-            raise raised
+        except ExceptionGroup as error:
+            raise leaves(error)[0] from None  # the caller's error, not part of a group
 
 
 async def _answer(questions: AsyncIterator[Request[Claim, Claim]], ours: Claim) -> None:
