@@ -59,7 +59,9 @@ class PresenceTracker:
         self._ended -= places
         self._own = own
         heard = {name: beat for name, beat in beats.items() if self._is_believed(name, beat)}
-        self._worked |= {self._place(own[name]) for name in own.keys() & heard.keys() if _is_past_start(heard[name])}
+        self._worked |= {
+            self._place(own[name]) for name in own.keys() & heard.keys() if heard[name].phase != "starting"
+        }
         updated = {
             name: self._update(name, self._actors.get(name), heard.get(name), seconds)
             for name in self._actors.keys() | heard.keys()
@@ -109,28 +111,24 @@ class PresenceTracker:
             return older
         # The entry is gone. An actor that leaves in order removes it; an actor that died leaves it to expire, and it
         # has been silent for longer than SILENT_SECONDS by then.
-        if not before.beat.beat or self._place_of(before.beat) in self._ended:
+        if not before.beat.beat or (before.beat.host, before.beat.pid) in self._ended:
             return None
         has_left = name in self._renewed and before.seconds <= SILENT_SECONDS
-        is_up = (one := self._own.get(name)) is not None and self._place(one) == self._place_of(before.beat)
+        is_up = (one := self._own.get(name)) is not None and self._place(one) == (before.beat.host, before.beat.pid)
         return None if has_left or (older.seconds > REMEMBER_SECONDS and not is_up) else older
 
     def _is_believed(self, name: str, beat: Heartbeat) -> bool:
         """Whether a heartbeat counts. Left out are other monitors, what an earlier start of an own process has left,
         and actors that claim to be another."""
-        if beat.role == WATCHER or self._place_of(beat) in self._ended or beat.actor != name:
+        if beat.role == WATCHER or (beat.host, beat.pid) in self._ended or beat.actor != name:
             return False
         if (beat.role in LEARNERS_ACTORS.values()) != (name in LEARNERS_ACTORS):
             return False
         one = self._own.get(process_name(name, beat.role))
-        return one is None or self._place(one) == self._place_of(beat)
+        return one is None or self._place(one) == (beat.host, beat.pid)
 
     def _place(self, one: Launched) -> tuple[str, int]:
         return (one.host or self._host, one.pid)
-
-    @staticmethod
-    def _place_of(beat: Heartbeat) -> tuple[str, int]:
-        return (beat.host, beat.pid)
 
     def _starting(self, one: Launched) -> ActorStatus:
         wait = Wait(what="its first heartbeat", on="start", seconds=one.seconds, limit=FIRST_SECONDS)
@@ -138,10 +136,6 @@ class PresenceTracker:
         return ActorStatus(
             beat=Heartbeat(actor=one.name, role=one.role, phase="starting", waits=(wait,), host=host, pid=pid)
         )
-
-
-def _is_past_start(beat: Heartbeat) -> bool:
-    return beat.phase != "starting"
 
 
 def heartbeat_id(beat: Heartbeat) -> tuple[str, int, int]:

@@ -75,7 +75,8 @@ class EvaluationSamples(RunSamples):
                         break
                     record = await coming
                     done = record.sequence
-                    if record.message is not None and self._is_of_another(record.message):
+                    number = None if self._evaluation is None else self._evaluation.number
+                    if record.message is not None and record.message.number != number:  # another one has begun
                         await self._look(bus)
                     if (sample := self._of_answers(record)) is not None:
                         yield sample
@@ -108,9 +109,6 @@ class EvaluationSamples(RunSamples):
 
     async def _look(self, bus: Bus) -> None:
         self._evaluation = (await bus.states(EVALUATION)).get("")
-
-    def _is_of_another(self, answers: EvaluationAnswers) -> bool:
-        return self._evaluation is None or self._evaluation.number != answers.number
 
     def _of_answers(self, record: Record[EvaluationAnswers]) -> GroupSample | None:
         """Return a sample if the answers are complete and belong to the newest evaluation. Not decoded."""

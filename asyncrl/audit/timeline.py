@@ -53,12 +53,8 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
 
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl for evaluated versions, in the order in which the evaluations ended."""
-    rows = [row for row in RecordedRun(directory).metrics().values() if _is_time(row.get(EVALUATED_AT))]
-    return sorted(rows, key=lambda row: float(row[EVALUATED_AT]))
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, float | int) and value > 0
+    rows = RecordedRun(directory).metrics().values()
+    return sorted((row for row in rows if row.get(EVALUATED_AT)), key=lambda row: float(row[EVALUATED_AT]))
 
 
 def _bytes(path: Path) -> bytes:

@@ -14,11 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    print(summarize(arguments.load(options), report=_told))
+    print(summarize(arguments.load(options), report=_report_on_terminal))
     return 0
 
 
-def _told(what: str) -> None:
+def _report_on_terminal(what: str) -> None:
     """Report progress on a terminal only, so that an error is a single line in a log."""
     if sys.stderr.isatty():
         print(what, file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-from typing import Any
 
 from asyncrl.actors.health_monitor import POLL_SECONDS, HealthMonitor, refusal
 from asyncrl.adapters.registry import bus_address, observe
@@ -22,7 +21,7 @@ from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import NoAnswer
 from asyncrl.logs import printable
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, ActorStatus, Finding, Observation
+from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, Finding, Observation
 
 LISTEN_SECONDS = SILENT_SECONDS + 1.5
 """Actors send a heartbeat every 2 s. An actor that was not heard for SILENT_SECONDS of listening is silent. Time in
@@ -94,29 +93,19 @@ def _text(where: str, observation: Observation, findings: list[Finding]) -> str:
     return "\n".join(map(printable, lines if findings else [*lines, "nothing is wrong"]))
 
 
+_FINDING = ("fault", "actor", "text", "remedy", "seconds", "host", "pid")
+
+
 def _json(run: RunConfig, observation: Observation, findings: list[Finding]) -> str:
     return json.dumps(
         {
             "run": run.run.name,
             "is_finished": observation.is_finished,
             "listened_seconds": observation.listened,
-            "findings": [_finding(finding) for finding in findings],
-            "actors": {name: _actor(seen) for name, seen in sorted(observation.actors.items())},
+            "findings": [{name: getattr(finding, name) for name in _FINDING} for finding in findings],
+            "actors": {
+                name: {"silent_seconds": seen.seconds, "process": seen.process} | dataclasses.asdict(seen.beat)
+                for name, seen in sorted(observation.actors.items())
+            },
         }
     )
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        "fault": finding.fault,
-        "actor": finding.actor,
-        "text": finding.text,
-        "remedy": finding.remedy,
-        "seconds": finding.seconds,
-        "host": finding.host,
-        "pid": finding.pid,
-    }
-
-
-def _actor(seen: ActorStatus) -> dict[str, Any]:
-    return {"silent_seconds": seen.seconds, "process": seen.process} | dataclasses.asdict(seen.beat)

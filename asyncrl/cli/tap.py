@@ -129,28 +129,20 @@ async def flow(bus: Bus, topic: Topic[Any], *, after: int | None = None) -> Asyn
             async for record in records:
                 yield record.key, record.message, record.problem
     known: dict[str, Any] = {}
+    now: dict[str, Any]
     while True:
         started = time.monotonic()
-        now = await (_counts if topic.kind == "work" else _states)(bus, topic)
+        if topic.kind == "work":
+            now = {"": {"stored": await bus.depth(topic), "published": await bus.last_sequence(topic)}}
+        else:
+            now = await bus.states(topic)
         for key, message in now.items():
-            if key not in known or not _is_same(known[key], message):
+            if key not in known or json.dumps(plain(known[key])) != json.dumps(plain(message)):
                 yield key, message, ""
         for key in known.keys() - now.keys():
             yield key, None, "removed"
         known = now
         await asyncio.sleep(max(LOOK_SECONDS, 4 * (time.monotonic() - started)))
-
-
-async def _states(bus: Bus, topic: Topic[Any]) -> dict[str, Any]:
-    return await bus.states(topic)
-
-
-async def _counts(bus: Bus, topic: Topic[Any]) -> dict[str, Any]:
-    return {"": {"stored": await bus.depth(topic), "published": await bus.last_sequence(topic)}}
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    return json.dumps(plain(before)) == json.dumps(plain(now))
 
 
 # -- what a person sees ------------------------------------------------------------------------------------------------

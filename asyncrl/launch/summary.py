@@ -81,11 +81,8 @@ class Summary:
         """
         of_batch, epochs = self.settings.learner.groups_per_batch, self.settings.data.epochs
         of_steps = self.settings.run.steps * of_batch
-        return min(of_steps, epochs * self._num_usable // of_batch * of_batch) if epochs else of_steps
-
-    @property
-    def _num_usable(self) -> int:
-        return data.num_usable(self.settings, self.num_prompts, num_too_long=self.num_too_long)
+        usable = data.num_usable(self.settings, self.num_prompts, num_too_long=self.num_too_long)
+        return min(of_steps, epochs * usable // of_batch * of_batch) if epochs else of_steps
 
     @property
     def samples_per_step(self) -> int:

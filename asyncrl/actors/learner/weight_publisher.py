@@ -109,9 +109,6 @@ class WeightPublisher:
     async def _announce(self, version: WeightVersion, *, key: str = "") -> None:
         await self._bus.put(WEIGHTS, replace(version, num_engines=self._num_engines, fork=self._fork), key=key)
 
-    def _progress(self) -> int:
-        return self._channel.progress
-
     async def _write(self) -> None:
         while (first := self._next) is not None:
             self._next = None
@@ -134,7 +131,11 @@ class WeightPublisher:
         note = f"of version {taken.policy_version}"
         try:
             with self._waits.waiting(
-                "weights to be written", on="disk", note=note, first=FIRST_SECONDS, progress=self._progress
+                "weights to be written",
+                on="disk",
+                note=note,
+                first=FIRST_SECONDS,
+                progress=lambda: self._channel.progress,
             ):
                 return taken, await asyncio.get_running_loop().run_in_executor(self._thread, store)
         except BaseException:

@@ -78,7 +78,11 @@ def evaluation_stage(
 
     async def vote(dataset: str, group: TrajectoryGroup) -> Sequence[str]:
         texts = [tokenizer.decode(parts[-1].tokens, skip_special_tokens=True) for parts in group.rollouts]
-        return [_short(one) for one in await rewards.votes(dataset, texts)]
+        votes = await rewards.votes(dataset, texts)
+        return [
+            one if len(one) <= LONGEST_VOTE else hashlib.sha256(one.encode(errors="replace")).hexdigest()
+            for one in votes
+        ]
 
     sink = EvaluationSink(bus, worker=maker.worker, source=source, vote=vote, waits=maker.engine.waits)
     return Stage("evaluation", maker=maker, source=source, sink=sink, slots=slots)
@@ -359,7 +363,3 @@ def _whole(group: TrajectoryGroup) -> TrajectoryGroup:
         group, trajectories=tuple(replace(one, experts=NO_EXPERTS) for one in group.trajectories)
     )
     return bare
-
-
-def _short(vote: str) -> str:
-    return vote if len(vote) <= LONGEST_VOTE else hashlib.sha256(vote.encode(errors="replace")).hexdigest()

@@ -403,8 +403,7 @@ class Loader:
 
     @contextlib.asynccontextmanager
     async def _turn(self, takes_turns: bool) -> AsyncIterator[None]:
-        """Wait until few enough engines of the run are paused for a load. Idle engines take no turns: their pause delays
-        nothing."""
+        """Wait until few enough engines of the run are paused for a load. Idle engines take no turns."""
         if not takes_turns:
             yield
             return

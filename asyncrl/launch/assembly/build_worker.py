@@ -69,7 +69,16 @@ async def build_worker(
     keep_seconds = run.bus.ack_seconds / 3
     stages = []
     if not is_dedicated:
-        maker = make(reward=registry.load_reward(run), rules=_group_rules(run))
+        rules = GroupRules(
+            sample_seconds=run.rollout.timeout_seconds,
+            min_group=run.rollout.min_group,
+            extra_samples=run.rollout.extra_samples,
+            group_seconds=run.rollout.group_seconds,
+            max_parts=run.rollout.max_parts,
+            largest_reward=run.reward.largest,
+            needs_reward=run.reward.takes_given,
+        )
+        maker = make(reward=registry.load_reward(run), rules=rules)
         stages.append(training_stage(bus, maker, partial_rollouts=partial_rollouts, keep_seconds=keep_seconds))
     if is_dedicated or (run.evaluation.is_on and run.evaluation.place == "shared"):
         rewards = DatasetRewards(registry.load_evaluation_rewards(run))
@@ -87,15 +96,3 @@ async def build_worker(
         )
     kind = EvaluationWorker if is_dedicated else RolloutWorker
     return kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts), follower
-
-
-def _group_rules(run: RunConfig) -> GroupRules:
-    return GroupRules(
-        sample_seconds=run.rollout.timeout_seconds,
-        min_group=run.rollout.min_group,
-        extra_samples=run.rollout.extra_samples,
-        group_seconds=run.rollout.group_seconds,
-        max_parts=run.rollout.max_parts,
-        largest_reward=run.reward.largest,
-        needs_reward=run.reward.takes_given,
-    )

@@ -115,23 +115,22 @@ def _limits_of_set(run: RunConfig, reward: RewardSection) -> RowLimits:
 
 def _limits(run: RunConfig) -> RowLimits:
     model = check_model_at("model.path", Path(run.model.path))
+    rewards = {}
+    if run.data.reward_key:
+        rewards = {
+            name: RowReward(needs_label=needs_label(one), check_label=label_check(one))
+            for name, one in rewards_of_rows(run.reward).items()
+        }
     return RowLimits(
         prompt_tokens=model.context_tokens,
         row_bytes=run.bus.max_message_bytes - run.largest_prompt_bytes,
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
         check_label=label_check(run.reward),
-        rewards=_rewards_of_rows(run) if run.data.reward_key else {},
+        rewards=rewards,
         sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
         vocabulary=model.vocab_size,
         keeps_messages=_keeps_messages(run),
     )
-
-
-def _rewards_of_rows(run: RunConfig) -> dict[str, RowReward]:
-    return {
-        name: RowReward(needs_label=needs_label(one), check_label=label_check(one))
-        for name, one in rewards_of_rows(run.reward).items()
-    }
 
 
 def _keeps_messages(run: RunConfig) -> bool:

@@ -48,7 +48,8 @@ class ProcessSpecs:
             print_line(f"rollout workers: {workers}, {scaled} {run.rollout.workers}")
         run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
         evaluating = run.num_evaluation_workers
-        gpus = placement(run) if not self._places else _nowhere(run.rollout.workers, evaluating)
+        nowhere = Placement(learner=(), workers=((),) * run.rollout.workers, evaluation_workers=((),) * evaluating)
+        gpus = nowhere if self._places else placement(run)  # a launcher that places finds GPUs itself
         for name, its in gpus.processes.items():
             if its:
                 print_line(f"{name:10s}GPU {numbers(its)}")
@@ -114,8 +115,3 @@ class ProcessSpecs:
             environment=self._environment,
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
-
-
-def _nowhere(workers: int, evaluating: int) -> Placement:
-    """Placement without GPUs, for a launcher that finds them itself."""
-    return Placement(learner=(), workers=((),) * workers, evaluation_workers=((),) * evaluating)
