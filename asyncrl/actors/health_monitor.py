@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 
-from asyncrl.actors.presence import Launched, PresenceTracker
+from asyncrl.actors.presence import OwnProcess, PresenceTracker
 from asyncrl.bus.port import Bus
 from asyncrl.errors import AsyncRLError, ConfigError, Forbidden, NoAnswer
 from asyncrl.messages import Heartbeat
@@ -39,11 +39,11 @@ class HealthMonitor:
     """consumes: actors, progress    waits for: the next poll    woken by: its own clock only"""
 
     def __init__(
-        self, connect: Callable[[], Awaitable[Bus]], *, launched: Callable[[], Iterable[Launched]] = lambda: ()
+        self, connect: Callable[[], Awaitable[Bus]], *, own_processes: Callable[[], Iterable[OwnProcess]] = lambda: ()
     ) -> None:
-        """connect: opens the bus, retried until it works;  launched: own processes"""
+        """connect: opens the bus, retried until it works;  own_processes: those of this launcher"""
         self._connect = connect
-        self._launched = launched
+        self._own_processes = own_processes
         self._bus: Bus | None = None
         self._presence = PresenceTracker()
         self._name = f"{WATCHER}-{uuid.uuid4().hex[:12]}"
@@ -87,7 +87,7 @@ class HealthMonitor:
             seconds = 0.0 if self._heard is None else min(now - self._heard, MOST_SECONDS)
             self._heard = now
             self._listened += seconds
-            self._presence.update(beats, seconds=seconds, launched=self._launched())
+            self._presence.update(beats, seconds=seconds, own=self._own_processes())
             has_learner = any(one.beat.role == LEARNER for one in self._presence.statuses().values())
             self._leaderless = 0.0 if has_learner else self._leaderless + seconds
         self._polled = time.monotonic()

@@ -1,4 +1,4 @@
-"""Which actors of a run were heard recently: the health monitor's memory of heartbeats, on its own clock.
+"""Which actors of a run have sent heartbeats recently: the health monitor's memory of heartbeats, on its own clock.
 
 Tests: tests/unit/actors/test_presence.py.
 """
@@ -20,7 +20,7 @@ REMEMBER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class OwnProcess:
     """A process that the monitor's own launcher keeps up.
 
     pid         0: between an exit and the next start
@@ -38,7 +38,7 @@ class Launched:
 
 
 class PresenceTracker:
-    """Which actors were heard, and how long ago, in seconds of listening."""
+    """Which actors have sent heartbeats, and how long ago, in seconds of listening."""
 
     def __init__(self, *, host: str = socket.gethostname(), process: Callable[[int], Process] = process_state) -> None:
         """process: state of a process id on this machine"""
@@ -47,38 +47,40 @@ class PresenceTracker:
         self._actors: dict[str, ActorStatus] = {}
         self._renewed: set[str] = set()  # sent a heartbeat while we listened; the age of other entries is unknown
         self._has_listened = False
-        self._own: dict[str, Launched] = {}
+        self._own: dict[str, OwnProcess] = {}
         self._worked: set[tuple[str, int]] = set()  # (host, pid) of own processes that got past their start
         self._ended: set[tuple[str, int]] = set()  # (host, pid) of own processes whose entries may be left
 
-    def update(self, beats: Mapping[str, Heartbeat], *, seconds: float, launched: Iterable[Launched] = ()) -> None:
+    def update(self, beats: Mapping[str, Heartbeat], *, seconds: float, own: Iterable[OwnProcess] = ()) -> None:
         """Take in one poll, ``seconds`` of listening after the previous one."""
-        own = {one.name: one for one in launched}
-        places = {self._place(one) for one in own.values()}
+        processes = {one.name: one for one in own}
+        places = {self._place(one) for one in processes.values()}
         self._ended |= {place for one in self._own.values() if (place := self._place(one)) not in places}
         self._ended -= places
-        self._own = own
-        heard = {name: beat for name, beat in beats.items() if self._is_believed(name, beat)}
+        self._own = processes
+        believed = {name: beat for name, beat in beats.items() if self._is_believed(name, beat)}
         self._worked |= {
-            self._place(own[name]) for name in own.keys() & heard.keys() if heard[name].phase != "starting"
+            self._place(processes[name])
+            for name in processes.keys() & believed.keys()
+            if believed[name].phase != "starting"
         }
         updated = {
-            name: self._update(name, self._actors.get(name), heard.get(name), seconds)
-            for name in self._actors.keys() | heard.keys()
+            name: self._update(name, self._actors.get(name), believed.get(name), seconds)
+            for name in self._actors.keys() | believed.keys()
         }
         self._actors = {name: status for name, status in updated.items() if status is not None}
         self._has_listened = True
-        for one in own.values():
+        for one in processes.values():
             if one.name not in self._actors and not one.is_leaving and self._place(one) not in self._worked:
                 self._actors[one.name] = self._starting(one)
 
     def restart_silences(self) -> None:
-        """Nobody could be heard while the bus was away: silence counts from now on."""
+        """No heartbeat could arrive while the bus was away: silence counts from now on."""
         self._actors = {name: replace(status, seconds=0.0) for name, status in self._actors.items()}
         self._renewed.clear()
 
     def has_worked(self, host: str, pid: int) -> bool:
-        """Return whether an own process was ever heard past its startup. ``host``: "" is the monitor's own."""
+        """Return whether an own process ever sent a heartbeat after its startup. ``host``: "" is the monitor's own."""
         return (host or self._host, pid) in self._worked
 
     @property
@@ -127,10 +129,10 @@ class PresenceTracker:
         one = self._own.get(process_name(name, beat.role))
         return one is None or self._place(one) == (beat.host, beat.pid)
 
-    def _place(self, one: Launched) -> tuple[str, int]:
+    def _place(self, one: OwnProcess) -> tuple[str, int]:
         return (one.host or self._host, one.pid)
 
-    def _starting(self, one: Launched) -> ActorStatus:
+    def _starting(self, one: OwnProcess) -> ActorStatus:
         wait = Wait(what="its first heartbeat", on="start", seconds=one.seconds, limit=FIRST_SECONDS)
         host, pid = self._place(one)
         return ActorStatus(

@@ -82,7 +82,7 @@ class WaitTracker:
             self._open = [other for other in self._open if other is not wait]
 
     @contextlib.contextmanager
-    def paused(self, wait: OpenWait) -> Iterator[None]:
+    def pause(self, wait: OpenWait) -> Iterator[None]:
         """While open, ``wait`` does not count: the other side has called us back. It starts again afterwards."""
         if not wait.pauses:
             wait.longest = self._longest(wait)
@@ -133,7 +133,7 @@ class EngineLiveness:
         self._alive = clock()
 
     @contextlib.contextmanager
-    def expected(self) -> Iterator[None]:
+    def expect(self) -> Iterator[None]:
         """While open, the engine owes an answer."""
         if not self._expected:
             self._alive = self._clock()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from asyncrl.actors.learner import checkpoint
-from asyncrl.audit.run_folder import RecordedRun, connected, log_records
+from asyncrl.audit.run_folder import RecordedRun, connect, log_records
 from asyncrl.bus.port import Bus
 from asyncrl.errors import NoHistory
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, PROMPTS, TRAJECTORIES, group_id_of
@@ -28,12 +28,12 @@ def account_of(directory: Path, *, token: str = "") -> Account:
     with recorded.server(run, token=token) as address:
         if address is None:
             said: list[str] = []
-            saved = _saved(recorded, say=said.append)
+            saved = _read_checkpoint(recorded, say=said.append)
             made = _account(recorded, saved=saved, bus=None, said=said, bus_not_asked=recorded.why_no_log(run))
             return made.with_evaluations(account_of_evaluations(recorded.metrics()))
 
         async def look() -> Account:
-            async with connected(run, address) as bus:
+            async with connect(run, address) as bus:
                 return await account_with(recorded, bus)
 
         return asyncio.run(look())
@@ -51,7 +51,7 @@ async def account_with(recorded: RecordedRun, bus: Bus) -> Account:
                 spans = tuple(spans for trajectory in trajectories if (spans := sampled_spans(trajectory)))
                 log.append(Logged(sequence=record.sequence, group_id=group_id, spans=spans))
     said: list[str] = []
-    saved = _saved(recorded, say=said.append)
+    saved = _read_checkpoint(recorded, say=said.append)
     last = await bus.last_sequence(TRAJECTORIES)
     facts = BusFacts(
         prompts=await bus.last_sequence(PROMPTS), queued=queued, log=log, first=first or last + 1, last=last
@@ -86,7 +86,9 @@ def _account(
             raise
         entries, is_there = [], False
     staleness = _staleness_by_metrics(recorded, say=said.append)
-    said += [f"{name} was damaged, and is not used" for name in checkpoint.damaged(recorded.directory / "checkpoints")]
+    said += [
+        f"{name} was damaged, and is not used" for name in checkpoint.list_damaged(recorded.directory / "checkpoints")
+    ]
     has_worked = bool(saved or staleness) or (recorded.directory / "checkpoints").exists()
     return account(
         entries,
@@ -100,7 +102,7 @@ def _account(
     )
 
 
-def _saved(recorded: RecordedRun, *, say: Callable[[str], None]) -> SavedFacts | None:
+def _read_checkpoint(recorded: RecordedRun, *, say: Callable[[str], None]) -> SavedFacts | None:
     found = recorded.checkpoint(say=say)
     if found is None:
         return None

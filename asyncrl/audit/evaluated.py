@@ -36,7 +36,7 @@ class EvaluationSamples(RunSamples):
         self._evaluation: Evaluation | None = None
         self._datasets: set[str] = set()  # data sets with answers
 
-    def recorded(self) -> Iterator[GroupSample]:
+    def read_file(self) -> Iterator[GroupSample]:
         if self.directory is None:
             return
         for name in (sample_file.SAVED_MODELS_FILE, sample_file.EVALUATION_FILE):
@@ -48,7 +48,7 @@ class EvaluationSamples(RunSamples):
         """None if the folder is available, because it has more than the bus."""
         yield self.run if self.directory is None else None
 
-    async def logged(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
+    async def read_log(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
         await self._look(bus)
         if self._evaluation is None:
             self.why_no_log = "The run has evaluated nothing yet"
@@ -58,7 +58,7 @@ class EvaluationSamples(RunSamples):
                 if (sample := self._of_answers(record)) is not None:
                     yield sample
 
-    async def arriving(self, bus: Bus) -> AsyncGenerator[GroupSample, None]:
+    async def follow_log(self, bus: Bus) -> AsyncGenerator[GroupSample, None]:
         """Yield answers as they arrive; ends with the run.
 
         waits for: an arrival, the end of the run    woken by: the bus
@@ -83,7 +83,7 @@ class EvaluationSamples(RunSamples):
         finally:
             ended.cancel()
 
-    def growing(self) -> Generator[GroupSample, None, None]:
+    def follow_file(self) -> Generator[GroupSample, None, None]:
         assert self.directory is not None
         with contextlib.closing(growing(self.directory / sample_file.EVALUATION_FILE, self.is_over)) as rows:
             yield from filter(self._is_wanted, rows)

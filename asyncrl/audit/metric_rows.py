@@ -13,10 +13,10 @@ Row = dict[str, Any]
 _OF_EVERY_ROW: Final = ("step", "learner/incarnation")
 
 
-def parsed(line: bytes) -> Row | None:
+def parse(line: bytes) -> Row | None:
     """Parse a row; None if it has no step, or a number that is not finite (the learner writes null for those)."""
     try:
-        row: Row = json.loads(line, parse_constant=_refused)
+        row: Row = json.loads(line, parse_constant=_refuse)
         incarnation = row.get("learner/incarnation", 0)
         is_whole = type(row["step"]) is int and row["step"] >= 0 and _is_finite(incarnation) and incarnation >= 0
         return row if is_whole and all(map(_is_finite, row.values())) else None
@@ -24,7 +24,7 @@ def parsed(line: bytes) -> Row | None:
         return None
 
 
-def of_newest_history(rows: Mapping[tuple[int, int], Row]) -> list[Row]:
+def rows_of_newest_history(rows: Mapping[tuple[int, int], Row]) -> list[Row]:
     """Return one row per step, in order, of all rows by (incarnation, step).
 
     A resumed learner that trains a step replaces that row and all later ones of earlier learners. One that only
@@ -51,5 +51,5 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float | int) or math.isfinite(value)
 
 
-def _refused(text: str) -> float:
+def _refuse(text: str) -> float:
     raise ValueError(f"{text} is not a JSON number")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.audit import run_folder
-from asyncrl.audit.metric_rows import Row, of_newest_history
+from asyncrl.audit.metric_rows import Row, rows_of_newest_history
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Record
 from asyncrl.config import RunConfig
@@ -123,7 +123,7 @@ class OpenedRun:
 
 def metric_rows(recorded: RecordedRun) -> Iterator[Row]:
     """See ``OpenedRun.metrics``; empty for a run whose learner has not begun."""
-    yield from map(_flat, of_newest_history(recorded.metrics()))
+    yield from map(_flat, rows_of_newest_history(recorded.metrics()))
 
 
 def _flat(row: Row) -> Row:
@@ -168,7 +168,7 @@ def _log(recorded: RecordedRun, run: RunConfig, *, token: str) -> Iterator[Recor
 
     async def read(address: run_folder.Address) -> None:
         async with (
-            run_folder.connected(run, address) as bus,
+            run_folder.connect(run, address) as bus,
             contextlib.aclosing(run_folder.log_records(bus, TRAJECTORIES)) as records,
         ):
             is_empty = True

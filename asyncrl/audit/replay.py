@@ -88,7 +88,7 @@ def plan_of(
                 "a run with checkpoint.keep_log = true can be replayed"
             )
         if entry.step >= from_step:
-            run = _changed(begun, overrides)
+            run = _change_settings(begun, overrides)
         if not plan or plan[-1].run != run:
             _check(run)
         plan.append(Planned(entry, begun, forks, run))
@@ -123,7 +123,7 @@ def _check(run: RunConfig) -> None:
     backend.check_machine(run)
 
 
-def _changed(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig:
+def _change_settings(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig:
     table = json.loads(json.dumps(begun.settings))
     for item in overrides:
         config.override(table, item)

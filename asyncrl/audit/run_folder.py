@@ -173,7 +173,7 @@ class RecordedRun:
 
         Raises ConfigError if a checkpoint cannot be read.
         """
-        for folder in reversed(checkpoint.complete(self.directory / "checkpoints")):
+        for folder in reversed(checkpoint.list_complete(self.directory / "checkpoints")):
             try:
                 state, backend = checkpoint.read(folder, whole=True)
             except CheckpointDamaged:
@@ -198,7 +198,7 @@ class RecordedRun:
             say(f"{path.name} cannot be read: {error.strerror}")
             return {}
         for number, line in enumerate(whole, 1):
-            if (row := metric_rows.parsed(line)) is None:
+            if (row := metric_rows.parse(line)) is None:
                 damaged.append(number)
                 continue
             key = (int(row.get("learner/incarnation", 0)), row["step"])
@@ -261,7 +261,7 @@ class RecordedRun:
 
 
 @contextlib.asynccontextmanager
-async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
+async def connect(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
     """Connect to the run's bus for reading: nothing is created or changed there."""
     bus = await registry.observe(
         dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=address.url)), token=address.token

@@ -146,7 +146,7 @@ class RunSamples:
             with contextlib.suppress(NoHistory):
                 self.fates.read_history(self._recorded.history())
 
-    def recorded(self) -> Iterator[GroupSample]:
+    def read_file(self) -> Iterator[GroupSample]:
         """Yield the groups of samples.jsonl, each once, oldest first."""
         if self.directory is not None:
             newest = {row.group_id: row for row in sample_file.read(self.directory) if self.fates.matches(row)}
@@ -181,11 +181,11 @@ class RunSamples:
             self._token = address.token
             yield dataclasses.replace(self.run, bus=dataclasses.replace(self.run.bus, url=address.url))
 
-    def connected(self, there: RunConfig) -> contextlib.AbstractAsyncContextManager[Bus]:
+    def connect(self, there: RunConfig) -> contextlib.AbstractAsyncContextManager[Bus]:
         """Connect to the bus at ``bus_address`` as an observer."""
         return observing(there, token=self._token)
 
-    async def logged(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
+    async def read_log(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
         """Yield the groups of the log in order; with ``newest``, only those of the last ``newest`` records.
 
         Not decoded.
@@ -217,7 +217,7 @@ class RunSamples:
                     break
         return last
 
-    async def arriving(self, bus: Bus) -> AsyncGenerator[GroupSample, None]:
+    async def follow_log(self, bus: Bus) -> AsyncGenerator[GroupSample, None]:
         """Yield groups of a live run as they meet their fate, starting with recent ones; ends with the run.
 
         waits for: an event of the learner, an arrival    woken by: the bus
@@ -276,7 +276,7 @@ class RunSamples:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def growing(self) -> Generator[GroupSample, None, None]:
+    def follow_file(self) -> Generator[GroupSample, None, None]:
         """Yield groups that are added to samples.jsonl from now on; ends with the run. Close it to stop earlier.
 
         waits for: a line    woken by: the clock
@@ -314,7 +314,7 @@ async def observing(run: RunConfig, *, token: str) -> AsyncIterator[Bus]:
 
 def growing(path: Path, is_over: Callable[[], bool]) -> Generator[GroupSample, None, None]:
     """Yield samples that are added to a file from now on; ends once ``is_over`` and the file does not grow."""
-    return _growing(path, _opened(path, at_end=True), is_over)
+    return _growing(path, _open_file(path, at_end=True), is_over)
 
 
 def _growing(path: Path, file: BinaryIO | None, is_over: Callable[[], bool]) -> Generator[GroupSample, None, None]:
@@ -330,9 +330,9 @@ def _growing(path: Path, file: BinaryIO | None, is_over: Callable[[], bool]) -> 
             if lines:
                 is_last, quiet = False, 0
             for line in lines:
-                if (sample := sample_file.parsed(line)) is not None:
+                if (sample := sample_file.parse(line)) is not None:
                     yield sample
-            if is_replaced and (newer := _opened(path)) is not None:
+            if is_replaced and (newer := _open_file(path)) is not None:
                 if file is not None:
                     file.close()
                 file, rest = newer, b""
@@ -345,7 +345,7 @@ def _growing(path: Path, file: BinaryIO | None, is_over: Callable[[], bool]) -> 
             file.close()
 
 
-def _opened(path: Path, *, at_end: bool = False) -> BinaryIO | None:
+def _open_file(path: Path, *, at_end: bool = False) -> BinaryIO | None:
     try:
         file = path.open("rb")
     except FileNotFoundError:

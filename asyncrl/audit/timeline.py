@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.actors.learner.timeline import SECONDS
-from asyncrl.audit.metric_rows import of_newest_history
+from asyncrl.audit.metric_rows import rows_of_newest_history
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.errors import ConfigError
 from asyncrl.messages.validation import MOST_SECONDS
@@ -45,7 +45,7 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
     if rows:
         return [rows[step] for step in sorted(rows)], TIMELINE_FILE
     said: list[str] = []
-    metrics = of_newest_history(recorded.metrics(say=said.append))
+    metrics = rows_of_newest_history(recorded.metrics(say=said.append))
     if said and not metrics:
         raise ConfigError(f"{directory}: {said[0]}")
     return [from_metrics(row, SECONDS) for row in metrics], "metrics.jsonl"

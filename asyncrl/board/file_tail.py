@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from asyncrl.audit.metric_rows import Row, parsed
+from asyncrl.audit.metric_rows import Row, parse
 
 MOST_BYTES: Final = 4 * 2**20
 """Maximum number of bytes per read."""
@@ -59,4 +59,4 @@ class RowTail:
     def read(self) -> tuple[list[Row], bool]:
         """Return (rows, whether more can be read immediately). Invalid lines are left out. Blocks."""
         lines, has_more = self._tail.read()
-        return [row for _, line in lines if (row := parsed(line)) is not None], has_more
+        return [row for _, line in lines if (row := parse(line)) is not None], has_more

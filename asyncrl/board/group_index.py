@@ -131,7 +131,7 @@ class GroupIndex:
             self._read_samples(FileTail(self._directory / samples.OLDER_FILE))
         if not self._has_older:
             for name in _OF_EVALUATIONS:
-                self._read_evaluations(FileTail(self._directory / samples.older(name)))
+                self._read_evaluations(FileTail(self._directory / samples.older_name(name)))
         for tail in self._evaluations:
             self._read_evaluations(tail)
         self._has_older = True
@@ -186,7 +186,7 @@ class GroupIndex:
                 if self._history.is_replaced:
                     self._rows.clear()
                 for position, line in lines:
-                    if (entry := history.parsed(line + b"\n", position=position)) is not None:
+                    if (entry := history.parse(line + b"\n", position=position)) is not None:
                         self._take_entry(entry)
 
     def _take_entry(self, entry: HistoryEntry) -> None:
@@ -217,7 +217,7 @@ class GroupIndex:
 
     def _take_samples(self, inode: int, lines: Sequence[tuple[int, bytes]]) -> None:
         for position, line in lines:
-            if (sample := samples.parsed(line)) is None:
+            if (sample := samples.parse(line)) is None:
                 continue
             with self._lock:
                 row = self._rows.get(sample.group_id)
@@ -230,7 +230,7 @@ class GroupIndex:
         while has_more:
             lines, has_more = tail.read()
             for position, line in lines:
-                if (sample := samples.parsed(line)) is None:
+                if (sample := samples.parse(line)) is None:
                     continue
                 with self._lock:
                     number = self._numbers.setdefault(sample.identity, FIRST_GROUP_ID + len(self._numbers))
@@ -277,13 +277,13 @@ class GroupIndex:
     def _recorded(self, inode: int, position: int, length: int) -> GroupSample | None:
         assert self._directory is not None
         newer = (samples.SAMPLES_FILE, *_OF_EVALUATIONS)
-        for name in (*newer, *map(samples.older, newer)):
+        for name in (*newer, *map(samples.older_name, newer)):
             with contextlib.suppress(OSError):
                 path = self._directory / name
                 if path.stat().st_ino == inode:
                     with path.open("rb") as file:
                         file.seek(position)
-                        return samples.parsed(file.read(length))
+                        return samples.parse(file.read(length))
         return None
 
     def _logged(self, settings: RunConfig, group_id: int, row: GroupRow | None) -> tuple[GroupSample, str]:
@@ -306,10 +306,10 @@ class GroupIndex:
     async def _read(
         self, source: RunSamples, there: RunConfig, group_id: int, row: GroupRow | None
     ) -> tuple[GroupSample, str] | None:
-        async with source.connected(there) as bus:
+        async with source.connect(there) as bus:
             last = await bus.last_sequence(TRAJECTORIES)
             newest = last - row.sequence + 1 if row is not None and row.sequence else MOST_SCANNED
-            async with contextlib.aclosing(source.logged(bus, newest=newest)) as groups:
+            async with contextlib.aclosing(source.read_log(bus, newest=newest)) as groups:
                 async for sample in groups:
                     if sample.group_id == group_id:
                         return sample, there.model.path

@@ -24,7 +24,7 @@ def in_event_loop(main: Coroutine[Any, Any, int]) -> int:
     return result
 
 
-async def supervised(*actors: Actor) -> None:
+async def supervise_process(*actors: Actor) -> None:
     """Run the actors until the first one finishes or fails. After a failure the process ends within EXIT_SECONDS."""
     try:
         await supervise(*actors)

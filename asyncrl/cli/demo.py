@@ -42,7 +42,7 @@ LOW, HIGH = 0.2, 0.8
 """The reward of the first step must be below LOW, and the mean of the last five steps above HIGH."""
 
 
-def _of_servers() -> list[str]:
+def _server_overrides() -> list[str]:
     """Return overrides for engines that are servers.
 
     They are slower, so more samples are stale and the run needs more steps. On GPUs they support only bfloat16.
@@ -50,7 +50,7 @@ def _of_servers() -> list[str]:
     return ["engine.options={}", "run.steps=60", *(['model.dtype="bfloat16"'] if num_gpus() else [])]
 
 
-ENGINES: Final[dict[str, Callable[[], list[str]]]] = {"inprocess": list, "sglang": _of_servers}
+ENGINES: Final[dict[str, Callable[[], list[str]]]] = {"inprocess": list, "sglang": _server_overrides}
 """engine.kind -> additional overrides of the run file."""
 
 

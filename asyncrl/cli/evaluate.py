@@ -118,7 +118,7 @@ def _new_file(path: Path) -> SampleFile:
 def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunConfig:
     table = _read(options.datasets)
     if recorded is not None:
-        table = _of_run(recorded) | table
+        table = _recorded_sections(recorded) | table
         where = options.where.absolute()
         table["run"] = dict(table.get("run", {})) | {"directory": str(where.parent), "name": where.name}
     table["model"] = dict(table.get("model", {})) | {"path": str(options.where)}
@@ -155,7 +155,7 @@ def _require_rewards(table: Mapping[str, Any], *, where: Path) -> None:
             )
 
 
-def _of_run(recorded: RecordedRun) -> dict[str, Any]:
+def _recorded_sections(recorded: RecordedRun) -> dict[str, Any]:
     """Return the recorded settings of the sections ``_OF_RUN``; empty if the record is gone."""
     try:
         settings = record.as_table(recorded.newest_settings())

@@ -11,7 +11,7 @@ import signal
 from asyncrl import logs
 from asyncrl.adapters.registry import backend_class, connect, serve_rank, set_learner_environment
 from asyncrl.cli import arguments
-from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervised
+from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervise_process
 from asyncrl.config import RunConfig
 from asyncrl.launch.checks import resume_checks, single_learner
 from asyncrl.launch.checks.run_file import check_learner
@@ -66,7 +66,7 @@ async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched
         if resume:
             await resume_checks.require_checkpoint(run_config, bus=bus)
         async with signing_keys.heard_kept(run_config):
-            code = await train(run_config, bus, resume=resume, supervised=supervised)
+            code = await train(run_config, bus, resume=resume, run_actors=supervise_process)
         exit_within(EXIT_SECONDS, code)
         for number in (signal.SIGTERM, signal.SIGINT):  # a late signal would make a finished run look interrupted
             signal.signal(number, signal.SIG_IGN)

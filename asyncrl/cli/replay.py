@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from asyncrl.audit.run_folder import RecordedRun, connected
+from asyncrl.audit.run_folder import RecordedRun, connect
 from asyncrl.cli import arguments
 from asyncrl.cli.arguments import step_range
 from asyncrl.errors import ConfigError
@@ -177,7 +177,7 @@ def _train(
         async def work() -> list[Replayed]:
             found = []
             async with (
-                connected(settings, address) as bus,
+                connect(settings, address) as bus,
                 contextlib.aclosing(train_again(plan, bus, folder=folder, out=out)) as trained,
             ):
                 async for step, metrics in trained:

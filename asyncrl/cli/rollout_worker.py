@@ -7,7 +7,7 @@ import gc
 
 from asyncrl.actors.base import HeartbeatSender
 from asyncrl.cli import arguments, worker_process
-from asyncrl.cli.actor_process import in_event_loop, supervised
+from asyncrl.cli.actor_process import in_event_loop, supervise_process
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check_worker
@@ -51,5 +51,7 @@ async def _sample(run_config: RunConfig, identity: Identity, *, token: str, is_d
         worker, follower = await build_worker(run_config, bus=bus, name=identity.name, is_dedicated=is_dedicated)
         gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
         about = settings_checksum(run_config)
-        await supervised(worker, follower, HeartbeatSender(worker, about=about), *prometheus(run_config, bus, worker))
+        await supervise_process(
+            worker, follower, HeartbeatSender(worker, about=about), *prometheus(run_config, bus, worker)
+        )
     return 0

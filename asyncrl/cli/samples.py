@@ -165,7 +165,7 @@ def _wanted(
             return False
         if pattern is None:
             return True
-        group = shown.decoded(group)
+        group = shown.decode(group)
         texts = [group.prompt or "", group.reason, group.label, *(answer.text for answer in group.answers)]
         return any(pattern.search(text) for text in texts)
 
@@ -173,7 +173,7 @@ def _wanted(
 
 
 def _collect(source: RunSamples, shown: _Printer, chosen: _Chosen, *, newest: int) -> None:
-    for group in source.recorded():
+    for group in source.read_file():
         chosen.offer(group)
     with source.bus_address() as there:
         if there is None:
@@ -181,8 +181,8 @@ def _collect(source: RunSamples, shown: _Printer, chosen: _Chosen, *, newest: in
 
         async def read() -> None:
             async with (
-                source.connected(there) as bus,
-                contextlib.aclosing(source.logged(bus, newest=newest)) as groups,
+                source.connect(there) as bus,
+                contextlib.aclosing(source.read_log(bus, newest=newest)) as groups,
             ):
                 async for group in groups:
                     chosen.offer(group)
@@ -212,7 +212,7 @@ def _follow(
 ) -> None:
     left = limit
     if source.directory is not None:
-        with contextlib.closing(source.growing()) as growing:
+        with contextlib.closing(source.follow_file()) as growing:
             for group in filter(is_wanted, growing):
                 shown.show(group)
                 left = None if left is None else left - 1
@@ -222,7 +222,7 @@ def _follow(
 
     async def read() -> None:
         nonlocal left
-        async with source.connected(source.run) as bus, contextlib.aclosing(source.arriving(bus)) as groups:
+        async with source.connect(source.run) as bus, contextlib.aclosing(source.follow_log(bus)) as groups:
             async for group in groups:
                 if is_wanted(group):
                     shown.show(group)
@@ -246,7 +246,7 @@ class _Printer:
         self._decode: Decode | None = None
         self._problem = ""
 
-    def decoded(self, group: GroupSample) -> GroupSample:
+    def decode(self, group: GroupSample) -> GroupSample:
         """Return the group with its text, or unchanged if the tokenizer is not available here."""
         from asyncrl.data.tokenizer import load_decode
         from asyncrl.policies.groups.sample import decoded
@@ -264,7 +264,7 @@ class _Printer:
             return dataclasses.replace(group, prompt=f"(no text: {type(error).__name__}: {error})")
 
     def show(self, group: GroupSample) -> None:
-        group = self.decoded(group)
+        group = self.decode(group)
         if self._as_json:
             print(json.dumps(group.as_shown() | ({"undecoded": self._problem} if group.prompt is None else {})))
         else:
@@ -304,10 +304,10 @@ def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
     if problem and group.prompt is None:
         yield f"  no text: {printable(problem)}"
     yield "prompt"
-    yield from _indented(group.prompt if group.prompt is not None else _ids(group.prompt_tokens))
+    yield from _indent(group.prompt if group.prompt is not None else _ids(group.prompt_tokens))
     if group.label:
         yield "right answer"
-        yield from _indented(group.label)
+        yield from _indent(group.label)
     most = max([sum(not one.part for one in group.answers), *(one.rollout + 1 for one in group.answers)])
     for index, answer in enumerate(group.answers):
         yield printable(_heading(answer, title=group.title(index), of=most))
@@ -319,22 +319,22 @@ def _answer(answer: Answer) -> Iterator[str]:
     if answer.prompt_tokens:
         yield "  [its own prompt]"
         if answer.prompt is None:
-            yield from _indented(_ids(answer.prompt_tokens))
+            yield from _indent(_ids(answer.prompt_tokens))
         for piece in other_pieces(answer.prompt or ""):
             yield from () if piece.kind == TEXT else (f"  [{printable(piece.kind)}]",)
-            yield from _indented(piece.text)
+            yield from _indent(piece.text)
     if not answer.turns:
-        yield from _indented(_ids(answer.tokens))
+        yield from _indent(_ids(answer.tokens))
     pieces, titles = pieces_of(answer.turns), answer.titles
     if len(answer.turns) == len(pieces) == 1 and pieces[0].kind == TEXT and not answer.prompt_tokens:
-        yield from _indented(answer.text)
+        yield from _indent(answer.text)
         return
     for piece in pieces:
         title = titles[piece.turn] if piece.turn < len(titles) else answer.turns[piece.turn][0]
         if piece.kind != TEXT:
             title = piece.kind if answer.turns[piece.turn][0] != "policy" else f"{title}: {piece.kind}"
         yield f"  [{printable(title)}]"
-        yield from _indented(piece.text)
+        yield from _indent(piece.text)
 
 
 def _heading(answer: Answer, *, title: str, of: int) -> str:
@@ -352,7 +352,7 @@ def _heading(answer: Answer, *, title: str, of: int) -> str:
     return "   ".join(text)
 
 
-def _indented(text: str) -> Iterator[str]:
+def _indent(text: str) -> Iterator[str]:
     return (f"  {line}" for line in printable_text(text).split("\n"))
 
 

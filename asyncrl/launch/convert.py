@@ -80,7 +80,7 @@ def _find_checkpoint(source: Path) -> Path | None:
         return None
     if any((folder / STATE_FILE).is_file() for folder in (source, source / "backend")):
         raise ConfigError(f"{source}: is a checkpoint of the reference backend, which convert does not read")
-    if steps := checkpoint.complete(source) or checkpoint.complete(source / "checkpoints"):
+    if steps := checkpoint.list_complete(source) or checkpoint.list_complete(source / "checkpoints"):
         raise ConfigError(f"{source}: has checkpoints of a run; name one of them, such as the newest, {steps[-1]}")
     raise ConfigError(
         f"{source}: is neither a Hugging Face model folder (config.json) nor a distributed checkpoint of Megatron's "
@@ -90,7 +90,7 @@ def _find_checkpoint(source: Path) -> Path | None:
 
 def _describe_damage(saved: Path) -> str:
     """Describe what is wrong with the files of a run's checkpoint; the tensors have sums of their own."""
-    return manifest.damage(saved.parent, only=f"{saved.name}/{conversion.METADATA}")
+    return manifest.find_damage(saved.parent, only=f"{saved.name}/{conversion.METADATA}")
 
 
 def _model_folder(source: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
-from asyncrl.actors.learner.sample_files import RotatedLines, SampleFile, older
+from asyncrl.actors.learner.sample_files import RotatedLines, SampleFile, older_name
 from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleWriter
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
@@ -145,7 +145,7 @@ class _Questioner(Actor):
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             helpers = [group.create_task(self._evaluator.run()), group.create_task(self._report_progress())]
-            await self._evaluator.stored(WeightVersion(incarnation=0, policy_version=0))
+            await self._evaluator.begin_if_due(WeightVersion(incarnation=0, policy_version=0))
             await self._evaluator.finish_unless(self.draining)
             for task in helpers:
                 task.cancel()
@@ -164,7 +164,7 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / RESULTS_FILE
-        self._lines = RotatedLines(self._file, older=folder / older(RESULTS_FILE), most_bytes=sys.maxsize)
+        self._lines = RotatedLines(self._file, older=folder / older_name(RESULTS_FILE), most_bytes=sys.maxsize)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows, without lines that were cut short when a process was killed."""

@@ -52,7 +52,7 @@ class LaunchedProcess(Protocol):
         """Host name of its machine, as ``socket.gethostname()`` returns it there."""
         ...
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         """Wait until it exits. Return the exit code, or minus the number of the signal that killed it.
 
         A process on a lost machine counts as killed by SIGKILL. May be awaited more than once.

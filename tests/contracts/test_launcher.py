@@ -59,8 +59,8 @@ def waiting(unwritten: Path, name: str = "w0") -> ProcessSpec:
 
 async def test_a_process_ends_with_its_exit_code(launcher: Launcher) -> None:
     done, refused = await launcher.start(spec("--version")), await launcher.start(spec("nonsense", name="w1"))
-    assert (await done.ended(), await refused.ended()) == (0, 2)
-    assert await done.ended() == 0
+    assert (await done.wait(), await refused.wait()) == (0, 2)
+    assert await done.wait() == 0
     done.signal(signal.SIGTERM)
 
 
@@ -74,21 +74,21 @@ async def test_it_is_where_it_says(launcher: Launcher, unwritten: Path) -> None:
 async def test_a_signal_ends_it_and_says_so(launcher: Launcher, unwritten: Path, number: int) -> None:
     process = await launcher.start(waiting(unwritten))
     process.signal(number)
-    assert await process.ended() == -number
+    assert await process.wait() == -number
 
 
 async def test_nothing_is_left_when_it_is_closed(launcher: Launcher, unwritten: Path) -> None:
     processes = [await launcher.start(waiting(unwritten, name)) for name in ("w0", "w1")]
     await launcher.close()
     for process in processes:
-        assert await process.ended() == -signal.SIGKILL
+        assert await process.wait() == -signal.SIGKILL
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
 
 
 async def test_a_name_that_was_released_may_be_started_again(launcher: Launcher) -> None:
     for _ in range(2):
-        assert await (await launcher.start(spec("--version"))).ended() == 0
+        assert await (await launcher.start(spec("--version"))).wait() == 0
         await launcher.release("w0")
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.learner.batcher import Batcher, Prepared
+from asyncrl.actors.learner.batcher import Batcher, PreparedBatch
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
 from asyncrl.config.learner import LearnerSection
@@ -124,7 +124,7 @@ class Desk:
         said = {str(group_id): version for group_id, version in self.begun.items()}
         return [Heartbeat(actor="w0", role=WORKER, policy_version=self.table.policy_version, begun=said)]
 
-    async def prepare(self, groups: Sequence[BufferedGroup]) -> Prepared:
+    async def prepare(self, groups: Sequence[BufferedGroup]) -> PreparedBatch:
         async with asyncio.TaskGroup() as owner:
             return await self.batcher.prepare(groups, owner=owner)
 

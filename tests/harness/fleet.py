@@ -34,7 +34,7 @@ class Process:
         self.drains = True
         self.drained_code = 0
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         return await asyncio.shield(self.code)
 
     def signal(self, number: int) -> None:

@@ -215,7 +215,7 @@ class ForkedProcess:
         self.node = socket.gethostname()
         self._code = code
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         return await asyncio.shield(self._code)
 
     def signal(self, number: int) -> None:

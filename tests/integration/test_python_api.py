@@ -78,7 +78,7 @@ def test_pandas_takes_the_rows(tmp_path: Path) -> None:
     settings = {"model": {"path": "m"}, "data": {"path": "d"}}
     history = History(tmp_path / "history.jsonl", incarnation=0)
     history.begin(step=0, kept=0, max_staleness=4, settings=settings)
-    history.trained((0, 2), step=1, max_staleness=0)
+    history.record_trained((0, 2), step=1, max_staleness=0)
     history.close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "length": {"edges": [0, 8], "counts": [3]}}\n')
     run = asyncrl.open_run(tmp_path)

@@ -55,10 +55,10 @@ def folder(tmp_path: Path) -> Path:
     """Groups 0 to 5 have left the window, and some of them are recorded. The bus was in memory and is gone."""
     history = History(tmp_path / HISTORY_FILE, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=4, settings=SETTINGS)
-    history.trained([0, 1], step=1, max_staleness=0)
-    history.lost("dropped", [2], step=1)
-    history.lost("filtered", [3], step=1)
-    history.trained([4, 5], step=2, max_staleness=0)
+    history.record_trained([0, 1], step=1, max_staleness=0)
+    history.record_lost("dropped", [2], step=1)
+    history.record_lost("filtered", [3], step=1)
+    history.record_trained([4, 5], step=2, max_staleness=0)
     history.close()
     file = SampleFile(tmp_path, most_bytes=2**20)
     file.write(row(0, "seven", "eight", fate="trained"))
@@ -126,7 +126,7 @@ def judged(folder: Path) -> Path:
 
 async def arriving(source: RunSamples, bus: Bus) -> list[GroupSample]:
     """Collect samples until the run ends."""
-    async with contextlib.aclosing(source.arriving(bus)) as groups:
+    async with contextlib.aclosing(source.follow_log(bus)) as groups:
         return [sample async for sample in groups]
 
 
@@ -235,9 +235,11 @@ async def test_from_the_bus_alone_answers_of_an_evaluation_are_shown(bus_factory
         seen = await looking
     assert {0, 4} <= {sample.step for sample in seen} <= {0, 2, 3, 4}
     assert all((sample.fate, sample.dataset, sample.label) == ("evaluated", "sums", "1") for sample in seen)
-    logged = [sample async for sample in source.logged(onlooker)]
+    logged = [sample async for sample in source.read_log(onlooker)]
     assert [(sample.step, len(sample.answers)) for sample in logged] == [(4, 2)] * 2
-    assert [sample async for sample in EvaluationSamples(loop.run, None, token="", dataset="x").logged(onlooker)] == []
+    assert [
+        sample async for sample in EvaluationSamples(loop.run, None, token="", dataset="x").read_log(onlooker)
+    ] == []
 
 
 REFUSED = {
@@ -264,7 +266,7 @@ def test_a_folder_of_a_run_that_is_over_is_read_wherever_it_is_now_and_not_follo
     settings = SETTINGS | {"bus": {"kind": "nats"}, "run": {"name": "n1"}}
     history = History(renamed / HISTORY_FILE, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=4, settings=settings)
-    history.trained([0], step=1, max_staleness=0)
+    history.record_trained([0], step=1, max_staleness=0)
     history.close()
     SampleFile(renamed, most_bytes=2**20).write(row(0, "seven", fate="trained"))
     code, out, err = asyncrl("samples", renamed, capsys=capsys)
@@ -281,7 +283,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_a_file_is_followed_through_its_rotation(folder: Path) -> None:
     source = RunSamples(config.only_overrides([]), folder, token="")
     file = SampleFile(folder, most_bytes=2**20)
-    growing = source.growing()
+    growing = source.follow_file()
     file.write(row(10, "a"))
     assert next(growing).group_id == 10
     file.write(row(11, "b"))
@@ -299,20 +301,20 @@ def test_a_file_is_followed_until_its_run_is_over(tmp_path: Path, monkeypatch: p
     history = History(tmp_path / HISTORY_FILE, incarnation=0)
     settings = SETTINGS | {"bus": {"kind": bus}, "run": {"steps": 2}}
     history.begin(step=0, kept=0, max_staleness=4, settings=settings)
-    history.trained([0], step=1, max_staleness=0)
+    history.record_trained([0], step=1, max_staleness=0)
     (tmp_path / "bus.json").touch()
     file = SampleFile(tmp_path, most_bytes=2**20)
     source = RunSamples(config.only_overrides([f"bus.kind={bus}"]), tmp_path, token="")
-    growing = source.growing()
+    growing = source.follow_file()
     file.write(row(0, "a"))
     assert next(growing).group_id == 0
     assert not source.is_over()
-    history.trained([1], step=2, max_staleness=0)
+    history.record_trained([1], step=2, max_staleness=0)
     history.close()
     (tmp_path / "bus.json").unlink()
     file.write(row(1, "b", step=2))  # after the step, as it is decoded in the background
     assert [sample.group_id for sample in growing] == [1]
-    assert list(source.growing()) == []
+    assert list(source.follow_file()) == []
 
 
 def test_a_run_whose_processes_were_killed_is_over_on_its_machine_and_not_known_to_be_elsewhere(tmp_path: Path) -> None:
@@ -331,7 +333,7 @@ def test_a_run_whose_processes_were_killed_is_over_on_its_machine_and_not_known_
 def test_nothing_is_followed_of_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     history = History(tmp_path / HISTORY_FILE, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=4, settings=SETTINGS | {"run": {"steps": 1}})
-    history.trained([0], step=1, max_staleness=0)
+    history.record_trained([0], step=1, max_staleness=0)
     history.close()
     assert asyncrl("samples", tmp_path, "--follow", capsys=capsys) == (0, "", "")
 
@@ -341,14 +343,14 @@ async def test_the_log_gives_what_was_not_recorded(bus_factory: Any, tmp_path: P
     loop = Loop(bus, tmp_path, steps=4)
     await run_all(loop, worker(await bus_factory(), Engine()))
     source = RunSamples(loop.run, tmp_path, token="")
-    logged = [sample async for sample in source.logged(bus)]
+    logged = [sample async for sample in source.read_log(bus)]
     fates = {sample.group_id: (sample.fate, sample.step) for sample in logged}
     trained = {group_id: fate for group_id, fate in fates.items() if fate[0] == "trained"}
     assert len(trained) == 8
     assert all(source.fates.of[group_id].step == step for group_id, (_, step) in trained.items())
     assert all(sample.fate in ("trained", "pending", "dropped") for sample in logged)
     assert all(sample.staleness is not None for sample in logged if sample.fate == "trained")
-    assert len([sample async for sample in source.logged(bus, newest=3)]) == 3
+    assert len([sample async for sample in source.read_log(bus, newest=3)]) == 3
 
 
 async def test_from_the_bus_alone_groups_are_shown_as_they_meet_their_fate(bus_factory: Any, tmp_path: Path) -> None:
@@ -378,6 +380,6 @@ async def test_records_under_a_key_that_no_group_has_are_passed_over(bus_factory
     loop = Loop(bus, tmp_path, steps=1)
     await run_all(loop, worker(await bus_factory(), Engine()))
     source = RunSamples(loop.run, tmp_path, token="")
-    before = [sample.group_id async for sample in source.logged(bus)]
+    before = [sample.group_id async for sample in source.read_log(bus)]
     await bus.publish(TRAJECTORIES, buses.group(0), key="x")
-    assert [sample.group_id async for sample in source.logged(bus)] == before
+    assert [sample.group_id async for sample in source.read_log(bus)] == before

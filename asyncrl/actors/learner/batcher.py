@@ -54,7 +54,7 @@ LONG_WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedBatch:
     """``parts[i][r]`` is the data of data-parallel rank r in optimizer step i of the batch. seconds: host time for the
     preparation, whether hidden or not."""
 
@@ -68,7 +68,7 @@ class _Preparation:
     """``key``: the policy version, then the group ids."""
 
     key: tuple[int, ...]
-    task: asyncio.Task[Prepared | Exception]
+    task: asyncio.Task[PreparedBatch | Exception]
 
 
 class _Hold:
@@ -158,7 +158,7 @@ class Batcher:
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
         )
-        self._workers, self._started, self._may_look = workers, StartedGroups(), True
+        self._workers, self._started, self._may_ask = workers, StartedGroups(), True
         self._draining = False
         self._preparation: _Preparation | None = None
 
@@ -174,20 +174,20 @@ class Batcher:
         """
         table = self._table
         hold = _Hold(self._longest_hold, changed=self._changed, announce=self._announce_hold, wait=wait)
-        with hold, self._announcing_long_wait(hold):
+        with hold, self._announce_long_wait(hold):
             while True:
                 self._changed.clear()
                 if self._draining:
                     return None
                 while stale := self._selection.stale(table):
                     await self._progress.announce(table.drop(stale))
-                    await self._progress.progress()  # another group may arrive while the bus is updated
+                    await self._progress.publish_progress()  # another group may arrive while the bus is updated
                 chosen = self._selection.next_batch(table, count=self._count)
-                if chosen is not None and await self._has_looked():
+                if chosen is not None and await self._ask_workers():
                     continue  # more groups may have arrived
                 late = self._late(self._started.starts(table.outstanding)) if chosen is not None else []
                 if chosen is not None and (not late or hold.is_over):
-                    self._note_hold(hold.seconds, late)
+                    self._end_hold(hold.seconds, late)
                     table.take(chosen)
                     return chosen
                 if chosen is not None:
@@ -204,14 +204,14 @@ class Batcher:
                     return None
                 await self._changed.wait()
 
-    async def prepare(self, groups: Sequence[BufferedGroup], *, owner: asyncio.TaskGroup) -> Prepared:
+    async def prepare(self, groups: Sequence[BufferedGroup], *, owner: asyncio.TaskGroup) -> PreparedBatch:
         """Return documents and micro-batches of ``groups``, which the next step trains. They are prepared now unless
         they were prepared ahead.
 
         The work runs in a thread, as a task of ``owner``: it outlives a cancelled caller and can be used by the next.
         Raises StepFailed if the groups cannot be made into a batch.
         """
-        made = await self._prepared(groups, policy_version=self._table.policy_version, owner=owner)
+        made = await self._prepare_once(groups, policy_version=self._table.policy_version, owner=owner)
         if isinstance(made, Exception):
             self._preparation = None
             raise StepFailed(f"{type(made).__name__}: {made}") from made
@@ -227,11 +227,11 @@ class Batcher:
             self._changed.clear()
             groups = self._selection.foresee(self._table, count=self._count)
             if groups is not None:
-                await self._prepared(groups, policy_version=version, owner=owner)
+                await self._prepare_once(groups, policy_version=version, owner=owner)
             await self._changed.wait()
 
     @contextlib.contextmanager
-    def _announcing_long_wait(self, hold: _Hold) -> Iterator[None]:
+    def _announce_long_wait(self, hold: _Hold) -> Iterator[None]:
         """Log a long wait, for people who look at a stalled run. A hold logs its own message."""
         since, table, filtered = time.strftime("%H:%M:%S"), self._table, self._table.counts["filtered"]
 
@@ -267,7 +267,7 @@ class Batcher:
             len(table.outstanding),
         )
 
-    def _note_hold(self, seconds: float, late: Sequence[int]) -> None:
+    def _end_hold(self, seconds: float, late: Sequence[int]) -> None:
         """late: starts of the groups that the hold ended without; the next holds do not wait for them either."""
         self.held_seconds = seconds
         if late:
@@ -278,22 +278,22 @@ class Batcher:
             )
             self._given_up = max(late)
 
-    async def _has_looked(self) -> bool:
+    async def _ask_workers(self) -> bool:
         """Ask workers which groups they have begun, if the batch would otherwise hold because of the versions that
         admitted its groups. Return False if this is known already or does not matter."""
-        if self._workers is None or not self._may_look:
+        if self._workers is None or not self._may_ask:
             return False
         if not self._late(StartedGroups().starts(self._table.outstanding)):
             return False
-        self._may_look = False  # only the timer resets this: uvloop's timers fire up to a millisecond early
-        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
+        self._may_ask = False  # only the timer resets this: uvloop's timers fire up to a millisecond early
+        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._allow_asking)
         with contextlib.suppress(BusError):  # with older knowledge the learner only waits longer
             beats = await self._workers.beats()
             self._started.update(beats, outstanding=self._table.outstanding, forks=self._table.forks)
         return True
 
-    def _look_again(self) -> None:
-        self._may_look = True
+    def _allow_asking(self) -> None:
+        self._may_ask = True
         self._changed.set()
 
     def _late(self, starts: Sequence[int]) -> list[int]:
@@ -303,9 +303,9 @@ class Batcher:
         starts = [start for start in starts if start > self._given_up]
         return self._selection.late_starts(self._table.policy_version, starts, count=self._count)
 
-    async def _prepared(
+    async def _prepare_once(
         self, groups: Sequence[BufferedGroup], *, policy_version: int, owner: asyncio.TaskGroup
-    ) -> Prepared | Exception:
+    ) -> PreparedBatch | Exception:
         key = (policy_version, *(one.group_id for one in groups))
         if self._preparation is None or self._preparation.key != key:
             work = asyncio.to_thread(self._try_to_prepare, groups, policy_version=policy_version)
@@ -314,14 +314,14 @@ class Batcher:
         await asyncio.wait((task,))
         return task.result()
 
-    def _try_to_prepare(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> Prepared | Exception:
+    def _try_to_prepare(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> PreparedBatch | Exception:
         """Errors from a speculative preparation are raised only if that batch is actually taken."""
         try:
             return self._prepare(groups, policy_version=policy_version)
         except Exception as error:
             return error
 
-    def _prepare(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> Prepared:
+    def _prepare(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> PreparedBatch:
         started = time.monotonic()
         batch = batches.build(
             [one.group for one in groups],
@@ -337,11 +337,11 @@ class Batcher:
         )
         parts = recording(
             parts,
-            self._recorded([len(one.group.trajectories) for one in groups], step=policy_version + 1),
+            self._pick_documents([len(one.group.trajectories) for one in groups], step=policy_version + 1),
         )
-        return Prepared(batch=batch, parts=parts, seconds=time.monotonic() - started)
+        return PreparedBatch(batch=batch, parts=parts, seconds=time.monotonic() - started)
 
-    def _recorded(self, sizes: Sequence[int], *, step: int) -> list[int]:
+    def _pick_documents(self, sizes: Sequence[int], *, step: int) -> list[int]:
         """Return the numbers of recorded documents. ``sizes``: number of documents of each group of the batch."""
         if self._picks is None:
             return []

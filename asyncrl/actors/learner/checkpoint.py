@@ -59,7 +59,7 @@ def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
     """
     final = directory / _name(state)
     unfinished = UnfinishedCheckpoint(partial=directory / f".{final.name}.partial", final=final)
-    with _removed_on_failure(unfinished):
+    with _remove_on_failure(unfinished):
         for path in _entries(directory):
             if _PARTIAL.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -77,7 +77,7 @@ def finish(
     """Make a checkpoint visible with one rename, once the backend has written its part, and remove all but the newest
     ``keep``. ``finish_backend`` returns the SHA-256 of its
     larger files, or None while it is not done; then this returns None and changes nothing. Raises as ``begin`` does."""
-    with _removed_on_failure(unfinished):
+    with _remove_on_failure(unfinished):
         hashed = finish_backend()
         if hashed is None:
             return None
@@ -86,13 +86,13 @@ def finish(
         _sync(unfinished.partial)
         unfinished.partial.rename(unfinished.final)
         _sync(unfinished.final.parent)
-    for old in complete(unfinished.final.parent)[:-keep]:
+    for old in list_complete(unfinished.final.parent)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)  # the next checkpoint removes what cannot be removed now
     return unfinished.final
 
 
 @contextlib.contextmanager
-def _removed_on_failure(unfinished: UnfinishedCheckpoint) -> Iterator[None]:
+def _remove_on_failure(unfinished: UnfinishedCheckpoint) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -109,7 +109,7 @@ def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -
 
     For observers: of the backend's files only the sizes are checked. ``say`` gets a line for each damaged checkpoint.
     """
-    for folder in reversed(complete(directory)):
+    for folder in reversed(list_complete(directory)):
         try:
             return read(folder)
         except CheckpointDamaged as error:
@@ -123,7 +123,7 @@ def resume(directory: Path, *, say: Callable[[str], None]) -> tuple[LearnerState
     Damaged checkpoints are renamed to damaged-STEP, so that they are not used again. ``say`` gets a line for each.
     Raises OSError, with nothing renamed, if a checkpoint cannot be read now: no permission, an I/O error.
     """
-    folders = complete(directory)
+    folders = list_complete(directory)
     while folders:
         folder = folders.pop()
         try:
@@ -141,7 +141,9 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
     Raises CheckpointDamaged, CheckpointError for another schema, or OSError for what cannot be read now.
     """
     problem = (
-        (manifest.damage(folder) or _lacks_backend(folder)) if whole else manifest.damage(folder, only=_STATE_FILE)
+        (manifest.find_damage(folder) or _lacks_backend(folder))
+        if whole
+        else manifest.find_damage(folder, only=_STATE_FILE)
     )
     if problem:
         raise CheckpointDamaged(f"{folder}: is damaged: {problem}")
@@ -171,13 +173,13 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
     return state, folder / "backend"
 
 
-def complete(directory: Path) -> list[Path]:
+def list_complete(directory: Path) -> list[Path]:
     """Return the folders of complete checkpoints, oldest first. A later incarnation is newer at any step."""
     found = {path: match for path in _entries(directory) if (match := _NAME.fullmatch(path.name)) and path.is_dir()}
     return sorted(found, key=lambda path: (int(found[path][2] or 0), int(found[path][1])))
 
 
-def damaged(directory: Path) -> list[str]:
+def list_damaged(directory: Path) -> list[str]:
     """Names of the checkpoints that were set aside."""
     return [path.name for path in _entries(directory) if path.name.startswith(_DAMAGED)]
 

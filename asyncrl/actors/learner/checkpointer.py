@@ -45,7 +45,7 @@ log = logging.getLogger("asyncrl.learner")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Written:
+class _OpenCheckpoint:
     """A checkpoint being written. trims: whether to trim the log once it is on disk; since: monotonic time."""
 
     state: LearnerState
@@ -76,7 +76,7 @@ class Checkpointer:
         self._window = run.window
         self._directory = run.run_directory / "checkpoints"
         self._step = -1  # step of the last checkpoint of this incarnation
-        self._written: _Written | None = None  # the checkpoint being written
+        self._open: _OpenCheckpoint | None = None  # the checkpoint being written
         self._finishing: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._has_failed = False  # whether the disk made the last background write fail
@@ -100,16 +100,16 @@ class Checkpointer:
         if self._has_failed or not self._trainer.saves_beside:
             await self.write(trims=trims)
         elif self._table.step != self._step:
-            self._written = written = await self._saved(trims=trims)
+            self._open = current = await self._take_state(trims=trims)
             try:
-                await self._call(functools.partial(self._begin, written), what="a copy for a checkpoint")
+                await self._call(functools.partial(self._begin, current), what="a copy for a checkpoint")
             except Exception as error:
                 if disk_problem(error) is None:
                     raise
-                self._written = None
+                self._open = None
                 await self.write(trims=trims)
                 return
-            self._waited(since=written.since)
+            self._count_wait(since=current.since)
             self._finishing = group.create_task(self._keep_finishing(), name="learner.finish-checkpoint")
 
     async def write(self, *, trims: bool) -> None:
@@ -117,31 +117,31 @@ class Checkpointer:
         await self._finish(wait=True)
         if self._table.step == self._step:
             return
-        written = await self._saved(trims=trims)
+        current = await self._take_state(trims=trims)
 
-        write = functools.partial(self._call, functools.partial(self._write, written), what=_WRITING)
-        await self._visible(written, await self._disk.written(write, what="a checkpoint"))
+        write = functools.partial(self._call, functools.partial(self._write, current), what=_WRITING)
+        await self._announce(current, await self._disk.write(write, what="a checkpoint"))
         self._has_failed = False
-        self._waited(since=written.since)
+        self._count_wait(since=current.since)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return the metrics since the last call."""
         seconds, self._seconds = self._seconds, {}
         return dict(seconds)
 
-    async def _saved(self, *, trims: bool) -> _Written:
+    async def _take_state(self, *, trims: bool) -> _OpenCheckpoint:
         """Return the learner's current state. The history is on disk up to the length recorded in it."""
         # The ledgers and the history's length are from one instant (history.py, H1): nothing awaits between them.
         state = saved_table.save(
             self._table, groups_per_batch=self._groups_per_batch, history=self._progress.history_position
         )
         sync = functools.partial(self._trainer.call, self._progress.sync, what="its history to be written", on="disk")
-        await self._disk.written(sync, what="the history")
-        return _Written(state=state, trims=trims, since=time.monotonic())
+        await self._disk.write(sync, what="the history")
+        return _OpenCheckpoint(state=state, trims=trims, since=time.monotonic())
 
     async def _keep_finishing(self) -> None:
         """waits for: the ranks' threads, which send no notification    woken by: the clock"""
-        while self._written is not None:
+        while self._open is not None:
             await asyncio.sleep(POLL_SECONDS)
             await self._finish(wait=False)
 
@@ -149,58 +149,58 @@ class Checkpointer:
         """Finish the checkpoint being written. Without ``wait``, do nothing if it is still being written."""
         began = time.monotonic()
         async with self._lock:
-            if (written := self._written) is None:
+            if (current := self._open) is None:
                 return
             try:
-                finish = functools.partial(self._finished, written, wait=wait)
+                finish = functools.partial(self._finish_files, current, wait=wait)
                 folder = await (self._call(finish, what=_WRITING) if wait else self._trainer.between_steps(finish))
             except Exception as error:
                 if disk_problem(error) is None:
                     raise
                 log.error("%s; the next step is saved instead, and training waits for that save", error)
-                self._written, self._has_failed = None, True
+                self._open, self._has_failed = None, True
                 return
             if folder is not None:
-                self._written = None
-                await self._visible(written, folder)
+                self._open = None
+                await self._announce(current, folder)
         if wait and self._finishing is not None:
             self._finishing.cancel()  # the task is asleep or waits for the lock
-            self._waited(since=began)
+            self._count_wait(since=began)
 
-    def _waited(self, *, since: float) -> None:
+    def _count_wait(self, *, since: float) -> None:
         before = self._seconds.get("learner/checkpoint_seconds", 0.0)
         self._seconds["learner/checkpoint_seconds"] = before + time.monotonic() - since
 
-    def _write(self, written: _Written) -> Path:
+    def _write(self, current: _OpenCheckpoint) -> Path:
         """Write the checkpoint. Blocks."""
-        self._begin(written)
-        folder = self._finished(written, wait=True)
+        self._begin(current)
+        folder = self._finish_files(current, wait=True)
         assert folder is not None
         return folder
 
-    def _begin(self, written: _Written) -> None:
+    def _begin(self, current: _OpenCheckpoint) -> None:
         """Begin to write the checkpoint. Blocks."""
-        written.unfinished = checkpoint.begin(self._directory, written.state, save_backend=self._trainer.begin_save)
+        current.unfinished = checkpoint.begin(self._directory, current.state, save_backend=self._trainer.begin_save)
 
-    def _finished(self, written: _Written, *, wait: bool) -> Path | None:
+    def _finish_files(self, current: _OpenCheckpoint, *, wait: bool) -> Path | None:
         """Return the checkpoint's folder; None while it is being written. Blocks."""
-        assert written.unfinished is not None
-        finish = functools.partial(self._trainer.finish_save, written.unfinished.backend, wait=wait)
-        folder = checkpoint.finish(written.unfinished, finish_backend=finish, keep=self._section.keep)
+        assert current.unfinished is not None
+        finish = functools.partial(self._trainer.finish_save, current.unfinished.backend, wait=wait)
+        folder = checkpoint.finish(current.unfinished, finish_backend=finish, keep=self._section.keep)
         if folder is not None:
             self.disk_need = _disk_need(folder)
         return folder
 
-    async def _visible(self, written: _Written, folder: Path) -> None:
-        state = written.state
+    async def _announce(self, current: _OpenCheckpoint, folder: Path) -> None:
+        state = current.state
         self._step = state.step
         log.info("checkpoint %s", folder)
         through = self._table.checkpointed(state)
         if self._section.keep == 1:
             through = state.consumed["watermark"] - 1
-        if written.trims and through:
+        if current.trims and through:
             await self._trim(through=0 if self._section.keep_log else through)
-        self._seconds["learner/checkpoint_write_seconds"] = time.monotonic() - written.since
+        self._seconds["learner/checkpoint_write_seconds"] = time.monotonic() - current.since
 
     async def _call(self, function: Callable[[], T], *, what: str) -> T:
         return await self._trainer.call(function, what=what, on="disk")

@@ -31,13 +31,13 @@ class Disk:
     def __init__(self, waits: WaitTracker) -> None:
         self._waits = waits
 
-    async def written(self, write: Callable[[], Awaitable[T]], *, what: str) -> T:
-        """Return the result of ``write``, retried until the disk accepts it. ``write`` must be repeatable.
+    async def write(self, attempt: Callable[[], Awaitable[T]], *, what: str) -> T:
+        """Return the result of ``attempt``, retried until the disk accepts it. ``attempt`` must be repeatable.
 
         waits for: room    woken by: the clock
         """
         try:
-            return await write()
+            return await attempt()
         except Exception as error:
             if (problem := disk_problem(error)) is None:
                 raise
@@ -49,7 +49,7 @@ class Disk:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 try:
-                    result = await write()
+                    result = await attempt()
                     break
                 except Exception as error:
                     if disk_problem(error) is None:

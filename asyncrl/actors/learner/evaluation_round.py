@@ -111,7 +111,7 @@ class EvaluationRound:
             tags=its.questions[place].tags,
         )
         if self._recorder is not None and place in self._recorded[its.name]:
-            self._recorder.note(answers.group, its, place, weights=self.evaluation.weights)
+            self._recorder.record(answers.group, its, place, weights=self.evaluation.weights)
         return None, ""
 
     def metrics(self, *, seed: int) -> dict[str, float]:

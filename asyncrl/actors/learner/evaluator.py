@@ -116,7 +116,7 @@ class Evaluator:
         elif not last.is_over:
             log.info("evaluation of version %d: resumed", version)
             await asyncio.to_thread(self._channel.retain, last.weights)
-            await self._set(last)
+            await self._set_current(last)
 
     def _why_not_comparable(self, last: Evaluation) -> str:
         """Return why an earlier evaluation is not comparable to one by this incarnation; "" if it is."""
@@ -126,7 +126,7 @@ class Evaluator:
             return f"this version was lost when the learner fell back to version {self._table.policy_version}"
         return ""
 
-    async def stored(self, weights: WeightVersion) -> None:
+    async def begin_if_due(self, weights: WeightVersion) -> None:
         """Called when a version can be loaded, before it is announced. Begin its evaluation if that is due."""
         is_due = self._section.is_due(before=self._before, now=weights.policy_version)
         self._newest, self._before = weights, weights.policy_version
@@ -145,13 +145,13 @@ class Evaluator:
             await self._begin(weights)
 
     async def run(self) -> None:
-        """consumes: evaluation answers    waits for: a version that is due    woken by: ``stored``, ``finish``"""
+        """consumes: evaluation answers    waits for: a version that is due    woken by: ``begin_if_due``, ``finish``"""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._current is not None)
             assert self._current is not None
             await self._evaluate(self._current)
-            await self._set(None)
+            await self._set_current(None)
 
     async def finish(self) -> None:
         """Wait for the evaluation in progress, and evaluate the last version if the run file asks for it."""
@@ -183,7 +183,7 @@ class Evaluator:
         async with self._changed:
             await self._changed.wait_for(lambda: self._current is None)
 
-    async def _set(self, current: Evaluation | None) -> None:
+    async def _set_current(self, current: Evaluation | None) -> None:
         async with self._changed:
             self._current = current
             self._changed.notify_all()
@@ -201,7 +201,7 @@ class Evaluator:
         )
         await self._bus.put(EVALUATION, self._last)
         await self._bus.trim(EVALUATION_ANSWERS, through=self._last.after)  # answers of the previous evaluation
-        await self._set(self._last)
+        await self._set_current(self._last)
 
     # -- one evaluation ------------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Evaluator:
         if self._best is not None and asked.is_complete:
             await self._keep_best(evaluation.weights, row)
         row["learner/incarnation"] = float(evaluation.weights.incarnation)
-        await self._metrics.evaluated(version, row, disk=self._disk)
+        await self._metrics.report_evaluation(version, row, disk=self._disk)
         await self._bus.put(EVALUATION, replace(evaluation, is_over=True))
         await asyncio.to_thread(self._channel.release, evaluation.weights)
 

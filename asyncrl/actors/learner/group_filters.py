@@ -66,7 +66,7 @@ class GroupFilters:
                 self._raised = 0
                 self.rejected_by = name
                 if 0 < self._cap <= since_step:
-                    return self._kept_at_cap(group)
+                    return self._keep_at_cap(group)
                 self._in_a_row += 1
                 if self._in_a_row >= self._max_in_a_row:
                     raise HopelessError(
@@ -77,7 +77,7 @@ class GroupFilters:
         self._in_a_row = self._raised = 0
         return True
 
-    def _kept_at_cap(self, group: TrajectoryGroup) -> bool:
+    def _keep_at_cap(self, group: TrajectoryGroup) -> bool:
         """Keep a group at the cap. Raises HopelessError if the cap ends the run."""
         if not self._keeps_at_cap:
             raise HopelessError(

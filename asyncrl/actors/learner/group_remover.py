@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.validator import Checked, Validator
+from asyncrl.actors.learner.validator import CheckResult, Validator
 from asyncrl.errors import HopelessError
 from asyncrl.logs import REASON
 from asyncrl.messages import TrajectoryGroup
@@ -58,7 +58,7 @@ class GroupRemover:
             await self._validator.quarantine(worker, reason, incarnation=self._table.incarnation)
         finally:  # also for the last worker, whose quarantine ends the run
             life = self._validator.lives.get(worker, "")
-            await self._progress.event("quarantined", worker=worker, reason=reason, life=life)
+            await self._progress.publish_event("quarantined", worker=worker, reason=reason, life=life)
         await self.drop_quarantined()
 
     async def drop_quarantined(self) -> None:
@@ -68,7 +68,7 @@ class GroupRemover:
             await self._lose(self._table.drop(groups, reason="quarantined"))
             self._changed.set()
 
-    async def remove_unwanted(self, group: TrajectoryGroup, checked: Checked) -> None:
+    async def remove_unwanted(self, group: TrajectoryGroup, checked: CheckResult) -> None:
         """Remove a group that was buffered just now if its filters, or its worker's quarantine, say so.
 
         The table changes before the first await: otherwise the batcher could take the group into a batch.
@@ -93,16 +93,16 @@ class GroupRemover:
         in_a_row = self._table.failed_in_a_row
         if in_a_row >= self._max_failed_in_a_row:
             text = f"the last {in_a_row} groups were all failed; the newest because: {error}"
-            if not self._validator.is_on or not await self._validator.others(self._failed_of):
+            if not self._validator.is_on or not await self._validator.other_workers(self._failed_of):
                 raise HopelessError(text)
             for name in sorted(self._failed_of - {"", *self._validator.quarantined}):
                 await self.quarantine(name, text)
             self._failed_of.clear()
             self._table.excuse_failures()
-        if reason := self._validator.too_often(worker):
+        if reason := self._validator.why_quarantine(worker):
             await self.quarantine(worker, reason)
-        await self._progress.progress()
+        await self._progress.publish_progress()
 
     async def _lose(self, outcome: Outcome) -> None:
         await self._progress.announce(outcome)
-        await self._progress.progress()
+        await self._progress.publish_progress()

@@ -87,7 +87,7 @@ class History:
         digests = {"data": dict(data)} if data else {}
         self._write(BEGUN, step=step, kept=kept, max_staleness=max_staleness, settings=settings, **digests)
 
-    def trained(
+    def record_trained(
         self,
         groups: Collection[int],
         *,
@@ -111,7 +111,7 @@ class History:
         fields |= {name: count for name, count in left_out.items() if count}
         self._write("trained", **fields)
 
-    def lost(self, fate: str, groups: Collection[int], *, step: int) -> None:
+    def record_lost(self, fate: str, groups: Collection[int], *, step: int) -> None:
         """Note that ``groups`` left the window untrained: "dropped", "failed", "filtered"."""
         self._write(fate, step=step, groups=list(groups))
 
@@ -136,7 +136,7 @@ class History:
         self._file.close()
 
     def _write(self, kind: str, **fields: Any) -> None:
-        self._append(sealed({"kind": kind, "incarnation": self._incarnation} | fields))
+        self._append(_seal({"kind": kind, "incarnation": self._incarnation} | fields))
 
     def _append(self, line: bytes) -> None:
         """Append a line. If another thread is waiting for the disk, the line waits for the next flush."""
@@ -169,7 +169,7 @@ class History:
         self._file.seek(0, os.SEEK_END)
 
 
-def sealed(fields: Mapping[str, Any]) -> bytes:
+def _seal(fields: Mapping[str, Any]) -> bytes:
     """Format a line of a history, with its checksum."""
     text = json.dumps(fields)
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
@@ -186,7 +186,7 @@ def read(path: Path) -> list[HistoryEntry]:
     for number, line in enumerate(_lines(path), 1):
         if line.endswith(b"\n"):  # otherwise it is being written right now
             try:
-                entry = _entry(_opened(line), position=position)
+                entry = _entry(_unseal(line), position=position)
                 if (before := first_seen.setdefault(hash(line), number)) != number:
                     raise ValueError(f"it is a copy of line {before}")
                 entries.append(entry)
@@ -208,10 +208,10 @@ def whole_bytes(path: Path) -> int:
         return 0
 
 
-def parsed(line: bytes, *, position: int) -> HistoryEntry | None:
+def parse(line: bytes, *, position: int) -> HistoryEntry | None:
     """Parse one complete line, for readers that follow a growing history. None for a damaged line."""
     try:
-        return _entry(_opened(line), position=position)
+        return _entry(_unseal(line), position=position)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
@@ -220,7 +220,7 @@ def last_incarnation(path: Path) -> int:
     """Incarnation of the learner that wrote last, even if that learner published nothing; -1 if there is none."""
     with contextlib.suppress(ConfigError):
         for line in reversed(_lines(path)):
-            if line.endswith(b"\n") and (entry := parsed(line, position=0)) is not None:
+            if line.endswith(b"\n") and (entry := parse(line, position=0)) is not None:
                 return entry.incarnation
     return -1
 
@@ -234,7 +234,7 @@ def settings_of_incarnations(path: Path) -> list[Mapping[str, Any]]:
     found = []
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            found.append(_entry(_opened(line), position=0).settings)
+            found.append(_entry(_unseal(line), position=0).settings)
     return [settings for settings in found if settings]
 
 
@@ -251,7 +251,7 @@ def _lines(path: Path) -> list[bytes]:
     return [line + b"\n" for line in whole] + ([rest] if rest else [])
 
 
-def _opened(line: bytes) -> dict[str, Any]:
+def _unseal(line: bytes) -> dict[str, Any]:
     if not line.strip():
         raise ValueError(f"{len(line):,} bytes were gone when the learner was resumed")
     if (found := _SEALED.fullmatch(line)) is None:

@@ -19,7 +19,7 @@ from typing import Final
 
 from asyncrl import os_process
 from asyncrl.actors.base import Actor
-from asyncrl.actors.learner.batcher import Batcher, Prepared
+from asyncrl.actors.learner.batcher import Batcher, PreparedBatch
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
@@ -123,7 +123,7 @@ class Learner(Actor):
                 beside.append(self._tasks.create_task(self._evaluator.run(), name=f"{self.name}.evaluate"))
             if self.table.incarnation > 0 or self._trainer.must_publish_at_start or self._evaluates_first:
                 await self._publish_weights()
-            await self._progress.progress()
+            await self._progress.publish_progress()
             self._load_seconds = os_process.age_seconds()
             await self._train()
             await self._finish()
@@ -227,10 +227,10 @@ class Learner(Actor):
             groups = await self._batcher.take(wait)
         self._held_seconds += self._batcher.held_seconds
         if groups is not None and self._run.run.mode == "one_step_off":  # taking a batch admits the next one
-            await self._progress.progress()
+            await self._progress.publish_progress()
         return groups
 
-    async def _step(self, batch: Prepared) -> StepResult:
+    async def _step(self, batch: PreparedBatch) -> StepResult:
         """Do one step while the next batch is prepared."""
         assert self._wait_began is not None
         began = time.monotonic()
@@ -248,7 +248,7 @@ class Learner(Actor):
         self._wait_began = None
         return result
 
-    async def _record(self, batch: Prepared, result: StepResult) -> None:
+    async def _record(self, batch: PreparedBatch, result: StepResult) -> None:
         """Write to the history that the batch is trained. Its effects become visible only afterwards."""
         self._has_failed = False
         made = batch.batch
@@ -256,7 +256,7 @@ class Learner(Actor):
             max_staleness=made.max_staleness, old_parts=made.old_parts, old_tokens=made.old_tokens
         )
         self._progress.record(outcome, batch=made, tokens=result.tokens)
-        await self._progress.recorded()
+        await self._progress.flush()
 
     async def _publish_weights_if_due(self) -> None:
         if self.step % self._run.weights.every_steps == 0:
@@ -271,13 +271,13 @@ class Learner(Actor):
             group=self._tasks,
         )
 
-    async def _report(self, groups: Sequence[BufferedGroup], batch: Prepared, result: StepResult) -> None:
+    async def _report(self, groups: Sequence[BufferedGroup], batch: PreparedBatch, result: StepResult) -> None:
         """Report a step: first_trained events, progress, metrics. Raises HopelessError after too many skipped steps."""
         at = time.time()
         for worker in sorted({one.group.worker for one in groups} - self._trained_of):
             self._trained_of.add(worker)
-            await self._progress.event("first_trained", worker=worker)
-        await self._progress.progress()
+            await self._progress.publish_event("first_trained", worker=worker)
+        await self._progress.publish_progress()
         elapsed = max(time.monotonic() - self._last_end, 1e-9)
         self._last_end = time.monotonic()
         metrics = {
@@ -290,7 +290,7 @@ class Learner(Actor):
             "learner/idle_ratio": self._seconds["learner/wait_seconds"] / elapsed,
             "learner/tokens_per_second": batch.batch.num_tokens / elapsed,
         }
-        await self._reported()  # steps are reported in order
+        await self._wait_for_report()  # steps are reported in order
         step, cursor = self.table.step, self.table.cursor
         self._reporting = self._tasks.create_task(self._report_metrics(step, metrics, groups, cursor=cursor))
         await self._note_skipped(groups, result.metrics)
@@ -314,7 +314,7 @@ class Learner(Actor):
             raise HopelessError(f"two batches in a row could not be trained; the last: {error}{kept}")
         self._has_failed = True
 
-    async def _remove_suspects(self, batch: Sequence[BufferedGroup], prepared: Prepared) -> bool:
+    async def _remove_suspects(self, batch: Sequence[BufferedGroup], prepared: PreparedBatch) -> bool:
         """Return whether the batch has answers that must not be trained; then it is put back without them.
 
         The trainer scores a few of the answers again (logprob_mismatch.py). Those of a worker whose logprobs are not
@@ -344,9 +344,9 @@ class Learner(Actor):
             return
         self.log.error("%s", text)
         ids = [one.group_id for one in groups]
-        await self._progress.event("skipped", step=self.step, group_ids=ids, problem=text)
+        await self._progress.publish_event("skipped", step=self.step, group_ids=ids, problem=text)
         if self._skipped.are_too_many:
-            await self._reported()
+            await self._wait_for_report()
             raise HopelessError(
                 f"too many steps were skipped (learner.max_skipped_steps): {text}. Usual causes: a learning rate too "
                 "high, an initial model that is broken, extreme rewards"
@@ -360,9 +360,9 @@ class Learner(Actor):
         """Report a step's metrics while the next one runs, because this asks the bus and waits for sinks."""
         workers = await self._workers.beats()
         await self._metrics.report(step, metrics, workers=workers, cursor=cursor, disk=self._disk, groups=groups)
-        await self._progress.event("trained", step=step, group_ids=[one.group_id for one in groups])
+        await self._progress.publish_event("trained", step=step, group_ids=[one.group_id for one in groups])
 
-    async def _reported(self) -> None:
+    async def _wait_for_report(self) -> None:
         """Wait until the last step is reported."""
         if self._reporting is not None:
             await self._reporting
@@ -372,14 +372,14 @@ class Learner(Actor):
         if self.step % self._run.weights.every_steps:
             await self._publish_weights()
         await self._trainer.weights_published()
-        await self._reported()
+        await self._wait_for_report()
         await self._trainer.take_gpus()
         await self._checkpointer.write(trims=not self._skipped.in_a_row)
         await self._trainer.leave_gpus()
         if self.draining.is_set() and not self.done:
             return
         if self._evaluator is None or await self._evaluator.finish_unless(self.draining):
-            await self._progress.progress(is_finished=True)
+            await self._progress.publish_progress(is_finished=True)
             self.is_finished = True
 
     def _own_metrics(self) -> dict[str, Metric]:

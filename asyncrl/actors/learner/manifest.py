@@ -32,7 +32,7 @@ def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     known = dict(hashed or {})
     others = [path for path in paths if path not in known]
-    known |= zip(others, _hashed(others), strict=True)
+    known |= zip(others, _hash_all(others), strict=True)
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": known[path]} for path in paths
     }
@@ -42,7 +42,7 @@ def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
         os.fsync(stream.fileno())
 
 
-def damage(folder: Path, *, only: str = "") -> str:
+def find_damage(folder: Path, *, only: str = "") -> str:
     """Describe what is wrong with the files of ``folder``; empty if nothing is. ``only``: hash only this file, and
     check the sizes of the others.
 
@@ -54,7 +54,7 @@ def damage(folder: Path, *, only: str = "") -> str:
         for name, file in files.items():  # check sizes before hashing
             if (size := (folder / name).stat().st_size) != file["bytes"]:
                 return f"{name} has {size:,} bytes, {file['bytes']:,} were written"
-        found = _hashed([folder / name for name in wanted])
+        found = _hash_all([folder / name for name in wanted])
         for (name, file), sha256 in zip(wanted.items(), found, strict=True):
             if sha256 != file["sha256"]:
                 return f"{name} is not as it was written: its sha256 differs"
@@ -83,11 +83,11 @@ def _read(folder: Path) -> dict[str, Any]:
     return files
 
 
-def _hashed(paths: Iterable[Path]) -> list[str]:
+def _hash_all(paths: Iterable[Path]) -> list[str]:
     with ThreadPoolExecutor(min(_SIDE_BY_SIDE, os.cpu_count() or 1), "sha256") as threads:
-        return list(threads.map(_sha256, paths))
+        return list(threads.map(_hash_one, paths))
 
 
-def _sha256(path: Path) -> str:
+def _hash_one(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -79,14 +79,14 @@ class MetricsReporter:
         if slow := [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]:
             row[LEFT_OUT] = float(sum(sink.num_left_out for sink in slow))
         for sink in self._sinks:
-            await disk.written(functools.partial(_write, sink, step, row), what="metrics")
+            await disk.write(functools.partial(_write, sink, step, row), what="metrics")
         if self._timeline is not None:
-            await self._timeline.note(step, row, groups, workers)
-        self._tell(step, rung)
+            await self._timeline.record(step, row, groups, workers)
+        self._show(step, rung)
         self.newest = step_metrics(step, row)
         await self._bus.put(METRICS, self.newest)
 
-    def _tell(self, step: int, rung: Sequence[Alarm]) -> None:
+    def _show(self, step: int, rung: Sequence[Alarm]) -> None:
         """Serve sinks that want more than numbers. ``rung``: alarms that went on."""
         samples = [sample for writer in self._samples for sample in writer.take()]
         for sink in self._sinks:
@@ -96,13 +96,13 @@ class MetricsReporter:
                 for alarm in rung:
                     sink.alarm(step, alarm.name, alarm.text)
 
-    async def evaluated(self, step: int, metrics: Mapping[str, Metric], *, disk: Disk) -> None:
+    async def report_evaluation(self, step: int, metrics: Mapping[str, Metric], *, disk: Disk) -> None:
         """Report the evaluation of the version that ``step`` made, which may be some steps ago."""
         for writer in self._samples:
-            await writer.written()  # a sink shows the answers next to the numbers
-        self._tell(step, ())
+            await writer.flush()  # a sink shows the answers next to the numbers
+        self._show(step, ())
         for sink in self._sinks:
-            await disk.written(functools.partial(_write, sink, step, metrics), what="metrics")
+            await disk.write(functools.partial(_write, sink, step, metrics), what="metrics")
         self.newest_evaluation = step_metrics(step, metrics)
         await self._bus.put(METRICS, self.newest_evaluation, key=EVALUATION_METRICS)
 
@@ -122,11 +122,11 @@ class MetricsReporter:
         problems: list[Exception] = []
         for writer in self._samples:
             await writer.stop()
-        with _noted(problems):
-            self._tell(self.newest.step, ())
+        with _collect_error(problems):
+            self._show(self.newest.step, ())
 
         def close(sink: Sink) -> None:
-            with _noted(problems):
+            with _collect_error(problems):
                 sink.close()
 
         await asyncio.gather(*(asyncio.to_thread(close, sink) for sink in self._sinks))
@@ -135,7 +135,7 @@ class MetricsReporter:
 
 
 @contextlib.contextmanager
-def _noted(problems: list[Exception]) -> Iterator[None]:
+def _collect_error(problems: list[Exception]) -> Iterator[None]:
     try:
         yield
     except Exception as error:

@@ -57,7 +57,7 @@ class ProgressReporter:
         """Write what happened to groups to the history. Call it before anything else can run. ``batch``: the batch of
         a step;  ``tokens``: the step's logprobs and entropies of its documents (StepResult)."""
         if outcome.fate == "trained":
-            self._history.trained(
+            self._history.record_trained(
                 outcome.group_ids,
                 sequences=outcome.sequences,
                 step=outcome.step,
@@ -66,33 +66,33 @@ class ProgressReporter:
                 old_tokens=outcome.old_tokens,
             )
         else:
-            self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step)
+            self._history.record_lost(outcome.fate, outcome.group_ids, step=outcome.step)
         if self._samples is not None:
-            self._samples.note(
+            self._samples.record(
                 outcome, incarnation=self._table.incarnation, forks=self._table.forks, batch=batch, tokens=tokens
             )
 
-    async def recorded(self) -> None:
+    async def flush(self) -> None:
         """Wait until the history has every line. Consequences of a line are reported only afterwards."""
         while not self._history.is_written:
-            await self._disk.written(functools.partial(asyncio.to_thread, self._history.flush), what="the history")
+            await self._disk.write(functools.partial(asyncio.to_thread, self._history.flush), what="the history")
 
     async def announce(self, outcome: Outcome) -> None:
         """Record an outcome and publish its events."""
         self.record(outcome)
         for data in outcome.events:
-            await self.event(outcome.fate, **data)
+            await self.publish_event(outcome.fate, **data)
 
-    async def event(self, kind: str, **data: object) -> None:
+    async def publish_event(self, kind: str, **data: object) -> None:
         """Publish an event once per incarnation. The event log keeps it for later readers."""
-        await self.recorded()
+        await self.flush()
         event = Event(kind=kind, actor=self._name, time=time.time(), data=data)
         subject = next((data[name] for name in ("group_id", "sequence", "step", "life", "worker") if name in data), "")
         await self._bus.publish(EVENTS, event, key=f"{self._table.incarnation}-{kind}-{_short(str(subject))}")
 
-    async def progress(self, *, is_finished: bool = False) -> None:
+    async def publish_progress(self, *, is_finished: bool = False) -> None:
         """Report how far the run is, which admits prompts into the window."""
-        await self.recorded()
+        await self.flush()
         table = self._table
         reported = Progress(
             incarnation=table.incarnation,

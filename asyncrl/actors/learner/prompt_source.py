@@ -43,7 +43,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Numbered:
+class _NumberedRow:
     """A row of acceptable length with its position and group id. overlong: rows skipped so far as too long."""
 
     group_id: int
@@ -247,13 +247,13 @@ class PromptSource(Actor):
         rows = await self._read(count)
         async with asyncio.TaskGroup() as group:  # in parallel: one round trip in total, not one per prompt
             for numbered in rows:
-                self._put_into_table(numbered, oldest_start=oldest, asked=self._asked(numbered.row))
+                self._put_into_table(numbered, oldest_start=oldest, asked=self._prompt_spec(numbered.row))
                 group.create_task(self._publish(numbered, min_policy_version=oldest))
         if len(rows) < count:
             self._table.exhaust(position=self._read_to[0], overlong=self._read_to[1])
             self._table_changed.set()
 
-    def _asked(self, row: PromptRow) -> PromptSpec:
+    def _prompt_spec(self, row: PromptRow) -> PromptSpec:
         """Return what this row's prompt asks for in this incarnation."""
         return PromptSpec(
             samples=frozenset({self._group_size}),
@@ -264,7 +264,7 @@ class PromptSource(Actor):
         )
 
     def _put_into_table(
-        self, numbered: _Numbered, *, oldest_start: int | None, asked: PromptSpec | None = None
+        self, numbered: _NumberedRow, *, oldest_start: int | None, asked: PromptSpec | None = None
     ) -> None:
         """Put a group into the table, before its prompt is on the bus."""
         self._table.publish(
@@ -276,26 +276,26 @@ class PromptSource(Actor):
             time=time.time(),
         )
 
-    async def _read(self, count: int) -> list[_Numbered]:
+    async def _read(self, count: int) -> list[_NumberedRow]:
         """Return the next ``count`` rows that are short enough, numbered; fewer if the data ends."""
         first, position, overlong = self._table.next_group_id, self._table.position, self._table.overlong
 
-        def read() -> tuple[list[_Numbered], tuple[int, int]]:
-            rows: list[_Numbered] = []
+        def read() -> tuple[list[_NumberedRow], tuple[int, int]]:
+            rows: list[_NumberedRow] = []
             place, skipped = position, overlong
             while len(rows) < count and (row := self._rows.at(place)) is not None:
                 if len(row.tokens) == 0:
                     skipped += 1
                 else:
                     group_id = first + len(rows)
-                    rows.append(_Numbered(group_id=group_id, position=place, overlong=skipped, row=row))
+                    rows.append(_NumberedRow(group_id=group_id, position=place, overlong=skipped, row=row))
                 place += 1
             return rows, (place, skipped)
 
         rows, self._read_to = await asyncio.to_thread(read)
         return rows
 
-    def _read_again(self, positions: Mapping[int, int]) -> list[_Numbered]:
+    def _read_again(self, positions: Mapping[int, int]) -> list[_NumberedRow]:
         """Return the rows of groups that were published before, by position. Raises HopelessError if the data no longer
         has one of them."""
         found = []
@@ -310,10 +310,10 @@ class PromptSource(Actor):
                     f"data.path: row {position} of group {group_id} is longer than prompts may be now; resume with the "
                     "data.max_prompt_tokens and rollout.max_new_tokens that the run had, or with fewer new tokens"
                 )
-            found.append(_Numbered(group_id=group_id, position=position, overlong=self._table.overlong, row=row))
+            found.append(_NumberedRow(group_id=group_id, position=position, overlong=self._table.overlong, row=row))
         return found
 
-    async def _publish(self, numbered: _Numbered, *, min_policy_version: int, again: bool = False) -> None:
+    async def _publish(self, numbered: _NumberedRow, *, min_policy_version: int, again: bool = False) -> None:
         row = numbered.row
         message = PromptGroup(
             group_id=numbered.group_id,

@@ -68,7 +68,7 @@ class SampleFile:
         self.name = name
         self.num_lost = 0
         """Samples that were not written."""
-        self._lines = RotatedLines(directory / name, older=directory / older(name), most_bytes=most_bytes)
+        self._lines = RotatedLines(directory / name, older=directory / older_name(name), most_bytes=most_bytes)
 
     def write(self, sample: GroupSample) -> None:
         """Append a sample. Raises OSError if it was not written."""
@@ -77,11 +77,11 @@ class SampleFile:
 
 def read(directory: Path, name: str = SAMPLES_FILE) -> Iterator[GroupSample]:
     """Read samples, the oldest first. Unreadable lines are skipped. Unreadable files are skipped with a warning."""
-    for path in (directory / older(name), directory / name):
+    for path in (directory / older_name(name), directory / name):
         try:
             with path.open("rb") as file:
                 for line in file:
-                    if (sample := parsed(line)) is not None:
+                    if (sample := parse(line)) is not None:
                         yield sample
         except FileNotFoundError:
             continue
@@ -89,7 +89,7 @@ def read(directory: Path, name: str = SAMPLES_FILE) -> Iterator[GroupSample]:
             log.warning("%s: cannot be read: %s", path, error.strerror)
 
 
-def parsed(line: bytes) -> GroupSample | None:
+def parse(line: bytes) -> GroupSample | None:
     """Parse a line; None if it is malformed."""
     try:
         return GroupSample.from_json(json.loads(line))
@@ -97,7 +97,7 @@ def parsed(line: bytes) -> GroupSample | None:
         return None
 
 
-def older(name: str) -> str:
+def older_name(name: str) -> str:
     """Name of the file that takes over the content of file ``name`` when that is full."""
     stem, suffix = os.path.splitext(name)
     return f"{stem}.1{suffix}"

@@ -49,7 +49,7 @@ MOST_WAITING: Final = 64
 MOST_KEPT: Final = 256
 """Decoded groups kept for sinks that have not taken them yet."""
 WRITTEN_SECONDS: Final = 10.0
-"""A hanging disk or tokenizer delays callers of ``written`` no longer than this."""
+"""A hanging disk or tokenizer delays callers of ``flush`` no longer than this."""
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -99,7 +99,7 @@ class SampleWriter:
             taken.append(self._recent.popleft())
         return taken
 
-    async def written(self) -> None:
+    async def flush(self) -> None:
         """Wait until all groups given so far are decoded and written, but no longer than WRITTEN_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WRITTEN_SECONDS):
@@ -153,7 +153,7 @@ class SampleRecorder:
         self._has_advantages = has_advantages
         self._lost = 0  # lost groups recorded since the last step
 
-    def note(
+    def record(
         self,
         outcome: Outcome,
         *,
@@ -175,7 +175,7 @@ class SampleRecorder:
         if outcome.fate == "trained":
             self._lost = 0
             advantages = self._advantages(outcome.groups, batch)
-            trainer = _trainer(outcome.groups, batch, tokens or {})
+            trainer = _trainer_tokens(outcome.groups, batch, tokens or {})
             for index in self.picks(len(outcome.groups), outcome.step):
                 known = {"advantages": advantages[index], "trainer": trainer[index]}
                 self._writer.write(functools.partial(of_all, outcome.groups[index], **known))
@@ -201,7 +201,7 @@ class SampleRecorder:
         ]
 
 
-def _trainer(
+def _trainer_tokens(
     groups: Sequence[TrajectoryGroup], batch: Batch | None, tokens: Mapping[int, NDArray[np.float32]]
 ) -> Sequence[Sequence[NDArray[np.float32]]]:
     """Return for each group f32[2, T] of each answer: trainer logprobs and entropies, NaN for untrained tokens.
@@ -241,7 +241,7 @@ class AnswerRecorder:
         among = len(its.questions)
         return frozenset(random.Random(its.name).sample(range(among), min(among, self._per_dataset)))
 
-    def note(self, group: TrajectoryGroup | None, its: EvaluationSet, place: int, *, weights: WeightVersion) -> None:
+    def record(self, group: TrajectoryGroup | None, its: EvaluationSet, place: int, *, weights: WeightVersion) -> None:
         """Record counted answers to a picked prompt. Answers without a complete group, or to another prompt, are
         counted as lost."""
         question = its.questions[place]

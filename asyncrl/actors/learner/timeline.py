@@ -55,7 +55,7 @@ class Timeline:
         self._loads: dict[str, tuple[str, float]] = {}
         self._is_said = False
 
-    async def note(
+    async def record(
         self, step: int, metrics: Mapping[str, Metric], groups: Sequence[BufferedGroup], beats: Sequence[Heartbeat]
     ) -> None:
         """Record a finished step.  groups: the groups it trained;  beats: of the workers, up to some seconds old"""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.gpu_turn import GpuTurn
-from asyncrl.actors.learner.batcher import Prepared
+from asyncrl.actors.learner.batcher import PreparedBatch
 from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.actors.wait_tracker import WaitTracker
@@ -77,7 +77,7 @@ class Trainer:
             restore = functools.partial(self._backend.restore, self._restore_from)
             await self.call(restore, what="its checkpoint to be read", on="start")
 
-    async def step(self, prepared: Prepared, *, step: int) -> StepResult:
+    async def step(self, prepared: PreparedBatch, *, step: int) -> StepResult:
         """Train on a batch. ``step``: number of steps done before. Raises StepFailed if nothing has changed."""
         await self.take_gpus()
         rate, critic_rate = learning_rates(self._run, step)

@@ -84,7 +84,7 @@ class TrajectoryReader:
         if arrival.became == "buffered" and group is not None:
             await self._remover.remove_unwanted(group, checked)  # removes before anything else can run
             if group.cancelled:
-                await self._progress.event(
+                await self._progress.publish_event(
                     "cancelled",
                     group_id=group.group_id,
                     worker=group.worker,
@@ -97,4 +97,4 @@ class TrajectoryReader:
                 log.warning("group %d failed on %s: %s", group.group_id, worker, error, extra={REASON: error})
             await self._remover.announce_failed(arrival.outcome, worker=group.worker, error=group.error)
         elif arrival.became == "rejected" and checked.is_news:
-            await self._progress.event("rejected", sequence=record.sequence, problem=checked.problem)
+            await self._progress.publish_event("rejected", sequence=record.sequence, problem=checked.problem)

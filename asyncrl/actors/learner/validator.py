@@ -72,7 +72,7 @@ log = logging.getLogger("asyncrl.learner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckResult:
     """What to do with a log record.
 
     group         the record's group; a failed one if it cannot be trained; None if this run did not ask for it
@@ -129,7 +129,7 @@ class Validator:
 
     # -- before the buffer ---------------------------------------------------------------------------------------------
 
-    def check(self, record: Record[TrajectoryGroup], table: GroupTable) -> Checked:
+    def check(self, record: Record[TrajectoryGroup], table: GroupTable) -> CheckResult:
         """Check a record before its group is buffered.
 
         For a group that is not outstanding only the key is used, so no worker is judged by records that are read again.
@@ -138,7 +138,7 @@ class Validator:
         if group_id is None or not table.is_published(group_id):
             return self._not_asked_for(record, table)
         if not table.awaits(record.sequence, group_id):
-            return Checked(group=failed_group(group_id, worker="", error="it arrived before"))
+            return CheckResult(group=failed_group(group_id, worker="", error="it arrived before"))
         problem = record.problem and f"does not decode: {record.problem}"
         if group is not None:
             problem = self._validation.problem(
@@ -156,15 +156,15 @@ class Validator:
             group = replace(group, error=group.error[:LONGEST_ERROR])
         return self._filter(group, table)
 
-    def _not_asked_for(self, record: Record[TrajectoryGroup], table: GroupTable) -> Checked:
+    def _not_asked_for(self, record: Record[TrajectoryGroup], table: GroupTable) -> CheckResult:
         problem = f"key {record.key!r} names no group that this run requested"
         if (named := group_id_of(record.key)) is not None and table.is_published(named):
             problem = f"group {named} is answered without its ticket, by a client that its prompt was not delivered to"
         sender = sender_of(record.message)
         is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender)
-        return Checked(group=None, problem=problem, is_news=is_news)
+        return CheckResult(group=None, problem=problem, is_news=is_news)
 
-    def _impossible_group(self, group: TrajectoryGroup | None, *, group_id: int, problem: str) -> Checked:
+    def _impossible_group(self, group: TrajectoryGroup | None, *, group_id: int, problem: str) -> CheckResult:
         sender = sender_of(group)
         is_news = self._bus.rejections.note(
             TRAJECTORIES.name,
@@ -175,26 +175,26 @@ class Validator:
         if sender:
             self._impossible[sender] = self._impossible.get(sender, (0, ""))[0] + 1, problem
         failed = failed_group(group_id, worker=sender, error=problem)
-        return Checked(group=failed, problem=problem, is_news=is_news, is_counted=not self.is_on)
+        return CheckResult(group=failed, problem=problem, is_news=is_news, is_counted=not self.is_on)
 
-    def _filter(self, group: TrajectoryGroup, table: GroupTable) -> Checked:
+    def _filter(self, group: TrajectoryGroup, table: GroupTable) -> CheckResult:
         """Apply the filters, unless the group is not trained anyway. Raises HopelessError (group_filters.py)."""
         if self.filters is None or group.error or group.worker in self.quarantined:
-            return Checked(group=group)
+            return CheckResult(group=group)
         try:
             if self.filters.keep(group, since_step=table.lost_since_step("filtered")):
-                return Checked(group=group)
+                return CheckResult(group=group)
         except FilterError as error:
             if str(error) != self._explained:
                 self._explained = str(error)
                 log.info("where it was raised:", exc_info=error.__cause__)
-            return Checked(group=group, filter_error=str(error))
-        return Checked(group=group, filtered_by=self.filters.rejected_by)
+            return CheckResult(group=group, filter_error=str(error))
+        return CheckResult(group=group, filtered_by=self.filters.rejected_by)
 
     async def notice_restart(self, record: Record[TrajectoryGroup]) -> None:
         """End the quarantine of the record's worker if it was restarted."""
         sender = record.message.worker if record.message is not None else ""
-        if sender in self.quarantined and await self.is_another_life(sender):
+        if sender in self.quarantined and await self.end_quarantine_if_restarted(sender):
             log.warning("worker %s was restarted: its quarantine ends", sender)
 
     @property
@@ -202,11 +202,11 @@ class Validator:
         """Whether workers are quarantined (learner.quarantine_mismatch)."""
         return self._rescoring.is_on
 
-    async def others(self, workers: Collection[str]) -> set[str]:
+    async def other_workers(self, workers: Collection[str]) -> set[str]:
         """Return workers that are live and trusted, except ``workers``."""
         return (await self._alive()).keys() - set(workers) - self.quarantined.keys()
 
-    def too_often(self, worker: str) -> str:
+    def why_quarantine(self, worker: str) -> str:
         """Return why a worker should be quarantined for impossible groups; "" if it should not."""
         count, last = self._impossible.get(worker, (0, ""))
         if count < MOST_IMPOSSIBLE or not self.is_on or worker in self.quarantined:
@@ -281,7 +281,7 @@ class Validator:
         if alive and alive.items() <= self.lives.items():
             raise HopelessError(f"every rollout worker is quarantined; the last, {worker}, for {reason}")
 
-    async def is_another_life(self, worker: str) -> bool:
+    async def end_quarantine_if_restarted(self, worker: str) -> bool:
         """Return whether a quarantined worker was restarted; if so, its quarantine ends."""
         life = (await self._alive()).get(worker, "")
         if life in ("", self.lives[worker]):  # a late answer of the judged life

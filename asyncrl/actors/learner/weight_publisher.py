@@ -112,9 +112,9 @@ class WeightPublisher:
     async def _write(self) -> None:
         while (first := self._next) is not None:
             self._next = None
-            stored, version = await self._disk.written(functools.partial(self._store, first), what="weights")
+            stored, version = await self._disk.write(functools.partial(self._store, first), what="weights")
             if self._evaluator is not None:
-                await self._evaluator.stored(version)
+                await self._evaluator.begin_if_due(version)
             await self._announce(version)
             self.num_bytes = self._channel.published_bytes
             self.seconds = time.monotonic() - stored.since

@@ -145,7 +145,7 @@ class GenerationSession:
         return self._own_time.is_over
 
     def _pause_user_wait(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._user_wait is None else self._engine.waits.paused(self._user_wait)
+        return contextlib.nullcontext() if self._user_wait is None else self._engine.waits.pause(self._user_wait)
 
 
 def _repeat(key: Key) -> int:

@@ -55,7 +55,7 @@ class SharedEngine:
     ) -> Generation:
         """Call Engine.generate and count its tokens. ``partial`` None: no tokens are known, and none are followed."""
         num_known = 0 if partial is None else len(partial.prefix.tokens)
-        with self._activity.running(), self._liveness.expected():
+        with self._activity.running(), self._liveness.expect():
             generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial)
         self._activity.tokens += max(0, len(generation.tokens) - num_known)
         return generation

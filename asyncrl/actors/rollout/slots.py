@@ -70,7 +70,7 @@ class SampleSlots:
         return lease
 
     @contextlib.contextmanager
-    def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
+    def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
         """While open, call ``on_change`` after every change, including those of other stages."""
         self._worker.listeners.append(on_change)
         try:

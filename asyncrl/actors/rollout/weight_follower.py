@@ -291,7 +291,7 @@ class LoadGate:
         return True
 
     @contextlib.contextmanager
-    def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
+    def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
         """While open, call ``on_change`` after every change."""
         self._listeners.append(on_change)
         try:

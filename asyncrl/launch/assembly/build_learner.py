@@ -349,7 +349,7 @@ async def _starting_point(
     """Return the learner's starting state and the backend folder to restore.  last_heard: newest incarnation on the
     bus, or -1"""
     if not resume:
-        if checkpoint.complete(run.run_directory / "checkpoints") or last_heard >= 0:
+        if checkpoint.list_complete(run.run_directory / "checkpoints") or last_heard >= 0:
             raise ConfigError(
                 f"run.name: {run.run.name!r} already has a run in {run.run_directory} or on its bus; go on with "
                 "--resume, or start another with --set run.name=NAME"

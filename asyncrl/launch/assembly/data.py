@@ -294,14 +294,14 @@ def _tags(dataset: EvaluationDataset, count: int) -> tuple[tuple[str, ...], ...]
     if not dataset.tag_key:
         return ((),) * count
     rows = row_files.open_rows(Path(dataset.path), check=lambda row, where: None)
-    tags = tuple(_of_row(rows.row(index).get(dataset.tag_key), rows.where(index), dataset) for index in range(count))
+    tags = tuple(_row_tags(rows.row(index).get(dataset.tag_key), rows.where(index), dataset) for index in range(count))
     if count and not any(tags):
         keys = ", ".join(sorted(rows.row(0)))
         raise ConfigError(f"tag_key = {dataset.tag_key!r}: no prompt has such a tag; the first row has: {keys}")
     return tags
 
 
-def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ...]:
+def _row_tags(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ...]:
     tags: Sequence[Any] = [value] if isinstance(value, str) else value or []
     if not isinstance(tags, list | tuple) or not all(isinstance(tag, str) and tag for tag in tags):
         raise ConfigError(f"{where}: {dataset.tag_key!r} must be a tag or a list of tags, got {value!r}")

@@ -23,12 +23,12 @@ async def train(
     *,
     resume: bool = False,
     beside: Sequence[Actor] = (),
-    supervised: Callable[..., Awaitable[None]] = supervise,
+    run_actors: Callable[..., Awaitable[None]] = supervise,
 ) -> int:
     """Train to the end of the run, or until the learner is drained, and return the exit code.
 
     beside      other actors of this process, which end with the learner
-    supervised  runs the given actors until the first one is done
+    run_actors  runs the given actors until the first one is done
     """
     started = time.monotonic()
     learner, helpers = await build_learner(run, bus=bus, resume=resume)
@@ -36,7 +36,7 @@ async def train(
         print_line(f"resumed at step {learner.step}, policy version {learner.policy_version}")
     gc.freeze()
     endpoint = prometheus(run, bus, learner, *helpers, *beside, step_numbers=lambda: learner.newest_metrics)
-    await supervised(
+    await run_actors(
         learner, *helpers, HeartbeatSender(learner, *helpers, about=settings_checksum(run)), *beside, *endpoint
     )
     was_drained = learner.draining.is_set() and not learner.is_finished

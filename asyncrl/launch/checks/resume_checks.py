@@ -42,7 +42,7 @@ async def find_checkpoint(run: RunConfig, *, bus: Bus) -> tuple[LearnerState, Pa
         raise DiskError(text) from error
     if found is None:
         await require_checkpoint(run, bus=bus)
-        if aside := checkpoint.damaged(folder):
+        if aside := checkpoint.list_damaged(folder):
             _learner_log.warning(
                 "%s: only %s is left; starting at step 0, from the whole log", folder, ", ".join(aside)
             )
@@ -57,11 +57,11 @@ async def require_checkpoint(run: RunConfig, *, bus: Bus) -> None:
     before its first checkpoint still has its whole log, and restarts from it.
     """
     folder = run.run_directory / "checkpoints"
-    if checkpoint.complete(folder):
+    if checkpoint.list_complete(folder):
         return
     progress = (await bus.states(PROGRESS)).get("")
     depth, last = await bus.depth(TRAJECTORIES), await bus.last_sequence(TRAJECTORIES)
-    aside = checkpoint.damaged(folder)
+    aside = checkpoint.list_damaged(folder)
     if depth < last or (progress is not None and progress.finished) or (aside and not last):
         step = "" if progress is None else f", which is at step {progress.step}"
         damaged = f" ({', '.join(aside)} could not be read)" if aside else ""
@@ -81,7 +81,7 @@ def check_settings(run: RunConfig) -> None:
         before = RecordedRun(run.run_directory).newest_settings()
     except ConfigError:  # no record, or a damaged one
         return
-    has_checkpoint = bool(checkpoint.complete(run.run_directory / "checkpoints"))
+    has_checkpoint = bool(checkpoint.list_complete(run.run_directory / "checkpoints"))
     if run.learner.backend != before.learner.backend and has_checkpoint:
         raise ConfigError(
             f'learner.backend: the checkpoints of this run are those of "{before.learner.backend}"; resume with it, or '

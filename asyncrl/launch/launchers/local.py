@@ -37,7 +37,7 @@ class LocalProcess:
     def is_running(self) -> bool:
         return self._process.returncode is None
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         return await self._process.wait()
 
     def signal(self, number: int) -> None:
@@ -90,7 +90,7 @@ class LocalLauncher(LauncherAdapter):
         for process in self._running:
             process.signal(signal.SIGKILL)
         for process in self._running:
-            await process.ended()
+            await process.wait()
 
 
 def _visible(spec: ProcessSpec) -> dict[str, str]:

@@ -59,7 +59,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class StartResult:
     """problem: what this machine lacks, in one line; empty if the process was started"""
 
     pid: int = 0
@@ -86,10 +86,10 @@ class ProcessAgent:
         self._process: subprocess.Popen[bytes] | None = None
         self._news = asyncio.Event()
 
-    async def start(self, request: LaunchRequest) -> Started:
+    async def start(self, request: LaunchRequest) -> StartResult:
         """Start the process, or return what this machine lacks for it. Raises OSError if the start fails."""
         if problem := missing_requirements(request):
-            return Started(problem=problem)
+            return StartResult(problem=problem)
         log_bytes = _size(request.log)  # written by earlier lives
         self._process = process = self._popen(request)
         loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class ProcessAgent:
         for reader in readers:
             reader.start()
         threading.Thread(target=self._wait, args=(loop, process, readers), daemon=True).start()
-        return Started(pid=process.pid, host=socket.gethostname())
+        return StartResult(pid=process.pid, host=socket.gethostname())
 
     async def news(self, after: int) -> OutputChunk:
         """Wait for lines after number ``after``, or for the end. Call again with the returned ``last``."""

@@ -31,7 +31,7 @@ from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError, LaunchError, NoRoom
 from asyncrl.launch.launchers import ray_placement
 from asyncrl.launch.launchers.adapter import LauncherAdapter
-from asyncrl.launch.launchers.process_agent import MARK, LaunchRequest, OutputChunk, ProcessAgent, Started
+from asyncrl.launch.launchers.process_agent import MARK, LaunchRequest, OutputChunk, ProcessAgent, StartResult
 from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need, Strategy
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
@@ -166,7 +166,7 @@ class RayLauncher(LauncherAdapter):
         )
         process: RayProcess | None = None
         try:
-            started: Started = await actor.start.remote(self._launch_request(spec))
+            started: StartResult = await actor.start.remote(self._launch_request(spec))
             place.machine = await self._machine_of(place)  # a machine may die at any time, and Ray find another
             address = self._address(place.machine)
             if started.problem:
@@ -192,7 +192,7 @@ class RayLauncher(LauncherAdapter):
         for process in ending:
             process.signal(signal.SIGKILL)
         if ending:
-            await asyncio.wait([asyncio.ensure_future(one.ended()) for one in ending], timeout=_LAST_SECONDS)
+            await asyncio.wait([asyncio.ensure_future(one.wait()) for one in ending], timeout=_LAST_SECONDS)
         for name in list(self._places):
             await self.release(name)
         (self._logs / MARK).unlink(missing_ok=True)
@@ -388,14 +388,14 @@ class RayLauncher(LauncherAdapter):
 class RayProcess:
     """One start of a process. Prints its output with its name before each line."""
 
-    def __init__(self, actor: Any, launcher: RayLauncher, *, name: str, started: Started) -> None:
+    def __init__(self, actor: Any, launcher: RayLauncher, *, name: str, started: StartResult) -> None:
         self._actor, self._launcher, self._name = actor, launcher, name
         self.pid, self.node = started.pid, started.host
         self._seen = 0
         self._code: int | None = None
         self._reading = asyncio.Lock()
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         async with self._reading:
             while self._code is None:
                 if (code := await self._next()) is not None:

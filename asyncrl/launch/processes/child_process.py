@@ -8,7 +8,7 @@ import signal
 import time
 from dataclasses import dataclass, field, replace
 
-from asyncrl.actors.presence import Launched
+from asyncrl.actors.presence import OwnProcess
 from asyncrl.errors import INTERRUPTED, AsyncRLError, NoRoom
 from asyncrl.launch.port import LaunchedProcess, Launcher, ProcessSpec
 from asyncrl.messages.roles import LEARNER_RANK
@@ -61,7 +61,7 @@ class RestartPolicy:
 class Exit:
     """How one start of a process ended.
 
-    code         as returned by ``LaunchedProcess.ended``
+    code         as returned by ``LaunchedProcess.wait``
     reason       the reason as text
     has_no_room  it was not started, because no GPUs are free
     """
@@ -101,7 +101,7 @@ class ChildProcess:
     def name(self) -> str:
         return self.spec.name
 
-    def launched(self) -> list[Launched]:
+    def own_processes(self) -> list[OwnProcess]:
         """Return the process for the health monitor.
 
         Empty once it is no longer kept running, and for ranks, which are not actors.
@@ -111,7 +111,7 @@ class ChildProcess:
         pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")
         seconds = time.monotonic() - self.since
         return [
-            Launched(
+            OwnProcess(
                 name=self.name,
                 role=self.spec.role,
                 pid=pid,
@@ -135,7 +135,7 @@ class ChildProcess:
             if self._pending_signal:
                 self.process.signal(self._pending_signal)
                 self._pending_signal = 0
-            code = await self.process.ended()
+            code = await self.process.wait()
             reason = f"{self.name} ended with {self._describe(code)}"
         except AsyncRLError as error:
             code, reason = error.exit_code, f"{self.name} does not start: {error}"

@@ -60,7 +60,7 @@ async def launch(
     Raises ConfigError for a run that cannot be started here, or is already up.
     """
     directory = run_config.run_directory
-    has_run = (directory / HISTORY_FILE).exists() or checkpoint.complete(directory / "checkpoints")
+    has_run = (directory / HISTORY_FILE).exists() or checkpoint.list_complete(directory / "checkpoints")
     if not resume and has_run:  # an empty checkpoints folder may be a mounted disk
         raise ConfigError(
             f"{directory} already holds a run; continue it with --resume, or start another with --set run.name=NAME"
@@ -110,7 +110,7 @@ async def _run_processes(manager: ProcessManager, run_config: RunConfig, *, toke
     def bus() -> Awaitable[Bus]:
         return connect(run_config, token=token)
 
-    monitor = HealthMonitor(bus, launched=manager.launched)
+    monitor = HealthMonitor(bus, own_processes=manager.own_processes)
     scaler = FleetScaler(bus, manager.fleet, rule=_fleet_rule(run_config))
     running = asyncio.ensure_future(manager.run(monitor, scaler))  # awaited on every exit
     try:

@@ -68,11 +68,11 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
 async def _train(run: RunConfig, bus: Bus, *, beside: list[Actor], owns_process: bool) -> int:
     learners: list[Actor] = []
 
-    async def supervised(learner: Actor, *helpers: Actor) -> None:
+    async def run_actors(learner: Actor, *helpers: Actor) -> None:
         learners.append(learner)
         await supervise(learner, *helpers, owns_process=owns_process)
 
-    training = asyncio.ensure_future(train(run, bus, beside=beside, supervised=supervised))
+    training = asyncio.ensure_future(train(run, bus, beside=beside, run_actors=run_actors))
     try:
         return await asyncio.shield(training)
     except asyncio.CancelledError:

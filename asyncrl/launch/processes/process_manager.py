@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.health_monitor import FaultTracker, HealthMonitor, refusal
-from asyncrl.actors.presence import Launched
+from asyncrl.actors.presence import OwnProcess
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunSection
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError
@@ -95,9 +95,9 @@ class ProcessManager:
         self._reason = ""
         self._bus_was_away = -math.inf  # monotonic time
 
-    def launched(self) -> list[Launched]:
+    def own_processes(self) -> list[OwnProcess]:
         """Return the processes of this run for the health monitor."""
-        return [launched for child in self.fleet.children for launched in child.launched()]
+        return [one for child in self.fleet.children for one in child.own_processes()]
 
     async def run(self, monitor: HealthMonitor, scaler: FleetScaler) -> Outcome:
         """Keep the run up until it is over.
@@ -264,7 +264,7 @@ class ProcessManager:
             await self._wait_aloud(DRAIN_SECONDS)
         elif not self._is_bus_gone:
             await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
-            if self._failure and (learner := self._trained_learner()):
+            if self._failure and (learner := self._find_trained_learner()):
                 self.say("the learner ends its step and writes a checkpoint")
                 await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
         self._signal_all(signal.SIGKILL)
@@ -281,7 +281,7 @@ class ProcessManager:
                 names = ", ".join(sorted(task.get_name() for task in waiting))
                 self.say(f"still draining: {names}; killed in {left:.0f} s, or at once by another Ctrl-C")
 
-    def _trained_learner(self) -> list[asyncio.Task[None]]:
+    def _find_trained_learner(self) -> list[asyncio.Task[None]]:
         """Return the learner's task if its process is up and has finished starting."""
         has_trained = any(
             one.spec.role == LEARNER and one.process and self._monitor.has_worked(one.process.node, one.process.pid)

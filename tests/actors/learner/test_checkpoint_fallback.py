@@ -35,7 +35,7 @@ async def account_of(loop: Loop) -> Account:
 
 
 def newest(loop: Loop) -> Path:
-    return checkpoint.complete(loop.directory / "checkpoints")[-1]
+    return checkpoint.list_complete(loop.directory / "checkpoints")[-1]
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
@@ -76,7 +76,7 @@ async def test_the_log_is_kept_for_the_newest_checkpoint_and_the_one_before(bus_
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), Engine())))
         await loop.run_learner()
-    before, last = checkpoint.complete(loop.directory / "checkpoints")
+    before, last = checkpoint.list_complete(loop.directory / "checkpoints")
     needed = checkpoint.read(before)[0].consumed["watermark"]
     assert needed < checkpoint.read(last)[0].consumed["watermark"]
     kept = await loop.bus.last_sequence(TRAJECTORIES) - (needed - 1)

@@ -50,7 +50,7 @@ def beside(loop: Loop) -> SavingBeside:
 
 
 def steps_saved(loop: Loop) -> dict[str, str]:
-    folders = checkpoint.complete(loop.directory / "checkpoints")
+    folders = checkpoint.list_complete(loop.directory / "checkpoints")
     return {folder.name: (folder / "backend" / "steps").read_text() for folder in folders}
 
 

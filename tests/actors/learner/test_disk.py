@@ -100,7 +100,7 @@ async def test_a_checkpoint_waits_for_its_disk(
     said = [record.message for record in caplog.records if "disk" in record.message or "written" in record.message]
     assert sum("a checkpoint cannot be written: " in line for line in said) == 1
     assert sum("a checkpoint was written after " in line for line in said) == 1
-    assert [folder.name for folder in checkpoint.complete(tmp_path / "checkpoints")] == [
+    assert [folder.name for folder in checkpoint.list_complete(tmp_path / "checkpoints")] == [
         "step-00000002",
         "step-00000004",
     ]

@@ -206,9 +206,9 @@ async def test_after_a_fall_back_the_same_steps_are_due_again(bus: MemoryBus, ca
     await incarnation.evaluator.start()
     assert (await incarnation.newest()).is_over, "nobody needs the rest of what is of a lost history"
     assert "lost when the learner fell back to version 10" in caplog.text
-    await incarnation.evaluator.stored(WeightVersion(incarnation=1, policy_version=10))
+    await incarnation.evaluator.begin_if_due(WeightVersion(incarnation=1, policy_version=10))
     assert (await incarnation.newest()).weights.order == (0, 20), "version 10 is what it was"
-    await incarnation.evaluator.stored(WeightVersion(incarnation=1, policy_version=20))
+    await incarnation.evaluator.begin_if_due(WeightVersion(incarnation=1, policy_version=20))
     newest = await incarnation.newest()
     assert (newest.weights.order, newest.number, newest.is_over) == ((1, 20), 4, False)
     worker = asyncio.create_task(answer_what_is_asked(bus))

@@ -32,7 +32,7 @@ async def test_keeps_held_version_and_then_loads_newest(bus: MemoryBus) -> None:
     follower = follow(bus, engine)
     changes: list[bool] = []
     async with running(follower):
-        with follower.gate.watched(lambda: changes.append(follower.gate.is_held_back)):
+        with follower.gate.watch(lambda: changes.append(follower.gate.is_held_back)):
             for version in (1, 2, 3):
                 await announce(bus, version, folder=True)
             await until(lambda: engine.version == (0, 3))

@@ -105,8 +105,8 @@ def with_groups(recorded: Path, demo: Path) -> Path:
     settings = config_record.as_table(config.only_overrides([f"model.path={demo / 'model'}", "run.steps=30"]))
     history = History(recorded / HISTORY_FILE, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=4, settings=settings)
-    history.trained((0, 1), step=1, sequences=(1, 2), max_staleness=1)
-    history.lost("dropped", (2,), step=1)
+    history.record_trained((0, 1), step=1, sequences=(1, 2), max_staleness=1)
+    history.record_lost("dropped", (2,), step=1)
     history.close()
     tokens = (4, 5, 6, 7, 8, 1)
     answer = Answer(

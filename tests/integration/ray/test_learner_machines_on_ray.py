@@ -73,7 +73,7 @@ async def test_the_parts_of_a_learner_are_on_machines_of_their_own_and_each_ones
     try:
         launcher.check_room(specs)
         for process in await asyncio.gather(*map(launcher.start, specs)):
-            assert await process.ended() == 0
+            assert await process.wait() == 0
         machines = {name: place.machine for name, place in launcher._places.items()}
         assert machines[LEARNER] == machines["learner-1"] != machines["learner-2"] == machines["learner-3"]
         assert launcher._launch_request(specs[0]).environment["MASTER_ADDR"]

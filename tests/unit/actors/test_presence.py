@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.actors.presence import Launched, PresenceTracker
+from asyncrl.actors.presence import OwnProcess, PresenceTracker
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.roles import FOLLOWER, LEARNER, WORKER
 
@@ -19,8 +19,8 @@ def learner_beat(number: int = 1, *, pid: int = 8) -> dict[str, Heartbeat]:
     return {LEARNER: beat(LEARNER, number, pid=pid, role=LEARNER)}
 
 
-W0 = Launched(name="w0", role=WORKER, pid=7, seconds=700)
-OWN_LEARNER = Launched(name=LEARNER, role=LEARNER, pid=8, seconds=9)
+W0 = OwnProcess(name="w0", role=WORKER, pid=7, seconds=700)
+OWN_LEARNER = OwnProcess(name=LEARNER, role=LEARNER, pid=8, seconds=9)
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def presence() -> PresenceTracker:
     return PresenceTracker(host="here", process=lambda pid: "stopped")
 
 
-def hear(presence: PresenceTracker, *numbers: int, launched: tuple[Launched, ...] = ()) -> None:
+def hear(presence: PresenceTracker, *numbers: int, own: tuple[OwnProcess, ...] = ()) -> None:
     """One poll a second; w0 has sent this many heartbeats by then."""
     for number in numbers:
-        presence.update({"w0": beat("w0", number)}, seconds=1, launched=launched)
+        presence.update({"w0": beat("w0", number)}, seconds=1, own=own)
 
 
 def test_silent_actor_gets_older_only_while_we_listen(presence: PresenceTracker) -> None:
@@ -73,12 +73,12 @@ def test_silence_counts_from_the_return_of_the_bus(presence: PresenceTracker) ->
 
 def test_restarted_process_is_not_blamed_for_the_one_before(presence: PresenceTracker) -> None:
     beats = {"w0": beat("w0", 5), "w0.weights": beat("w0.weights", 5, role=FOLLOWER)}
-    presence.update(beats, seconds=1, launched=[W0])
+    presence.update(beats, seconds=1, own=[W0])
     for seconds in (2, 20, 40):
-        presence.update(beats, seconds=1, launched=[replace(W0, pid=9, seconds=seconds)])
+        presence.update(beats, seconds=1, own=[replace(W0, pid=9, seconds=seconds)])
         (status,) = presence.statuses().values()
         assert (status.beat.pid, status.beat.phase, status.beat.waits[0].seconds) == (9, "starting", seconds)
-    presence.update({"w0": beat("w0", 1, pid=9)}, seconds=1, launched=[replace(W0, pid=9)])
+    presence.update({"w0": beat("w0", 1, pid=9)}, seconds=1, own=[replace(W0, pid=9)])
     assert [status.beat.phase for status in presence.statuses().values()] == ["running"]
 
 
@@ -86,15 +86,15 @@ def test_restarted_process_is_not_blamed_for_the_one_before(presence: PresenceTr
 def test_leaving_process_is_not_starting(presence: PresenceTracker, has_worked: bool) -> None:
     """Otherwise its whole life would count as its start, and it would be killed during an orderly end."""
     if has_worked:
-        hear(presence, 1, 2, launched=(W0,))
-    presence.update({}, seconds=1, launched=[replace(W0, is_leaving=not has_worked)])
+        hear(presence, 1, 2, own=(W0,))
+    presence.update({}, seconds=1, own=[replace(W0, is_leaving=not has_worked)])
     assert presence.statuses() == {}
 
 
 def test_silent_own_process_is_reported_while_it_exists(presence: PresenceTracker) -> None:
-    hear(presence, 1, *[2] * 9, launched=(W0,))
+    hear(presence, 1, *[2] * 9, own=(W0,))
     for _ in range(400):  # run.stall_seconds may be long
-        presence.update({}, seconds=1, launched=[W0])
+        presence.update({}, seconds=1, own=[W0])
     assert presence.statuses()["w0"].seconds > 400
 
 
@@ -113,6 +113,6 @@ def test_heartbeat_of_a_process_that_claims_to_be_another_is_ignored(
 ) -> None:
     """Otherwise the real process could be killed because of the impostor's waits."""
     true = {"w0": beat("w0", 1), **learner_beat()}
-    presence.update(true, seconds=1, launched=[W0, OWN_LEARNER])
-    presence.update(true | {key: lie}, seconds=1, launched=[W0, OWN_LEARNER])
+    presence.update(true, seconds=1, own=[W0, OWN_LEARNER])
+    presence.update(true | {key: lie}, seconds=1, own=[W0, OWN_LEARNER])
     assert lie not in [status.beat for status in presence.statuses().values()]

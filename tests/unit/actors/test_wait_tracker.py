@@ -78,17 +78,17 @@ def test_longest_part_of_a_paused_wait_counts_for_the_median(waits: WaitTracker,
     with waits.waiting("its rollout function", on="rollout", note="", first=6) as wait:
         for _ in range(3):
             clock.now += 1
-            with waits.paused(wait):
+            with waits.pause(wait):
                 clock.now += 200
             clock.now += 90
-        with waits.paused(wait):
+        with waits.pause(wait):
             clock.now += 200
     assert waits.usual_seconds("its rollout function", "rollout") == 91
 
 
 def test_engine_that_samples_tokens_is_alive(clock: Clock) -> None:
     answers = EngineLiveness(clock=clock)
-    with answers.expected():
+    with answers.expect():
         for tokens in (10, 20, 30):
             clock.now += 100
             stats = EngineStats(running=1, tokens_generated=tokens, is_live=True)
@@ -102,10 +102,10 @@ def test_engine_that_samples_tokens_is_alive(clock: Clock) -> None:
 
 def test_engine_without_streaming_is_measured_by_its_answers(clock: Clock) -> None:
     answers = EngineLiveness(clock=clock)
-    with answers.expected():
+    with answers.expect():
         clock.now += 10
         assert answers.waits(EngineStats(running=1), is_loading=False)[0].limit == 25
-    with answers.expected():
+    with answers.expect():
         clock.now += 10
         (wait,) = answers.waits(EngineStats(running=1, tokens_generated=8), is_loading=False)
         assert (wait.usual, wait.limit) == (10, 40)

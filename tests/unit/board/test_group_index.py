@@ -56,7 +56,7 @@ def index(tmp_path: Path) -> GroupIndex:
 
 
 def train(history: History, groups: Sequence[int], *, step: int) -> None:
-    history.trained(tuple(groups), step=step, sequences=tuple(groups), max_staleness=1)
+    history.record_trained(tuple(groups), step=step, sequences=tuple(groups), max_staleness=1)
 
 
 def ids(index: GroupIndex, **wanted: object) -> list[int]:
@@ -66,7 +66,7 @@ def ids(index: GroupIndex, **wanted: object) -> list[int]:
 
 def test_groups_are_listed_with_what_became_of_them(index: GroupIndex, history: History, file: SampleFile) -> None:
     train(history, [0, 1], step=1)
-    history.lost("dropped", (2,), step=1)
+    history.record_lost("dropped", (2,), step=1)
     file.write(sample(1, step=1, reward=0.75))
     assert sorted(ids(index)) == [0, 1, 2]
     assert ids(index, fate="dropped") == [2]

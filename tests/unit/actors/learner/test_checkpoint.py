@@ -143,7 +143,7 @@ def test_when_several_are_damaged_the_newest_whole_one_is_taken(directory: Path)
     flip(directory / "step-00000010" / "learner.json")
     step, said = resumed(directory)
     assert (step, len(said)) == (5, 2)
-    assert checkpoint.damaged(directory) == ["damaged-step-00000010", "damaged-step-00000015"]
+    assert checkpoint.list_damaged(directory) == ["damaged-step-00000010", "damaged-step-00000015"]
     shutil.rmtree(directory / "step-00000005" / "backend")
     step, said = resumed(directory)
     assert (step, len(said)) == (-1, 1)
@@ -168,8 +168,8 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
     with pytest.raises(OSError, match="step-00000015") as raised:
         resumed(directory)
     assert raised.value.errno == number
-    assert checkpoint.damaged(directory) == []
-    assert len(checkpoint.complete(directory)) == 3
+    assert checkpoint.list_damaged(directory) == []
+    assert len(checkpoint.list_complete(directory)) == 3
 
 
 def test_what_is_damaged_is_never_deleted_nor_replaced(directory: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_is_damaged_is_never_deleted_nor_replaced(directory: Path) -> None:
     assert (directory / "damaged-step-00000015-1" / "learner.json").exists()
     for step in (20, 25, 30, 35):
         write_checkpoint(directory, saved(step, incarnation=1), save_backend=save_backend, keep=2)
-    assert [folder.name for folder in checkpoint.complete(directory)] == [
+    assert [folder.name for folder in checkpoint.list_complete(directory)] == [
         "step-00000030-epoch-1",
         "step-00000035-epoch-1",
     ]

@@ -25,8 +25,8 @@ def test_a_line_is_read_as_it_was_written(path: Path) -> None:
     history = History(path, incarnation=2)
     history.begin(step=4, kept=0, max_staleness=3, settings={"run": {"name": "a"}})
     position = history.position
-    history.trained([7, 5], step=5, max_staleness=1)
-    history.lost("failed", [6], step=5)
+    history.record_trained([7, 5], step=5, max_staleness=1)
+    history.record_lost("failed", [6], step=5)
     begun, trained, failed = read(path)
     assert (begun.kind, begun.incarnation, begun.step, begun.max_staleness) == ("begun", 2, 4, 3)
     assert begun.settings == {"run": {"name": "a"}}
@@ -38,14 +38,14 @@ def test_a_line_is_read_as_it_was_written(path: Path) -> None:
 def test_a_resumed_learner_keeps_what_its_checkpoint_had(path: Path) -> None:
     first = History(path, incarnation=0)
     first.begin(step=0, kept=0, max_staleness=3, settings={})
-    first.trained([0], step=1, max_staleness=0)
+    first.record_trained([0], step=1, max_staleness=0)
     kept = first.position
-    first.trained([1], step=2, max_staleness=0)
+    first.record_trained([1], step=2, max_staleness=0)
     first.close()
     second = History(path, incarnation=1)
     assert second.position > kept
     second.begin(step=1, kept=kept, max_staleness=3, settings={})
-    second.trained([2], step=2, max_staleness=0)
+    second.record_trained([2], step=2, max_staleness=0)
     second.close()
     assert [(entry.step, entry.groups) for entry in present(read(path)) if entry.kind == "trained"] == [
         (1, (0,)),
@@ -57,13 +57,13 @@ def test_a_line_that_was_cut_short_is_none_and_the_next_writer_removes_it(path: 
     history = History(path, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=3, settings={})
     length = history.position
-    history.trained([0], step=1, max_staleness=0)
+    history.record_trained([0], step=1, max_staleness=0)
     history.close()
     os.truncate(path, length + 20)
     assert [entry.kind for entry in read(path)] == ["begun"]
     again = History(path, incarnation=1)
     assert again.position == length
-    again.lost("dropped", [3], step=0)
+    again.record_lost("dropped", [3], step=0)
     again.close()
     assert [entry.kind for entry in read(path)] == ["begun", "dropped"]
 
@@ -83,7 +83,7 @@ def test_any_bit_that_changed_makes_one_line_a_damaged_one(path: Path, bit: int)
     history = History(path, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=3, settings={})
     for step in range(1, 6):
-        history.trained([10 * step, 10 * step + 1], step=step, max_staleness=0)
+        history.record_trained([10 * step, 10 * step + 1], step=step, max_staleness=0)
     history.close()
     whole, data = read(path), path.read_bytes()
     start, end = whole[3].position, whole[4].position
@@ -103,7 +103,7 @@ def test_positions_mean_the_same_behind_a_cut(path: Path, left: int) -> None:
     first = History(path, incarnation=0)
     first.begin(step=0, kept=0, max_staleness=3, settings={})
     for step in range(1, 9):
-        first.trained([step], step=step, max_staleness=0)
+        first.record_trained([step], step=step, max_staleness=0)
     kept = first.position
     first.close()
     os.truncate(path, left)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.launch.launchers.process_agent import OutputChunk, Started
+from asyncrl.launch.launchers.process_agent import OutputChunk, StartResult
 from asyncrl.launch.launchers.ray import Options, RayLauncher, RayProcess
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
@@ -34,7 +34,7 @@ async def test_rank_waits_for_the_place_of_the_restarted_learner(
     monkeypatch.setattr(launcher, "kill", lambda actor: None)
     spec = ProcessSpec(name="learner-1", role=LEARNER_RANK, arguments=(), meets=LEARNER)
     await launcher._wait_for_those_before(spec)
-    assert await RayProcess(Ended(), launcher, name=LEARNER, started=Started()).ended() == 1
+    assert await RayProcess(Ended(), launcher, name=LEARNER, started=StartResult()).wait() == 1
     waiting = asyncio.ensure_future(launcher._wait_for_those_before(spec))
     await asyncio.wait({waiting}, timeout=0.05)
     assert not waiting.done()
