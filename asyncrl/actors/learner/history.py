@@ -136,7 +136,7 @@ class History:
         self._file.close()
 
     def _write(self, kind: str, **fields: Any) -> None:
-        self._append(_seal({"kind": kind, "incarnation": self._incarnation} | fields))
+        self._append(seal({"kind": kind, "incarnation": self._incarnation} | fields))
 
     def _append(self, line: bytes) -> None:
         """Append a line. If another thread is waiting for the disk, the line waits for the next flush."""
@@ -169,7 +169,7 @@ class History:
         self._file.seek(0, os.SEEK_END)
 
 
-def _seal(fields: Mapping[str, Any]) -> bytes:
+def seal(fields: Mapping[str, Any]) -> bytes:
     """Format a line of a history, with its checksum."""
     text = json.dumps(fields)
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()

@@ -50,9 +50,9 @@ async def test_loads_are_told_once_and_what_is_no_number_is_none(tmp_path: Path)
 
     waits = (Wait(what="prompts", on="learner", seconds=2.0), Wait(what="a moment", seconds=0.01))
     recorded = timeline(tmp_path)
-    await recorded.note(1, {"learner/step_seconds": math.nan}, (), [beat("w0", 1, waits=waits), beat("w1", 0)])
-    await recorded.note(2, {}, (), [beat("w0", 1), beat("w1", 1)])
-    await recorded.note(3, {}, (), [beat(f"w{number}", 2) for number in range(2 * MOST_ACTORS)])
+    await recorded.record(1, {"learner/step_seconds": math.nan}, (), [beat("w0", 1, waits=waits), beat("w1", 0)])
+    await recorded.record(2, {}, (), [beat("w0", 1), beat("w1", 1)])
+    await recorded.record(3, {}, (), [beat(f"w{number}", 2) for number in range(2 * MOST_ACTORS)])
     rows, _ = rows_of_text(tmp_path)
     assert [[load[:3] for load in row["loads"]] for row in rows[:2]] == [[["w0", 3, 50.0]], [["w1", 3, 50.0]]]
     assert rows[0]["loads"][0][3:] == [0.0, 0.0]

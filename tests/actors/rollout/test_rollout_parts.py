@@ -123,7 +123,7 @@ async def test_group_continues_without_sample_that_lacks_its_reward(bus: Bus) ->
         rollout=rollout,
         reward=load_reward(config.RewardSection(kind="none")),
         min_group=1,
-        rules=GroupRules(needs_reward=True),
+        needs_reward=True,
     )
     running = asyncio.ensure_future(fakes.run_worker(worker))
     await publish_prompts(bus, 0)
@@ -153,7 +153,8 @@ async def test_rollout_function_can_check_its_result(bus: Bus) -> None:
         fakes.Engine(),
         rollout=rollout,
         reward=load_reward(config.RewardSection(kind="none")),
-        rules=GroupRules(needs_reward=True, largest_reward=100.0),
+        needs_reward=True,
+        largest_reward=100.0,
     )
     running = asyncio.ensure_future(fakes.run_worker(worker))
     await publish_prompts(bus, 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.learner.history import sealed
+from asyncrl.actors.learner.history import seal
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import BUS_FILE, write_address
 from asyncrl.audit.metric_rows import Row, of_newest_history, parsed
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir()
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "run": {"name": "n1"}}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
-    (folder / "history.jsonl").write_bytes(sealed(entry))
+    (folder / "history.jsonl").write_bytes(seal(entry))
     write_address(folder, url=HERE.url, token=HERE.token)
     return folder
 

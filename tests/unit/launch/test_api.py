@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import asyncrl
-from asyncrl.actors.learner.history import sealed
+from asyncrl.actors.learner.history import seal
 from asyncrl.audit import run_folder
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
@@ -114,10 +114,10 @@ def test_last_record_of_a_retrained_step_counts(tmp_path: Path) -> None:
         return {"kind": "trained", "incarnation": incarnation, "step": step, "groups": groups, "max_staleness": 0}
 
     first = [begun(0, 0, 0), trained(0, 1, [0, 1])]
-    kept = sum(len(sealed(entry)) for entry in first)
+    kept = sum(len(seal(entry)) for entry in first)
     lost = [trained(0, 2, [2, 3]), trained(0, 3, [4, 5])]
     second = [begun(1, 1, kept), {"kind": "dropped", "incarnation": 1, "step": 1, "groups": [2]}, trained(1, 2, [3, 4])]
-    (tmp_path / "history.jsonl").write_bytes(b"".join(map(sealed, (*first, *lost, *second))))
+    (tmp_path / "history.jsonl").write_bytes(b"".join(map(seal, (*first, *lost, *second))))
     rows = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.2}, {"step": 3, "loss": 0.3}]
     rows.append({"step": 2, "loss": 0.4, "learner/incarnation": 1})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,7 +136,7 @@ def test_last_record_of_a_retrained_step_counts(tmp_path: Path) -> None:
 def test_trimmed_log_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": {"url": "nats://127.0.0.1:1"}}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
-    (tmp_path / "history.jsonl").write_bytes(sealed(entry))
+    (tmp_path / "history.jsonl").write_bytes(seal(entry))
     published = 0
 
     @contextlib.asynccontextmanager
@@ -147,7 +147,7 @@ def test_trimmed_log_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         await bus.trim(TRAJECTORIES, through=published)
         yield bus
 
-    monkeypatch.setattr(run_folder, "connected", connected)
+    monkeypatch.setattr(run_folder, "connect", connected)
     assert list(asyncrl.open_run(tmp_path).trajectories()) == []
     published = 2
     with pytest.raises(

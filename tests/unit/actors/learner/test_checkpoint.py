@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
     if is_hashed:
         monkeypatch.setattr(manifest, "_sha256", fail)
     else:
-        monkeypatch.setattr(manifest, "damage", lambda folder, **_: "")
+        monkeypatch.setattr(manifest, "find_damage", lambda folder, **_: "")
         monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(OSError, match="step-00000015") as raised:
         resumed(directory)
