@@ -16,7 +16,7 @@ import pytest
 from asyncrl.actors.learner.history import seal
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import BUS_FILE, write_address
-from asyncrl.audit.metric_rows import Row, of_newest_history, parsed
+from asyncrl.audit.metric_rows import Row, parse, rows_of_newest_history
 from asyncrl.audit.opened_run import open_run
 from asyncrl.audit.run_folder import run_at
 from asyncrl.audit.samples import RunSamples
@@ -105,7 +105,7 @@ def test_killed_run_is_not_up_and_its_remedy_is_to_resume_it(folder: Path) -> No
     ],
 )
 def test_other_text_is_no_row(line: bytes) -> None:
-    assert parsed(line) is None
+    assert parse(line) is None
 
 
 def _trained(incarnation: int, step: int) -> Row:
@@ -122,24 +122,24 @@ def _by_key(*rows: Row) -> dict[tuple[int, int], Row]:
 
 def test_retrained_step_replaces_it_and_all_later_steps() -> None:
     rows = _by_key(*(_trained(0, step) for step in (1, 2, 3, 4)), _trained(1, 3))
-    assert of_newest_history(rows) == [_trained(0, 1), _trained(0, 2), _trained(1, 3)]
+    assert rows_of_newest_history(rows) == [_trained(0, 1), _trained(0, 2), _trained(1, 3)]
 
 
 def test_evaluation_of_a_resumed_version_joins_the_row_of_its_step() -> None:
     rows = _by_key(_trained(0, 1), _trained(0, 2), _evaluated(1, 2), _trained(1, 3))
-    assert of_newest_history(rows) == [_trained(0, 1), _evaluated(1, 2) | _trained(0, 2), _trained(1, 3)]
+    assert rows_of_newest_history(rows) == [_trained(0, 1), _evaluated(1, 2) | _trained(0, 2), _trained(1, 3)]
 
 
 def test_evaluation_before_the_first_step_has_its_own_row() -> None:
     rows = _by_key(_evaluated(0, 0), _trained(0, 1))
-    assert of_newest_history(rows) == [_evaluated(0, 0), _trained(0, 1)]
+    assert rows_of_newest_history(rows) == [_evaluated(0, 0), _trained(0, 1)]
 
 
 def test_steps_stay_until_they_are_retrained() -> None:
     rows = _by_key(*(_trained(0, step) for step in (1, 2, 3)), _evaluated(1, 1))
-    assert [row["step"] for row in of_newest_history(rows)] == [1, 2, 3]
+    assert [row["step"] for row in rows_of_newest_history(rows)] == [1, 2, 3]
     rows |= _by_key(_trained(1, 2))
-    assert of_newest_history(rows) == [_evaluated(1, 1) | _trained(0, 1), _trained(1, 2)]
+    assert rows_of_newest_history(rows) == [_evaluated(1, 1) | _trained(0, 1), _trained(1, 2)]
 
 
 GROUP, LOAD, WAIT = [12, "w0", 0.5, 1.0, 2, 0.1, 3.5], ["w0", 6, 1.5, 0.5, 0.1], ["w0", "prompts", "learner", 1.0]
@@ -186,11 +186,11 @@ def test_unreadable_file_is_one_line_and_exit_code_2(
 
 async def test_tells_a_trimmed_log_from_an_empty_one(tmp_path: Path) -> None:
     samples, bus = RunSamples(contract_adapters.run_of(directory=tmp_path), None, token=""), memory_bus()
-    assert [one async for one in samples.logged(bus)] == []
+    assert [one async for one in samples.read_log(bus)] == []
     assert samples.why_no_log == "its log is empty: no group has arrived yet"
     await bus.publish(TRAJECTORIES, buses.group(0), key="0")
     await bus.trim(TRAJECTORIES, through=1)
-    assert [one async for one in samples.logged(bus)] == []
+    assert [one async for one in samples.read_log(bus)] == []
     assert "trimmed unless checkpoint.keep_log = true" in samples.why_no_log
 
 
