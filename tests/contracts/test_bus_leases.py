@@ -18,7 +18,7 @@ SOON = 60.0
 @pytest.fixture(autouse=True)
 def leases_that_outlive_what_is_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     long_leases(monkeypatch)
-    monkeypatch.setattr("asyncrl.bus.jetstream.lease._LEAVE_SECONDS", SOON / 2)  # of a server that is slow
+    monkeypatch.setattr("asyncrl.bus.jetstream.kv._LEAVE_SECONDS", SOON / 2)  # of a server that is slow
 
 
 class Holder:

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.bus.jetstream.credentials import Credentials
+from asyncrl.bus.jetstream.kv import Lease, lease_prefix
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
-from asyncrl.bus.jetstream.lease import Lease, lease_prefix
 from asyncrl.bus.nats_server import config as nats_config
 from asyncrl.bus.nats_server.accounts import account_name
 from asyncrl.bus.nats_server.rights import LEASES, OBJECTS, table
@@ -82,7 +82,7 @@ def other_subjects() -> list[str]:
     """Return subjects outside of any stream on which some client or server may listen."""
     states = [topic for topic in ALL if topic.kind == "state"]
     return [
-        *(LAYOUT.told(topic, "1") for topic in states),
+        *(LAYOUT.republish_subject(topic, "1") for topic in states),
         *SERVICES.values(),
         *(LAYOUT.freed("load-0", role=role) for role in ROLES),
         *(f"{kind}.{RUN}.{role}.somebody.1" for kind in ("_INBOX", "asyncrl-answer") for role in ROLES),
@@ -154,12 +154,12 @@ class May:
         return found | ({LAYOUT.freed("load-0", role=self.role)} if self._has("hold", LEASES) else set())
 
     def follow(self) -> set[str]:
-        return {LAYOUT.told(topic, "1") for topic in ALL if self._has("follow", topic.name)}
+        return {LAYOUT.republish_subject(topic, "1") for topic in ALL if self._has("follow", topic.name)}
 
     def reach(self) -> set[str]:
         """Return everything that may arrive in the learner's account, including what its streams announce about it."""
-        told = {f"asyncrl-told.{one.removeprefix('$KV.')}" for one in self.publish() if one.startswith("$KV.")}
-        return self.publish() | self.ask() | self.ack() | told
+        republished = {f"asyncrl-stored.{one}" for one in self.publish()}
+        return self.publish() | self.ask() | self.ack() | republished
 
 
 class Attacked:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.bus.jetstream.bus import JetStreamBus
-from asyncrl.bus.jetstream.lease import Lease
+from asyncrl.bus.jetstream.kv import Lease
 from asyncrl.bus.port import Bus, Delivery, Record
 from asyncrl.messages import (
     Event,

@@ -1,6 +1,6 @@
 """The bus on NATS JetStream.
 
-layout.py defines names and configurations. connection.py and ordered_consumer.py handle server restarts.
+layout.py defines names and configurations. connection.py handles server restarts.
 
 1. A repeated ``publish``, by this process or a restarted worker, stores once (test_a_key_is_published_once).
 2. The messages of a consumer that leaves ``consume`` are redelivered at once; those of a consumer that dies, after
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import socket
 import uuid
@@ -23,15 +24,24 @@ from urllib.parse import urlsplit
 
 from asyncrl.bus.encoding import Each, encoded, opened
 from asyncrl.bus.jetstream.connection import Connection, Refused, dial
-from asyncrl.bus.jetstream.consumers import shared_consumer
+from asyncrl.bus.jetstream.consumers import JetStreamDeliveries, ensure_consumer
 from asyncrl.bus.jetstream.credentials import Credentials
-from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
+from asyncrl.bus.jetstream.kv import Lease, Watch
 from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layout, is_removed
-from asyncrl.bus.jetstream.lease import Lease
-from asyncrl.bus.jetstream.log import PieceStore, Records, open_log
+from asyncrl.bus.jetstream.log import LogReader, PieceStore, Records
 from asyncrl.bus.jetstream.objects import JetStreamObjects
-from asyncrl.bus.jetstream.streams import Streams, batches, inspect, remove_message, require_unchanged, subjects
-from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
+from asyncrl.bus.jetstream.streams import (
+    StoredMessage,
+    Streams,
+    batches,
+    inspect,
+    last_stored,
+    leaders_message,
+    read_message,
+    remove_message,
+    require_unchanged,
+    subjects,
+)
 from asyncrl.bus.pieces import Pieces, most_bytes
 from asyncrl.bus.port import Deliveries, LogMark, LogState, ObjectStore, Record
 from asyncrl.bus.rejections import Rejections
@@ -64,7 +74,7 @@ class JetStreamBus:
     ) -> None:
         """most: largest message in pieces, in bytes"""
         self._connection, self._layout, self._objects = connection, layout, objects
-        self._role, self._creates_consumers = access.role, access.creates_consumers
+        self._role = access.role
         self._signatures = signatures
         self._streams = Streams(connection, layout, role=access.role)
         self._stream = self._streams.ensure
@@ -161,23 +171,34 @@ class JetStreamBus:
 
     async def _until_consumable(self, topic: Topic[Any]) -> None:
         """waits for: the learner, which makes the consumer that all workers share"""
-        await shared_consumer(self._connection, self._layout, self._layout.stream(topic), role=self._role)
+        await ensure_consumer(self._connection, self._layout, self._layout.stream(topic), role=self._role)
 
     @contextlib.asynccontextmanager
     async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
         stream = await self._stream(topic)
-        created = str(self._streams.known[stream]["created"])
+        created, is_learner = str(self._streams.known[stream]["created"]), self._role == "learner"
 
-        async def verify(last: int, stored: int) -> None:
-            mark = LogMark(log=created, sequence=last, stored=stored)
-            await require_unchanged(self._connection, stream, mark, replicas=self._layout.replicas)
+        async def look(mark: LogMark) -> dict[str, Any]:
+            """Return the state of the log. In the learner, raise BusLost if it is not the log that was read."""
+            if not is_learner:
+                return dict((await self._info(topic))["state"])
+            mark = dataclasses.replace(mark, log=created)
+            info = await require_unchanged(self._connection, stream, mark, replicas=self._layout.replicas)
+            return dict(info["state"])
 
-        source = await open_log(
+        async def find(sequence: int) -> StoredMessage | None:
+            # Other roles get answers only as JSON, which the leader gives (nats_server/rights.py).
+            if is_learner:
+                return await read_message(self._connection, stream, sequence)
+            return await leaders_message(self._connection, stream, {"seq": sequence})
+
+        source = LogReader(
             self._connection,
             stream=stream,
             after=after,
-            by_consumer=self._creates_consumers,
-            verify=verify if self._role == "learner" else None,
+            find=find,
+            look=look,
+            republished=self._layout.republish_subject(topic) if is_learner else "",
         )
         records = Records(
             source,
@@ -187,6 +208,7 @@ class JetStreamBus:
             first_sequence=functools.partial(self._first_sequence, topic),
         )
         try:
+            await source.start()
             yield Each(records.take)
         finally:
             await source.stop()
@@ -234,7 +256,7 @@ class JetStreamBus:
             self._connection,
             stream=await self._stream(topic),
             subject=self._layout.subject(topic, key),
-            republished=self._layout.told(topic, key),
+            republished=self._layout.republish_subject(topic, key),
         )
         seen = self._signatures.seen()
 

@@ -55,11 +55,6 @@ class Credentials:
         """Whether our process is a part of the run: it waits for streams that are not there yet."""
         return self.role in ("learner", "rollout-worker")
 
-    @property
-    def creates_consumers(self) -> bool:
-        """On a server with roles only the learner may. Workers never do: many consumers slow down the server."""
-        return self.role == "learner" or (self.role != "rollout-worker" and not self.credentials)
-
     def options(self) -> dict[str, Any]:
         """Return arguments for nats-py's ``connect``. Raises ConfigError without secrets in its text."""
         found: dict[str, Any] = {"token": self.token or None}

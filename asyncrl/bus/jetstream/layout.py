@@ -35,6 +35,8 @@ GONE_SOON: Final = {"Nats-TTL": "1s"}
 """Lets a removal marker expire after a second, in streams with expiry. Before nats-server 2.11 it lives as long as the
 stream's other messages."""
 WORKERS: Final = "workers"
+_REPUBLISHED: Final = "asyncrl-stored."
+"""Prefix of the subjects on which streams announce what they have stored."""
 
 _MAX_KEY_CHARACTERS: Final = 256
 _NANOSECONDS: Final = 10**9
@@ -72,9 +74,10 @@ class Layout:
         parts = key.split("/") if topic.kind == "state" else [key]
         return self.prefix(topic) + ".".join(map(token, parts))
 
-    def told(self, topic: Topic[Any], key: str) -> str:
-        """Subject on which a state's stream republishes the messages of ``key``. No stream stores it."""
-        return f"asyncrl-told.{self.subject(topic, key).removeprefix('$KV.')}"
+    def republish_subject(self, topic: Topic[Any], key: str = "") -> str:
+        """Subject on which the topic's stream republishes the messages of ``key``, or of all keys. No stream stores
+        it."""
+        return _REPUBLISHED + (self.subject(topic, key) if key or topic.kind == "state" else self.prefix(topic) + ">")
 
     def under(self, topic: Topic[Any], under: str) -> str:
         """Subjects of all keys that begin with ``under``, which is empty or ends in "/"."""
@@ -104,7 +107,7 @@ class Layout:
         if topic.kind == "state":
             return config | {
                 "subjects": [f"$KV.{self._bucket(topic)}.>"],
-                "republish": {"src": f"$KV.{self._bucket(topic)}.>", "dest": f"asyncrl-told.{self._bucket(topic)}.>"},
+                "republish": {"src": ">", "dest": f"{_REPUBLISHED}>"},
                 "retention": "limits",
                 "allow_direct": True,
                 "allow_rollup_hdrs": False,  # one message could remove all others of the stream
@@ -114,7 +117,11 @@ class Layout:
         config |= {"subjects": [self.prefix(topic) + "*"], "discard_new_per_subject": True, "allow_direct": True}
         if topic.kind == "work":
             return config | {"retention": "workqueue", "max_msgs": topic.most_messages or self.max_prompts}
-        return config | {"retention": "limits", "max_bytes": -1 if topic.seconds_to_live else self.max_log_bytes}
+        return config | {
+            "retention": "limits",
+            "max_bytes": -1 if topic.seconds_to_live else self.max_log_bytes,
+            "republish": {"src": ">", "dest": f"{_REPUBLISHED}>", "headers_only": True},
+        }
 
     @property
     def objects_bucket(self) -> str:
@@ -152,20 +159,6 @@ class Layout:
             "max_waiting": _MANY_WAITING,
             "replay_policy": "instant",
         }
-
-
-def reader(name: str, *, after: int) -> dict[str, Any]:
-    """Configuration of a reader's consumer that starts at sequence ``after`` + 1."""
-    return {
-        "name": name,
-        "deliver_policy": "by_start_sequence",
-        "opt_start_seq": after + 1,
-        "ack_policy": "none",
-        "replay_policy": "instant",
-        "mem_storage": True,
-        "num_replicas": 1,
-        "inactive_threshold": 60 * _NANOSECONDS,
-    }
 
 
 def is_removed(headers: Collection[str]) -> bool:

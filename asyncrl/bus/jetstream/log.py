@@ -1,32 +1,30 @@
-"""Reads a log: its entries as records, decoded, with messages in pieces put together.
+"""Reads a log: its entries in order as records, decoded, with messages in pieces put together.
 
-The learner reads through a consumer. A consumer delivers to any subject that its creator names, so on a server with
-roles only the learner may create one. Other roles request several entries at a time, at a third to half of that speed.
+A reader keeps a cursor and requests entries by their sequence, several at a time. The server keeps no state for it, so
+nothing has to be made again after a reconnect or an election. The stream republishes the header of each new entry,
+which wakes a learner that is at the end of the log; the other roles poll.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final, Generic, TypeVar
 
 from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.consumers import Arrival, OrderedConsumer, Transport, Verify
-from asyncrl.bus.jetstream.layout import Layout, reader
+from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.bus.jetstream.objects import ChunkWindow
-from asyncrl.bus.jetstream.watch import StoredMessage, last_stored, leaders_message
+from asyncrl.bus.jetstream.streams import StoredMessage, last_stored
 from asyncrl.bus.pieces import Pieces
-from asyncrl.bus.port import Record
+from asyncrl.bus.port import LogMark, Record
 from asyncrl.messages.topics import PIECES, Topic
 
 M = TypeVar("M")
 
-_READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 64 MiB behind
-_READ_AHEAD: Final = 4096
-_LOOK_SECONDS: Final = 0.5
-"""How often a reader at the end of the log polls for new entries."""
+_POLL_SECONDS: Final = 0.5
+"""How often a reader at the end of the log looks for new entries that were not announced to it."""
 
 
 class Records(Generic[M]):
@@ -34,7 +32,7 @@ class Records(Generic[M]):
 
     def __init__(
         self,
-        source: OrderedConsumer | LogReader,
+        source: LogReader,
         topic: Topic[M],
         *,
         key_of: Callable[[str], str],
@@ -47,7 +45,7 @@ class Records(Generic[M]):
         """
         self._source, self._topic, self._key_of = source, topic, key_of
         self._pieces, self._first_sequence = pieces, first_sequence
-        self._held: StoredMessage | Arrival | None = None  # entry whose pieces are being fetched
+        self._held: StoredMessage | None = None  # entry whose pieces are being fetched
 
     async def take(self) -> Record[M]:
         """waits for: an entry, then its pieces"""
@@ -89,69 +87,85 @@ class PieceStore:
             await self._connection.api(f"STREAM.PURGE.{stream}", {"filter": self._layout.subject(PIECES, key)})
 
 
-async def open_log(
-    connection: Connection, *, stream: str, after: int, by_consumer: bool, verify: Verify | None
-) -> OrderedConsumer | LogReader:
-    """Return a source of the entries after sequence ``after``, in order. The caller stops it.
-
-    verify  as in OrderedConsumer
-    """
-    if not by_consumer:
-        return LogReader(connection, stream=stream, after=after)
-    consumer = OrderedConsumer(
-        connection,
-        stream=stream,
-        create=lambda last: reader(f"reader-{uuid.uuid4().hex}", after=max(after, last)),
-        batch=_READ_AHEAD,
-        max_bytes=max(_READ_AHEAD_BYTES, 2 * connection.max_payload),
-        verify=verify,
-    )
-    try:
-        await consumer.start()
-    except BaseException:
-        await consumer.stop()
-        raise
-    return consumer
-
-
 class LogReader:
-    """Reads the entries after sequence ``after``. Call ``take`` for each entry, then ``stop``."""
+    """Reads the entries after sequence ``after``, in order. Call ``take`` for each entry, then ``stop``."""
 
-    def __init__(self, transport: Transport, *, stream: str, after: int) -> None:
-        self._transport, self._stream = transport, stream
-        self._next, self._last = after + 1, after
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        stream: str,
+        after: int,
+        find: Callable[[int], Awaitable[StoredMessage | None]],
+        look: Callable[[LogMark], Awaitable[dict[str, Any]]],
+        republished: str = "",
+    ) -> None:
+        """
+        find         returns an entry by its sequence; None if it was trimmed
+        look         returns the state of the stream. Called with the last entry that was read; may raise BusLost
+        republished  subject that announces new entries; "" if our role may not follow it, and polls
+        """
+        self._connection, self._stream, self._republished = connection, stream, republished
+        self._find, self._look = find, look
+        self._next, self._last = after + 1, after  # the next entry to request; the last one that exists
+        self._mark = LogMark()  # of the last entry that was taken
         self._window = ChunkWindow()
         self._asked: deque[asyncio.Task[StoredMessage | None]] = deque()
+        self._generation = -1  # of the connection when we looked last
+        self._changed = asyncio.Event()
+        self._subscription: Any = None
+        self._unlisten: Callable[[], None] = lambda: None
+
+    async def start(self) -> None:
+        self._unlisten = self._connection.listen(self._changed.set)
+        if self._republished:
+            self._subscription = await self._connection.subscribe(self._republished, self._on_message)
 
     async def take(self) -> StoredMessage:
-        """waits for: an entry     woken by: the server, the clock"""
+        """waits for: an entry     woken by: the server, a reconnect, the clock"""
         while True:
-            if not self._asked and self._next > self._last:
-                await self._look()
+            self._changed.clear()
+            is_at_end = not self._asked and self._next > self._last
+            if is_at_end or self._generation != self._connection.generation:
+                await self._update_end()
+            # Example: entries 5 to 9 exist and three requests may be in flight. We ask for 5, 6 and 7, wait for 5, and
+            # ask for 8 when it is taken. The answers to 6 and 7 may arrive first; they wait for their turn.
             while self._next <= self._last and len(self._asked) < self._window.in_flight:
                 self._asked.append(asyncio.create_task(self._ask(self._next)))
                 self._next += 1
             if not self._asked:
-                await asyncio.sleep(_LOOK_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_SECONDS):
+                        await self._changed.wait()
                 continue
             await asyncio.wait((self._asked[0],))  # cancelling us must not cancel the request
             if (stored := self._asked.popleft().result()) is not None:
+                self._mark = LogMark(sequence=stored.sequence, stored=stored.stored)
                 return stored
 
     async def stop(self) -> None:
+        self._unlisten()
         for task in self._asked:
             task.cancel()
         if self._asked:
             await asyncio.wait(self._asked)
+        if self._subscription is not None:
+            await self._connection.unsubscribe(self._subscription, drain=False)
 
-    async def _look(self) -> None:
-        state = (await self._transport.api(f"STREAM.INFO.{self._stream}"))["state"]
-        self._next, self._last = max(self._next, int(state["first_seq"])), int(state["last_seq"])
+    async def _update_end(self) -> None:
+        generation = self._connection.generation
+        state = await self._look(self._mark)
+        if not self._asked:  # otherwise entries before first_seq are being requested, and turn out to be trimmed
+            self._next = max(self._next, int(state["first_seq"]))
+        self._last = int(state["last_seq"])
+        self._generation = generation
 
     async def _ask(self, sequence: int) -> StoredMessage | None:
-        """Request one entry; None if it was trimmed."""
         clock = asyncio.get_running_loop().time
         asked = clock()
-        stored = await leaders_message(self._transport, self._stream, {"seq": sequence})
+        stored = await self._find(sequence)
         self._window.note(asked=asked, answered=clock())
         return stored
+
+    async def _on_message(self, message: Any) -> None:
+        self._changed.set()  # only a hint: we look ourselves, so a forged message does no harm

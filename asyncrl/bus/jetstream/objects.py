@@ -28,8 +28,7 @@ from typing import Any, Final, TypeVar
 
 from asyncrl.bus.jetstream.connection import Connection, Refused
 from asyncrl.bus.jetstream.layout import HEADER_BYTES, Layout
-from asyncrl.bus.jetstream.streams import subjects
-from asyncrl.bus.jetstream.watch import last_stored, leaders_message
+from asyncrl.bus.jetstream.streams import last_stored, read_message, subjects
 from asyncrl.bus.port import ObjectInfo
 from asyncrl.errors import BusError, ObjectGone
 
@@ -166,12 +165,7 @@ class JetStreamObjects:
             rest = 0
 
     async def _chunk(self, name: str, subject: str, sequence: int) -> bytes:
-        connection = await self._connect()
-        body = {"seq": sequence}
-        answer = await connection.request(f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(body).encode())
-        if answer.headers.get("Nats-Subject") == subject:
-            return answer.data
-        stored = await leaders_message(connection, self._stream, body)
+        stored = await read_message(await self._connect(), self._stream, sequence)
         if stored is None or stored.subject != subject:
             raise ObjectGone(f"{name}: removed from the object store {self._stream} while being read")
         return stored.data

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 from asyncrl.bus.jetstream.connection import IS_GONE, NO_STREAM, Connection, Refused
-from asyncrl.bus.jetstream.consumers import consumer_exists
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
-from asyncrl.bus.jetstream.watch import leaders_message
 from asyncrl.bus.port import LogMark
 from asyncrl.errors import BusLost, ConfigError, Forbidden, NoSuchRun
 from asyncrl.messages.topics import ALL, Topic
@@ -26,6 +28,8 @@ _FEW_PEERS: Final = 10005  # no suitable peers for placement
 _NO_PEERS: Final = (_FEW_PEERS, 10074)  # replicas > 1 in non-clustered mode
 _PEERS_SECONDS: Final = 30.0
 _PEERS_PAUSE_SECONDS: Final = 0.5
+_NO_MESSAGE: Final = 10037
+_NO_CONSUMER: Final = (10014, NO_STREAM)
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 _LONG_PAUSE: Final = 1.6
 _ELECTION_SECONDS: Final = 10.0
@@ -230,11 +234,79 @@ async def require_unchanged(connection: Connection, stream: str, mark: LogMark, 
         await asyncio.sleep(_LONG_PAUSE)
 
 
+async def consumer_exists(connection: Connection, stream: str) -> bool:
+    """Whether the consumer that all workers share exists on the stream of a work topic."""
+    try:
+        await connection.api(f"CONSUMER.INFO.{stream}.{WORKERS}")
+    except Refused as refused:
+        if refused.code not in _NO_CONSUMER:
+            raise
+        return False
+    return True
+
+
 def lost(connection: Connection, name: str, problem: str) -> BusLost:
     return BusLost(
         f"bus {connection.name}: the run's {name} is gone: {problem}; `asyncrl run FILE --resume` makes it again and "
         "publishes the outstanding groups"
     )
+
+
+# -- stored messages --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message as stored in the stream."""
+
+    sequence: int
+    data: bytes
+    headers: Mapping[str, str]
+    subject: str = ""
+    stored: int = 0
+
+
+async def last_stored(connection: Connection, *, stream: str, subject: str) -> StoredMessage | None:
+    """Return the last message under a subject, from the stream's leader; other servers of a cluster may lag."""
+    return await leaders_message(connection, stream, {"last_by_subj": subject})
+
+
+async def read_message(connection: Connection, stream: str, sequence: int) -> StoredMessage | None:
+    """Return a message by its sequence; None if it is gone. Any server of a cluster may answer. A server that does not
+    have the message may only lag behind, so then the leader is asked."""
+    body = {"seq": sequence}
+    answer = await connection.request(f"$JS.API.DIRECT.GET.{stream}", json.dumps(body).encode())
+    headers = answer.headers
+    if "Status" in headers:
+        return await leaders_message(connection, stream, body)
+    stored = nanoseconds(headers["Nats-Time-Stamp"])
+    return StoredMessage(sequence, answer.data, headers, subject=headers["Nats-Subject"], stored=stored)
+
+
+async def leaders_message(connection: Connection, stream: str, which: Mapping[str, Any]) -> StoredMessage | None:
+    """Return a message from the stream's leader. ``which``: {"last_by_subj": SUBJECT} or {"seq": SEQUENCE}."""
+    try:
+        found = (await connection.api(f"STREAM.MSG.GET.{stream}", which))["message"]
+    except Refused as refused:
+        if refused.code != _NO_MESSAGE:
+            raise
+        return None
+    data, headers = (base64.b64decode(found.get(name) or "") for name in ("data", "hdrs"))
+    sequence, stored = int(found["seq"]), nanoseconds(str(found["time"]))
+    return StoredMessage(sequence, data, _parsed(headers), subject=str(found["subject"]), stored=stored)
+
+
+def nanoseconds(time: str) -> int:
+    """Parse a time such as 2026-11-23T05:30:22.742607002Z to nanoseconds since 1970."""
+    seconds, _, fraction = time.rstrip("Z").partition(".")
+    whole = int(datetime.fromisoformat(f"{seconds}+00:00").timestamp())
+    return whole * 10**9 + int(fraction.ljust(9, "0") or 0)
+
+
+def _parsed(headers: bytes) -> dict[str, str]:
+    """Parse the headers of a stored message: a line "NATS/1.0", then lines "NAME: VALUE"."""
+    lines = headers.decode().split("\r\n")[1:]
+    return {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
 async def remove_message(connection: Connection, stream: str, sequence: int) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.bus.jetstream.credentials import answers, inbox
+from asyncrl.bus.jetstream.kv import Lease, lease_prefix
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
-from asyncrl.bus.jetstream.lease import Lease, lease_prefix
 from asyncrl.messages.topics import ALL, ALL_SERVICES, ROLES, Role, Topic
 
 OBJECTS: Final = "weight objects"
@@ -100,8 +100,8 @@ def _of_worker(topic: Topic[Any], layout: Layout) -> list[Right]:
     elif reads or (topic.kind == "state" and _shares_a_stream_with_what_is_read(topic, layout)):
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.STREAM.MSG.GET.{stream}",)))
     if topic.kind == "state" and reads and (topic.is_watched or not publishes):
-        told = layout.told(topic, "*").replace(*_ANY_KEY)
-        found.append(Right(of=topic.name, word="follow", follows=(told,)))
+        followed = layout.republish_subject(topic, "*").replace(*_ANY_KEY)
+        found.append(Right(of=topic.name, word="follow", follows=(followed,)))
     return found
 
 
@@ -134,8 +134,8 @@ def _of_onlooker(role: str, topic: Topic[Any], layout: Layout) -> list[Right]:
     if topic.kind != "work":
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.STREAM.MSG.GET.{layout.stream(topic)}",)))
     if topic.kind == "state":
-        told = layout.told(topic, "*").replace("=2A", ">")
-        found.append(Right(of=topic.name, word="follow", follows=(told,)))
+        followed = layout.republish_subject(topic, "*").replace("=2A", ">")
+        found.append(Right(of=topic.name, word="follow", follows=(followed,)))
     return found
 
 

@@ -19,8 +19,8 @@ from asyncrl.actors.learner import learner as learner_module
 from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
+from asyncrl.bus.jetstream.kv import Lease
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
-from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BusError, BusLost
 from asyncrl.messages.topics import ACTORS, ALL, PROGRESS, PROMPTS, TRAJECTORIES

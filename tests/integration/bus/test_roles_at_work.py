@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bus.jetstream.lease import Lease
+from asyncrl.bus.jetstream.kv import Lease
 from asyncrl.messages.topics import ACTORS, SEGMENTS, TRAJECTORIES
 from tests.harness.buses import heartbeat, publish_groups
 from tests.harness.roles import Server, connected

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.bus.jetstream.bus import JetStreamBus
-from asyncrl.bus.jetstream.lease import Lease, lease_prefix
-from asyncrl.bus.jetstream.watch import last_stored
+from asyncrl.bus.jetstream.kv import Lease, lease_prefix
+from asyncrl.bus.jetstream.streams import last_stored
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.launch.keys import worker_keys
 from asyncrl.messages.freshness import LIVES

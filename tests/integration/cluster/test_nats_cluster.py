@@ -13,7 +13,7 @@ from asyncrl import config
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
-from asyncrl.bus.jetstream.lease import Lease
+from asyncrl.bus.jetstream.kv import Lease
 from asyncrl.bus.nats_server import config as nats_config
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config.addresses import servers

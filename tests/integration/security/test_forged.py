@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.adapters import registry
 from asyncrl.bus.jetstream.bus import JetStreamBus
-from asyncrl.bus.jetstream.watch import last_stored
+from asyncrl.bus.jetstream.streams import last_stored
 from asyncrl.errors import BusFull
 from asyncrl.messages import (
     Event,

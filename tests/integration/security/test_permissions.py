@@ -16,8 +16,8 @@ import pytest
 from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.jetstream.kv import Lease
 from asyncrl.bus.jetstream.layout import Layout
-from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.streams import remove_message
 from asyncrl.bus.nats_server.accounts import account_name, permissions
 from asyncrl.errors import ConfigError, Forbidden

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.bus.encoding import Opened
-from asyncrl.bus.jetstream.consumers import Arrival
-from asyncrl.bus.jetstream.deliveries import JetStreamDelivery
+from asyncrl.bus.jetstream.consumers import Arrival, JetStreamDelivery
 from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.topics import PROMPTS
@@ -37,12 +36,9 @@ def held(listener: Listener, *, share: float) -> JetStreamDelivery[PromptGroup]:
     item = Arrival(
         subject=layout.subject(PROMPTS, "1"),
         data=b"",
-        headers={},
         reply="ack",
-        consumer="workers",
         attempt=1,
         sequence=1,
-        consumer_sequence=1,
         time=time.monotonic() - share * ACK_SECONDS,
         generation=0,
     )

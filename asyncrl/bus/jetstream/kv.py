@@ -1,17 +1,26 @@
-"""A lease on JetStream: a key with one message, the holder's record, which expires unless it is renewed.
+"""States and leases: keys whose last message counts. Both are key-value buckets for the `nats kv` command.
 
-acquired  stored if there is no message (expected revision 0) or over a release mark (its revision). Takes one round
-          trip if the lease is free, three if it was released within the last second without our noticing
-renewed   overwritten after every third of its time to live
-released  a mark that expires after a second is stored over our message, then announced to waiters with its revision
-lost      expired after LEASE_SECONDS; another process may hold it by now
+Watching a state costs the server only a subscription. The state's stream republishes every stored message, with its
+sequence, on a second subject. A watch first subscribes to that subject, then asks the stream's leader for the current
+value. The reply covers earlier changes, later ones are republished, and sequences tell which is newer:
+
+    leader's reply: sequence 7    republished: 7, 8    ->    7 once, then 8
+
+A watch asks again after a reconnect, and after REFRESH_SECONDS without a message: a leader that dies may have stored a
+message without republishing it. It uses no consumer: a server allows only a thousand of them (JetStream error 10026),
+each needs heartbeats, and a fleet has several watches per worker (benchmarks/fleet.py).
+
+A lease is a key with one message, the holder's record, which expires unless it is renewed:
+
+    acquired  stored if there is no message (expected revision 0) or over a release mark (its revision). Takes one round
+              trip if the lease is free, three if it was released within the last second without our noticing
+    renewed   overwritten after every third of its time to live
+    released  a mark that expires after a second is stored over our message, then announced to one waiter (a queue
+              group; otherwise a whole fleet would try at once) with its revision
+    lost      expired after LEASE_SECONDS; another process may hold it by now. Each waiter also tries after that time
 
 No message is purged: permission to purge a part of a stream includes permission to purge all of it. Leases of the
 learner and of workers have different subjects, so a worker cannot take a lease of the learner.
-
-A release is announced to one waiter, which tries to acquire the lease; otherwise a whole fleet would try at once. Each
-waiter also tries after LEASE_SECONDS, when the lease of a dead holder has expired. Waiters keep no state on the server
-(benchmarks/fleet.py counts the messages).
 """
 
 from __future__ import annotations
@@ -25,13 +34,14 @@ from typing import Any, ClassVar, Final
 
 from asyncrl.bus.jetstream.connection import Connection, Refused
 from asyncrl.bus.jetstream.layout import GONE_SOON, REMOVED, Layout, is_removed, token
-from asyncrl.bus.jetstream.watch import StoredMessage, last_stored
+from asyncrl.bus.jetstream.streams import StoredMessage, last_stored, nanoseconds
 from asyncrl.errors import BusError
 from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.messages.topics import Topic
 
 logger = logging.getLogger(__name__)
 
+REFRESH_SECONDS: Final = 30.0
 LEASE_SECONDS: Final = 5.0
 
 _WRONG_REVISION: Final = {10071, 10164}
@@ -41,6 +51,74 @@ _EXPIRY_SECONDS: Final = 0.25
 """How late the server may remove an expired message."""
 _WAITING: Final = "waiting"
 """Queue group of the waiters: NATS delivers each message to one member."""
+
+
+class Watch:
+    """``subject``: where the stream stores the state;  ``republished``: where it republishes the state."""
+
+    def __init__(self, connection: Connection, *, stream: str, subject: str, republished: str) -> None:
+        self._connection, self._stream, self._subject, self._republished = connection, stream, subject, republished
+        self._changed = asyncio.Event()
+        self._newest: StoredMessage | None = None
+        self._seen = 0
+        self._generation = -1  # of the connection at our last request
+        self._subscription: Any = None
+        self._unlisten: Callable[[], None] = lambda: None
+
+    async def start(self) -> None:
+        self._subscription = await self._connection.subscribe(self._republished, self._on_message)
+        self._unlisten = self._connection.listen(self._changed.set)
+
+    async def take(self) -> StoredMessage:
+        """Return the newest value not taken yet.
+
+        waits for: a change     woken by: the server, a reconnect, the clock
+        """
+        while True:
+            self._changed.clear()
+            if (newest := self._newest) is not None:
+                self._newest = None
+                return newest
+            await self._connection.online()
+            if self._generation != self._connection.generation:
+                await self._ask()
+                continue
+            try:
+                async with asyncio.timeout(REFRESH_SECONDS):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._generation = -1
+
+    async def stop(self) -> None:
+        self._unlisten()
+        if self._subscription is not None:
+            await self._connection.unsubscribe(self._subscription, drain=False)
+
+    async def _ask(self) -> None:
+        generation, seen = self._connection.generation, self._seen
+        stored = await last_stored(self._connection, stream=self._stream, subject=self._subject)
+        last = stored.sequence if stored is not None else 0
+        if self._seen == seen and last < seen:
+            self._seen = 0  # a resumed run made the stream again, or it went back to an earlier state
+        if stored is not None and stored.sequence > self._seen:
+            self._hear(stored)
+        self._generation = generation
+
+    async def _on_message(self, message: Any) -> None:
+        headers = message.headers or {}
+        # The server names the source. A client may have a reply with another stream's message sent to this subject
+        # (test_nobody_is_told_what_was_not_stored).
+        if (headers.get("Nats-Stream"), headers.get("Nats-Subject")) == (self._stream, self._subject):
+            stored = nanoseconds(headers["Nats-Time-Stamp"]) if "Nats-Time-Stamp" in headers else 0
+            self._hear(StoredMessage(int(headers.get("Nats-Sequence", 0)), message.data, headers, stored=stored))
+
+    def _hear(self, stored: StoredMessage) -> None:
+        if stored.sequence > self._seen:
+            self._seen, self._newest = stored.sequence, stored
+            self._changed.set()
+        elif stored.sequence < self._seen:  # arrived late, or the stream was recreated: ask its leader
+            self._generation = -1
+            self._changed.set()
 
 
 class Lease:
