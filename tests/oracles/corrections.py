@@ -16,9 +16,8 @@ import torch
 from asyncrl.contrib.losses.corrections import OPSM, Clamp, KStat, OutlierMask, TISPrefix
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.corrections.chains import Chain, weights
-from asyncrl.policies.corrections.correction import Correction, CorrectionInputs
+from asyncrl.policies.corrections.correction import Correction, CorrectionInputs, geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.corrections.masks import GeoMask, SequenceMask, TokenMask, Veto
-from asyncrl.policies.corrections.ratios import geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.corrections.weights import (
     IcePop,
     MISSequence,

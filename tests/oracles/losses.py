@@ -19,8 +19,7 @@ from asyncrl.contrib.losses.sapo import SAPO
 from asyncrl.contrib.losses.topr import TOPR, TOPRByReward
 from asyncrl.contrib.losses.vespo import VESPO
 from asyncrl.policies.corrections import chains, diagnostics
-from asyncrl.policies.corrections.correction import Correction, CorrectionInputs
-from asyncrl.policies.corrections.ratios import geometric_ratio, sequence_ratio
+from asyncrl.policies.corrections.correction import Correction, CorrectionInputs, geometric_ratio, sequence_ratio
 from asyncrl.policies.corrections.weights import IcePop, TISSequence, TISToken
 from asyncrl.policies.losses import kl
 from asyncrl.policies.losses.cispo import Cispo

@@ -9,7 +9,8 @@ import torch
 
 from asyncrl.policies import learning_rate
 from asyncrl.policies.corrections import diagnostics
-from asyncrl.policies.staleness import samplers, staleness
+from asyncrl.policies.groups import selection
+from asyncrl.policies.staleness import staleness
 from asyncrl.policies.staleness.admission import Admission
 from tests.oracles.dense import Adapter, Inputs, Outputs, Params, one_of
 
@@ -100,7 +101,7 @@ def _gate(params: Params, inputs: Inputs) -> Outputs:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def _ready(inputs: Inputs) -> list[samplers.Key]:
+def _ready(inputs: Inputs) -> list[selection.Key]:
     pairs = zip(inputs["start_weight"], inputs["ready"], strict=True)
     return [(version, index) for index, (version, is_ready) in enumerate(pairs) if is_ready]
 
@@ -111,12 +112,12 @@ def _windowed(params: Params, inputs: Inputs) -> Outputs:
     young = [key for key in ready if not staleness.is_stale(key[0], policy_version=version, max_staleness=bound)]
     count = min(len(young), inputs["max_groups"])
 
-    def ids(keys: Sequence[samplers.Key] | None) -> list[int]:
+    def ids(keys: Sequence[selection.Key] | None) -> list[int]:
         return [group_id for _, group_id in keys or ()]
 
     return {
-        "fifo": ids(samplers.select(young, count=count, order=samplers.in_order)),
-        "freshest_first": ids(samplers.select(young, count=count, order=samplers.freshest_first)),
+        "fifo": ids(selection.select(young, count=count, order=selection.in_order)),
+        "freshest_first": ids(selection.select(young, count=count, order=selection.freshest_first)),
         "evicted": ids([key for key in ready if key not in young]),
         "eligible": ids(young),
     }

@@ -66,9 +66,15 @@ def build(
     token. Only the loss weight of that token becomes 0, as with an ``age_weight``, so the rest of a long answer does
     not count as if it were the whole answer.
     """
+    # Three levels of numbering. Example: group 0 has two rollouts, and the context of the second was cut in two.
+    #     trajectory (document)   0  1  2
+    #     rollout                 0  1  1     one reward each
+    #     members (group)         0  0  0     one baseline each
+    # A mask is bool[T] of one trajectory; an array "per token" below has an entry for each True of all masks.
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     rollouts = [parts for group in groups for parts in group.rollouts]
     rollout = np.repeat(np.arange(len(rollouts)), [len(parts) for parts in rollouts])
+    # Sampled tokens -> of_any_age: without those of truncated answers -> trained: without those that are too old.
     masks = [trajectory.response_mask for _, trajectory in trajectories]
     of_any_age = masks
     if algorithm.masks_truncated:
@@ -90,11 +96,13 @@ def build(
         positions=np.concatenate([np.flatnonzero(mask) for mask in masks]),
         is_truncated=np.array([one is parts[-1] and _is_cut(parts) for parts in rollouts for one in parts]),
     )
+    # An answer that is too old to train is still part of its group's baseline.
     advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(advantage_inputs)
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     parts = _parts(groups, algorithm.steps_per_batch)
+    # Example: 3 of an answer's 4 tokens are young enough. With "tokens", each of them weighs 1/4 of the answer.
     counted = of_any_age if too_old == "tokens" else trained
     weights = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
     weights = [weight * mask for weight, mask in zip(weights, trained, strict=True)]

@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from asyncrl.policies.corrections.ratios import geometric_ratio, ratio, sequence_ratio
+from asyncrl.policies.corrections.correction import geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.ratios import MAX_LOG_RATIO, difference, finite, log_ratio
 from asyncrl.policies.losses.segments import Array, as_floats, segment_sum
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import torch
 
-from asyncrl.policies.corrections.correction import Correction, bounds_problem
-from asyncrl.policies.corrections.ratios import geometric_ratio, ratio, sequence_ratio
+from asyncrl.policies.corrections.correction import Correction, bounds_problem, geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.segments import Array, segment_sum, spread
 from asyncrl.policies.parts import FRESH, Cap, Floor, Range
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.policies.corrections.correction import Correction, bounds_problem
-from asyncrl.policies.corrections.ratios import geometric_ratio, ratio, sequence_ratio
+from asyncrl.policies.corrections.correction import Correction, bounds_problem, geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.segments import Array, as_floats, spread
 from asyncrl.policies.parts import Cap, Floor
 

@@ -11,25 +11,35 @@ The caller puts these metrics under evaluation/DATASET/:
     prompts, missing        number of prompts; number of unanswered prompts, which are left out of all means
 
 For prompts with tags, the same metrics are repeated under DATASET[TAG].
+
+An answer is solved or not. With c of n answers solved, every subset of k answers is equally likely, so the share of
+matching subsets is an unbiased estimate of the probability for k fresh answers:
+
+    pass@k     at least one of k is solved     1 - C(n - c, k) / C(n, k)      arXiv:2107.03374, equation 1
+    pass^k     all k are solved                    C(c, k) / C(n, k)          arXiv:2406.12045, section 3
+    majority@n the most frequent of the n answers is solved
+
+Tests: tests/unit/policies/test_evaluation.py, against every subset enumerated.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
-
-from asyncrl.policies.evaluation.bootstrap import interval
-from asyncrl.policies.evaluation.estimators import counts_of_k, majority, pass_all_k, pass_at_k
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """The n answers to one prompt.
 
-    votes      normalized answers (estimators.majority)
+    votes      normalized answers (majority)
     lengths    in tokens
     truncated  whether each answer was cut off
     """
@@ -47,7 +57,7 @@ class Measured:
 
     num_prompts   number of prompts
     num_samples   answers per prompt
-    k             values of k for pass@k and pass^k; empty: estimators.counts_of_k
+    k             values of k for pass@k and pass^k; empty: counts_of_k
     solved_at     an answer with at least this reward is solved
     has_labels    whether every prompt has a label
     tags          number of prompts with each tag
@@ -106,3 +116,76 @@ def _of_prompt(measured: Measured, one: Answered) -> list[float]:
     values += [pass_at_k(n, sum(solved), k) for k in counts]
     values += [pass_all_k(n, sum(solved), k) for k in counts]
     return [*values, *([majority(one.votes, solved)] if measured.has_labels and n > 1 else [])]
+
+
+RESAMPLES: Final = 1000
+_AT_ONCE: Final = 2**22
+"""Numbers per block of resamples, which bounds memory."""
+
+
+def interval(
+    values: NDArray[np.float64], *, seed: int, coverage: float = 0.95, resamples: int = RESAMPLES
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return percentile intervals of the means of M quantities over P prompts.  [P, M] -> low [M], high [M]
+
+    Prompts are drawn with replacement; all quantities share the same draws. With one prompt, low equals high.
+    """
+    num_prompts, num_quantities = values.shape
+    if not num_prompts:
+        raise ValueError("there is no prompt to resample")
+    generator = np.random.default_rng(seed)
+    even = np.full(num_prompts, 1 / num_prompts)
+    means = np.empty((resamples, num_quantities))
+    block = max(1, _AT_ONCE // num_prompts)
+    for start in range(0, resamples, block):
+        stop = min(resamples, start + block)
+        counts = generator.multinomial(num_prompts, even, size=stop - start)
+        means[start:stop] = counts @ values / num_prompts
+    tail = (1 - coverage) / 2
+    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
+    return low, high
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Return the probability that at least one of k answers is solved.
+
+    0 <= num_solved <= num_samples, 1 <= k <= num_samples
+    """
+    _check(num_samples, num_solved, k)
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def pass_all_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Return the probability that all of k answers are solved (pass^k)."""
+    _check(num_samples, num_solved, k)
+    return math.comb(num_solved, k) / math.comb(num_samples, k)
+
+
+def majority(votes: Sequence[str], solved: Sequence[bool]) -> float:
+    """Return whether the most frequent answer is solved, in [0, 1].
+
+    votes  the normalized answer of each sample; "" for an answer without a vote. Without any vote the result is 0
+
+    Ties are averaged: each of the most frequent answers is equally likely to be chosen. If a reward judged equal
+    answers differently, the answer counts by its solved share.
+    """
+    ballots: defaultdict[str, list[bool]] = defaultdict(list)
+    for vote, is_solved in zip(votes, solved, strict=True):
+        if vote:
+            ballots[vote].append(is_solved)
+    if not ballots:
+        return 0.0
+    most = max(map(len, ballots.values()))
+    winners = [sum(ballot) / len(ballot) for ballot in ballots.values() if len(ballot) == most]
+    return sum(winners) / len(winners)
+
+
+def counts_of_k(num_samples: int) -> list[int]:
+    """Return the k that are reported for n answers: 1, 2, 4, ... and n itself."""
+    powers = [2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples]
+    return powers if powers[-1] == num_samples else [*powers, num_samples]
+
+
+def _check(num_samples: int, num_solved: int, k: int) -> None:
+    if not (0 <= num_solved <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(f"k = {k} of {num_samples} answers, {num_solved} of them solved, is impossible")

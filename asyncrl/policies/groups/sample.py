@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -19,9 +20,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
-from asyncrl.policies.groups.sample_shapes import Shape, each, is_number, is_text, is_whole, or_none, rows
 from asyncrl.policies.groups.turn_text import pieces_of
 from asyncrl.policies.staleness.staleness import Forks, oldest_version, per_token
+
+Shape = Callable[[Any], bool]
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def or_none(shape: Shape) -> Shape:
+    return lambda value: value is None or shape(value)
+
+
+def each(shape: Shape) -> Shape:
+    return lambda value: isinstance(value, tuple) and all(map(shape, value))
+
+
+def rows(*shapes: Shape) -> Shape:
+    def fits(row: Any) -> bool:
+        is_row = isinstance(row, tuple) and len(row) == len(shapes)
+        return is_row and all(shape(value) for shape, value in zip(shapes, row, strict=True))
+
+    return each(fits)
+
 
 PENDING: Final = "pending"
 """Fate of a group that has not left the window."""

@@ -1,26 +1,76 @@
 """Which buffered groups train next, which are too old, and when to wait for groups that are still being generated.
 
 No token of a batch is older than max_staleness at the version that trains it
-(tests/unit/policies/groups/test_selection.py).
+(tests/unit/policies/groups/test_selection.py). The order depends on (oldest version, group id) only. Arrival times are
+not an input, so they do not change what is trained when. Ids are assigned in the order of the prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from asyncrl.config.staleness import TooOld
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.staleness import samplers
 from asyncrl.policies.staleness.staleness import is_stale
+
+Key = tuple[int, int]
+Order = Callable[[Key], Key]
+"""A sort key: groups with the lowest key go first."""
+
+
+def oldest_first(key: Key) -> Key:
+    """By version, then id, so that no group waits until it is too old. The default; NeMo-RL's weight FIFO, ungated."""
+    return key
+
+
+def freshest_first(key: Key) -> Key:
+    """Newest version first, then by id: lowest staleness now, but old groups go stale in the buffer.
+
+    This is NeMo-RL's windowed sampler with freshest first. Long answers are always old, so they are the ones dropped:
+    compare length/dropped with length/trained.
+    """
+    version, group_id = key
+    return (-version, group_id)
+
+
+def in_order(key: Key) -> Key:
+    """By id, which is the order of the prompts. With ``leading``, a batch waits for all groups in between."""
+    version, group_id = key
+    return (group_id, version)
+
+
+ORDERS: Final[dict[str, Order]] = {"oldest_first": oldest_first, "freshest_first": freshest_first, "in_order": in_order}
+
+
+def select(keys: Collection[Key], *, count: int, order: Order = oldest_first) -> list[Key] | None:
+    """Return the first ``count`` groups; None if there are fewer, since a batch is never partial."""
+    return sorted(keys, key=order)[:count] if len(keys) >= count else None
+
+
+def leading(keys: Iterable[Key], *, is_done: Callable[[int], bool], first: int = 0) -> list[Key]:
+    """Return the groups with no gap before them: from id ``first`` up to the first that is neither here nor done.
+
+    ``select`` from these with ``in_order`` is NeMo-RL's in-order sampler. One straggler holds up all later groups.
+    """
+    # Example: first 4, here 4, 6, 7, and 5 is done: all three. Where 5 is neither here nor done: only 4.
+    by_id = {group_id: (version, group_id) for version, group_id in keys if group_id >= first}
+    result: list[Key] = []
+    group_id = first
+    while group_id in by_id or (is_done(group_id) and len(result) < len(by_id)):
+        if group_id in by_id:
+            result.append(by_id[group_id])
+        group_id += 1
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """The selection rule of a run.
 
-    order    a name in samplers.ORDERS; with "in_order" a batch waits for every group before its last one
+    order    a name in ORDERS; with "in_order" a batch waits for every group before its last one
     too_old  when a buffered group is too old: if its oldest token is ("whole"), or only if all of its trajectories
              ("alone") or all of its tokens ("tokens") are
     """
@@ -42,6 +92,8 @@ class Selection:
 
     def foresee(self, table: GroupTable, *, count: int) -> list[BufferedGroup] | None:
         """Return what ``next_batch`` will return after the batch in training is done and stale groups are dropped."""
+        # The step in training will make the next version. Groups that are too old for it count as done, so that
+        # "in_order" does not wait for them.
         version = table.policy_version + bool(table.training)
         young = [one for one in table.buffered.values() if not self.is_stale(one, version)]
         leaving = {*table.training, *table.buffered} - {one.group_id for one in young}
@@ -55,6 +107,9 @@ class Selection:
         has its turn i // count steps after the next step. Nothing is lost then, because at most (max_staleness + 1) x
         count groups are outstanding (Liu and Layland, 1973: earliest deadline first).
         """
+        # Example: bound 4, count 2, policy version 10, starts 6, 6, 8. Unless the next step waits for the first two,
+        # the one after it trains them, from version 11, when they are 5 versions old: too late, so we return both.
+        # The third comes one step later, from version 12, when it is 4 old: in time.
         turn = policy_version + 1
         return [
             start
@@ -78,10 +133,10 @@ class Selection:
         """Choose from ``candidates``; ids in ``leaving`` count as done."""
         keys = [one.key for one in candidates]
         if self.order == "in_order":
-            keys = samplers.leading(
+            keys = leading(
                 keys,
                 is_done=lambda group_id: group_id in table.done or group_id in leaving,
                 first=table.done.watermark,
             )
-        chosen = samplers.select(keys, count=count, order=samplers.ORDERS[self.order])
+        chosen = select(keys, count=count, order=ORDERS[self.order])
         return None if chosen is None else [table.buffered[group_id] for _, group_id in chosen]

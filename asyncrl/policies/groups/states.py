@@ -57,7 +57,7 @@ class BufferedGroup:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The sort key of samplers.py."""
+        """The sort key of selection.py."""
         return (self.oldest, self.group_id)
 
 

@@ -124,6 +124,8 @@ class GroupTable:
         """
         if before <= self.cursor + 1:
             return []
+        # Example: read up to 7, and the log continues at 10. Records 8 and 9 are consumed, unless a waiting group has
+        # one of them: after a log went back, a group may be known by a record that is yet to be read again.
         held = {one.sequence for one in (*self.buffered.values(), *self.training.values())}
         return [s for s in range(self.cursor + 1, before) if s not in held and self.consumed.add(s)]
 
@@ -149,6 +151,7 @@ class GroupTable:
             return Arrival(became="rejected")
         group_id = group.group_id
         if group_id not in self.outstanding:
+            # A second copy. If the group still waits, its fate decides about this record too (G3); if not, it is over.
             if not self._keep(group_id, sequence):
                 self.consumed.add(sequence)
             return Arrival(became="duplicate")
@@ -254,6 +257,8 @@ class GroupTable:
 
     def checkpointed(self, state: LearnerState) -> int:
         """``state`` is on disk. Returns the last log record that neither it nor the one before it needs; 0 if none."""
+        # One checkpoint late. Example: the checkpoint before covered records below 40, this one covers those below 60.
+        # Records up to 39 may go; 40 to 59 stay, in case this checkpoint turns out to be damaged.
         through, self.covered = self.covered - 1, state.consumed["watermark"]
         return through
 

@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.policies.evaluation.bootstrap import interval
-from asyncrl.policies.evaluation.estimators import counts_of_k, majority, pass_all_k, pass_at_k
 from asyncrl.policies.evaluation.held import EngineTime, num_held
-from asyncrl.policies.evaluation.results import Answered, Measured, metric_names, metrics
+from asyncrl.policies.evaluation.results import (
+    Answered,
+    Measured,
+    counts_of_k,
+    interval,
+    majority,
+    metric_names,
+    metrics,
+    pass_all_k,
+    pass_at_k,
+)
 
 SOLVED = st.lists(st.booleans(), min_size=1, max_size=8)
 

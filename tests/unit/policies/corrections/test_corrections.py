@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from asyncrl.contrib.losses.corrections import OPSM, KStat, OutlierMask
 from asyncrl.errors import ConfigError
 from asyncrl.policies.corrections.chains import chain, is_uncorrected, norm_level, weights
-from asyncrl.policies.corrections.correction import Correction, CorrectionInputs
+from asyncrl.policies.corrections.correction import (
+    Correction,
+    CorrectionInputs,
+    geometric_ratio,
+    prefix_ratio,
+    ratio,
+    sequence_ratio,
+)
 from asyncrl.policies.corrections.masks import SequenceMask, TokenMask, Veto
-from asyncrl.policies.corrections.ratios import geometric_ratio, prefix_ratio, ratio, sequence_ratio
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.corrections.weights import TISToken
 

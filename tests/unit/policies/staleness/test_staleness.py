@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.policies.groups import selection
+from asyncrl.policies.groups.selection import Key
 from asyncrl.policies.learning_rate import vcpo_learning_rate
-from asyncrl.policies.staleness import samplers, staleness
+from asyncrl.policies.staleness import staleness
 from asyncrl.policies.staleness.admission import Admission
-from asyncrl.policies.staleness.samplers import Key
 from asyncrl.policies.staleness.staleness import effective_version, oldest_version, per_token
 from tests.harness.groups import span
 
@@ -33,29 +34,29 @@ def test_our_window_is_areal_s_capacity_where_nothing_is_lost(
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-@given(keys, st.randoms(use_true_random=False), st.integers(1, 5), st.sampled_from(sorted(samplers.ORDERS)))
+@given(keys, st.randoms(use_true_random=False), st.integers(1, 5), st.sampled_from(sorted(selection.ORDERS)))
 def test_what_is_selected_does_not_depend_on_arrival(held: list[Key], random: object, count: int, name: str) -> None:
     shuffled = list(held)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    order = samplers.ORDERS[name]
-    assert samplers.select(held, count=count, order=order) == samplers.select(shuffled, count=count, order=order)
+    order = selection.ORDERS[name]
+    assert selection.select(held, count=count, order=order) == selection.select(shuffled, count=count, order=order)
 
 
 def test_the_three_orders() -> None:
     held = [(3, 5), (4, 2), (3, 7), (5, 9)]
-    assert samplers.select(held, count=4) == [(3, 5), (3, 7), (4, 2), (5, 9)]
-    assert samplers.select(held, count=3, order=samplers.freshest_first) == [(5, 9), (4, 2), (3, 5)]
-    assert samplers.select(held, count=2, order=samplers.in_order) == [(4, 2), (3, 5)]
-    assert samplers.select(held, count=5) is None
+    assert selection.select(held, count=4) == [(3, 5), (3, 7), (4, 2), (5, 9)]
+    assert selection.select(held, count=3, order=selection.freshest_first) == [(5, 9), (4, 2), (3, 5)]
+    assert selection.select(held, count=2, order=selection.in_order) == [(4, 2), (3, 5)]
+    assert selection.select(held, count=5) is None
 
 
 def test_in_order_stops_at_the_first_group_that_is_missing() -> None:
     held = [(1, 0), (1, 1), (2, 3), (2, 5)]
-    assert samplers.leading(held, is_done=lambda _: False) == [(1, 0), (1, 1)]
-    assert samplers.leading(held, is_done={2}.__contains__) == [(1, 0), (1, 1), (2, 3)]
-    assert samplers.leading(held, is_done={2, 4}.__contains__) == held
-    assert samplers.leading(held, is_done=lambda _: True) == held
-    assert samplers.leading([], is_done=lambda _: True) == []
+    assert selection.leading(held, is_done=lambda _: False) == [(1, 0), (1, 1)]
+    assert selection.leading(held, is_done={2}.__contains__) == [(1, 0), (1, 1), (2, 3)]
+    assert selection.leading(held, is_done={2, 4}.__contains__) == held
+    assert selection.leading(held, is_done=lambda _: True) == held
+    assert selection.leading([], is_done=lambda _: True) == []
 
 
 # -- weights and statistics --------------------------------------------------------------------------------------------
