@@ -1,1 +1,0 @@
-"""asyncrl and a peer on the same two GPUs: one trains, one generates."""
