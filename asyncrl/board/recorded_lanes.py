@@ -9,10 +9,10 @@ Tests: tests/unit/board/test_lanes.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.board.lanes import LONGEST_TEXT, number_of
-from asyncrl.board.step_lanes import Step, learner_segments, rank_lanes
 
 MOST_STEPS: Final = 400
 MOST_SEGMENTS: Final = 600
@@ -22,15 +22,29 @@ Span = tuple[float, float, str]
 """(begin, end, text)"""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """end: Unix seconds;  wait, train, write: seconds (write: of a checkpoint);  ranks: tokens of each rank"""
+
+    step: int
+    end: float
+    wait: float
+    train: float
+    write: float
+    ranks: Sequence[int] = ()
+
+
 def recorded_lanes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the last MOST_STEPS rows of a timeline in the format of Lanes.as_json. ``rows`` must not be empty."""
+    """Return the last MOST_STEPS rows of a timeline in the format of Lanes.as_json."""
+    if not rows:
+        return {"begin": 0.0, "end": 0.0, "left_out": 0, "source": "timeline", "lanes": []}
     rows = rows[-MOST_STEPS:]
     steps = [_step(row) for row in rows]
     begin, end = steps[0].end - steps[0].wait - steps[0].train - steps[0].write, steps[-1].end
     lanes = [{"id": 0, "name": "learner", "role": "learner", "version": steps[-1].step}]
-    lanes[0]["segments"] = list(learner_segments(steps, begin))
+    lanes[0]["segments"] = list(_learner_segments(steps, begin))
     groups, loads, waits, versions = _of_workers(rows)
-    lanes += rank_lanes(steps, begin)
+    lanes += _rank_lanes(steps, begin)
     for number, name in enumerate(sorted(groups.keys() | loads.keys() | waits.keys()), len(lanes)):
         segments = flattened(
             begin,
@@ -40,6 +54,41 @@ def recorded_lanes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         head = {"id": number, "name": name, "role": "rollout-worker", "version": versions.get(name, 0)}
         lanes.append(head | {"segments": list(_as_json(segments, begin, end))})
     return {"begin": begin, "end": end, "left_out": 0, "source": "timeline", "lanes": lanes}
+
+
+def rank_name(rank: int) -> str:
+    return f"learner rank {rank}"
+
+
+def _rank_lanes(steps: Sequence[Step], begin: float) -> list[dict[str, Any]]:
+    """Return lanes of all ranks except the first, which has the learner's lane. They wait and train with it."""
+    count = max((len(step.ranks) for step in steps), default=0)
+    return [
+        {
+            "id": rank,
+            "name": rank_name(rank),
+            "role": "learner",
+            "version": steps[-1].step,
+            "segments": list(_learner_segments(steps, begin, rank=rank)),
+        }
+        for rank in range(1, count)
+    ]
+
+
+def _learner_segments(steps: Sequence[Step], begin: float, *, rank: int = 0) -> Iterator[list[Any]]:
+    """Yield segments of a rank's lane, in seconds since ``begin``."""
+    before = begin
+    for step in steps:
+        parts = (("writing", step.write, "a checkpoint"), ("waiting", step.wait, "trajectories"))
+        tokens = f": {step.ranks[rank]:,} tokens" if rank < len(step.ranks) else ""
+        tokens += ", in rank 0's time" if rank else ""  # times of other ranks are not recorded
+        at = max(before, step.end - step.wait - step.write - step.train)
+        for state, seconds, text in (*parts, ("training", step.train, f"step {step.step}{tokens}")):
+            if seconds > 0:
+                yield [round(at - begin, 2), number_of(state), text]
+                at += seconds
+        before = step.end
+    yield [round(before - begin, 2), -1]
 
 
 def flattened(begin: float, end: float, layers: Iterable[tuple[str, Sequence[Span]]]) -> list[tuple[float, str, str]]:

@@ -14,8 +14,8 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from asyncrl.board.lanes import Doing, Lanes, change, head
-from asyncrl.board.recorded_lanes import recorded_lanes
-from asyncrl.board.step_lanes import StepLanes, rank_name, rank_tokens
+from asyncrl.board.recorded_lanes import rank_name, recorded_lanes
+from asyncrl.metrics.trace import rank_tokens
 
 # -- curves and histograms ---------------------------------------------------------------------------------------------
 
@@ -210,7 +210,6 @@ class RunState:
         self.beats: Mapping[str, Any] = {}
         """The last heartbeat of each present actor."""
         self.status = "not up"
-        self._step_lanes = StepLanes()
         self._last: dict[str, float] = {}
         self._ranks = 0  # number of the learner's ranks, if there are several
 
@@ -235,7 +234,6 @@ class RunState:
             for name, found in counts.items():
                 if found:
                     self.columns[name].add(row["step"], found)
-            self._step_lanes.add(row)
             self._ranks = len(rank_tokens(row))
             marks += self.marks.row(row)
             self._last = numbers | {"step": row["step"]}
@@ -310,10 +308,8 @@ class RunState:
         return {name: [self.curves[name].steps, self.curves[name].values] for name in names if name in self.curves}
 
     def lanes_as_json(self, timeline: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Return lanes from the recorded ``timeline`` if given, else from heartbeats, else from metrics."""
-        if timeline:
-            return recorded_lanes(timeline)
-        return self.lanes.as_json() if self.lanes.lanes else self._step_lanes.as_json()
+        """Return lanes from heartbeats; if there are none, from the recorded ``timeline``."""
+        return self.lanes.as_json() if self.lanes.lanes and not timeline else recorded_lanes(timeline)
 
 
 _SUMMARY: Final = ("step", "weights/version", "reward/mean", "learner/tokens_per_second", "rollout/workers", "time")

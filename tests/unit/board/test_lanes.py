@@ -15,7 +15,6 @@ from asyncrl.board.lanes import (
     number_of,
 )
 from asyncrl.board.recorded_lanes import recorded_lanes
-from asyncrl.board.step_lanes import StepLanes
 from asyncrl.messages import Heartbeat, Wait
 
 
@@ -86,26 +85,6 @@ def test_departed_actor_is_dropped_after_the_window() -> None:
     heard(lanes, 2.0, a="generating")
     heard(lanes, 2.0 + WINDOW_SECONDS, a="generating")
     assert list(lanes.lanes) == ["a"]
-
-
-def row(step: int, **more: float) -> dict[str, float]:
-    timed = {"time": 10.0 * step, "learner/wait_seconds": 4.0, "learner/step_seconds": 6.0}
-    return {"step": step, **timed, "rollout/w0/idle_ratio": 0.1, "rollout/w1/idle_ratio": 0.9, **more}
-
-
-def test_lanes_of_a_run_that_is_over_come_from_its_metrics() -> None:
-    lanes = StepLanes()
-    for step in (1, 2, 3, 2):  # a learner was resumed
-        lanes.add(row(step))
-    found = lanes.as_json()
-    assert (found["begin"], found["end"], found["source"]) == (0.0, 20.0, "metrics")
-    learner, w0, w1 = found["lanes"]
-    waiting, training = number_of("waiting"), number_of("training")
-    assert [(since, state) for since, state, *_ in learner["segments"]] == [
-        *((0.0, waiting), (4.0, training), (10.0, waiting), (14.0, training), (20.0, -1))
-    ]
-    assert w0["segments"] == [[0.0, number_of("generating")], [20.0, -1]]
-    assert w1["segments"] == [[0.0, waiting], [20.0, -1]]
 
 
 WAITING, GENERATING, LOADING = (number_of(state) for state in ("waiting", "generating", "loading"))

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.groups.selection import ORDERS, Selection
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.staleness import samplers
 from tests.harness.groups import group, span, trajectory
 
 
@@ -90,7 +89,7 @@ def test_in_order_a_batch_waits_for_the_straggler_between() -> None:
     assert ids(rule("in_order").next_batch(made, count=2)) == [0, 2]
 
 
-@pytest.mark.parametrize("order", sorted(samplers.ORDERS))
+@pytest.mark.parametrize("order", sorted(ORDERS))
 @given(
     versions=st.permutations(range(8)).flatmap(
         lambda ids: st.fixed_dictionaries({group_id: st.integers(0, 6) for group_id in ids})
