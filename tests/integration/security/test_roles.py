@@ -177,10 +177,10 @@ async def test_a_server_that_lets_everybody_in_one_account_would_not_pass(tmp_pa
     attacked = Attacked(tmp_path / "server", in_one_account=True)
     try:
         async with connected(attacked, "learner"), attacked.ear() as ear, attacked.raw("observer") as client:
-            assert LAYOUT.told(PROGRESS, "") not in through(ear)
+            assert LAYOUT.republish_subject(PROGRESS, "") not in through(ear)
             client.publish("$JS.API.INFO", reply=LAYOUT.subject(PROGRESS, ""))
             await client.flush()
-            await until(ear, lambda: LAYOUT.told(PROGRESS, "") in through(ear))
+            await until(ear, lambda: LAYOUT.republish_subject(PROGRESS, "") in through(ear))
     finally:
         end(attacked.process)
 
@@ -200,7 +200,7 @@ async def test_nobody_is_told_what_was_not_stored(attacked: Attacked) -> None:
             await client.flush()
             await settled(attacked, "rollout-worker")
             direct = f"$JS.API.DIRECT.GET.{LAYOUT.stream(SEGMENTS)}.{segment}"
-            client.publish(direct, reply=LAYOUT.told(PROGRESS, ""))
+            client.publish(direct, reply=LAYOUT.republish_subject(PROGRESS, ""))
             await client.flush()
             await settled(attacked, "rollout-worker")
             await learner.put(PROGRESS, progress(2))
