@@ -149,8 +149,9 @@ class PromptWork:
 
     @property
     def prompt(self) -> PromptGroup | None:
-        """The prompt; None only if there is a ``problem``."""
-        return None if self.problem else self.delivery.message
+        """The prompt, whose ticket the answer needs even if there is a ``problem``; None if the message is not it."""
+        message = self.delivery.message
+        return message if message is not None and message.group_id == self.group_id else None
 
     @property
     def is_last_attempt(self) -> bool:

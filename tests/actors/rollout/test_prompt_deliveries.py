@@ -16,7 +16,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.messages import Progress
 from asyncrl.messages.topics import PROMPTS, SEGMENTS, TRAJECTORIES
 from tests.harness import fakes
-from tests.harness.buses import first, progress, publish_prompts, taken
+from tests.harness.buses import first, progress, prompt, publish_prompts, taken
 
 NUM_SLOTS = 2  # one group of tests.harness.buses.prompt
 
@@ -89,7 +89,8 @@ async def test_delivery_that_never_began_is_no_attempt(bus_factory: Any, max_att
 
 async def test_group_fails_after_max_attempts_that_began(bus_factory: Any) -> None:
     bus = await bus_factory()
-    await publish_prompts(bus, 1)
+    ticket = "0" * 32
+    await bus.publish(PROMPTS, dataclasses.replace(prompt(1), ticket=ticket), key="1")
     for _ in range(3):
         engine = gated()
         async with working(await bus_factory(), engine, max_attempts=3):  # killed while it generates
@@ -97,6 +98,7 @@ async def test_group_fails_after_max_attempts_that_began(bus_factory: Any) -> No
     async with working(await bus_factory(), fakes.Engine(), max_attempts=3):
         (record,) = await first(bus, 1)
     assert "gave up after 3 attempts" in record.message.error
+    assert record.key == f"1-{ticket}"
 
 
 async def test_two_workers_share_a_synchronous_run(bus_factory: Any, tmp_path: Path) -> None:
