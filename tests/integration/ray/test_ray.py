@@ -26,12 +26,11 @@ from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.launchers.ray import Options, RayLauncher, Role
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.messages.roles import WORKER
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK, WORKER
 from tests.harness.ray import CPUS, SECONDS, RayRun, TwoNodes, kill
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
-Make = Callable[..., RayRun]
 WORKERS_ON_B = 'launcher.options.rollout_worker.labels={site="b"}'
 LEARNER_ON_A = 'launcher.options.learner.labels={site="a"}'
 
@@ -40,19 +39,6 @@ LEARNER_ON_A = 'launcher.options.learner.labels={site="a"}'
 def cluster(two_nodes: TwoNodes) -> TwoNodes:
     two_nodes.mend()
     return two_nodes
-
-
-@pytest.fixture
-def make(tmp_path: Path, cluster: TwoNodes) -> Iterator[Make]:
-    made: list[RayRun] = []
-
-    def one(*overrides: str, name: str = "storm") -> RayRun:
-        made.append(RayRun(tmp_path, cluster, *overrides, name=name))
-        return made[-1]
-
-    yield one
-    for run in made:
-        run.end()
 
 
 def assert_nothing_is_left(cluster: TwoNodes, run: RayRun) -> None:
@@ -64,47 +50,12 @@ def assert_nothing_is_left(cluster: TwoNodes, run: RayRun) -> None:
         time.sleep(0.05)
 
 
-def assert_is_clean(found: dict[str, Any]) -> None:
-    assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0), found
-
-
-def test_processes_go_where_they_are_told_and_the_token_nowhere(cluster: TwoNodes, make: Make) -> None:
-    run = make(LEARNER_ON_A, WORKERS_ON_B, "rollout.workers=2")
-    run.start(steps=60)
-    run.until(lambda: len(cluster.places()) == 3, "three places")
-    assert cluster.places() == {"learner": cluster.a, "w0": cluster.b, "w1": cluster.b}
-    run.until(lambda: len(run.processes()) == 5, "all processes")
-    token = json.loads((run.directory / "bus.json").read_text())["token"]
-    lines = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert "nats-server" in lines and token not in lines
-    assert run.wait() == 0
-    assert "learner: done: 60 steps" in run.said
-    assert_nothing_is_left(cluster, run)
-    logs = [run.said, *(path.read_text(errors="replace") for path in cluster.logs.rglob("*") if path.is_file())]
-    assert not any(token in text for text in logs)
-    assert_is_clean(run.audit())
-
-
-def test_one_machine_for_all_and_each_process_sees_its_gpus_alone(cluster: TwoNodes, make: Make) -> None:
-    gpus = ["launcher.options.learner.gpus=1", "launcher.options.rollout_worker.gpus=0.5"]
-    run = make('launcher.options.strategy="STRICT_PACK"', *gpus, "rollout.workers=2")
-    run.start()
-    names = ("learner", "w0", "w1")
-    run.until(lambda: set(names) <= set(run.processes()), "all processes")
-    learner, *workers = (run.visible_gpus(name) for name in names)
-    assert len(set(cluster.places().values())) == 1
-    assert sorted([learner, *set(workers)]) == ["0", "1"], "a GPU for the learner, and one that two workers share"
-    run.until_trained()
-    run.signal(signal.SIGINT)
-    assert run.wait() == 130
-    assert_nothing_is_left(cluster, run)
-    assert_is_clean(run.audit())
-
-
 @pytest.fixture(scope="class")
 def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes) -> Iterator[RayRun]:
     two_nodes.mend()
-    run = RayRun(tmp_path_factory.mktemp("up"), two_nodes, name="one")
+    gpus = ("launcher.options.learner.gpus=1", "launcher.options.rollout_worker.gpus=0.5")
+    where = (LEARNER_ON_A, WORKERS_ON_B, *gpus)
+    run = RayRun(tmp_path_factory.mktemp("up"), two_nodes, *where, "rollout.workers=2", "run.restarts=6")
     run.start()
     run.until_trained()
     yield run
@@ -114,27 +65,32 @@ def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes) -> Iterato
 class TestARunThatIsUp:
     """All tests share one run, because its start is most of their cost."""
 
+    def test_processes_go_where_they_are_told_and_the_token_nowhere(self, cluster: TwoNodes, up: RayRun) -> None:
+        assert cluster.places() == {"learner": cluster.a, "w0": cluster.b, "w1": cluster.b}
+        assert len(up.processes()) == 5
+        assert up.visible_gpus("learner") in ("0", "1")
+        assert up.visible_gpus("w0") == up.visible_gpus("w1"), "two workers share one GPU"
+        lines = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        assert "nats-server" in lines and token(up) not in lines
+
     def test_a_killed_worker_comes_back_and_so_does_one_whose_actor_is_killed(
         self, cluster: TwoNodes, up: RayRun
     ) -> None:
         where = cluster.places()
         first, _ = up.processes()["w0"]
         kill(first)
-        up.until(lambda: "w0 ended with signal SIGKILL" in up.said and "restart 1 of 3" in up.said, "its end")
+        up.until(lambda: "w0 ended with signal SIGKILL" in up.said and "restart 1 of 6" in up.said, "its end")
         up.until(lambda: up.processes().get("w0", (first, 0))[0] != first, "another life")
-        up.until_trained()
-        assert cluster.places() == where
-
         second, actor = up.processes()["w0"]
         kill(actor)
-        up.until(lambda: "restart 2 of 3" in up.said, "its actor's end")
+        up.until(lambda: "restart 2 of 6" in up.said, "its actor's end")
         up.until(lambda: up.processes().get("w0", (second, 0))[0] != second, "a third life")
         up.until_trained()
         assert cluster.places() == where
 
     def test_a_fleet_grows_and_shrinks_during_training_and_gives_room_back(self, cluster: TwoNodes, up: RayRun) -> None:
         up.scale(3)
-        up.until(lambda: up.has_loaded("w1") and up.has_loaded("w2"), "all three at work")
+        up.until(lambda: up.has_loaded("w2"), "the third at work")
         assert set(cluster.places()) == {"learner", "w0", "w1", "w2"}
         up.scale(1)
         up.until(lambda: set(cluster.places()) == {"learner", "w0"}, "their room")
@@ -142,97 +98,58 @@ class TestARunThatIsUp:
         assert set(up.processes()) == {"run", "nats-server", "learner", "w0"}
         up.until_trained()
 
-    def test_two_runs_share_a_cluster_and_a_name_is_taken_once(
-        self, cluster: TwoNodes, up: RayRun, make: Make, tmp_path: Path
-    ) -> None:
-        other = make(name="two")
-        other.start()
-        other.until_trained()
-        second = RayRun(tmp_path, cluster, f"run.directory={tmp_path / 'elsewhere'}", name="one")
+    def test_a_name_is_taken_once(self, cluster: TwoNodes, up: RayRun, tmp_path: Path) -> None:
+        second = RayRun(tmp_path, cluster, f"run.directory={tmp_path / 'elsewhere'}")
         second.start()
         assert second.wait() == 2
-        assert 'run.name: a run "one" is up on this Ray cluster' in second.said
-        assert len(cluster.left_behind()) == 8  # a placement group and an actor for each of four processes
-        other.signal(signal.SIGINT)
-        assert other.wait() == 130
-        assert len(cluster.places()) == 2
-        up.until_trained()
-        assert_is_clean(other.audit())
+        assert 'run.name: a run "storm" is up on this Ray cluster' in second.said
 
-    def test_ctrl_c_ends_a_run_with_nothing_left_of_it(self, cluster: TwoNodes, up: RayRun) -> None:
+    def test_a_killed_nodes_work_is_redelivered_and_its_worker_waits_aloud_for_another_one(
+        self, cluster: TwoNodes, up: RayRun
+    ) -> None:
+        before, _ = up.processes()["w0"]
+        cluster.kill_b()
+        up.until(lambda: "w0 waits for room: 1 CPU" in up.said, "that it waits")
+        cluster.mend()
+        up.until(lambda: up.processes().get("w0", (before, 0))[0] != before, "another life")
+        up.until_trained()
+        assert cluster.places() == {"learner": cluster.a, "w0": cluster.b}
+
+    def test_a_killed_run_leaves_nothing_and_goes_on_with_resume(self, cluster: TwoNodes, up: RayRun) -> None:
+        up.signal(signal.SIGKILL)
+        assert up.wait() == -signal.SIGKILL
+        assert_nothing_is_left(cluster, up)
+        up.start("--resume", "--set", "rollout.workers=1")
+        up.until_trained()
+
+    def test_a_full_node_is_waited_for_aloud_and_ctrl_c_ends_the_wait_with_nothing_left(
+        self, cluster: TwoNodes, up: RayRun
+    ) -> None:
+        other = ray.util.placement_group([{"CPU": CPUS - 1}], bundle_label_selector=[{"site": "b"}], name="other")
+        assert other.wait(SECONDS)
+        up.scale_and_forget(2)
+        up.until(lambda: "w1 waits for room" in up.said, "that it waits")
+        secret = token(up)
         up.signal(signal.SIGINT)
         assert up.wait() == 130
+        ray.util.remove_placement_group(other)
         assert_nothing_is_left(cluster, up)
-        assert_is_clean(up.audit())
+        logs = [up.said, *(path.read_text(errors="replace") for path in cluster.logs.rglob("*") if path.is_file())]
+        assert not any(secret in text for text in logs)
+        found = up.audit()
+        assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0), found
 
 
-def test_a_killed_nodes_work_is_redelivered_and_its_worker_comes_back_on_the_other(
-    cluster: TwoNodes, make: Make
-) -> None:
-    run = make(LEARNER_ON_A, 'launcher.options.strategy="SPREAD"')
-    run.start()
-    run.until_trained()
-    assert cluster.places() == {"learner": cluster.a, "w0": cluster.b}
-    before, _ = run.processes()["w0"]
-    cluster.kill_b()
-    run.until(lambda: "w0 ended with signal SIGKILL" in run.said, "word of its end")
-    run.until(lambda: run.processes().get("w0", (before, 0))[0] != before, "another life")
-    run.until_trained()
-    assert cluster.places() == {"learner": cluster.a, "w0": cluster.a}
-    run.signal(signal.SIGINT)
-    assert run.wait() == 130
-    assert_nothing_is_left(cluster, run)
-    assert_is_clean(run.audit())
+def token(run: RayRun) -> str:
+    return str(json.loads((run.directory / "bus.json").read_text())["token"])
 
 
-def test_a_killed_run_leaves_nothing_and_goes_on_with_resume(cluster: TwoNodes, make: Make) -> None:
-    run = make(LEARNER_ON_A, WORKERS_ON_B)
-    run.start()
-    run.until_trained()
-    run.signal(signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL
-    assert_nothing_is_left(cluster, run)
-    run.start("--resume", steps=run.step + 3)
-    assert run.wait() == 0
-    assert_nothing_is_left(cluster, run)
-    assert_is_clean(run.audit())
-
-
-def test_a_full_node_is_waited_for_aloud_and_ctrl_c_ends_the_wait(cluster: TwoNodes, make: Make) -> None:
-    other = ray.util.placement_group([{"CPU": CPUS}], bundle_label_selector=[{"site": "b"}], name="other")
-    assert other.wait(SECONDS)
-    run = make(LEARNER_ON_A, WORKERS_ON_B)
-    run.start()
-    run.until(lambda: "w0 waits for room: 1 CPU on one machine" in run.said, "that it waits")
-    ray.util.remove_placement_group(other)
-    run.until_trained()
-    assert cluster.places() == {"learner": cluster.a, "w0": cluster.b}
-    other = ray.util.placement_group([{"CPU": CPUS - 1}], bundle_label_selector=[{"site": "b"}], name="other")
-    assert other.wait(SECONDS)
-    run.scale_and_forget(2)
-    run.until(lambda: "w1 waits for room" in run.said, "that it waits")
-    run.signal(signal.SIGINT)
-    assert run.wait() == 130
-    ray.util.remove_placement_group(other)
-    assert_nothing_is_left(cluster, run)
-    assert_is_clean(run.audit())
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("rollout.workers=9", "10 processes (learner ... w8) need 10 CPU; the cluster has 8 CPU on 2 machines"),
-        ("launcher.options.address=127.0.0.1:9", "no Ray cluster answers"),
-    ],
-)
-def test_what_can_never_run_is_refused_in_a_line_and_at_once(
-    cluster: TwoNodes, make: Make, override: str, reason: str
-) -> None:
-    run = make(override)
+def test_what_can_never_run_is_refused_in_a_line_and_at_once(cluster: TwoNodes, tmp_path: Path) -> None:
+    run = RayRun(tmp_path, cluster, "rollout.workers=9")
     run.start()
     assert run.wait() == 2
-    complaint = [line for line in run.said.splitlines() if line.startswith("asyncrl")]
-    assert len(complaint) == 1 and reason in complaint[0]
+    (complaint,) = [line for line in run.said.splitlines() if line.startswith("asyncrl")]
+    assert "10 processes (learner ... w8) need 10 CPU; the cluster has 8 CPU on 2 machines" in complaint
     assert "Traceback" not in run.said
     assert_nothing_is_left(cluster, run)
 
@@ -271,6 +188,42 @@ async def test_machines_are_shared_as_the_strategy_says(launch: Callable[..., Ra
     await launcher.start(spec(2))
 
 
+async def test_the_parts_of_a_learner_are_on_machines_of_their_own_and_each_ones_ranks_beside_each_other(
+    cluster: TwoNodes, tmp_path: Path
+) -> None:
+    def rank(number: int, *, beside: str = "", apart: tuple[str, ...] = ()) -> ProcessSpec:
+        return ProcessSpec(
+            name=f"learner-{number}" if number else LEARNER,
+            role=LEARNER_RANK if number else LEARNER,
+            arguments=("check", "--help"),
+            beside=beside,
+            apart=apart,
+            meets=LEARNER,
+        )
+
+    specs = [
+        rank(3, beside="learner-2"),
+        rank(2, apart=(LEARNER,)),
+        rank(1, beside=LEARNER),
+        rank(0, apart=("learner-2",)),
+    ]
+    cluster.leave()
+    launcher = RayLauncher(
+        run_name="parts", log_directory=tmp_path, options=Options(address=cluster.address, learner=Role(cpus=0.5))
+    )
+    launcher.connect()
+    try:
+        launcher.check_room(specs)
+        for process in await asyncio.gather(*map(launcher.start, specs)):
+            assert await process.wait() == 0
+        machines = {name: place.machine for name, place in launcher._places.items()}
+        assert machines[LEARNER] == machines["learner-1"] != machines["learner-2"] == machines["learner-3"]
+        assert launcher._launch_request(specs[0]).environment["MASTER_ADDR"]
+    finally:
+        await launcher.close()
+        cluster.watch()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -286,15 +239,18 @@ def test_room_is_counted_before_anything_is_started(
         launch(**options).check_room([spec(number) for number in range(3)])
 
 
-def test_an_address_of_another_kind_is_refused() -> None:
-    launcher = RayLauncher(run_name="x", log_directory=Path(), options=Options(address="ray://127.0.0.1:9"))
-    with pytest.raises(ConfigError, match="must be on a node of the cluster"):
-        launcher.connect()
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("ray://127.0.0.1:9", "must be on a node of the cluster"), ("127.0.0.1:9", "no Ray cluster answers")],
+)
+def test_an_address_without_a_cluster_is_refused(address: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        RayLauncher(run_name="x", log_directory=Path(), options=Options(address=address)).connect()
 
 
 @pytest.mark.parametrize("section", ["learner", "rollout"])
-def test_numbers_of_gpus_are_for_one_machine(make: Make, section: str) -> None:
-    run = make()
+def test_numbers_of_gpus_are_for_one_machine(cluster: TwoNodes, tmp_path: Path, section: str) -> None:
+    run = RayRun(tmp_path, cluster)
     made = config.load(run.folder / "run.toml", ["launcher.kind=ray", f"{section}.gpus=[0]"])
     with pytest.raises(ConfigError, match=f"{section}.gpus: numbers are of one machine"):
         check(made)
