@@ -48,7 +48,7 @@ from tests.harness.faults.injections import small_disk
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
-RECOVERY_SECONDS: Final = 600.0
+RECOVERY_SECONDS: Final = 300.0
 """Recovery limit; after it the storm fails and names the process that is not back."""
 _LOOK_SECONDS: Final = 0.02
 _AFTERMATH_SECONDS: Final = 0.3

@@ -3,9 +3,6 @@ fixed."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from tests.harness.faults.injections import hanging, stopped
 from tests.harness.faults.run import prepare, running
 from tests.harness.forked import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -54,9 +51,8 @@ def test_a_worker_that_stays_frozen_is_restarted(folder: Path, forks: ForkServer
     with running(folder, "run.stall_seconds=7", forks=forks) as run:
         pid = run.pid("w0")
         with stopped(pid):
-            assert "w0 ended with signal SIGKILL (worker w0 is stopped" in run.wait_for("restart 1 of 3")
-        while run.pid("w0") in (0, pid):
-            time.sleep(0.1)
+            assert "restart 1 of 3" in run.wait_for("w0 ended with signal SIGKILL (worker w0 is stopped")
+        run.wait_until(lambda: run.pid("w0") not in (0, pid), "another w0")
         run.wait_for_steps(2)
 
 
@@ -64,10 +60,3 @@ def test_a_learner_that_cannot_come_back_ends_the_run_with_the_reason(folder: Pa
     with running(folder, "run.stall_seconds=7", "run.restarts=0", forks=forks) as run, stopped(run.pid("learner")):
         assert "learner is stopped (SIGSTOP)" in run.wait_for("ending the run")
         assert run.process.wait(60) == 1
-
-
-def test_a_run_whose_learner_was_drained_from_outside_is_no_success(folder: Path, forks: ForkServer) -> None:
-    with running(folder, forks=forks) as run:
-        os.kill(run.pid("learner"), signal.SIGTERM)
-        assert "continue with --resume" in run.wait_for("drained from outside")
-        assert run.process.wait(60) == 130

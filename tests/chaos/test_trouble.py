@@ -28,10 +28,11 @@ from tests.conftest import MAX_MESSAGE_BYTES
 from tests.harness.buses import Proxy
 from tests.harness.faults.injections import FILLER, fill, small_disk
 from tests.harness.forked import ForkServer
+from tests.harness.run_process import within
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
-CUT_SECONDS = float(os.environ.get("ASYNCRL_CUT_SECONDS", "8"))
+CUT_SECONDS = float(os.environ.get("ASYNCRL_CUT_SECONDS", "4"))
 MESSAGE_BYTES = f"bus.max_message_bytes={MAX_MESSAGE_BYTES}"
 PATIENT = "run.stall_seconds=600"
 """Keeps the launcher waiting, because its interventions are tested in test_liveness.py."""
@@ -110,27 +111,6 @@ async def test_a_worker_continues_when_its_lost_connection_is_back(
     assert_is_clean(await asyncio.to_thread(storm.audit))
 
 
-async def test_a_learner_continues_when_its_lost_connection_is_back(
-    tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy, forks: ForkServer
-) -> None:
-    storm = storm_on(own_server, tmp_path, "rollout.workers=0", forks=forks, url=proxy.url)
-    async with (
-        worker(storm, forks, "x0", url=own_server.url),
-        worker(storm, forks, "x1", url=own_server.url),
-        storm.up() as seen,
-    ):
-        learner = storm.pids()["learner"]
-        await cut_off(proxy)
-        steps = seen.step[1]
-        await storm.until(lambda: seen.step[1] > steps + 2, "the learner trains again")
-        assert storm.pids()["learner"] == learner  # the learner waited and was not restarted
-        assert seen.step[0] == 0
-    assert LOST in log_of(storm, "learner")
-    assert BACK in log_of(storm, "learner")
-    assert LOST not in log_of(storm, "x0")
-    assert_is_clean(await asyncio.to_thread(storm.audit))
-
-
 async def test_all_processes_continue_when_all_lost_connections_are_back(
     tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy, forks: ForkServer
 ) -> None:
@@ -164,8 +144,9 @@ async def test_a_learner_dropped_as_a_slow_consumer_continues_reading_where_it_w
             learner = storm.pids()["learner"]
             os.kill(learner, signal.SIGSTOP)
             try:
-                while "Slow Consumer" not in (server.directory / "nats-server.log").read_text():
-                    await flood(storm, megabytes=4)
+                async with within("the server drops a slow consumer"):
+                    while "Slow Consumer" not in (server.directory / "nats-server.log").read_text():
+                        await flood(storm, megabytes=4)
             finally:
                 os.kill(learner, signal.SIGCONT)
             steps = seen.step[1]
@@ -197,9 +178,10 @@ async def test_workers_report_a_full_log_and_continue_when_it_has_room(
     async with storm.up() as seen:
         before = storm.pids()
         async with full_log(storm) as fill:
-            while not await all_wait_for_room(storm):
-                await fill()
-                await asyncio.sleep(0.1)
+            async with within("all workers wait for room"):
+                while not await all_wait_for_room(storm):
+                    await fill()
+                    await asyncio.sleep(0.1)
             steps = seen.step[1]
         await storm.until(lambda: seen.step[1] > steps + 5, "all work again")
         assert storm.pids() == before
@@ -232,7 +214,8 @@ async def all_wait_for_room(storm: Storm) -> bool:
     """Return whether all workers wait for room, according to their heartbeats."""
     assert storm.bus is not None
     beats = await storm.bus.states(ACTORS)
-    return all(any(wait.what == SPACE_IN_LOG for wait in beats[name].waits) for name in ("w0", "w1", "w2"))
+    waits = [beats[name].waits if name in beats else () for name in ("w0", "w1", "w2")]
+    return all(any(wait.what == SPACE_IN_LOG for wait in its) for its in waits)
 
 
 async def test_all_processes_wait_while_the_servers_disk_is_full_and_continue_when_it_has_room(
@@ -240,7 +223,7 @@ async def test_all_processes_wait_while_the_servers_disk_is_full_and_continue_wh
 ) -> None:
     """The server's store is on a separate disk of 64 MiB. Only the server is restarted, and only once the disk has
     room."""
-    stall_seconds = 15
+    stall_seconds = 8
     stalls = f"run.stall_seconds={stall_seconds}"
     storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, stalls), forks=forks)
     with disk_of(storm.run_directory / "nats", megabytes=64) as disk:

@@ -15,6 +15,8 @@ from asyncrl.actors.learner.history import HISTORY_FILE, last_incarnation
 from tests.harness.faults.run import prepare, running
 from tests.harness.forked import ForkServer
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = 400
 """Concurrent requests of the client. nats-server queues at most 512 and the workers use two, so the client gets nearly
 every prompt."""
@@ -36,8 +38,6 @@ def keeping(folder: Path, count: int, *, pause: float = 0.0, requests: int = 1) 
             keeper.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_prompts_that_somebody_keeps_hold_up_no_step_and_restart_nobody(tmp_path: Path, forks: ForkServer) -> None:
     """No worker has begun these groups, so they do not age. The learner waits only for groups that workers have
     begun."""
@@ -50,21 +50,6 @@ def test_prompts_that_somebody_keeps_hold_up_no_step_and_restart_nobody(tmp_path
         assert not [line for line in run.said if "the window is full" in line]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_client_that_keeps_every_prompt_costs_a_pause_and_no_restart(tmp_path: Path, forks: ForkServer) -> None:
-    """Two batches of eight fill the window, so nothing is left to train and the other workers have nothing to do. The
-    client also keeps its share of the reissued prompts."""
-    prepare(tmp_path)
-    settings = ("run.stall_seconds=7", "run.restarts=0", "rollout.reissue_seconds=5")
-    with running(tmp_path, *settings, forks=forks) as run, keeping(tmp_path, 16):
-        run.wait_for_steps(10)
-        assert run.wait_for("prompts are not answered")
-    assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_client_that_keeps_every_prompt_again_and_again_stops_the_run_until_it_is_gone_and_no_longer(
     tmp_path: Path, forks: ForkServer
 ) -> None:
@@ -73,22 +58,20 @@ def test_a_client_that_keeps_every_prompt_again_and_again_stops_the_run_until_it
     settings = ("run.stall_seconds=2", "run.restarts=0", "rollout.reissue_seconds=2")
     with running(tmp_path, *settings, forks=forks) as run:
         with keeping(tmp_path, 100_000, requests=REQUESTS):
-            for _ in range(6):
-                run.wait_for("prompts are not answered", after=len(run.said), seconds=600)
+            for _ in range(2):
+                run.wait_for("prompts are not answered", after=len(run.said))
         run.wait_for_steps(10)
     assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_client_that_keeps_a_prompt_of_the_last_step_does_not_keep_the_run_from_its_end(
     tmp_path: Path, forks: ForkServer
 ) -> None:
     prepare(tmp_path)
-    settings = ("run.restarts=0", "rollout.reissue_seconds=1", "run.steps=30")
+    settings = ("run.restarts=0", "rollout.reissue_seconds=1", "run.steps=20")
     with running(tmp_path, *settings, forks=forks) as run:
         (tmp_path / "step").touch()  # the learner hangs until the client is connected
         with keeping(tmp_path, 1000, pause=0.5):
             (tmp_path / "step").unlink()
-            assert run.process.wait(1000) == 0
+            assert run.process.wait(240) == 0
     assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,23 @@ def test_state_of_a_process_is_what_its_machine_says() -> None:
     assert os_process.process_state(os.getpid()) == "running"
     assert os_process.process_state(0) == ""
     assert os_process.process_state(2**22 + 1) == "gone"
+
+
+STARTER = """
+import os, subprocess, sys, time
+code = "import time; from asyncrl import os_process; os_process.end_with_parent(); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"ASYNCRL_PARENT_PID": str(os.getpid())})
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_ends_with_its_parent_even_if_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        ended = select.poll()  # select() takes no descriptor above 1,023
+        ended.register(child, select.POLLIN)
+        assert ended.poll(60_000)
+        os.close(child)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -68,6 +68,7 @@ class Engine(InProcessEngine):
         await super().start()
 
     async def generate(self, *arguments, **named):
+        await asyncio.sleep(0.2)  # leaves the cores to tests beside it
         await wait("engine")
         return await super().generate(*arguments, **named)
 
@@ -193,17 +194,22 @@ class Run:
                 raise TimeoutError(f"{text!r} was not said:\n" + "\n".join(self.said[after:]))
             return found()
 
-    def wait_for_steps(self, count: int, *, seconds: float = 600.0) -> None:
+    def wait_for_steps(self, count: int) -> None:
         """Wait until ``count`` more steps are trained. Raises TimeoutError."""
         metrics = self.folder / "runs" / "faults" / "metrics.jsonl"
 
         def steps() -> int:
             return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-        goal, end = steps() + count, time.monotonic() + seconds
-        while steps() < goal:
+        goal = steps() + count
+        self.wait_until(lambda: steps() >= goal, f"step {goal}")
+
+    def wait_until(self, is_so: Callable[[], bool], what: str, *, seconds: float = 240.0) -> None:
+        """Wait while the run is up. Raises TimeoutError with ``what`` and the whole output."""
+        end = time.monotonic() + seconds
+        while not is_so():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise TimeoutError(f"no step {goal}:\n" + "\n".join(self.said))
+                raise TimeoutError(f"{what}: did not come\n" + "\n".join(self.said))
             time.sleep(0.1)
 
     def pid(self, name: str) -> int:
