@@ -394,6 +394,7 @@ async def run_all(loop: Loop, *workers: tuple[RolloutWorker, WeightFollower], re
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop run until ``condition``; the test's timeout is the limit."""
-    while not condition():
-        await asyncio.sleep(0.001)
+    """Let the event loop run until ``condition``. Raises TimeoutError after two minutes."""
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ path = "model"
 [data]
 path = "prompts.jsonl"
 [engine]
-kind = "inprocess"
-options = {threads = 1}
+kind = "tests.chaos.metered_model:MeteredModel"
+options = {threads = 1, step_seconds = 0.02, meter = "meters"}  # it leaves the cores to tests beside it
 [reward]
 kind = "asyncrl.data.demo_task:reward"
 [learner]
@@ -56,8 +57,20 @@ every_steps = 20
 [bus]
 ack_seconds = 5.0
 """
+WAIT_SECONDS = 240.0
+"""Limit of every wait for an event of a run, which takes seconds on an idle machine."""
 _END_WITH_US = functools.partial(os_process.signal_on_parent_death, signal.SIGKILL)
 """Ends the process whenever this one ends. Start the process from a thread that lives as long as this process."""
+
+
+@contextlib.asynccontextmanager
+async def within(what: str, *, seconds: float = WAIT_SECONDS) -> AsyncIterator[None]:
+    """Raise AssertionError with ``what`` if the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise AssertionError(f"not within {seconds:.0f} s: {what}") from None
 
 
 class RunProcess:
@@ -129,11 +142,13 @@ class RunProcess:
         )
         self._process = self._started(words, environment=self._env(), output=self._output, directory=self.folder)
 
-    def scale(self, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = self.command("scale", "run.toml", "--rollout-workers", str(count), *self._sets(), *arguments)
-        return subprocess.run(
-            command, cwd=self.folder, capture_output=True, text=True, env=self._env(), check=False, timeout=900
-        )
+    def scale(self, count: int) -> tuple[int, str]:
+        """Return the exit code and the output of `asyncrl scale`."""
+        output = self.folder / f"scale-{uuid.uuid4().hex}"
+        output.touch()
+        command = ("scale", "run.toml", "--rollout-workers", str(count), *self._sets())
+        process = self._started(command, environment=self._env(), output=output, directory=self.folder)
+        return process.wait(WAIT_SECONDS), output.read_text()
 
     def join(
         self, name: str, *words: str, folder: Path, verb: str = "rollout-worker"
@@ -151,13 +166,13 @@ class RunProcess:
         """Return the output of `asyncrl audit --json`, with its exit code under "code"."""
         return audited(self.run_directory, token=self.token)
 
-    def drain(self, seconds: float = 600.0) -> int:
+    def drain(self, seconds: float = WAIT_SECONDS) -> int:
         """Send Ctrl-C and return the exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         return self._process.wait(seconds)
 
-    def wait(self, seconds: float = 900.0) -> int:
+    def wait(self, seconds: float = WAIT_SECONDS) -> int:
         assert self._process is not None
         return self._process.wait(seconds)
 
@@ -176,7 +191,7 @@ class RunProcess:
             task.cancel()
             await asyncio.wait([task])
 
-    async def until(self, condition: Callable[[], object], what: str, *, seconds: float = 900.0) -> None:
+    async def until(self, condition: Callable[[], object], what: str, *, seconds: float = WAIT_SECONDS) -> None:
         """Raises TimeoutError with all output of the run."""
         end = time.monotonic() + seconds
         while not condition():

@@ -12,7 +12,7 @@ import pytest
 from tests.harness.forked import ForkServer
 from tests.harness.run_process import RunProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 def results(run: RunProcess) -> list[dict[str, Any]]:

@@ -21,9 +21,9 @@ from asyncrl.environments.agent.entry import Entry
 from asyncrl.messages.roles import WORKER
 from asyncrl.messages.topics import ACTORS, SEGMENTS
 from tests.harness.forked import ForkServer
-from tests.harness.run_process import RunProcess
+from tests.harness.run_process import RunProcess, within
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 PRODUCERS = 8
 AGENT = """
@@ -117,8 +117,9 @@ async def test_sessions_of_a_killed_worker_are_replayed_from_their_tokens(tmp_pa
             gate.clear()
             await run.until(lambda: all(one.is_held for one in producers), "sessions of one call each")
             over = [one.sessions[-1] for one in producers]
-            while not {one.sample for one in over} <= await saved_samples(run):
-                await asyncio.sleep(0.1)
+            async with within("each session's first call is on the bus"):
+                while not {one.sample for one in over} <= await saved_samples(run):
+                    await asyncio.sleep(0.1)
             os.kill(await worker_pid(run), signal.SIGKILL)
             await run.until(lambda: "restart 1 of" in run.said, "its end")
             gate.set()
