@@ -17,6 +17,7 @@ from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.policies.batching.packing import empty, pack_for_ranks, recording
 from tests.harness.backends import (
     KINDS,
+    KINDS_AND_RANKS,
     LEARNING_RATE,
     RANKS,
     SETTINGS,
@@ -25,7 +26,6 @@ from tests.harness.backends import (
     expected_logprobs,
     hugging_face,
     learned,
-    num_ranks,
     num_shares,
     scored,
     shares,
@@ -35,8 +35,7 @@ from tests.harness.backends import (
 )
 from tests.harness.packing import pack
 
-# The fork server of the second rank imports for 10 s.
-PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in KINDS]
+and_ranks = pytest.mark.parametrize("kind", KINDS_AND_RANKS, indirect=True)
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
 
@@ -45,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=PARAMETERS)
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -99,7 +98,7 @@ def test_a_step_is_adamw_on_the_clipped_sum_of_policy_gradients(folder: Path) ->
     assert metrics["grad_norm"] > SETTINGS.max_grad_norm  # the gradient was clipped
 
 
-@pytest.mark.parametrize("megatron", PARAMETERS[1:])
+@pytest.mark.parametrize("megatron", KINDS[1:])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_three_steps_make_the_weights_and_metrics_of_the_reference(
@@ -120,6 +119,7 @@ def test_three_steps_make_the_weights_and_metrics_of_the_reference(
     assert distance(before, expected[0]) > 10 * 1e-4  # the weights moved further than the tolerance
 
 
+@and_ranks
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(kind: str, folder: Path) -> None:
     batch = documents()
     results = []
@@ -133,6 +133,7 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(kind: str, folder: Path
         assert distance(other, results[0][1]) < 2e-5
 
 
+@and_ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_restored_training_equals_uninterrupted_training(kind: str, folder: Path, tmp_path: Path, dtype: str) -> None:
     with started(kind, folder, dtype=dtype) as backend:
@@ -147,6 +148,7 @@ def test_restored_training_equals_uninterrupted_training(kind: str, folder: Path
         assert distance(weights(backend), uninterrupted) == 0.0
 
 
+@and_ranks
 def test_a_checkpoint_from_before_the_first_step_restores(kind: str, folder: Path, tmp_path: Path) -> None:
     with started(kind, folder) as backend:
         start = weights(backend)
@@ -159,7 +161,7 @@ def test_a_checkpoint_from_before_the_first_step_restores(kind: str, folder: Pat
         assert distance(weights(backend), after) == 0.0
 
 
-@pytest.mark.parametrize("kind", PARAMETERS[:2] + PARAMETERS[-2:])
+@and_ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_that_left_the_gpus_and_came_back_is_training_that_stayed(kind: str, folder: Path, dtype: str) -> None:
     def trained(*, leaves: bool) -> dict[str, torch.Tensor]:
@@ -206,6 +208,7 @@ def test_an_export_is_a_snapshot_that_hugging_face_loads(kind: str, folder: Path
     np.testing.assert_allclose(expected_logprobs(hugging_face(tmp_path), packed.tokens), logprobs, atol=1e-4)
 
 
+@and_ranks
 def test_a_batch_that_is_not_finite_is_skipped(kind: str, folder: Path) -> None:
     good = documents()
     bad = [*good[:-1], dataclasses.replace(good[-1], advantages=np.full_like(good[-1].advantages, np.nan))]
@@ -222,6 +225,7 @@ def test_a_batch_that_is_not_finite_is_skipped(kind: str, folder: Path) -> None:
         assert distance(weights(backend), after_both) == 0.0
 
 
+@and_ranks
 def test_micro_batches_without_response_tokens_train_nothing(kind: str, folder: Path) -> None:
     with started(kind, folder) as backend:
         before = weights(backend)
@@ -248,6 +252,7 @@ def test_a_rank_without_documents_does_not_matter(folder: Path) -> None:
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
+@and_ranks
 def test_a_wrong_number_of_shares_is_an_error(kind: str, folder: Path) -> None:
     with started(kind, folder) as backend, pytest.raises(BackendError, match="3"):
         backend.step([[], [], []], learning_rate=LEARNING_RATE)
@@ -282,7 +287,7 @@ def test_small_steps_add_up_in_bfloat16(kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [*PARAMETERS, *(pytest.param(kind, marks=RANKS) for kind in ("megatron-cp2", "megatron-pp2"))],
+    [*KINDS, *(pytest.param(kind, marks=RANKS) for kind in ("megatron-cp2", "megatron-pp2"))],
     indirect=True,
 )
 def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_documents(kind: str, folder: Path) -> None:

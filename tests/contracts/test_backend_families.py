@@ -28,7 +28,6 @@ from tests.harness.backends import (
     expected_logprobs,
     gradients_of_megatron,
     hugging_face,
-    learned,
     num_shares,
     scored,
     shares,
@@ -228,7 +227,6 @@ def test_a_batch_without_response_tokens_trains_no_expert(kind: str, mixture: Pa
     [
         ("reference", {}),
         ("megatron-1", {}),
-        pytest.param("megatron-tp2", {}, marks=RANKS),
         pytest.param("megatron-tp2-ep2", {}, marks=RANKS),
         pytest.param("megatron-ep2", {"distributed_optimizer": False}, marks=RANKS),
     ],
@@ -264,15 +262,3 @@ def test_recomputation_changes_no_number_of_a_mixture(
             results.append(weights(backend))
     assert distance(*results) == 0.0
     assert calls.count(recompute) == 2 * calls.count("none") > 0
-
-
-@pytest.mark.parametrize("megatron", [pytest.param("megatron-2", marks=RANKS)])
-def test_data_parallel_ranks_of_a_mixture_train_as_one(mixture: Path, megatron: str) -> None:
-    results = {}
-    for kind in ("reference", megatron):
-        with started(kind, mixture) as backend:
-            for step in range(2):
-                metrics = backend.step(shares(kind, documents(step)), learning_rate=LEARNING_RATE).metrics
-            results[kind] = (weights(backend), learned(metrics))
-    assert distance(results["reference"][0], results[megatron][0]) < 1e-4
-    assert results[megatron][1] == pytest.approx(results["reference"][1], rel=1e-4, abs=1e-4)

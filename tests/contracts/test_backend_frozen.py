@@ -34,7 +34,7 @@ def is_frozen(name: str, patterns: dict[str, tuple[str, ...]]) -> bool:
     return not chosen or any(re.search(pattern, name) for pattern in freeze)
 
 
-@pytest.fixture(params=["reference", "megatron-1", pytest.param("megatron-2", marks=pytest.mark.slow)])
+@pytest.fixture(params=["reference", "megatron-1"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -60,9 +60,8 @@ def test_what_is_frozen_stays_to_the_last_bit_and_the_rest_is_trained(kind: str,
 
 
 @pytest.mark.parametrize("kind", [pytest.param("megatron-pp2", marks=RANKS)])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_pipeline_stage_with_nothing_to_train_scales_no_gradients(kind: str, folder: Path, layer: int) -> None:
-    settings = dataclasses.replace(SETTINGS, train_only=(rf"layers\.{layer}\.",), max_grad_norm=1e-3)
+def test_a_pipeline_stage_with_nothing_to_train_scales_no_gradients(kind: str, folder: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, train_only=(r"layers\.0\.",), max_grad_norm=1e-3)
     found = []
     for one in ("reference", kind):
         with started(one, folder, optimizer=settings) as backend:
@@ -71,7 +70,7 @@ def test_a_pipeline_stage_with_nothing_to_train_scales_no_gradients(kind: str, f
     assert distance(*found) < 1e-4
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=RANKS) for kind in ("megatron-ep2", "megatron-tp2-ep2")])
+@pytest.mark.parametrize("kind", [pytest.param("megatron-tp2-ep2", marks=RANKS)])
 @pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False}], ids=["distributed", "replicated"])
 def test_ranks_that_share_experts_train_the_experts_alone(kind: str, options: dict[str, bool], tmp_path: Path) -> None:
     """Megatron still has an optimizer of all other weights, around none of torch's."""

@@ -21,6 +21,7 @@ from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.batching.packing import documents as document_slices
 from tests.harness.backends import (
     KINDS,
+    KINDS_AND_RANKS,
     LEARNING_RATE,
     RANKS,
     critic,
@@ -29,7 +30,6 @@ from tests.harness.backends import (
     expected_logprobs,
     hugging_face,
     learned,
-    num_ranks,
     num_shares,
     scored,
     shares,
@@ -40,8 +40,7 @@ from tests.harness.backends import (
 )
 from tests.harness.packing import pack
 
-# Starting the processes takes 10 s.
-PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in (*KINDS, "megatron-4")]
+and_ranks = pytest.mark.parametrize("kind", KINDS_AND_RANKS, indirect=True)
 CRITIC_RATE = 2e-2
 
 
@@ -50,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=PARAMETERS)
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -89,7 +88,7 @@ def test_a_critic_learns_a_constant_return(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("megatron", PARAMETERS[1:])
+@pytest.mark.parametrize("megatron", [*KINDS[1:], pytest.param("megatron-4", marks=RANKS)])
 def test_steps_of_a_critic_make_the_values_and_metrics_of_the_reference(
     tmp_path: Path, tied: bool, megatron: str
 ) -> None:
@@ -132,6 +131,7 @@ def test_a_value_is_of_the_state_before_the_token_it_is_trained_at(kind: str, fo
     np.testing.assert_allclose(values[[first - 1, first]], [1.0, -1.0], atol=0.3)
 
 
+@and_ranks
 def test_a_critic_s_batch_that_is_not_finite_is_skipped(kind: str, folder: Path) -> None:
     (packed,) = pack(documents(), max_tokens=1000)
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
@@ -144,6 +144,7 @@ def test_a_critic_s_batch_that_is_not_finite_is_skipped(kind: str, folder: Path)
         assert distance(weights(backend), policy) == 0.0
 
 
+@and_ranks
 def test_an_objective_is_not_asked_about_micro_batches_without_response_tokens(kind: str, folder: Path) -> None:
     """Such micro-batches have no scores either."""
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
@@ -153,6 +154,7 @@ def test_an_objective_is_not_asked_about_micro_batches_without_response_tokens(k
             assert (metrics["critic/loss"], metrics["critic/grad_norm"]) == (0.0, 0.0)
 
 
+@and_ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_policy_and_critic_go_on_from_a_checkpoint_as_if_never_stopped(
     kind: str, folder: Path, tmp_path: Path, dtype: str
@@ -195,6 +197,7 @@ def test_a_checkpoint_without_the_critic_is_refused_before_anything_changes(
 # -- frozen models -----------------------------------------------------------------------------------------------------
 
 
+@and_ranks
 def test_what_a_reference_says_does_not_change_when_the_policy_trains(kind: str, folder: Path) -> None:
     (packed,) = pack(documents(), max_tokens=1000)
     with started(kind, folder, auxiliary={"reference": AuxiliaryModel(path=folder)}) as backend:
@@ -233,6 +236,7 @@ def test_a_teacher_of_another_shape_says_what_hugging_face_says(
         np.testing.assert_allclose(logprobs[where], expected, atol=1e-4)
 
 
+@and_ranks
 def test_scores_are_shaped_as_the_shares(kind: str, folder: Path) -> None:
     """Several micro-batches per rank, one of them empty: each document's scores equal those it gets alone."""
     batch = documents()

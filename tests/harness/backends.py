@@ -57,10 +57,13 @@ LAYOUTS = {
     "megatron-pp2-cp2": Layout(ranks=4, pipeline=2, context=2),
     "megatron-pp2-tp2": Layout(ranks=4, pipeline=2, tensor=2, is_sequence_parallel=True),
 }
-KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1", "megatron-2", "megatron-tp2")
+KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1")
+"""Backends of one process."""
 RANKS = (pytest.mark.slow, pytest.mark.xdist_group("ranks"))
 """Marks of a test whose backend runs several processes. Their fork server imports for 10 s, once for all these
 tests."""
+KINDS_AND_RANKS = (*KINDS, pytest.param("megatron-2", marks=RANKS))
+"""For promises that several ranks could break; the numbers of every layout are in test_layouts.py."""
 LAYOUT_RANKS = (pytest.mark.slow, pytest.mark.xdist_group("layouts"))
 """The same marks for a second half of the tests, so that another pytest process can run it."""
 VOCABULARY = 50

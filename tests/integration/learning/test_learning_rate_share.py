@@ -16,19 +16,16 @@ from asyncrl.policies.batching.packing import empty
 from asyncrl.policies.corrections import diagnostics
 from tests.harness.backends import (
     KINDS,
+    KINDS_AND_RANKS,
     LEARNING_RATE,
-    RANKS,
     distance,
     documents,
-    num_ranks,
     num_shares,
     shares,
     started,
     tiny_model,
     weights,
 )
-
-PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in KINDS]
 
 
 def scaled(rule: str) -> Algorithm:
@@ -69,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("kind", PARAMETERS)
+@pytest.mark.parametrize("kind", KINDS_AND_RANKS)
 def test_a_step_is_one_at_the_learning_rate_its_batch_is_worth(kind: str, folder: Path) -> None:
     batch = documents()
     with started(kind, folder) as backend:
@@ -89,7 +86,7 @@ def test_a_step_is_one_at_the_learning_rate_its_batch_is_worth(kind: str, folder
     assert distance(expected, start) < 0.95 * distance(unscaled, start)
 
 
-@pytest.mark.parametrize("kind", PARAMETERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_without_response_tokens_is_a_step_all_the_same(kind: str, folder: Path) -> None:
     with started(kind, folder, algorithm=scaled("linear")) as backend:
         metrics = backend.step([[empty()] for _ in range(num_shares(kind))], learning_rate=LEARNING_RATE).metrics

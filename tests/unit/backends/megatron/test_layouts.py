@@ -8,6 +8,7 @@ factor.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,42 +45,47 @@ from tests.harness.backends import (
 )
 from tests.harness.packing import pack
 
+EXPLORES = bool(os.environ.get("ASYNCRL_EXPLORE"))
 LEARNING_RATE = 0.05
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 
 QUICK = (("megatron-pp2", "qwen3", {}), ("megatron-tp2-ep2", "qwen3_moe", {}))
 SLOW = (
+    ("megatron-cp2-tp2", "gemma3", {}),
+    ("megatron-vpp2", "gemma3", {}),  # half of the layers have windows; a tied embedding has a copy at either end
+    ("megatron-pp2-dp2", "qwen2", {"distributed_optimizer": False}),
+    ("megatron-pp2-ep2", "qwen3_next", {"recompute": "full"}),
+    ("megatron-tp2-ep2", "qwen3_next", {}),
+    ("megatron-tp2-ep2", "qwen2_moe", {}),
+    ("megatron-tp2", "glm4", {}),
+    ("megatron-ep2-dp2", "glm4_moe", {}),
+    ("megatron-tp2", "deepseek_v3", {}),
+    ("megatron-cp2-ep2", "deepseek_v3", {"recompute": "full"}),
+    ("megatron-cp2-ep2", "gpt_oss", {}),
+    ("megatron-tp2-ep4", "gpt_oss", {"recompute": "selective"}),
+)
+"""Every way to split with another one or two, and every family whose weights are cut in a way of their own."""
+MORE = (
     ("megatron-cp2", "qwen3", {}),
     ("megatron-tp2", "qwen3", {}),
     ("megatron-vpp2", "qwen3", {}),
     ("megatron-cp4", "qwen3", {}),
     ("megatron-cp2-dp2", "qwen3", {}),
-    ("megatron-cp2-tp2", "gemma3", {}),
     ("megatron-pp2-dp2", "qwen3", {}),
     ("megatron-pp2-cp2", "qwen3", {}),
     ("megatron-pp2-tp2", "qwen3", {}),
-    ("megatron-pp2", "qwen2", {"recompute": "full"}),  # a tied embedding: the first and the last stage have a copy
-    ("megatron-vpp2", "gemma3", {}),  # a tied embedding; half of the layers have windows
+    ("megatron-pp2", "qwen2", {"recompute": "full"}),
     ("megatron-cp2", "qwen3", {"distributed_optimizer": False}),
-    ("megatron-pp2-dp2", "qwen2", {"distributed_optimizer": False}),
     ("megatron-ep2", "qwen3_moe", {}),
     ("megatron-ep2", "qwen3_moe", {"distributed_optimizer": False}),
     ("megatron-tp2", "qwen3_moe", {}),
-    ("megatron-tp2-ep2", "qwen2_moe", {}),
-    ("megatron-tp2-ep2", "qwen3_next", {}),
-    ("megatron-pp2-ep2", "qwen3_next", {"recompute": "full"}),
-    ("megatron-tp2", "glm4", {}),
-    ("megatron-tp2", "deepseek_v3", {}),
     ("megatron-tp2-ep2", "glm4_moe", {}),
-    ("megatron-cp2-ep2", "deepseek_v3", {"recompute": "full"}),
-    ("megatron-ep2-dp2", "glm4_moe", {}),
     ("megatron-pp2-ep2", "deepseek_v3", {}),
     ("megatron-tp2-ep4", "qwen3_moe", {}),
     ("megatron-tp2", "gpt_oss", {}),
-    ("megatron-cp2-ep2", "gpt_oss", {}),
     ("megatron-pp2-ep2", "gpt_oss", {}),
-    ("megatron-tp2-ep4", "gpt_oss", {"recompute": "selective"}),
 )
+"""Only with ASYNCRL_EXPLORE=1, as nightly runs set it."""
 
 
 def name(kind: str, architecture: str, options: Mapping[str, Any]) -> str:
@@ -143,7 +149,7 @@ class Case:
 
 CASES = [
     *(pytest.param(case, id=name(*case)) for case in QUICK),
-    *(pytest.param(case, id=name(*case), marks=pytest.mark.slow) for case in SLOW),
+    *(pytest.param(case, id=name(*case), marks=pytest.mark.slow) for case in (*SLOW, *(MORE if EXPLORES else ()))),
 ]
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -220,12 +226,8 @@ def test_step_after_restore_repeats_bit_for_bit(case: Case) -> None:
     ("kind", "architecture", "other"),
     [
         ("megatron-pp2", "qwen2", "megatron-1"),
-        ("megatron-cp2", "qwen3", "megatron-tp2"),
-        ("megatron-pp2-ep2", "qwen3_moe", "megatron-tp2-ep2"),
         ("megatron-tp2", "deepseek_v3", "megatron-ep2"),
         ("megatron-tp2-ep2", "qwen3_next", "megatron-vpp2"),
-        ("megatron-vpp2", "qwen3_moe", "megatron-1"),
-        ("megatron-tp2-ep2", "gpt_oss", "megatron-cp2"),
     ],
 )
 def test_checkpoint_moves_between_layouts(tmp_path: Path, kind: str, architecture: str, other: str) -> None:

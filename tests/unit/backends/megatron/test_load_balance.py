@@ -37,12 +37,9 @@ COEFFICIENT = 0.3
 WITH_LOSS = {"aux_loss_coefficient": COEFFICIENT}
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
 LAYOUTS = (
-    ("megatron-ep2", "qwen3_moe", {}),
-    ("megatron-tp2-ep2", "qwen3_moe", {}),
     ("megatron-cp2-ep2", "glm4_moe", {"recompute": "full"}),
     ("megatron-pp2-ep2", "qwen3_moe", {}),
     ("megatron-vpp2", "gpt_oss", {"recompute": "full"}),
-    ("megatron-cp2-tp2", "qwen3_moe", {}),
     ("megatron-tp2-ep4", "gpt_oss", {"recompute": "selective"}),
 )
 

@@ -166,11 +166,8 @@ def test_adapters_are_not_restored_on_other_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "architecture", "modules"),
     [
-        pytest.param("megatron-tp2-ep2", "qwen3_moe", ADAPTERS.modules, id="tp2-ep2", marks=LAYOUT_RANKS),
-        pytest.param("megatron-ep2", "qwen3_moe", EXPERTS, id="ep2-experts", marks=LAYOUT_RANKS),
         pytest.param("megatron-tp2-ep2", "qwen3_moe", EXPERTS, id="tp2-ep2-experts", marks=LAYOUT_RANKS),
         pytest.param("megatron-tp2-ep2", "qwen3_next", ADAPTERS.modules, id="tp2-ep2-linear", marks=LAYOUT_RANKS),
-        pytest.param("megatron-cp2-dp2", "qwen3", ADAPTERS.modules, id="cp2-dp2", marks=LAYOUT_RANKS),
         pytest.param("megatron-pp2-dp2", "gemma3", ADAPTERS.modules, id="pp2-dp2", marks=LAYOUT_RANKS),
     ],
 )

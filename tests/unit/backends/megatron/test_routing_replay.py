@@ -35,7 +35,7 @@ from tests.harness.backends import documents as random_documents
 from tests.harness.packing import pack
 
 PROMPTS = [np.arange(4 + n, 4 + n + 6 + 3 * n, dtype=np.int32) % 40 + 4 for n in range(8)]
-KINDS = ("cp2", "pp2", "vpp2", "pp2-cp2", "cp2-ep2", "tp2-ep2")
+KINDS = ("vpp2", "pp2-cp2", "tp2-ep2")
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 SAMPLING = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
