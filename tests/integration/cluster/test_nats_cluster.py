@@ -25,6 +25,7 @@ from tests.harness.buses import group, progress, publish_groups, publish_prompts
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 from tests.harness.forked import ForkServer
 from tests.harness.nats_cluster import SIZE, Cluster, info, leader, server_of
+from tests.harness.run_process import within
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nats-cluster")]
 
@@ -83,10 +84,11 @@ async def test_a_cluster_that_is_just_starting_is_waited_for(tmp_path: Path, cap
         entering = cluster.bus("one", at=0)
         coming = asyncio.create_task(entering.__aenter__())
         lines: list[str] = []
-        while not lines:
-            assert not coming.done(), coming.result()
-            await asyncio.sleep(0.05)
-            lines = [line for line in caplog.messages if "retrying for" not in line]  # while the two elect a leader
+        async with within("that it waits for the third server"):
+            while not lines:
+                assert not coming.done(), coming.result()
+                await asyncio.sleep(0.05)
+                lines = [line for line in caplog.messages if "retrying for" not in line]  # while the two elect a leader
         (line,) = lines
         assert line.endswith("fewer servers are up than bus.replicas = 3; waiting for the others for 30 s")
         cluster.start(2)
@@ -190,7 +192,7 @@ async def test_a_whole_run_works_with_each_process_at_a_server_of_its_own(cluste
 async def test_a_server_that_is_behind_shows_no_older_value(cluster: Cluster) -> None:
     """A run starts by reading what the last one left: its epoch, and whether it was finished."""
     async with cluster.bus("one", at=0) as one, cluster.bus("one", at=1) as two, cluster.bus("one", at=2) as three:
-        for step in range(100):
+        for step in range(30):
             await one.put(PROGRESS, progress(step))
             found = await asyncio.gather(*(bus.states(PROGRESS) for bus in (one, two, three)))
             assert [states[""].step for states in found] == [step] * SIZE
@@ -249,8 +251,9 @@ async def test_calls_wait_while_too_few_servers_are_up_and_are_answered_when_the
             assert calls[0].result() is True
             assert (await bus.states(PROGRESS))[""].step == 5
             assert await bus.keys(TRAJECTORIES) == {"1"}
-            while await bus.keys(PROMPTS):  # in a cluster, it leaves the stream shortly after its ack
-                await asyncio.sleep(0.01)
+            async with within("the prompt leaves the stream, shortly after its ack"):
+                while await bus.keys(PROMPTS):
+                    await asyncio.sleep(0.01)
 
 
 @own_servers
@@ -285,10 +288,10 @@ def _assert_no_quorum(error: Any) -> None:
     assert "\n" not in str(error)
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("nats-cluster-under-a-run")
 async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path, forks: ForkServer) -> None:
-    """Real processes: the leaders and the servers that processes are connected to are lost again and again."""
+    """Real processes: the leaders of the trajectory log, of the prompts and of the states are lost one after another.
+    Each is also the server of some process."""
     folder = tmp_path / "storm"
     folder.mkdir()
     with Cluster(tmp_path / "cluster", runs=("storm",)) as cluster:
@@ -296,8 +299,10 @@ async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path, forks: 
         overrides = [*where, f"bus.replicas={SIZE}", "bus.ack_seconds=15.0"]
         storm = Storm(folder, seed=0, overrides=overrides, forks=forks, say=lambda text: None)
         async with storm.up() as seen:
-            for number in range(2 * SIZE):
-                victim = await _next_victim(cluster, number)
+            for topic in (TRAJECTORIES, PROMPTS, WEIGHTS):
+                async with cluster.bus("storm", role="observer") as bus:
+                    await cluster.until_whole(bus)
+                    victim = await leader(bus, bus._layout.stream(topic))
                 step, published = seen.step, dict(seen.published)
                 cluster.kill(victim)
                 await storm.until(
@@ -313,15 +318,3 @@ async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path, forks: 
     assert audit["trained"] > 0
     assert audit["failed"] == 0
     assert storm.runs == 2  # only the drain at the end stopped it
-
-
-async def _next_victim(cluster: Cluster, number: int) -> int:
-    """Return the next server to kill, once all replicas are whole.
-
-    The order is: the leader of the trajectory log, of the prompts, of the states, then every server in turn. Each is
-    the server of some process.
-    """
-    topics = (TRAJECTORIES, PROMPTS, WEIGHTS)
-    async with cluster.bus("storm", role="observer") as bus:
-        await cluster.until_whole(bus)
-        return await leader(bus, bus._layout.stream(topics[number])) if number < len(topics) else number % SIZE

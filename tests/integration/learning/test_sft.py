@@ -206,18 +206,13 @@ ANSWERS = ["7", "20", "643", "1170", "05", "333", "26", "7410", "51", "0", "4567
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", ["async", "sync"])
-async def test_the_loss_falls_to_nothing_and_the_model_says_what_it_was_given(
-    folder: Path, tmp_path: Path, mode: str
-) -> None:
+async def test_the_loss_falls_to_nothing_and_the_model_says_what_it_was_given(folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{index:02o}", "label": answer} for index, answer in enumerate(ANSWERS)]
     data = tmp_path / "answers.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = sft_run(
         folder,
         f"run.directory={tmp_path}",
-        f"run.mode={mode}",
         "run.steps=50",
         f"data.path={data}",
         "learner.groups_per_batch=12",

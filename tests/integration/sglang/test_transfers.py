@@ -50,7 +50,6 @@ def on_a_server(test: T) -> T:
         pytest.mark.sglang,
         pytest.mark.slow,
         pytest.mark.xdist_group("sglang"),
-        pytest.mark.timeout(1200),
         pytest.mark.asyncio(loop_scope="session"),
     )
     for mark in marks:
@@ -287,12 +286,10 @@ async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_serv
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("architecture", ["qwen2_moe", "qwen3_moe"])
 async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder_and_from_the_learner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = (Model(tmp_path / str(seed), seed=seed, architecture=architecture) for seed in (0, 1))
+    old, new = (Model(tmp_path / str(seed), seed=seed, architecture="qwen3_moe") for seed in (0, 1))
     engine = sglang.SGLangEngine(
         old.folder,
         device="cpu",
