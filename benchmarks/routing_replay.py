@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.megatron.backend import MegatronBackend
-from asyncrl.backends.megatron.options import Options as MegatronOptions
+from asyncrl.backends.megatron.job import Options as MegatronOptions
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.engines.generation import Generation

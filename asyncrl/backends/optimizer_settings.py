@@ -58,7 +58,7 @@ def is_trainable(loss: float, grad_norm: float) -> bool:
 
 def step_metrics(
     of_objective: Mapping[str, float], *, model: str, grad_norm: float, learning_rate: float, is_skipped: bool
-) -> Mapping[str, float]:
+) -> dict[str, float]:
     """Return the metrics of one optimizer step. Metrics of a ``model`` other than the policy have its name as prefix.
 
     grad_norm      norm of the summed gradients, before clipping

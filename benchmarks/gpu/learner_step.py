@@ -19,7 +19,7 @@ import torch
 
 from asyncrl.backends import flops, huggingface
 from asyncrl.backends.megatron.backend import MegatronBackend
-from asyncrl.backends.megatron.options import Options
+from asyncrl.backends.megatron.job import Options
 from asyncrl.backends.megatron.rank_group import RankInfo
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout

@@ -296,7 +296,7 @@ def test_a_teacher_that_is_not_there_is_a_config_error(kind: str, folder: Path, 
 
 def test_numbers_of_other_models_reach_the_objective_beside_the_tokens_they_are_about(folder: Path) -> None:
     """Also through a follower's pipe (the codec), and only for response tokens."""
-    from asyncrl.backends.megatron.rank_commands import Command
+    from asyncrl.backends.megatron.job import Command
     from asyncrl.backends.micro_batches import PackedRow, response_rows
     from asyncrl.messages import codec
 

@@ -28,8 +28,7 @@ from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import refusals, shared_settings
 from asyncrl.backends.megatron.background_save import SavedModel, SavedPart, complete
-from asyncrl.backends.megatron.options import Options
-from asyncrl.backends.megatron.rank_commands import Command, Done, Job, OffloadReport, Scores, offload_metrics
+from asyncrl.backends.megatron.job import Command, Done, Job, Options, Scores
 from asyncrl.backends.megatron.rank_group import (
     COMMAND,
     FOREVER,
@@ -110,9 +109,7 @@ class MegatronBackend(BackendAdapter):
                 dtype=run.model.dtype,
                 threads=0,
                 layout=run.learner.layout,
-                is_distributed_optimizer=False,
-                recompute=cls.options(run).recompute,
-                is_offloading=False,
+                options=cls.options(run),
                 transformer=run.learner.megatron,
             )
             for key, folder in run.model_paths.items():
@@ -166,13 +163,9 @@ class MegatronBackend(BackendAdapter):
             dtype=dtype,
             threads=threads,
             layout=layout,
-            is_distributed_optimizer=options.distributed_optimizer and layout.data_parallel * layout.context > 1,
-            recompute=options.recompute,
-            is_offloading=options.offload_optimizer,
-            overlaps_tensor_parallel=options.overlap_tensor_parallel,
+            options=options,
             transformer=dict(transformer or {}),
             quantization=quantization,
-            aux_loss_coefficient=options.aux_loss_coefficient,
         )
         self._layout = layout
         self._info = info or RankInfo(ranks=layout.ranks, timeout_seconds=options.timeout_seconds)
@@ -182,7 +175,7 @@ class MegatronBackend(BackendAdapter):
         self._children: ChildRanks | None = None
         self._rank: MegatronRank | None = None
         self._exports = 0
-        self._offloaded: list[OffloadReport] = []
+        self._offload_metrics: dict[str, float] = {}
         self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # parts that are still in use
 
     def start(self) -> None:
@@ -226,8 +219,7 @@ class MegatronBackend(BackendAdapter):
     def step(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY
     ) -> StepResult:
-        trained = {name: held for name, held in self._job.models.items() if held.is_trained}
-        models.find(trained, model, doing="step")
+        models.find(self._job.trained, model, doing="step")
         began = time.perf_counter()
         results = self._run_on_all_ranks(
             self._commands("step", dp_shards, model=model, learning_rate=learning_rate), StepResult
@@ -235,7 +227,7 @@ class MegatronBackend(BackendAdapter):
         metrics, tokens = results[0].metrics, {key: row for one in results for key, row in one.tokens.items()}
         if model == POLICY:
             speed = self._speed(dp_shards, time.perf_counter() - began)
-            metrics = {**metrics, **speed, **offload_metrics(self._offloaded)}
+            metrics = {**metrics, **speed, **self._offload_metrics}
         return StepResult(metrics=metrics, tokens=tokens)
 
     def _commands(
@@ -312,8 +304,7 @@ class MegatronBackend(BackendAdapter):
             if part.problem:
                 raise CheckpointError(f"{folder}: learner rank {rank} cannot write its part: {part.problem}")
         hashed: dict[Path, str] = {}
-        trained = [name for name, model in self._job.models.items() if model.is_trained]
-        for name, files in zip(trained, zip(*(part.files for part in parts), strict=True), strict=True):
+        for name, files in zip(self._job.trained, zip(*(part.files for part in parts), strict=True), strict=True):
             saved = models.saved_in(folder, name)
             hashed |= {saved / file: sha256 for file, sha256 in complete(saved, files).items()}
         return hashed
@@ -321,17 +312,17 @@ class MegatronBackend(BackendAdapter):
     def offload(self) -> None:
         # Who gets the GPUs next needs the memory of all of them, so the answers of all ranks are awaited.
         command = Command(name="offload", held=self._held())
-        self._offloaded = self._run_on_all_ranks([command] * self._layout.ranks, OffloadReport)
+        reports = self._run_on_all_ranks([command] * self._layout.ranks, StepResult)
+        self._offload_metrics = {name: value for report in reports for name, value in report.metrics.items()}
 
     def onload(self) -> None:
         self._run_on_all_ranks([Command(name="onload")] * self._layout.ranks)
 
     def restore(self, folder: Path) -> None:
-        trained = [name for name, model in self._job.models.items() if model.is_trained]
-        models.require_saved(folder, trained)
-        for name in trained:  # before any rank gets the command: an error there ends all
+        models.require_saved(folder, self._job.trained)
+        for name, model in self._job.trained.items():  # before any rank gets the command: an error there ends all
             saved = models.saved_in(folder, name)
-            lora.require_base(saved, self._job.models[name], base=SavedModel(saved).base)
+            lora.require_base(saved, model, base=SavedModel(saved).base)
         self._started().require_restorable(folder)
         self._run_on_all_ranks([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 

@@ -17,17 +17,15 @@ from asyncrl.backends import huggingface, lora, micro_batches, models, weight_cu
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron import adapters
 from asyncrl.backends.megatron.forward_backward import forward_backward
+from asyncrl.backends.megatron.job import Job, Scores
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
 from asyncrl.backends.megatron.process_groups import expert_parallel_group, pipeline_group, tensor_parallel_group
-from asyncrl.backends.megatron.rank_commands import Job, Scores
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, ConfigError
-from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.policies.losses.loss import LossInputs
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.snapshot import Snapshot
 
@@ -139,27 +137,24 @@ class LoadedModel:
         """
         if not share:
             return Scores()
-        scores = forward_backward(
-            self._stages, share, make_row=self._row_to_score, finish=self._score_row, is_scoring=True
-        )
+        has_values = self._model.head == "values"
+
+        def make_row(micro_batch: MicroBatch) -> RowPart:
+            rows = np.empty(0, np.int64) if has_values else micro_batches.predicted_rows(micro_batch)
+            return self._row(micro_batch, rows)
+
+        def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return a pair: a tensor for the schedule, not a loss, and scores f32[N] on the device."""
+            outputs, num_tokens = self._outputs(row, hidden), len(row.row.tokens)
+            if has_values:
+                return hidden, outputs[0][:num_tokens]
+            return hidden, outputs[0].new_zeros(num_tokens).index_copy(0, row.row.rows, outputs[0])
+
+        scores = forward_backward(self._stages, share, make_row=make_row, finish=finish, is_scoring=True)
         if self._rank not in self._layout.scorers:
             return Scores()
         ends = np.cumsum([len(score) for score in scores])
         return Scores(rows=tuple(np.split(torch.cat(scores).cpu().numpy(), ends[:-1])))
-
-    def _row_to_score(self, micro_batch: MicroBatch) -> RowPart:
-        has_values = self._model.head == "values"
-        rows = np.empty(0, np.int64) if has_values else micro_batches.predicted_rows(micro_batch)
-        return self._row(micro_batch, rows)
-
-    def _score_row(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a pair: a tensor for the schedule, not a loss, and scores f32[N] on the device."""
-        num_tokens = len(row.row.tokens)
-        if self._model.head == "values":
-            (values,) = self._outputs(row, hidden)
-            return hidden, values[:num_tokens]
-        logprobs, _entropy = self._outputs(row, hidden)
-        return hidden, logprobs.new_zeros(num_tokens).index_copy(0, row.row.rows, logprobs)
 
     def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, batch_tokens: int = 0) -> RowPart:
         return RowPart.from_micro_batch(
@@ -179,10 +174,6 @@ class LoadedModel:
         if self._model.head == "values":
             return (self._stages[-1].values(hidden, row),)
         return self._stages[-1].logprobs(hidden, row, self._temperature)
-
-    def _inputs(self, row: RowPart, outputs: tuple[torch.Tensor, ...]) -> LossInputs | ValueInputs:
-        """Return the objective's inputs, from ``_outputs``."""
-        return row.row.value_inputs(*outputs) if self._model.head == "values" else row.row.loss_inputs(*outputs)
 
     def export(self) -> Snapshot:
         """Export this rank's part; see Backend.

@@ -9,11 +9,11 @@ from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.delta_rule import Chunks
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
 from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.layer_specs import layers
 from asyncrl.backends.megatron.layers import RowParameters
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.process_groups import context_parallel_group, tensor_parallel_group
-from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.megatron.transformer_config import transformer_config
 from asyncrl.backends.models import Head

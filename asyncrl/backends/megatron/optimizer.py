@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.model import PackedGPT
 from asyncrl.backends.megatron.process_groups import expert_replicas_group, replicas_group
-from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.optimizer_settings import OptimizerSettings, has_weight_decay
 
 with quiet(), cpu_shim.without_compilation():

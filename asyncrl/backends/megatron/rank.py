@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import Store
 
 from asyncrl.backends import models
 from asyncrl.backends.megatron import cpu_shim, process_groups
-from asyncrl.backends.megatron.background_save import BackgroundSave, SavedPart
+from asyncrl.backends.megatron.background_save import BackgroundSave
+from asyncrl.backends.megatron.job import Command, Job
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
-from asyncrl.backends.megatron.rank_commands import Command, Job, OffloadReport
 from asyncrl.backends.megatron.rank_group import RankInfo
 from asyncrl.backends.megatron.remote_parts import HeldParts
 from asyncrl.backends.megatron.trained_model import TrainedModel
@@ -41,7 +41,6 @@ class MegatronRank:
             torch.set_num_threads(job.threads)
         self._is_first = info.rank == 0
         self.parts = HeldParts()
-        self._is_scorer = info.rank in job.layout.scorers
         self._device = device = _device(job.device, info)
         self._memory = HostMemory(
             lambda: itertools.chain.from_iterable(one.tensors() for one in self._loaded.values()),
@@ -56,7 +55,7 @@ class MegatronRank:
                 world_size=info.ranks,
                 timeout=info.timeout,
             )
-            process_groups.join(info, job.layout, overlaps_tensor_parallel=job.overlaps_tensor_parallel)
+            process_groups.join(info, job.layout, overlaps_tensor_parallel=job.options.overlap_tensor_parallel)
             self._loaded = {
                 name: (TrainedModel if model.is_trained else LoadedModel)(name, job, device)
                 for name, model in job.models.items()
@@ -68,10 +67,12 @@ class MegatronRank:
 
     @quiet()
     def execute(self, command: Command) -> Any:
-        """Execute a command together with the other ranks. Returns this rank's result (rank_commands.RESULTS)."""
+        """Execute a command together with the other ranks. Returns this rank's result; None is sent as Done."""
         match command.name:
             case "step":
-                return self._step(command)
+                return self._trained[command.model].step(
+                    command.micro_batches, batch_tokens=command.batch_tokens, learning_rate=command.learning_rate
+                )
             case "score":
                 return self._loaded[command.model].score(command.micro_batches)
             case "export":
@@ -79,9 +80,13 @@ class MegatronRank:
             case "save":
                 return self._save(Path(command.folder))
             case "finish_save":
-                return self._finish_save(wait=command.waits)
+                if self._saving is None:
+                    raise CheckpointError("nothing is being saved")
+                return self._saving.result(wait=command.waits)
             case "restore":
-                return self._restore(Path(command.folder))
+                for name, model in self._trained.items():
+                    model.restore(models.saved_in(Path(command.folder), name))
+                return None
             case "offload":
                 return self._offload(command)
             case "onload":
@@ -92,16 +97,6 @@ class MegatronRank:
         """Raise CheckpointError if this rank can tell that the checkpoint is of another model. Changes nothing."""
         for name, model in self._trained.items():
             model.require_restorable(models.saved_in(folder, name))
-
-    def _step(self, command: Command) -> StepResult:
-        result = self._trained[command.model].step(
-            command.micro_batches, batch_tokens=command.batch_tokens, learning_rate=command.learning_rate
-        )
-        # Rank 0 reports what all have reduced. One rank of each copy of the model reports its recorded tokens.
-        return StepResult(
-            metrics=result.metrics if self._is_first else {},
-            tokens=result.tokens if self._is_first or self._is_scorer else {},
-        )
 
     def _export(self, command: Command) -> Snapshot | None:
         """Export this rank's part. It stays in this process."""
@@ -118,28 +113,26 @@ class MegatronRank:
         states = [model.state_to_save(models.saved_in(folder, name)) for name, model in self._trained.items()]
         self._saving = BackgroundSave(states, rank=dist.get_rank())
 
-    def _finish_save(self, *, wait: bool) -> SavedPart:
-        if self._saving is None:
-            raise CheckpointError("nothing is being saved")
-        return self._saving.result(wait=wait)
-
     def _stop_saving(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.cancel()
 
-    def _restore(self, folder: Path) -> None:
-        for name, model in self._trained.items():
-            model.restore(models.saved_in(folder, name))
+    def _offload(self, command: Command) -> StepResult:
+        """Leave the GPU. Returns metrics of the memory that is in use there; none on a CPU.
 
-    def _offload(self, command: Command) -> OffloadReport:
+        kept_memory_bytes  kept by torch in this process, besides the CUDA context and NCCL's buffers
+        used_memory_bytes  used by all processes
+        """
         process_groups.free_exchange()
         self.parts.forget(but=command.held)
         self._memory.leave()
         if self._device.type == "cpu":
-            return OffloadReport()
+            return StepResult(metrics={})
         free, total = torch.cuda.mem_get_info(self._device)
-        return OffloadReport(kept_bytes=torch.cuda.memory_reserved(self._device), used_bytes=total - free)
+        used = {"kept": torch.cuda.memory_reserved(self._device), "used": total - free}
+        rank = f"learner/rank{dist.get_rank()}"
+        return StepResult(metrics={f"{rank}/{name}_memory_bytes": float(value) for name, value in used.items()})
 
     def close(self) -> None:
         """Destroy the process groups. They are global, and a later rank in this process needs new ones."""

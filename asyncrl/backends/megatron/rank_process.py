@@ -21,7 +21,7 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any, Final
 
-from asyncrl.backends.megatron.rank_commands import Command, Done, Job
+from asyncrl.backends.megatron.job import Command, Done, Job
 from asyncrl.backends.megatron.rank_group import COMMAND, RESULT, RankGroup, RankInfo, describe, open_store
 from asyncrl.errors import AsyncRLError, BackendError
 from asyncrl.messages import codec
@@ -113,8 +113,6 @@ class ChildRanks:
 
 
 def _run_child(job: Job, info: RankInfo) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     try:
         serve(job, info)
     except AsyncRLError as error:  # rank 0 was told, if it is there, and says it in its own words

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from asyncrl.backends.megatron.options import Options
+from asyncrl.backends.megatron.job import Options
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import WeightsError
 from asyncrl.tensors import weight_files

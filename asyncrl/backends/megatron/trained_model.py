@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from asyncrl.backends import lora, micro_batches, weight_places
+from asyncrl.backends import lora, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.background_save import STATE, RankState, SavedModel, random_states
 from asyncrl.backends.megatron.forward_backward import forward_backward
+from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.load_balance import ExpertBalance
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.process_groups import all_reduce, expert_replicas_group
-from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.row_part import RowPart
-from asyncrl.backends.micro_batches import RecordedTokens
+from asyncrl.backends.micro_batches import RecordedTokens, response_rows
 from asyncrl.backends.models import VALUE_HEAD
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
 from asyncrl.backends.optimizer_state import reshape_moments
@@ -61,12 +61,12 @@ class TrainedModel(LoadedModel):
         self._buffers = optimizer.with_gradient_buffers(self._stages, job)
         self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
         self._balance: ExpertBalance | None = None
-        self._batch_tokens = 0
         if self._is_policy:
-            has_loss = job.aux_loss_coefficient > 0
+            has_loss = job.options.aux_loss_coefficient > 0
             self._balance = ExpertBalance(self._stages, self._shape, has_loss=has_loss, device=device)
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
-        self._moments = [optimizer.HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
+        is_offloading = job.options.offload_optimizer
+        self._moments = [optimizer.HostMoments(part.adamw) for part in self._optimizers] if is_offloading else []
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from super().tensors()
@@ -92,12 +92,26 @@ class TrainedModel(LoadedModel):
         optimizer.begin_gradients(self._buffers)
         for part in self._optimizers:
             part.megatron.zero_grad()
-        self._recorded = RecordedTokens()
         if self._balance:
             self._balance.forget()
-            self._batch_tokens = batch_tokens
+        recorded = RecordedTokens()
+
+        def make_row(micro_batch: MicroBatch) -> RowPart:
+            return self._row(micro_batch, response_rows(micro_batch), batch_tokens=batch_tokens)
+
+        def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
+            """Return a micro-batch's loss and the sums for its metrics."""
+            outputs = self._outputs(row, hidden)
+            recorded.note(row.micro_batch, outputs)
+            if not len(row.row.rows):
+                return outputs[0][:0].sum(), self._objective.zero(self._device)  # the buffers still expect gradients
+            has_values = self._model.head == "values"
+            return self._objective.objective(
+                row.row.value_inputs(*outputs) if has_values else row.row.loss_inputs(*outputs)
+            )
+
         # The last backward pass sums gradients over ranks. Only the last stage has metric sums.
-        sums = forward_backward(self._stages, share or (empty(),), make_row=self._row_to_train, finish=self._loss)
+        sums = forward_backward(self._stages, share or (empty(),), make_row=make_row, finish=finish)
         totals = sum(sums, start=self._objective.zero(self._device))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
@@ -120,6 +134,10 @@ class TrainedModel(LoadedModel):
                     self._update(grad_norm, learning_rate)
             except RuntimeError as error:  # AdamW's moments may not fit into memory
                 raise BackendError(f"the optimizer's update failed: {error}") from error
+        # Rank 0 reports what all have reduced. One rank of each copy of the model reports its recorded tokens.
+        tokens = recorded.on_host() if self._rank in (0, *self._layout.scorers) else {}
+        if self._rank:
+            return StepResult(metrics={}, tokens=tokens)
         metrics = step_metrics(
             self._objective.metrics(totals),
             model=self._name,
@@ -128,21 +146,10 @@ class TrainedModel(LoadedModel):
             is_skipped=is_skipped,
         )
         if self._balance:
-            metrics = {**metrics, **self._balance.metrics(use)}
+            metrics |= self._balance.metrics(use)
         if self._device.type == "cuda" and self._is_policy:
-            metrics = {**metrics, "learner/memory_bytes": float(torch.cuda.max_memory_allocated())}
-        return StepResult(metrics=metrics, tokens=self._recorded.on_host())
-
-    def _row_to_train(self, micro_batch: MicroBatch) -> RowPart:
-        return self._row(micro_batch, micro_batches.response_rows(micro_batch), batch_tokens=self._batch_tokens)
-
-    def _loss(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
-        """Return a micro-batch's loss and the sums for its metrics."""
-        outputs = self._outputs(row, hidden)
-        self._recorded.note(row.micro_batch, outputs)
-        if len(row.row.rows):
-            return self._objective.objective(self._inputs(row, outputs))
-        return outputs[0][:0].sum(), self._objective.zero(self._device)  # the buffers still expect gradients
+            metrics["learner/memory_bytes"] = float(torch.cuda.max_memory_allocated())
+        return StepResult(metrics=metrics, tokens=tokens)
 
     def _grad_norm(self) -> torch.Tensor:
         """Return the norm of all ranks' gradients, f64 scalar. Megatron's own synchronises once per parameter."""

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from asyncrl.backends.families.shape import Experts, ModelShape
 from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.config.adapter import Layout
 from asyncrl.errors import ConfigError
 
@@ -65,7 +65,7 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         persist_layer_norm=False,
         apply_rope_fusion=False,
         bias_activation_fusion=False,
-        **_RECOMPUTE[job.recompute],
+        **_RECOMPUTE[job.options.recompute],
         **_parallel_fields(job.layout),
         **(_mixture_fields(job, shape, shape.experts) if shape.experts else {}),
     )
@@ -88,7 +88,7 @@ def _mixture_fields(job: Job, shape: ModelShape, experts: Experts) -> dict[str, 
         moe_shared_expert_gate=experts.has_shared_gate,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",  # Megatron's own is scaled for pretraining; load_balance.py has ours
-        moe_aux_loss_coeff=job.aux_loss_coefficient,
+        moe_aux_loss_coeff=job.options.aux_loss_coefficient,
     )
 
 

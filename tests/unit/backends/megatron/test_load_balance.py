@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncrl.backends.megatron.options import Options
+from asyncrl.backends.megatron.job import Options
 from asyncrl.backends.port import Backend
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch, empty

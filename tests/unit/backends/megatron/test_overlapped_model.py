@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from asyncrl.backends.megatron import overlapped_linear, process_groups
+from asyncrl.backends.megatron.job import Command, Job, Options
 from asyncrl.backends.megatron.overlapped_linear import Exchange
 from asyncrl.backends.megatron.rank import MegatronRank
-from asyncrl.backends.megatron.rank_commands import Command, Job
 from asyncrl.backends.megatron.rank_group import RankInfo, open_store
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora
@@ -113,12 +113,10 @@ def test_ranks_that_exchange_rows_during_products_train_the_same(tmp_path: Path)
             dtype="float32",
             threads=1,
             layout=LAYOUTS[KIND],
-            is_distributed_optimizer=False,
-            recompute=recompute,
-            is_offloading=False,
-            transformer={},
+            options=Options(distributed_optimizer=False, overlap_tensor_parallel=False, recompute=recompute),
         )
-        jobs[name] = (plain, dataclasses.replace(plain, overlaps_tensor_parallel=True))
+        overlapping = dataclasses.replace(plain.options, overlap_tensor_parallel=True)
+        jobs[name] = (plain, dataclasses.replace(plain, options=overlapping))
     spawn(work, args=(jobs, free_ports(2 * len(jobs)), tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
     for rank in range(2):
         made = torch.load(tmp_path / f"made.{rank}", weights_only=True)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.megatron.backend import MegatronBackend
-from asyncrl.backends.megatron.options import Options
+from asyncrl.backends.megatron.job import Options
 from asyncrl.backends.megatron.rank_group import (
     COMMAND,
     PART,

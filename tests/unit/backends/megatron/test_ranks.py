@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from asyncrl import os_process
-from asyncrl.backends.megatron.rank_commands import Command
+from asyncrl.backends.megatron.job import Command
 from asyncrl.backends.megatron.rank_group import COMMAND, RankGroup, RankInfo, open_store
 from asyncrl.backends.megatron.rank_process import ChildRanks
 from asyncrl.errors import BackendError, CheckpointError

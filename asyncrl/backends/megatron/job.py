@@ -1,0 +1,116 @@
+"""What the ranks of a Megatron learner are built from, what rank 0 commands, and what they answer. Cheap to import."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from numpy import float32
+from numpy.typing import NDArray
+
+from asyncrl.backends.models import POLICY, AuxiliaryModel
+from asyncrl.config.adapter import Layout
+from asyncrl.errors import ConfigError
+from asyncrl.policies.batching.packing import MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """[learner.options] of the megatron backend."""
+
+    distributed_optimizer: bool = True
+    """With several ranks, shard the float32 weights and AdamW's moments over them."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation. selective: only cheap activations (norms and gates); saves a fifth of the memory at
+    almost no cost. full: all but one activation per layer; a third more work.
+    """
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
+    overlap_tensor_parallel: bool = True
+    """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
+    aux_loss_coefficient: float = 0.0
+    """Coefficient of the load-balancing loss of mixtures of experts (Switch Transformer, arXiv:2101.03961). The loss of
+    a packed row in a layer is 1 if the router prefers all experts alike, usually more otherwise. It is averaged over
+    the batch by tokens, prompts included, and summed over layers. As Megatron's --moe-aux-loss-coeff. 0, usual for
+    reinforcement learning, is off.
+    """
+    timeout_seconds: float = 600.0
+    """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. A rank that makes no progress for so long
+    ends the learner; one that dies does so at once."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.aux_loss_coefficient < math.inf:
+            raise ConfigError(f"aux_loss_coefficient must be 0 or more, got {self.aux_loss_coefficient:g}")
+        if not 1 <= self.timeout_seconds <= 1_000_000:
+            raise ConfigError(f"timeout_seconds must be 1 to 1000000, got {self.timeout_seconds:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything a rank needs to build the same models and optimizers as the others.
+
+    transformer   extra fields of Megatron's TransformerConfig
+    quantization  format of exports (tensors/quantized_model.py); empty: the folder's dtype
+    """
+
+    models: Mapping[str, AuxiliaryModel]
+    temperature: float
+    device: str
+    dtype: str
+    threads: int
+    layout: Layout
+    options: Options
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    quantization: str = ""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def trained(self) -> dict[str, AuxiliaryModel]:
+        return {name: model for name, model in self.models.items() if model.is_trained}
+
+    @property
+    def is_distributed_optimizer(self) -> bool:
+        """Whether the ranks that hold the same weights share their optimizer's state."""
+        return self.options.distributed_optimizer and self.layout.data_parallel * self.layout.context > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What all ranks execute together.
+
+    name           step, score, export, save, finish_save, restore, offload or onload
+    micro_batches  the receiver's share
+    batch_tokens   tokens of all shares, prompts included, without fillers
+    waits          for finish_save: wait until this rank's part is on disk
+    export         number of the export
+    held           for export and offload: earlier exports whose parts are still needed
+    """
+
+    name: str
+    model: str = POLICY
+    micro_batches: tuple[MicroBatch, ...] = ()
+    batch_tokens: int = 0
+    learning_rate: float = 0.0
+    folder: str = ""
+    waits: bool = False
+    export: int = 0
+    held: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The result of score.  rows: f32[N] per micro-batch of the rank's share; empty if another rank has them"""
+
+    rows: tuple[NDArray[float32], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The result of commands without one."""
