@@ -5,6 +5,8 @@ Linear layers and blocks are Megatron's. The kernels are in kernels/fused.py and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,6 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.packed_attention import attention
-from asyncrl.backends.megatron.recompute import recompute_selectively
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.megatron.sink_attention import attention_with_sinks
 
@@ -39,6 +40,18 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
     """Rotary embeddings of layers with local attention, if they have their own."""
     chunks: Chunks | None = None
     """The documents of the row, for layers with linear attention."""
+
+
+def recompute_selectively(
+    config: Any, result: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any
+) -> AbstractContextManager[Any]:
+    """With selective recomputation, recompute ``result`` in the backward pass of the operations inside.
+
+    Otherwise they keep it as usual.
+    """
+    if config.recompute_granularity != "selective" or not torch.is_grad_enabled():
+        return nullcontext()
+    return fused.recompute_in_backward(result, lambda: function(*arguments))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig) -> torch.Tensor:

@@ -13,9 +13,8 @@ from asyncrl.backends.families.shape import LinearAttention
 from asyncrl.backends.kernels import delta_rule
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import RowLinear
-from asyncrl.backends.megatron.layers import NormedLinear, RowParameters
+from asyncrl.backends.megatron.layers import NormedLinear, RowParameters, recompute_selectively
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.recompute import recompute_selectively
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig

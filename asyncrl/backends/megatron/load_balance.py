@@ -13,7 +13,7 @@ Tests: tests/unit/backends/megatron/test_load_balance.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron.process_groups import all_reduce, shared_rows_group, tensor_parallel_group
-from asyncrl.backends.megatron.routing import SparseLayer
 from asyncrl.backends.megatron.row_part import RowPart
 
 
@@ -117,11 +116,10 @@ class ExpertBalance:
     """How the policy's routers use their experts in a step. Empty for a model without experts."""
 
     def __init__(
-        self, stages: Iterable[torch.nn.Module], shape: ModelShape, *, has_loss: bool, device: torch.device
+        self, tallies: Mapping[int, RouterTally], shape: ModelShape, *, has_loss: bool, device: torch.device
     ) -> None:
-        """stages: this rank's part of the policy"""
-        found = [layer for stage in stages for layer in stage.modules() if isinstance(layer, SparseLayer)]
-        self._tallies: dict[int, RouterTally] = {layer.layer_number - 1: layer.mlp.router.tally for layer in found}
+        """tallies: of this rank's part of the policy, by layer"""
+        self._tallies = tallies
         self._layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
         self._num_experts = shape.experts.num_experts if shape.experts else 0
         self._has_loss = has_loss

@@ -1,7 +1,16 @@
-"""Mixtures of experts: Megatron's layer around our router and experts, which need no package besides torch."""
+"""Mixtures of experts: Megatron's layer around our router and experts, which need no package besides torch.
+
+Routing replay: a mixture's router sends tokens to the experts that the engine chose (arXiv:2510.11370). The row carries
+the engine's choice through Megatron's layers, and each layer gives it to its router in every forward pass. So the
+choice is correct in recomputed passes, with several rows in flight, and on any stage. The learner computes its own
+scores for these experts, so that the router learns. Megatron's RouterReplay is not used: it keeps one list of all
+routers in the process, across models, and must be told which pass is which.
+Tests: tests/unit/backends/megatron/test_routing_replay.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,10 +21,10 @@ from asyncrl.backends.kernels.expert_bias import with_bias
 from asyncrl.backends.kernels.expert_rows import ExpertRows
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import Adapter
+from asyncrl.backends.megatron.layers import Layer, RowParameters, recompute_selectively
 from asyncrl.backends.megatron.load_balance import RouterTally, with_loss
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.recompute import recompute_selectively
-from asyncrl.backends.megatron.routing import Chosen
+from asyncrl.backends.megatron.process_groups import tensor_parallel_group
 from asyncrl.backends.megatron.row_part import RowPart
 
 with quiet(), cpu_shim.without_compilation():
@@ -29,6 +38,27 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer.spec_utils import ModuleSpec
 
 
+class RoutingReplay:
+    """Supplies a router's choice of experts; Megatron calls this object ``router_replay``.
+
+    experts  i64[n, k] of the next tokens; negative where the router chooses; None if it chooses everywhere
+    """
+
+    def __init__(self) -> None:
+        self.experts: torch.Tensor | None = None
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable[..., Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and numbers of the chosen experts, [n, k] each.  scores: [n, experts]"""
+        values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.experts is None:
+            return values, own
+        is_chosen = (self.experts >= 0).all(dim=1, keepdim=True)
+        experts = torch.where(is_chosen, self.experts, own)
+        return scores.gather(1, experts), experts
+
+
 class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's choice of experts, from float32 logits. (Megatron 0.16's own logits need Transformer Engine.)
 
@@ -38,7 +68,7 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.router_replay = Chosen()
+        self.router_replay = RoutingReplay()
         self.row: RowPart | None = None
         self.tally = RouterTally()
 
@@ -205,6 +235,24 @@ class Mixture(MoELayer):  # type: ignore[misc]
         return result
 
 
+class SparseLayer(Layer):
+    """A layer with a mixture of experts. Its router needs the row: the engine's choice, and what is padding."""
+
+    def forward(self, *arguments: Any, packed_seq_params: RowParameters, **options: Any) -> Any:
+        row = packed_seq_params.row
+        assert row is not None
+        experts = None if row.experts is None else row.experts[self.layer_number - 1].long()
+        if experts is not None and self.config.sequence_parallel:
+            group = tensor_parallel_group()
+            experts = experts.chunk(group.size())[group.rank()]
+        router = self.mlp.router
+        router.router_replay.experts, router.row = experts, row
+        try:
+            return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        finally:  # a router keeps no tensors on the GPU
+            router.router_replay.experts = router.row = None
+
+
 def mixture(
     of_shared_expert: MLPSubmodules, *, router: type[Router] = Router, experts: type[GroupedExperts] = GroupedExperts
 ) -> ModuleSpec:
@@ -212,6 +260,12 @@ def mixture(
     shared = ModuleSpec(module=SharedExpertMLP, submodules=of_shared_expert)
     submodules = MoESubmodules(router=router, experts=ModuleSpec(module=experts), shared_experts=shared)
     return ModuleSpec(module=Mixture, submodules=submodules)
+
+
+def tallies(stages: Iterable[torch.nn.Module]) -> dict[int, RouterTally]:
+    """Return what the routers of a rank's stages add up, by layer."""
+    sparse = (layer for stage in stages for layer in stage.modules() if isinstance(layer, SparseLayer))
+    return {layer.layer_number - 1: layer.mlp.router.tally for layer in sparse}
 
 
 def biases(network: torch.nn.Module) -> dict[str, torch.Tensor]:

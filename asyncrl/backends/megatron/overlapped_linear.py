@@ -10,24 +10,58 @@ Tests: tests/unit/backends/megatron/test_overlapped_linear.py, test_overlapped_m
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Final
 
 import torch
+import torch.distributed as dist
+
+from asyncrl.os_process import process_space
 
 _STEP_BYTES = 64 * 2**20
 """Windows grow by multiples of this."""
+_TRIED_BYTES: Final = 2**16
+_KEPT: Final = 256
+"""Tensors that a window keeps. Rows have different lengths in every step."""
 
 
-class Memory(Protocol):
-    """See symmetric_memory.Window."""
+class Window:
+    """Memory of the same size on every rank of a group, by torch's symmetric memory (CUDA, NVLink).
 
-    num_bytes: int
+    Every rank can read and write the memory of all ranks of its machine. Copies between GPUs run on their copy engines.
+    NCCL's kernels would take multiprocessors from the matrix products that run meanwhile, and the products could keep
+    NCCL's kernels from starting.
+    """
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+    made: ClassVar[int] = 0
+    """Windows made in this process. Torch finds the other ranks by a count of its own that never begins anew."""
 
-    def barrier(self) -> None: ...
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int) -> None:
+        """Collective. Raises RuntimeError if the GPUs cannot access each other's memory."""
+        self.num_bytes = num_bytes
+        from torch._C._distributed_c10d import _SymmetricMemory  # builds without distributed have none
+
+        Window.made += 1
+        size, device = (num_bytes,), torch.device("cuda", torch.cuda.current_device())
+        self._memory = _SymmetricMemory.empty_strided_p2p(size, (1,), torch.uint8, device, group.group_name)
+        self._handle = _SymmetricMemory.rendezvous(self._memory, group.group_name)
+        self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the beginning of a rank's memory as a tensor."""
+        key = rank, shape, dtype
+        if (made := self._tensors.get(key)) is None:  # keeping them saves the host's time
+            if len(self._tensors) >= _KEPT:
+                self._tensors.clear()
+            made = self._tensors[key] = self._handle.get_buffer(rank, shape, dtype)
+        return made
+
+    def barrier(self) -> None:
+        """Let the current stream wait until every rank's current stream has come here."""
+        self._handle.barrier()
 
 
 class Exchange:
@@ -37,13 +71,13 @@ class Exchange:
     between: a rank comes to its barrier only when its copies of the turn before are done.
     """
 
-    def __init__(self, allocate: Callable[[int], Memory], *, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, allocate: Callable[[int], Window], *, rank: int, size: int, device: torch.device) -> None:
         """``allocate``: returns a window of at least so many bytes; collective."""
         self.rank, self.size = rank, size
         self.order = [(rank + step) % size for step in range(size)]
         """The ranks from our own on, so that no two ranks copy from one at the same time."""
         self._allocate = allocate
-        self._windows: list[Memory | None] = [None, None]
+        self._windows: list[Window | None] = [None, None]
         self._uses = 0
         """How often memory was exchanged. Equal on all ranks that are at the same place of the same layer."""
         # torch's own streams and events take a fraction of the host's time that those of torch.cuda take
@@ -57,7 +91,7 @@ class Exchange:
         """Prepare to sum each rank's share, [tokens, features], over partial results of all ranks."""
         return Scattering(self, shape, like)
 
-    def window(self, shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
+    def window(self, shape: tuple[int, ...], dtype: torch.dtype) -> Window:
         """Return the window whose turn it is, with room for such a tensor. All ranks ask for the same size."""
         num_bytes = math.prod(shape) * dtype.itemsize
         self._uses += 1
@@ -245,3 +279,59 @@ def row(x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> torch.Tens
     Every rank has some columns of the weight, ``weight`` [out, in], and the same columns of the tokens.
     """
     return _Row.apply(x, weight, exchange)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# -- whether ranks can have windows ------------------------------------------------------------------------------------
+
+
+def why_not(group: dist.ProcessGroup) -> str:
+    """Return why the ranks of an NCCL group cannot have windows; empty if they can. Collective, one answer for all.
+
+    They cannot if some have made more windows than others, with earlier groups: they would wait for each other forever.
+    """
+    space = int.from_bytes(hashlib.sha256(process_space().encode()).digest()[:7])
+    own = torch.tensor([space, Window.made], device="cuda")
+    told = own.new_empty(group.size(), 2)
+    dist.all_gather_into_tensor(told, own, group=group)
+    spaces, made = told.t().tolist()
+    if len(set(spaces)) > 1:  # handles of memory pass between processes of one machine only
+        return "the ranks are on several machines, or in containers that do not see each other's processes"
+    if len(set(made)) > 1:
+        return "one of the ranks belonged to an earlier learner in its process"
+    if not _all_agree(_has_peers(), group):
+        return "the GPUs cannot access each other's memory, or NCCL_P2P_DISABLE is set"
+    window, problem = None, ""
+    try:
+        window = Window(group, 2**20)
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # torch's interface is not public
+        problem = str(error).partition("\n")[0]
+    if not _all_agree(window is not None, group):
+        return f"they cannot share memory: {problem or 'see the log of another rank'}"
+    assert window is not None
+    if not _all_agree(reads_all(window, rank=group.rank(), size=group.size()), group):
+        return "the GPUs read other bytes than were written"  # as on hosts that need NCCL_P2P_DISABLE=1
+    return ""
+
+
+def reads_all(window: Window, *, rank: int, size: int) -> bool:
+    """Return whether this rank reads what every rank has written to its own memory. Collective."""
+    shape = (_TRIED_BYTES,)
+    window.of(rank, shape, torch.uint8).fill_(1 + rank)
+    window.barrier()
+    read = torch.stack([window.of(other, shape, torch.uint8).clone() for other in range(size)])
+    written = torch.arange(1, 1 + size, dtype=torch.uint8, device=read.device)
+    return bool((read == written[:, None]).all())
+
+
+def _has_peers() -> bool:
+    """Whether this GPU can access all others that this process sees, and may."""
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        return False
+    own, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return all(torch.cuda.can_device_access_peer(own, other) for other in range(count) if other != own)
+
+
+def _all_agree(answer: bool, group: dist.ProcessGroup) -> bool:
+    told = torch.tensor(float(answer), device="cuda")
+    dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
+    return bool(told)

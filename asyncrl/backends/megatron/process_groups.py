@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.overlapped_linear import Exchange
+from asyncrl.backends.megatron.overlapped_linear import Exchange, Window, why_not
 from asyncrl.backends.megatron.rank_group import RankInfo
-from asyncrl.backends.megatron.symmetric_memory import Window, why_not
 from asyncrl.config.adapter import Layout
 
 with quiet(), cpu_shim.without_compilation():
@@ -53,20 +52,17 @@ def leave() -> None:
 
 def data_parallel_group() -> dist.ProcessGroup:
     """The ranks that hold the same part of the model and train different data."""
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
-    return group
+    return parallel_state.get_data_parallel_group()  # type: ignore[no-any-return]
 
 
 def replicas_group() -> dist.ProcessGroup:
     """The ranks that hold the same part of the model, whether they train different data or share rows."""
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)  # type: ignore[no-any-return]
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
     """The ranks that share every layer."""
-    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-    return group
+    return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
 
 
 def exchange() -> Exchange | None:
@@ -82,32 +78,27 @@ def free_exchange() -> None:
 
 def context_parallel_group() -> dist.ProcessGroup:
     """The ranks that share every packed row."""
-    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
-    return group
+    return parallel_state.get_context_parallel_group()  # type: ignore[no-any-return]
 
 
 def shared_rows_group() -> dist.ProcessGroup:
     """The ranks that share every packed row in a mixture: context-parallel, and tensor-parallel by sequence."""
-    group: dist.ProcessGroup = parallel_state.get_tensor_and_context_parallel_group()
-    return group
+    return parallel_state.get_tensor_and_context_parallel_group()  # type: ignore[no-any-return]
 
 
 def expert_replicas_group() -> dist.ProcessGroup:
     """The ranks that hold the same experts."""
-    group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
-    return group
+    return parallel_state.get_expert_data_parallel_group()  # type: ignore[no-any-return]
 
 
 def expert_parallel_group() -> dist.ProcessGroup:
     """The ranks that share the experts of a layer."""
-    group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
-    return group
+    return parallel_state.get_expert_model_parallel_group()  # type: ignore[no-any-return]
 
 
 def pipeline_group() -> dist.ProcessGroup:
     """The ranks that share the layers of one copy of the model."""
-    group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
-    return group
+    return parallel_state.get_pipeline_model_parallel_group()  # type: ignore[no-any-return]
 
 
 def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None, operation: Any = dist.ReduceOp.SUM) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -68,27 +68,12 @@ def _varlen(
     return with_sinks(query, key, value, sinks, Flash(piece=piece, window=window))
 
 
-class Kernel(Protocol):
-    """Attention without sinks, with a backward pass that recomputes weights from ``lse`` f32[heads, n]."""
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [n, heads, d], and the logarithm of the sum of exp(scores) of each query."""
-
-    def backward(
-        self,
-        of_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of query, key and value."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flash:
-    """torch's FlashAttention on runs of different lengths; see packed_attention.Piece."""
+    """torch's FlashAttention on runs of different lengths; see packed_attention.Piece.
+
+    Its backward pass recomputes weights from ``lse`` f32[heads, n]: the logarithm of the sum of exp(scores) of a query.
+    """
 
     piece: Piece
     window: int
@@ -125,7 +110,7 @@ class Flash:
 
 
 def with_sinks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: Kernel
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: Flash
 ) -> torch.Tensor:
     """query [n, heads, d], key and value [m, key-value heads, d] -> [n, heads, d]"""
     return _WithSinks.apply(query, key, value, sinks, kernel)  # type: ignore[no-any-return, no-untyped-call]
@@ -134,7 +119,7 @@ def with_sinks(
 class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: Kernel
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: Flash
     ) -> torch.Tensor:
         out, lse = kernel.forward(query, key, value)
         out = _damp(out, lse.t(), sinks)

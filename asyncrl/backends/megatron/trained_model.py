@@ -25,6 +25,7 @@ from asyncrl.backends.megatron.forward_backward import forward_backward
 from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.load_balance import ExpertBalance
 from asyncrl.backends.megatron.loaded_model import LoadedModel
+from asyncrl.backends.megatron.mixture import tallies
 from asyncrl.backends.megatron.process_groups import all_reduce, expert_replicas_group
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens, response_rows
@@ -63,7 +64,7 @@ class TrainedModel(LoadedModel):
         self._balance: ExpertBalance | None = None
         if self._is_policy:
             has_loss = job.options.aux_loss_coefficient > 0
-            self._balance = ExpertBalance(self._stages, self._shape, has_loss=has_loss, device=device)
+            self._balance = ExpertBalance(tallies(self._stages), self._shape, has_loss=has_loss, device=device)
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
         is_offloading = job.options.offload_optimizer
         self._moments = [optimizer.HostMoments(part.adamw) for part in self._optimizers] if is_offloading else []

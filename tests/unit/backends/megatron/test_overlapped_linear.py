@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncrl.backends.megatron import overlapped_linear
-from asyncrl.backends.megatron.overlapped_linear import Exchange
-from asyncrl.backends.megatron.symmetric_memory import reads_all
+from asyncrl.backends.megatron.overlapped_linear import Exchange, reads_all
 
 HIDDEN, INNER = 6, 8
 
