@@ -226,9 +226,9 @@ def profiler(run: RunConfig) -> Callable[[int, Callable[[], StepResult]], StepRe
     """Return a wrapper for each step of the learner; None if no step is profiled."""
     if not run.learner.profile_steps:
         return None
-    from asyncrl.backends.profiler import step_profiler
+    from asyncrl.backends.profiler import StepProfiler
 
-    return step_profiler(run.learner.profile_steps, run.run_directory)
+    return StepProfiler(run.learner.profile_steps, run.run_directory)
 
 
 def engine(run: RunConfig, *, name: str) -> Engine:

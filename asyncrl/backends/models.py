@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 POLICY: Final = "policy"
 VALUE_HEAD: Final = "value_head.weight"
+INDEX: Final = "backend.json"
+"""File of a trained model's checkpoint, written last: a folder without it is no checkpoint."""
 
 Head = Literal["logprobs", "values"]
 """logprobs: output layer over the vocabulary. values: a value head, H -> 1, initialised to zero."""

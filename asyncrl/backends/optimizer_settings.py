@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,4 +75,12 @@ def step_metrics(
         "grad_norm" if is_policy else f"{model}/grad_norm": grad_norm,
         f"{learner}/learning_rate": learning_rate,
         f"{learner}/skipped_steps": float(is_skipped),
+    }
+
+
+def reshape_moments(moments: dict[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return moments in the shape and on the device of their tensor. Fused AdamW needs its step count there as well."""
+    return {
+        kind: value.to(like.device, copy=True).reshape(() if kind == "step" else like.shape)
+        for kind, value in moments.items()
     }

@@ -18,7 +18,7 @@ from typing import Final
 from asyncrl.actors.learner import checkpoint, manifest
 from asyncrl.backends import conversion
 from asyncrl.backends.conversion import Converted
-from asyncrl.backends.optimizer_state import STATE_FILE
+from asyncrl.backends.reference.models import STATE_FILE
 from asyncrl.data.model_folder import check_weights, copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError
 

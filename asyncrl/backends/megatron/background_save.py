@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.backends.optimizer_state import INDEX
+from asyncrl.backends.models import INDEX
 from asyncrl.errors import CheckpointError
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
-import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +37,6 @@ def shared_settings(run: RunConfig, *, options: Options) -> dict[str, object]:
         **{f"learner.options.{name}": value for name, value in dataclasses.asdict(options).items()},
         **{name: model and dataclasses.asdict(model) | {"path": bool(model.path)} for name, model in models.items()},
         "algorithm": dataclasses.asdict(run.algorithm),
-        "the code of algorithm": _own_code(run),
         "model.dtype": run.model.dtype,
         "weights.quantization": run.weights.quantization,
         "rollout.temperature": run.rollout.temperature,
@@ -48,14 +45,6 @@ def shared_settings(run: RunConfig, *, options: Options) -> dict[str, object]:
         "run.name": run.run.name,
         "run.seed": run.run.seed,
     }
-
-
-def _own_code(run: RunConfig) -> dict[str, str]:
-    """Return the digests of the modules that [algorithm] names as "package.module:object", without what they import."""
-    algorithm = run.algorithm
-    named = (algorithm.name, algorithm.advantage, algorithm.loss, algorithm.aggregation, algorithm.correction)
-    specs = {name: importlib.util.find_spec(name) for text in named for name in re.findall(r"([\w.]+):", text)}
-    return {name: _digest(Path(spec.origin).read_bytes()) for name, spec in specs.items() if spec and spec.origin}
 
 
 def digests(settings: Mapping[str, object], models: Mapping[str, Path]) -> dict[str, str]:

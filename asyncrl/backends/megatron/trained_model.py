@@ -30,8 +30,7 @@ from asyncrl.backends.megatron.process_groups import all_reduce, expert_replicas
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens, response_rows
 from asyncrl.backends.models import VALUE_HEAD
-from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
-from asyncrl.backends.optimizer_state import reshape_moments
+from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, reshape_moments, step_metrics
 from asyncrl.backends.port import StepResult
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, CheckpointError
@@ -95,6 +94,8 @@ class TrainedModel(LoadedModel):
             part.megatron.zero_grad()
         if self._balance:
             self._balance.forget()
+        else:
+            batch_tokens = 0  # only the policy has a load-balancing loss
         recorded = RecordedTokens()
 
         def make_row(micro_batch: MicroBatch) -> RowPart:

@@ -3,31 +3,46 @@
 A step computes logprobs or values of the response tokens, and the objective of each micro-batch. Gradients are summed
 over micro-batches in float32 and clipped by global norm. AdamW updates float32 weights, which are then rounded to the
 model's dtype.
+
+A checkpoint, state.safetensors, holds each weight under ``value|NAME``, AdamW's state under ``step|NAME``,
+``exp_avg|NAME`` and ``exp_avg_sq|NAME``, and the random generators under ``random|cpu`` and ``random|cuda``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-from asyncrl.backends import micro_batches, models, optimizer_state
+from asyncrl.backends import micro_batches, models
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.micro_batches import PackedRow, RecordedTokens
-from asyncrl.backends.models import AuxiliaryModel
-from asyncrl.backends.optimizer_settings import OptimizerSettings, has_weight_decay, is_trainable, step_metrics
+from asyncrl.backends.models import INDEX, AuxiliaryModel
+from asyncrl.backends.optimizer_settings import (
+    OptimizerSettings,
+    has_weight_decay,
+    is_trainable,
+    reshape_moments,
+    step_metrics,
+)
 from asyncrl.backends.port import StepResult
-from asyncrl.errors import BackendError, ConfigError
+from asyncrl.errors import BackendError, CheckpointError, ConfigError
 from asyncrl.policies.algorithms.objective import Objective, ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.losses.loss import LossInputs
 from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.tensors.transformers_lock import LOADING
+
+STATE_FILE: Final = "state.safetensors"
+_MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
 
 class LoadedModel:
@@ -207,18 +222,62 @@ class TrainedModel(LoadedModel):
                 parameter.copy_(self._weights[name])
 
     def save(self, folder: Path) -> None:
-        optimizer_state.write(folder, self._all_weights(), self._optimizer.state)
+        """Write all weights, the optimizer's state and the random generators. Raises CheckpointError."""
+        tensors = {"random|cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            tensors["random|cuda"] = torch.cuda.get_rng_state()
+        for name, weight in self._all_weights().items():
+            tensors[f"value|{name}"] = _plain(weight)
+            moments = self._optimizer.state.get(weight, {})
+            tensors |= {f"{kind}|{name}": _plain(moments[kind]) for kind in _MOMENTS if kind in moments}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / STATE_FILE)
+            (folder / INDEX).write_text(json.dumps({"format": "reference"}))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: cannot write the state of the backend: {error}") from error
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
-        saved = optimizer_state.SavedState(folder)
+        tensors = read_state(folder)
+
+        def saved(kind: str, name: str, size: int) -> torch.Tensor:
+            tensor = tensors.get(f"{kind}|{name}", torch.empty(0))
+            if tensor.numel() != size:
+                raise CheckpointError(
+                    f"{folder}: {name} has {tensor.numel()} saved elements ({kind}), the model needs {size}; is this a "
+                    "checkpoint of another model?"
+                )
+            return tensor
+
         for name, weight in self._all_weights().items():
-            weight.copy_(saved.value(name, like=weight))
+            weight.copy_(saved("value", name, weight.numel()).view(weight.shape))
             if name in self._trained:
-                self._optimizer.state[weight] = saved.moments(name, like=weight)
-        saved.restore_random_states()
+                kinds = _MOMENTS if f"step|{name}" in tensors else ()  # none before the first step
+                moments = {kind: saved(kind, name, 1 if kind == "step" else weight.numel()) for kind in kinds}
+                self._optimizer.state[weight] = reshape_moments(moments, weight)
+        torch.set_rng_state(tensors["random|cpu"])
+        if torch.cuda.is_available() and "random|cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random|cuda"])
         self._round_weights()
 
     def _all_weights(self) -> dict[str, torch.Tensor]:
         """Return all weights by name. Frozen ones are included, because a resumed run may freeze other parameters."""
         return self.parameters | self.buffers | self._weights
+
+
+def read_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint. Raises CheckpointError if ``folder`` holds none of the reference backend."""
+    try:
+        written_as = json.loads((folder / INDEX).read_text())["format"]
+        if written_as != "reference":
+            raise ValueError(f"the format is {written_as!r}; resume with the backend that wrote it")
+        tensors: dict[str, torch.Tensor] = load_file(folder / STATE_FILE)
+        return tensors
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: not a checkpoint of the reference backend: {error}") from error
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Return a flat copy on the CPU that shares no memory, as safetensors requires."""
+    return value.detach().reshape(-1).to("cpu", copy=True)

@@ -234,17 +234,6 @@ def test_refuses_a_loss_that_the_correction_would_scale(run_file: Path, tmp_path
         check(config.load(run_file, [*chosen, "algorithm.aggregation='token_mean'", setting]))
 
 
-def test_ranks_must_share_the_code_of_an_own_loss(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    found = []
-    for text in ("first", "second"):
-        (tmp_path / "loss_of_a_rank.py").write_text(f"# {text}\n")
-        found.append(digested(run_file, ["algorithm.loss='loss_of_a_rank:Loss'"]))
-    assert [name for name in found[0] if found[0][name] != found[1][name]] == ["the code of algorithm"]
-
-
 def test_accepts_stop_strings_stop_tokens_and_a_shortest_answer(run_file: Path) -> None:
     taken = ['rollout.stop=["12", "\\n"]', "rollout.stop_token_ids=[5]", "rollout.min_new_tokens=2"]
     run = config.load(run_file, taken)
