@@ -6,17 +6,13 @@ Tests: tests/unit/tensors/test_quantized_model.py.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors import safe_open
@@ -27,52 +23,24 @@ from asyncrl.tensors import fp8, weight_files
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """A format of quantized weights.
-
-    quantize_tensors  replaces each matrix of a layer by the tensors of the format
-    config     the quantization_config of config.json
-    suffix     end of the name of a tensor that each such matrix has
-    block      sizes of matrices, and what a rank of the engine has of them, must be multiples of it
-    """
-
-    quantize_tensors: Callable[[Tensors], Iterator[tuple[str, torch.Tensor]]]
-    config: Mapping[str, Any]
-    suffix: str
-    block: int
-
-
-FORMATS: Final[Mapping[str, Format]] = {
-    "fp8": Format(quantize_tensors=fp8.quantize_tensors, config=fp8.CONFIG, suffix=fp8.scale_of(""), block=fp8.BLOCK),
-}
-"""By the values of weights.quantization."""
-
-
 _NAME_LENGTH: Final = 12
 """Digits of a model's fingerprint in the name of its folder."""
-_LOCK: Final = "lock"
-"""File of an unfinished folder, locked by the process that makes it."""
 
 
 def quantize_tensors(tensors: Tensors, quantization: str) -> Tensors:
     """Yield ``tensors`` in that format; unchanged for an empty one."""
-    return FORMATS[quantization].quantize_tensors(tensors) if quantization else tensors
+    return fp8.quantize_tensors(tensors) if quantization else tensors
 
 
 def format_of(names: Iterable[str]) -> str:
     """Return the format of tensors with these names; empty if they are not quantized."""
-    for name in names:
-        for quantization, one in FORMATS.items():
-            if name.endswith(one.suffix):
-                return quantization
-    return ""
+    return "fp8" if any(fp8.is_scale(name) for name in names) else ""
 
 
-def describe_quantization(config: Path, quantization: str) -> None:
+def describe_quantization(config: Path) -> None:
     """Add quantization_config to a config.json, to say that its weights are quantized."""
     settings = json.loads(config.read_text())
-    text = json.dumps(settings | {"quantization_config": FORMATS[quantization].config}, indent=2)
+    text = json.dumps(settings | {"quantization_config": fp8.CONFIG}, indent=2)
     config.unlink()  # it may be a link to the file of another version
     config.write_text(text)
 
@@ -81,38 +49,25 @@ def model_folder(model: Path, into: Path, quantization: str) -> Path:
     """Quantize the model into a folder whose name begins as ``into``, unless that was done before. Returns the folder.
 
     Its name ends in the fingerprint of the model, so that another model has another folder. Several processes may call
-    this at once. Raises OSError, ValueError, WeightsError.
+    this at once: one writes it, and the others wait. Raises OSError, ValueError, WeightsError.
     """
     made = into.with_name(f"{into.name}-{weight_files.fingerprint(model)[:_NAME_LENGTH]}")
-    if made.exists():
-        return made
     into.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{into.name}-"
-    _remove_left(into.parent.glob(f"{prefix}*"))
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=into.parent))
-    try:
-        with (temporary / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    temporary = into.with_name(f".{into.name}.tmp")
+    with into.with_name(f".{into.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the process that writes is done, or dead
+        if made.exists():
+            return made
+        shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
+        temporary.mkdir()
+        try:
             _write(model, temporary, quantization)
             _sync(*temporary.iterdir(), temporary)
-            try:
-                temporary.rename(made)
-            except OSError as error:  # another process was first
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
+            temporary.rename(made)
             _sync(into.parent)
-            (made / _LOCK).unlink(missing_ok=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return made
-
-
-def _remove_left(folders: Iterable[Path]) -> None:
-    """Remove unfinished folders of processes that were killed: nobody holds their locks."""
-    for folder in folders:
-        with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(model: Path, folder: Path, quantization: str) -> None:
@@ -128,8 +83,7 @@ def _write(model: Path, folder: Path, quantization: str) -> None:
     if files[0].name != weight_files.WEIGHTS_FILE:
         text = json.dumps({"metadata": {}, "weight_map": index})
         (folder / weight_files.INDEX_FILE).write_text(text)
-    describe_quantization(folder / "config.json", quantization)
-    folder.chmod(0o755)
+    describe_quantization(folder / "config.json")
 
 
 def _sync(*paths: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -125,9 +126,29 @@ class Snapshot:
         for bucket in self.buckets:
             yield from bucket.tensors()
 
+    def run_on_parts(self, worker: PartWorker, orders: Sequence[bytes]) -> list[bytes]:
+        """Run ``worker`` on our part and on all other parts in parallel. Returns their answers, our own first.
+
+        orders  one per part, our own first
+
+        If parts fail, raises the error of the first of them after all have ended.
+        """
+        assert len(orders) == 1 + len(self.others)
+        with ThreadPoolExecutor(max(1, len(self.others)), thread_name_prefix="weights-part") as threads:
+            others = [
+                threads.submit(part.run, type(worker), order)
+                for part, order in zip(self.others, orders[1:], strict=True)
+            ]
+            own = worker(self, orders[0])
+        return [own, *(answer.result() for answer in others)]
+
 
 class PartWorker(ABC):
     """What a weight channel does with one part, in the process that holds the part.
+
+    Each exporting rank holds a part of the model: whole tensors, none of which is in two parts. No rank holds the whole
+    model. A channel processes the parts where they are, while training goes on there: it sends an order to each rank
+    and gets a short answer.
 
     Subclasses are top-level classes without constructor arguments. Each process creates one instance and keeps it.
     Calls may overlap.

@@ -27,7 +27,7 @@ class ChannelAdapter(Adapter):
     """Whether engines get versions from the learner's memory, which needs both to be up at the same time."""
 
     takes_parts: ClassVar[bool] = False
-    """Whether the channel carries models that several ranks of the learner export in parts (tensors/parts.py)."""
+    """Whether the channel carries models that several ranks of the learner export in parts (tensors/snapshot.py)."""
 
     @classmethod
     def check(cls, run: RunConfig) -> None:

@@ -13,27 +13,32 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import safetensors.torch
+import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
-from asyncrl.tensors import adapter_names, quantized_model, weight_files
+from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
-from asyncrl.tensors.parts import on_every_part
-from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.tensors.weight_files import WeightFile, is_of_weights
+from asyncrl.tensors.snapshot import Bucket, PartWorker, Snapshot
+from asyncrl.tensors.weight_files import WeightFile
 from asyncrl.weights.adapter import ChannelAdapter
-from asyncrl.weights.part_writer import PartWriter, WriteOrder, Written, whole_adapters
 
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 """Suffixes of the files that accompany a model's weights: config, generation config, tokenizer, chat template."""
+_STAGING_BYTES: Final = 512 * 2**20
+"""Bytes copied from the device at once, and pinned on the host."""
 
 
 class FilesChannel(ChannelAdapter):
@@ -42,20 +47,11 @@ class FilesChannel(ChannelAdapter):
     takes = frozenset({"adapters", "fp8"})
     takes_parts = True
 
-    def __init__(self, directory: Path, *, keep: int, model_path: Path, links: bool = True) -> None:
-        """
-        keep        number of versions to keep
-        model_path  folder whose config and tokenizer are added to every version
-        links       hard-link these files to the previous version; False where people may write into a version's folder
-        """
+    def __init__(self, directory: Path, *, keep: int, model_path: Path) -> None:
+        """``keep``: versions to keep. ``model_path``: folder whose config and tokenizer are added to every version."""
         self._directory = directory.absolute()
         self._keep = max(keep, 1)
         self._model_path = model_path
-        self._links = links
-        self._previous: Path | None = None
-        self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if adapters are published
-        self._quantization = ""
-        self._beside: tuple[str, ...] = ()  # config and tokenizer: the files of every version besides its weights
         self._retained: set[tuple[int, int]] = set()
         self._writer = PartWriter()
         self._by_others: list[Path] = []  # files that other ranks are writing now
@@ -77,11 +73,15 @@ class FilesChannel(ChannelAdapter):
             self._remove_leftovers()
             temporary.mkdir()
             if adapter_names.are_adapters(snapshot.entries):
-                snapshot = whole_adapters(snapshot)  # adapters are small, and PEFT reads one file
-            self._adapters = adapter_names.config(snapshot.entries, base=self._model_path)
-            files = self._write_parts(temporary, snapshot)
-            self._quantization = quantized_model.format_of(name for one in files for name in one.names)
-            self._add_companions(temporary)
+                snapshot = _collect_adapters(snapshot)  # adapters are small, and PEFT reads one file
+            adapters = adapter_names.config(snapshot.entries, base=self._model_path)
+            whole = weight_files.WEIGHTS_FILE if adapters is None else adapter_names.ADAPTER_FILE
+            files = self._write_parts(temporary, snapshot, whole=whole)
+            add_companions(temporary, self._model_path)
+            if adapters is not None:
+                (temporary / CONFIG_FILE).write_text(json.dumps(adapters, indent=1))
+            if quantized_model.format_of(name for one in files for name in one.names):
+                quantized_model.describe_quantization(temporary / "config.json")
             num_bytes = sum(one.num_bytes for one in files)
             sha256 = _complete(temporary, files)
             if os.path.lexists(folder):  # published by an earlier process that crashed before its checkpoint
@@ -94,7 +94,6 @@ class FilesChannel(ChannelAdapter):
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._cannot_write(name, num_bytes, error.strerror, error.errno) from error
-        self._previous = folder if self._links else None
         self._collect(newest=(incarnation, policy_version))
         self.published_bytes = num_bytes
         return WeightVersion(
@@ -111,15 +110,14 @@ class FilesChannel(ChannelAdapter):
     def release(self, weights: WeightVersion) -> None:
         self._retained.discard(weights.order)
 
-    def _write_parts(self, temporary: Path, snapshot: Snapshot) -> list[WeightFile]:
+    def _write_parts(self, temporary: Path, snapshot: Snapshot, *, whole: str) -> list[WeightFile]:
         """Have every rank write its part, concurrently. Raises OSError, WeightsError."""
         count = 1 + len(snapshot.others)
-        whole = weight_files.WEIGHTS_FILE if self._adapters is None else adapter_names.ADAPTER_FILE
         paths = [temporary / weight_files.file_name(number, count, whole=whole) for number in range(count)]
         self._by_others = paths[1:]
         try:
             orders = [encode(WriteOrder(file=str(path))) for path in paths]
-            answers = [decode(one, Written) for one in on_every_part(snapshot, self._writer, orders)]
+            answers = [decode(one, Written) for one in snapshot.run_on_parts(self._writer, orders)]
             self._written_by_others += sum(map(_length, paths[1:]))
         finally:
             self._by_others = []
@@ -138,28 +136,6 @@ class FilesChannel(ChannelAdapter):
             WeightFile(file=path.name, sha256=answer.sha256, num_bytes=answer.num_bytes, names=answer.names)
             for path, answer in zip(paths, answers, strict=True)
         ]
-
-    def _add_companions(self, folder: Path) -> None:
-        """Add config and tokenizer: links to the previous version's files, or copies of the model's if one is gone."""
-        names = self._beside
-        if self._previous is not None:
-            try:
-                for name in names:
-                    _link(self._previous / name, folder / name)
-                return
-            except FileNotFoundError:
-                for name in names:  # writing through a link would change other versions
-                    (folder / name).unlink(missing_ok=True)
-        self._write_companions(folder)
-
-    def _write_companions(self, folder: Path) -> None:
-        """Copy config and tokenizer of the model's folder, and describe adapters or quantization if there are any."""
-        add_companions(folder, self._model_path)
-        if self._adapters is not None:
-            (folder / CONFIG_FILE).write_text(json.dumps(self._adapters, indent=1))
-        if self._quantization:
-            quantized_model.describe_quantization(folder / "config.json", self._quantization)
-        self._beside = tuple(name for name in os.listdir(folder) if not is_of_weights(name))
 
     def _collect(self, *, newest: tuple[int, int]) -> None:
         versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
@@ -190,6 +166,78 @@ class FilesChannel(ChannelAdapter):
         return WeightsError(
             f"{self._directory}: cannot write weights {name}: {problem}; it needs {num_bytes:,} bytes{free}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOrder:
+    """Tells a rank to write its part.  file: full path"""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Result of writing one part.  problem, error: why it failed, as text and as errno"""
+
+    sha256: str = ""
+    num_bytes: int = 0
+    names: tuple[str, ...] = ()
+    problem: str = ""
+    error: int = 0
+
+
+class PartWriter(PartWorker):
+    """Writes a part to a safetensors file, synced to disk."""
+
+    def __init__(self) -> None:
+        self.progress = 0
+
+    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+        header = safetensors_file.header(snapshot.entries)
+        num_bytes = len(header) + snapshot.num_bytes
+        try:
+            with Path(decode(order, WriteOrder).file).open("wb") as stream:
+                sha256 = safetensors_file.write(stream, itertools.chain([header], self._blocks(snapshot)))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            return encode(Written(num_bytes=num_bytes, problem=error.strerror or str(error), error=error.errno or 0))
+        names = tuple(entry.name for entry in snapshot.entries)
+        return encode(Written(sha256=sha256, num_bytes=num_bytes, names=names))
+
+    def _blocks(self, snapshot: Snapshot) -> Iterator[memoryview]:
+        buckets = snapshot.cut(_STAGING_BYTES).buckets
+        largest = max((bucket.data.numel() for bucket in buckets if bucket.data.is_cuda), default=0)
+        staging = torch.empty(largest, dtype=torch.uint8, pin_memory=largest > 0)  # torch keeps pinned memory for reuse
+        for bucket in buckets:
+            yield _to_host(bucket, staging)
+            self.progress += bucket.data.numel()
+
+
+def _to_host(bucket: Bucket, staging: torch.Tensor) -> memoryview:
+    """Return the bucket's bytes on the CPU, valid until the next call. Does not block other work of the device."""
+    data = bucket.data
+    if data.is_cuda:
+        stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            staging[: data.numel()].copy_(data, non_blocking=True)
+        stream.synchronize()
+        data = staging[: data.numel()]
+    return memoryview(data.numpy())  # type: ignore[arg-type]
+
+
+class PartReader(PartWorker):
+    """Returns a part as the bytes of a safetensors file. For small parts."""
+
+    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+        data: bytes = safetensors.torch.save({name: tensor.cpu() for name, tensor in snapshot.tensors()})
+        return data
+
+
+def _collect_adapters(snapshot: Snapshot) -> Snapshot:
+    """Collect the adapters of all ranks in this process."""
+    answers = snapshot.run_on_parts(PartReader(), [b""] * (1 + len(snapshot.others)))
+    return Snapshot.from_tensors(item for answer in answers for item in sorted(safetensors.torch.load(answer).items()))
 
 
 def verified(weights: WeightVersion) -> Path:
@@ -233,14 +281,6 @@ def _version(path: Path) -> tuple[int, int] | None:
     return (
         (int(incarnation), int(policy_version)) if dash and incarnation.isdigit() and policy_version.isdigit() else None
     )
-
-
-def _link(file: Path, name: Path) -> None:
-    """Hard-link the file, or copy it where the file system has no hard links (object stores, exFAT)."""
-    try:
-        os.link(file, name)
-    except OSError:
-        shutil.copyfile(file, name)
 
 
 def _remove(path: Path) -> None:

@@ -20,7 +20,7 @@ class WithModels:
     def __init__(self, channel: WeightChannel, directory: Path, *, every: int, model_path: Path) -> None:
         """``every``: keep one version of this many; > 0."""
         self._channel = channel
-        self._models = FilesChannel(directory, keep=sys.maxsize, model_path=model_path, links=False)
+        self._models = FilesChannel(directory, keep=sys.maxsize, model_path=model_path)
         self._directory = directory
         self._every = every
         self._published = -1

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import threading
 import time
@@ -28,19 +27,15 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.errors import MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.validation import require
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, PartWorker, Snapshot
-from asyncrl.weights.collective import CollectiveOffer, CollectiveRequest, group_of_part
 from asyncrl.weights.port import Transfer
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 """Slowest transfer rate that is tolerated. A fixed time is allowed on top."""
 _OLD_SECONDS: Final = 300.0
-_MAX_RANKS: Final = 1024
-_MAX_GROUPS: Final = 1024
-_FILES_PER_GROUP: Final = 16
-"""A rendezvous has nine open files, and a connection for each rank. The rest is left for other files."""
+_MOST_BUCKETS: Final = 64
 _POLL_SECONDS: Final = 5e-4
 _QUEUED: Final = 4
 """NCCL broadcasts to one engine that are queued at a time, so that one begins as soon as another ends. They share a
@@ -53,6 +48,42 @@ CUMEM: Final = "NCCL_CUMEM_ENABLE"
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
 """The process has one environment, so concurrent joins must take turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRequest:
+    """Payload of a request.  buckets_at_once: see Collectives in weights/port.py"""
+
+    buckets_at_once: int = 1
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.buckets_at_once <= _MOST_BUCKETS,
+            f"buckets_at_once must be in 1..{_MOST_BUCKETS}, got {self.buckets_at_once}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveOffer:
+    """Payload of an offer: the rendezvous, and the buckets that are sent now, in order, one per broadcast.
+
+    host, port, collective  rendezvous of the group, and its kind: nccl or gloo
+    others                  the offers of the learner's other ranks that have a part of the model
+    """
+
+    host: str
+    port: int
+    collective: str
+    buckets: tuple[BucketLayout, ...]
+    others: tuple[CollectiveOffer, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
+
+
+def group_of_part(group: str, number: int) -> str:
+    """Name of an engine's group with the ``number``-th rank that has a part of the model, from 0."""
+    return f"{group}.{number}" if number else group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +165,7 @@ class Sender:
             return self._newest
 
     def _run(self, snapshot: Snapshot, orders: Sequence[PartOrder]) -> list[bytes]:
-        return on_every_part(snapshot, self._own, list(map(encode, orders)))
+        return snapshot.run_on_parts(self._own, list(map(encode, orders)))
 
 
 class PartSender(PartWorker):
@@ -159,10 +190,6 @@ class PartSender(PartWorker):
 
     def _begin(self, snapshot: Snapshot, order: PartOrder, request: TransferRequest) -> CollectiveOffer:
         """Prepare a transfer: of our part, or only of the name and address of the group to join."""
-        if request.num_ranks > _MAX_RANKS:
-            raise WeightsError(
-                f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
-            )
         name = group_of_part(request.group, order.number)
         kind = _kind_of(snapshot)
         at_once = _buckets_at_once(request) if kind == "nccl" else 1
@@ -172,8 +199,6 @@ class PartSender(PartWorker):
             if group is None or group.name != name:
                 if request.has_joined:
                     raise WeightsError(f"the learner has no group {name}: it was restarted; join again")
-                if group is None:
-                    self._make_room(request.engine)
                 group = self._groups[request.engine] = _open_group(name, kind, request, seconds=order.patience_seconds)
         if before is not None and before is not group:  # left over from an earlier process of this engine
             before.give_up()
@@ -212,17 +237,6 @@ class PartSender(PartWorker):
             groups = [self._groups.pop(name) for name in gone]
         for group in groups:
             group.give_up()
-
-    def _make_room(self, engine: str) -> None:
-        """Drop given-up groups if there are too many groups. Raises WeightsError if that is not enough. A client may
-        invent engines, and each takes a port, files and a thread until its time to join is over."""
-        room = _room()
-        if len(self._groups) < room:
-            return
-        for name in [name for name, group in self._groups.items() if group.is_given_up]:
-            del self._groups[name]
-        if len(self._groups) >= room:
-            raise WeightsError(f"no room for {engine}: the learner has groups with {room:,} engines already")
 
 
 def _open_group(name: str, kind: str, request: TransferRequest, *, seconds: float) -> _Group:
@@ -328,12 +342,6 @@ def _buckets_at_once(request: TransferRequest) -> int:
         return decode(request.payload, CollectiveRequest).buckets_at_once
     except MessageError as error:
         raise WeightsError(f"the request of engine {request.engine} is none of this channel: {error}") from error
-
-
-def _room() -> int:
-    """Maximum number of groups; lower if the process may open few files."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_GROUPS if files == resource.RLIM_INFINITY else min(_MAX_GROUPS, max(files // _FILES_PER_GROUP, 1))
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ class OtherRank:
 
 
 class OtherPart:
-    """See tensors.parts.Part."""
+    """See tensors.snapshot.Part."""
 
     def __init__(self, side: OtherRank, rank: int) -> None:
         self._side = side

@@ -42,7 +42,7 @@ from asyncrl.engines.sglang.engine import Options
 from asyncrl.errors import WeightsError
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import BUCKET_BYTES
-from asyncrl.weights.collective import CollectiveReceiver
+from asyncrl.weights.nccl_channel import CollectiveReceiver
 from asyncrl.weights.port import LoadReport
 from benchmarks.gpu import bare
 from benchmarks.gpu.arm import visible_devices

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.backends.kernels import fused
 from asyncrl.policies.batching.packing import Document, empty
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.tensors.expert_tensors import by_names_in_files
+from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import (
     LEARNING_RATE,
     RANKS,

@@ -17,7 +17,7 @@ from asyncrl.bus.memory.stores import Objects
 from asyncrl.config import WeightsSection
 from asyncrl.errors import BackendError, WeightsError
 from asyncrl.messages import replace
-from asyncrl.tensors import quantized_model
+from asyncrl.tensors import fp8, quantized_model
 from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import files
@@ -94,7 +94,7 @@ def test_quantized_versions_say_their_format(files_channel: FilesChannel, quanti
         weights = files_channel.publish(exported, incarnation=0, policy_version=version)
         folder = files_channel.verify(weights)
         config = json.loads((folder / "config.json").read_text())
-        assert config["quantization_config"] == quantized_model.FORMATS[quantization].config
+        assert config["quantization_config"] == fp8.CONFIG
         assert set(read_shapes(folder)) == {entry.name for entry in exported.entries}
 
 

@@ -28,7 +28,6 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
 from asyncrl.policies.corrections.diagnostics import Sums
-from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from tests.harness import contract_adapters
 
@@ -259,7 +258,7 @@ class PartBytes(PartWorker):
 
 def parts(exported: Snapshot) -> list[dict[str, torch.Tensor]]:
     """Return the tensors of every rank's part, this rank's part first."""
-    answers = on_every_part(exported, PartBytes(), [b""] * (1 + len(exported.others)))
+    answers = exported.run_on_parts(PartBytes(), [b""] * (1 + len(exported.others)))
     return [safetensors.torch.load(answer) for answer in answers]
 
 

@@ -21,8 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Bucket, TensorEntry
-from asyncrl.weights.collective import group_of_part
-from asyncrl.weights.nccl import Sender
+from asyncrl.weights.nccl import Sender, group_of_part
 from tests.harness.transfers import collective_of
 
 PATIENCE = 30.0

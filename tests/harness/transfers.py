@@ -12,7 +12,8 @@ from asyncrl.engines.port import Engine
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.weights.collective import CollectiveOffer, CollectiveReceiver
+from asyncrl.weights.nccl import CollectiveOffer
+from asyncrl.weights.nccl_channel import CollectiveReceiver
 from asyncrl.weights.port import Ask, LoadReport, Receiver, Sender
 from tests.harness.engines import Model
 

@@ -13,7 +13,7 @@ from asyncrl.backends.lora import EXPERT_ALIGNMENT
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.config.adapter import Layout, RunConfig
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.tensors import quantized_model
+from asyncrl.tensors import fp8
 from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
 
 _UNEVEN: Final = (
@@ -88,7 +88,7 @@ def require_quantizable(shape: ModelShape, quantization: str) -> None:
     if shape.experts or shape.latent:
         what = "experts" if shape.experts else "latent attention"
         raise ConfigError(f'weights.quantization: "{quantization}" was not tried with {what}; remove it')
-    block = quantized_model.FORMATS[quantization].block
+    block = fp8.BLOCK
     sizes = (
         ("hidden_size", shape.hidden_size),
         ("intermediate_size", shape.feed_forward_size),

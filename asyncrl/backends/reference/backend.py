@@ -23,9 +23,9 @@ from asyncrl.backends.reference.models import LoadedModel, TrainedModel
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.tensors.transformers_models import by_names_in_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,7 @@ from asyncrl.policies.algorithms.objective import Objective, ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.losses.loss import LossInputs
-from asyncrl.tensors.expert_tensors import by_names_in_files
-from asyncrl.tensors.transformers_lock import LOADING
+from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
 
 STATE_FILE: Final = "state.safetensors"
 _MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW

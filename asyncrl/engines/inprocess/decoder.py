@@ -32,10 +32,9 @@ from asyncrl.engines.stopping import StopWatch
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, unrouted_rows
-from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.model_tensors import Shapes
-from asyncrl.tensors.transformers_lock import LOADING
+from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncrl.engines.sglang.options import CPU_ARGUMENTS, LOADER, QUANTIZATIONS, Options, option_name
 from asyncrl.errors import ConfigError
-from asyncrl.tensors import quantized_model
+from asyncrl.tensors import fp8
 
 _OPTIONS: Final = Options()
 _FIRST_SAFE_RETRACT = (0, 5, 23)
@@ -130,7 +130,7 @@ def _check_blocks(config: Mapping[str, Any], quantization: str, options: Options
     head_size = config.get("head_dim") or hidden // heads
     whole, sharing = options.tensor_parallel, options.attention_parallel
     kv_heads = max(config.get("num_key_value_heads") or heads, sharing)
-    block = quantized_model.FORMATS[quantization].block
+    block = fp8.BLOCK
     for name, size, parts in (
         ("intermediate_size", config.get("intermediate_size"), whole),
         ("num_attention_heads x head_dim", heads * head_size, sharing),

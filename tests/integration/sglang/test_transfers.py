@@ -18,8 +18,8 @@ from asyncrl.engines.sglang import engine as sglang
 from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.weights.collective import CollectiveReceiver
 from asyncrl.weights.nccl import Sender
+from asyncrl.weights.nccl_channel import CollectiveReceiver
 from tests.harness.engines import PROMPT, Check, Model, announce, chosen_experts, switched_logprobs
 from tests.harness.fakes import until
 from tests.harness.transfers import changed, join, layouts, offering, receive, receiver_of, snapshot

@@ -11,8 +11,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import TransferRequest
 from asyncrl.weights import nccl
-from asyncrl.weights.collective import CollectiveRequest
-from asyncrl.weights.nccl import Sender
+from asyncrl.weights.nccl import CollectiveRequest, Sender
 from asyncrl.weights.port import Transfer
 from tests.unit.weights.test_nccl import buckets_of, holding, weights
 

@@ -17,7 +17,7 @@ from asyncrl.backends.weight_map import Part, weight_map
 from asyncrl.config.layout import Layout
 from asyncrl.data import model_folder
 from asyncrl.errors import ConfigError
-from asyncrl.tensors.expert_tensors import by_names_in_files
+from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import tiny_model
 
 

@@ -18,7 +18,7 @@ from asyncrl.backends.port import Backend
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.tensors.expert_tensors import by_names_in_files
+from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import (
     LAYOUT_RANKS,
     SETTINGS,

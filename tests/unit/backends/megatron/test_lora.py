@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.errors import ConfigError
-from asyncrl.tensors.expert_tensors import by_names_in_files
+from asyncrl.tensors.transformers_models import by_names_in_files
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import (
     LAYOUT_RANKS,

@@ -15,7 +15,7 @@ from aiohttp import test_utils, web
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import TransferOffer
-from asyncrl.weights.collective import CollectiveOffer
+from asyncrl.weights.nccl import CollectiveOffer
 from asyncrl.weights.port import LoadReport
 from tests.harness.engines import Model
 from tests.harness.transfers import layouts, offering, receiver_of

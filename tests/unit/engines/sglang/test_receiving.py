@@ -22,8 +22,7 @@ from asyncrl.engines.sglang import loader, receiving
 from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
 from asyncrl.tensors.snapshot import Bucket, Snapshot, TensorEntry
-from asyncrl.weights.collective import CollectiveRequest, group_of_part
-from asyncrl.weights.nccl import Sender
+from asyncrl.weights.nccl import CollectiveRequest, Sender, group_of_part
 from tests.harness.nccl import PATIENCE, join_group
 from tests.harness.transfers import collective_of
 from tests.harness.weights import OtherRank, in_parts

@@ -1,4 +1,7 @@
-"""Name the tensors of a mixture as weight files and engines do: transformers' own names differ from these.
+"""What users of transformers' models need: one load at a time, and the names that tensors have in weight files.
+
+Loading changes the library's state for all threads of the process. Two loads at once can leave that state changed for
+good; from then on no embedding is tied to its output layer (test_models_loaded_at_once_keep_their_tied_weights).
 
 transformers keeps all experts of a layer in two tensors:
 gate_up_proj [experts, 2 F, H]  becomes ``0.gate_proj.weight`` [F, H], ``0.up_proj.weight`` [F, H], ``1.gate_proj...``
@@ -9,11 +12,15 @@ Test: test_experts_have_the_names_of_the_folder.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+
+LOADING: Final = threading.Lock()
+"""Held while from_pretrained of transformers runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
