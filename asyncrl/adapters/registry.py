@@ -51,7 +51,7 @@ BACKENDS = {
 CHANNELS = {
     "files": "asyncrl.weights.files:FilesChannel",
     "nccl": "asyncrl.weights.nccl_channel:NCCLChannel",
-    "objects": "asyncrl.weights.objects.channel:ObjectsChannel",
+    "objects": "asyncrl.weights.objects_channel:ObjectsChannel",
 }
 BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "asyncrl.bus.nats_server.adapter:NatsAdapter"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}

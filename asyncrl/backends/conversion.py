@@ -1,8 +1,8 @@
 """Converts a Hugging Face folder's weights to a Megatron checkpoint and back, without ranks or Megatron's code.
 
 Parameters are read, converted and written one at a time, experts individually. So memory holds at most a few copies of
-the largest parameter: its parts, the whole, and the copy being written. ``Converted.peak_bytes`` counts this, tensor by
-tensor. Values and dtypes are preserved, so a round trip is exact.
+the largest parameter: its parts, the whole, and the copy being written. Values and dtypes are preserved, so a round
+trip is exact.
 Tests: tests/unit/backends/test_conversion.py.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,14 +40,12 @@ _NOT_THE_MODEL: Final = ("optimizer.", "asyncrl.", "rng_state", "rerun_state_mac
 class Converted:
     """Result of a conversion.
 
-    peak_bytes  most bytes of weights in memory at one time
     left_out    tensors of the source that belong to no trained part of the model
     padding     rows of the source's embeddings after the model's vocabulary, also left out
     """
 
     num_tensors: int
     num_bytes: int
-    peak_bytes: int
     left_out: tuple[str, ...]
     padding: int = 0
 
@@ -56,23 +53,6 @@ class Converted:
 def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder is a distributed checkpoint of Megatron."""
     return (folder / METADATA).is_file()
-
-
-class _Held:
-    """Counts the bytes of tensors until they are freed."""
-
-    def __init__(self) -> None:
-        self.num_bytes = self.peak_bytes = 0
-
-    def noted(self, tensor: torch.Tensor) -> torch.Tensor:
-        size = tensor.nbytes
-        self.num_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        weakref.finalize(tensor, self._gone, size)
-        return tensor
-
-    def _gone(self, size: int) -> None:
-        self.num_bytes -= size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +88,7 @@ def to_megatron(source: Path, destination: Path) -> Converted:
 
     Raises ConfigError for a model that the megatron backend does not support, CheckpointError, OSError.
     """
-    shape, held = huggingface.read_shape(source, where="source"), _Held()
+    shape = huggingface.read_shape(source, where="source")
     if shape.is_tied:
         huggingface.require_tied(source, where="source")
     used = {name for one in _parameters(shape) for name in one.entry.huggingface}
@@ -120,10 +100,8 @@ def to_megatron(source: Path, destination: Path) -> Converted:
         def chunks(of: Iterable[_Parameter]) -> Iterator[Chunk]:
             for one in of:
                 entry = one.entry
-                parts = [held.noted(read(name)) for name in entry.huggingface]
+                parts = [read(name) for name in entry.huggingface]
                 (whole,) = weight_cuts.fuse(parts, entry.cut, shape, tensor_parallel=1)
-                if len(parts) > 1:
-                    whole = held.noted(whole)
                 del parts
                 place = weight_places.place(
                     entry.megatron, entry.cut, whole.shape, shape, ranks=1, rank=0, first_expert=one.expert
@@ -137,7 +115,6 @@ def to_megatron(source: Path, destination: Path) -> Converted:
     return Converted(
         num_tensors=len({one.key for one in stored}),
         num_bytes=sum(one.length for one in stored),
-        peak_bytes=held.peak_bytes,
         left_out=tuple(left_out),
     )
 
@@ -168,7 +145,7 @@ def to_huggingface(source: Path, destination: Path, *, model: Path, check: Calla
 
     Raises ConfigError, CheckpointError, OSError.
     """
-    shape, held, saved = huggingface.read_shape(model, where="--model"), _Held(), TorchDist(source, checks_sums=True)
+    shape, saved = huggingface.read_shape(model, where="--model"), TorchDist(source, checks_sums=True)
     parameters = [_Found.from_checkpoint(one, saved, shape) for one in _parameters(shape)]
     _refuse_further_layers(saved, shape)
     others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
@@ -180,7 +157,7 @@ def to_huggingface(source: Path, destination: Path, *, model: Path, check: Calla
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         with (destination / name).open("wb") as stream:
-            safetensors_file.write(stream, _blocks(file, saved, shape, held))
+            safetensors_file.write(stream, _blocks(file, saved, shape))
         names |= {entry.name: name for found in file for entry in found.entries}
     num_bytes = sum(entry.num_bytes for file in files for found in file for entry in found.entries)
     if len(files) > 1:
@@ -189,7 +166,6 @@ def to_huggingface(source: Path, destination: Path, *, model: Path, check: Calla
     return Converted(
         num_tensors=len(names),
         num_bytes=num_bytes,
-        peak_bytes=held.peak_bytes,
         left_out=tuple(left_out),
         padding=max(found.padding for found in parameters),
     )
@@ -286,11 +262,9 @@ def _cut_into_files(parameters: Sequence[_Found]) -> list[list[_Found]]:
     return files
 
 
-def _blocks(file: Sequence[_Found], saved: TorchDist, shape: ModelShape, held: _Held) -> Iterator[bytes | memoryview]:
+def _blocks(file: Sequence[_Found], saved: TorchDist, shape: ModelShape) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file."""
     yield safetensors_file.header(entry for one in file for entry in one.entries)
     for one in file:
-        whole = held.noted(one.read(saved))
-        for tensor in weight_cuts.unfuse([whole], one.parameter.entry.cut, shape):
-            data = held.noted(tensor.contiguous()).reshape(-1).view(torch.uint8)
-            yield data.numpy().data
+        for tensor in weight_cuts.unfuse([one.read(saved)], one.parameter.entry.cut, shape):
+            yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -30,10 +30,7 @@ def run(options: argparse.Namespace) -> int:
 
     with exiting_on_signals():
         done = convert(options.source, options.destination, model=options.model)
-    print(
-        f"{options.destination}: {done.num_tensors:,} tensors, {done.num_bytes / 1e6:,.1f} MB; at most "
-        f"{done.peak_bytes / 1e6:,.1f} MB of weights were in memory"
-    )
+    print(f"{options.destination}: {done.num_tensors:,} tensors, {done.num_bytes / 1e6:,.1f} MB")
     if done.padding:
         print(f"left out as padding, since config.json has a smaller vocab_size: {done.padding} rows of the embeddings")
     if done.left_out:

@@ -22,7 +22,7 @@ from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import files
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.objects.channel import ObjectsChannel
+from asyncrl.weights.objects_channel import ObjectsChannel
 from asyncrl.weights.port import WeightChannel
 from tests.conftest import BUS_SIZES
 from tests.harness import contract_adapters

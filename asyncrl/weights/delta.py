@@ -11,7 +11,7 @@ record for each block with changes; ``start`` counts over all files, one after t
              byte of all values, then the second, ...; neighbouring values differ only in the lowest
 
 A delta has no end marker, so its user must verify the result's checksum.
-Tests: tests/unit/weights/objects/test_delta.py.
+Tests: tests/unit/weights/test_delta.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.objects import versions
-from asyncrl.weights.objects.versions import Description, Link
+from asyncrl.weights.stored_versions import Description, Link, parse_description
 
 
 def link(version: int, *, full: int = 0, delta: int = 1) -> Link:
@@ -51,8 +50,8 @@ def test_full_version_is_due_at_first_and_every_so_many(every: int, full: list[i
 
 def test_description_reads_back_and_a_broken_one_is_refused() -> None:
     description = stored(10, every=8)[-1]
-    text = versions.to_text(description)
-    assert versions.from_text(text) == description
+    text = description.text
+    assert parse_description(text) == description
     for broken in ("", "{", "[1]", '{"files":[["a",1]],"links":[{"x":0}]}', text.replace("model.s", "../model.s")):
         with pytest.raises(WeightsError, match="cannot parse the description"):
-            versions.from_text(broken)
+            parse_description(broken)

@@ -1,13 +1,23 @@
-"""Weight versions fetched from the object store as model folders, which all workers on a machine share."""
+"""Weight versions in the object store: full, as a delta from the version before, or both; and folders made from them.
+
+    1.full   2.delta   3.delta   4.delta 4.full   5.delta
+       └──────── chain of 3 ┘       └─── chain of 5 ─┘
+
+A version is made from a base, that is a full version or one that a worker has, and all deltas after it. The object that
+names a version (``Link.uri``) describes its chain: the versions since the last full one, and the one before that, so
+that a worker which has it fetches one more delta instead of the full version.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -15,15 +25,95 @@ import numpy as np
 
 from asyncrl.bus.port import ObjectStore
 from asyncrl.errors import BusError, ObjectGone, WeightsError
-from asyncrl.messages import WeightVersion, replace
+from asyncrl.messages import WeightVersion
+from asyncrl.weights import delta
 from asyncrl.weights.files import add_companions, verified
-from asyncrl.weights.objects import delta, versions
-from asyncrl.weights.objects.versions import Description, Link
 
-_PART: Final = ".part-"
 _TEMPORARY: Final = ".tmp-"
 _LOOK_SECONDS: Final = 0.05
 _DIGITS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One version.  sha256: as announced.  full, delta: bytes of its objects; 0 if it is not stored like this"""
+
+    incarnation: int
+    policy_version: int
+    sha256: str
+    full: int = 0
+    delta: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.incarnation}-{self.policy_version}"
+
+    @property
+    def delta_name(self) -> str:
+        return f"{self.name}.delta"
+
+    def full_name(self, number: int) -> str:
+        """Name of the object of weight file ``number``, from 0."""
+        return f"{self.name}.full" if not number else f"{self.name}.{number}.full"
+
+    def precedes(self, order: tuple[int, int]) -> bool:
+        """Whether this is an earlier version of the same incarnation."""
+        return self.incarnation == order[0] and self.policy_version < order[1]
+
+    @property
+    def uri(self) -> str:
+        return self.delta_name if self.delta else self.full_name(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a worker must know to make a version.
+
+    files  name and size of each weight file, in the order in which deltas count their bytes
+    links  the chain, this version last
+    """
+
+    files: tuple[tuple[str, int], ...]
+    links: tuple[Link, ...]
+
+    @property
+    def newest(self) -> Link:
+        return self.links[-1]
+
+    @property
+    def objects(self) -> set[str]:
+        """Names of all objects of the chain."""
+        numbers = range(len(self.files))
+        full = {link.full_name(number) for link in self.links if link.full for number in numbers}
+        return full | {link.delta_name for link in self.links if link.delta}
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    def is_full_due(self, *, every: int) -> bool:
+        """Whether the next version is the ``every``-th since a full one."""
+        return not any(link.full for link in (self.links[1 - every :] if every > 1 else ()))
+
+    def grown(self, link: Link) -> Description:
+        """Return the description of the next version. A full version begins a new chain."""
+        if not link.full:
+            return replace(self, links=(*self.links, link))
+        before = (replace(self.newest, full=0, delta=0),) if link.delta else ()
+        return replace(self, links=(*before, link))
+
+
+def parse_description(text: str) -> Description:
+    """Parse ``Description.text``. Raises WeightsError."""
+    try:
+        found = json.loads(text)
+        files = tuple((str(name), int(size)) for name, size in found["files"])
+        links: Sequence[Link] = tuple(Link(**fields) for fields in found["links"])
+        if not files or not links or any("/" in name or name.startswith(".") for name, _ in files):
+            raise ValueError("no files, no versions, or the name of a file is a path")
+        return Description(files=files, links=tuple(links))
+    except (ValueError, TypeError, KeyError) as error:
+        raise WeightsError(f"cannot parse the description of a weight version: {error}") from error
 
 
 class FetchedVersions:
@@ -75,7 +165,7 @@ class FetchedVersions:
         info = self._objects.info(weights.uri)
         if info is None:
             raise WeightsError(f"weights {weights.uri}: not found; removed for newer versions")
-        description = versions.from_text(info.metadata.get("description", ""))
+        description = parse_description(info.metadata.get("description", ""))
         if description.newest.sha256 != weights.sha256:
             raise WeightsError(
                 f"weights {weights.uri}: sha256 {weights.sha256[:12]}... was announced, but others are stored there"
@@ -106,41 +196,21 @@ class FetchedVersions:
             verified(replace(weights, uri=str(temporary)))
         except (WeightsError, ObjectGone, FileNotFoundError):  # a delta is gone or wrong, or the base is
             shutil.rmtree(temporary)
-            with contextlib.suppress(WeightsError):
-                verified(replace(weights, uri=str(self._path(base)), sha256=base.sha256))
-                return False
-            shutil.rmtree(self._path(base))
             return False
         return True
 
     def _make_from_full(self, description: Description, weights: WeightVersion, temporary: Path) -> None:
-        """Fetch the full version of the chain and apply the deltas after it. Resume an earlier process's download."""
+        """Fetch the full version of the chain and apply the deltas after it."""
         number = next((number for number, link in enumerate(description.links) if link.full), None)
         if number is None:
             raise WeightsError(f"weights {weights.uri}: stored only as a delta from a version that nobody has")
-        base = description.links[number]
-        names = [name for name, _ in description.files]
-        parts = [self._directory / f"{_PART}{base.name}-{base.sha256[:_DIGITS]}-{name}" for name in names]
-        is_resumed = any(part.exists() for part in parts)
-        for index, part in enumerate(parts):
-            self._download(base.full_name(index), part)
         temporary.mkdir()
-        for part, name in zip(parts, names, strict=True):
-            part.rename(temporary / name)
-        try:
-            self._apply(description, description.links[number + 1 :], temporary)
-            verified(replace(weights, uri=str(temporary)))
-        except WeightsError:
-            shutil.rmtree(temporary)
-            if not is_resumed:
-                raise
-            self._make_from_full(description, weights, temporary)  # what the earlier process left was wrong
-
-    def _download(self, name: str, part: Path) -> None:
-        """Download the rest of an object into ``part``."""
-        with part.open("ab") as stream:
-            for block in self._blocks(name, start=stream.tell()):
-                stream.write(block)
+        for index, (name, _) in enumerate(description.files):
+            with (temporary / name).open("wb") as stream:
+                for block in self._blocks(description.links[number].full_name(index)):
+                    stream.write(block)
+        self._apply(description, description.links[number + 1 :], temporary)
+        verified(replace(weights, uri=str(temporary)))
 
     def _apply(self, description: Description, links: Sequence[Link], folder: Path) -> None:
         """Apply the deltas of ``links`` to the weight files in ``folder``."""
@@ -153,8 +223,8 @@ class FetchedVersions:
         for link in links:
             delta.apply(files, self._blocks(link.delta_name))
 
-    def _blocks(self, name: str, *, start: int = 0) -> Iterator[bytes]:
-        for block in self._objects.read(name, start=start):
+    def _blocks(self, name: str) -> Iterator[bytes]:
+        for block in self._objects.read(name):
             yield block
             self.progress += len(block)
 
@@ -176,8 +246,6 @@ class FetchedVersions:
             hidden = path.with_name(f"{_TEMPORARY}old-{path.name}")
             path.rename(hidden)
             shutil.rmtree(hidden)
-        for path in self._directory.glob(f"{_PART}*"):
-            path.unlink()
 
 
 def _order(path: Path) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """Stores weight versions in the run's object store, for hosts that share no disk with the learner.
 
-Invariants (tests/contracts/test_weights.py, tests/unit/weights/objects/test_channel.py):
+Invariants (tests/contracts/test_weights.py, tests/unit/weights/test_channel.py):
   C1 a version is announced only after everything it needs is stored. What a kept version needs is never removed.
   C2 a version's folder on a worker appears atomically, after its sha256 was verified.
   C3 a missing or corrupt object costs the full version instead of a delta, but never yields wrong weights.
@@ -22,11 +22,10 @@ from asyncrl.errors import BusError, ConfigError, WeightsError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.tensors import safetensors_file, weight_files
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights import delta
 from asyncrl.weights.adapter import ChannelAdapter
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.objects import delta, versions
-from asyncrl.weights.objects.fetched import FetchedVersions
-from asyncrl.weights.objects.versions import Description, Link
+from asyncrl.weights.stored_versions import Description, FetchedVersions, Link
 
 _LOCAL_VERSIONS: Final = 2
 """Versions in the learner's folder: the newest, and the previous one, from which its delta is made."""
@@ -143,7 +142,7 @@ class ObjectsChannel(ChannelAdapter):
                 delta=delta_bytes,
             )
             description = (previous or Description(files=files, links=())).grown(link)
-            metadata = {"description": versions.to_text(description)}
+            metadata = {"description": description.text}
             if is_full:
                 for number, (name, _) in enumerate(files):
                     with (folder / name).open("rb") as stream:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.objects import delta
+from asyncrl.weights import delta
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 

@@ -1,1 +1,0 @@
-"""Weights in the bus's object store: full versions and deltas."""
