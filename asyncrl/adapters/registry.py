@@ -196,9 +196,9 @@ def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     made = channel_class(run).build(run, bus=bus)
     kept_for_others = run.evaluation.every_steps if run.evaluation.place == "folder" else 0
     if every := run.weights.models_every or kept_for_others:
-        from asyncrl.weights.kept_models import WithModels
+        from asyncrl.weights.kept_models import ModelKeeper
 
-        return WithModels(made, run.run_directory / "models", every=every, model_path=Path(run.model.path))
+        return ModelKeeper(made, run.run_directory / "models", every=every, model_path=Path(run.model.path))
     return made
 
 

@@ -146,7 +146,7 @@ def to_huggingface(source: Path, destination: Path, *, model: Path, check: Calla
     Raises ConfigError, CheckpointError, OSError.
     """
     shape, saved = huggingface.read_shape(model, where="--model"), TorchDist(source, checks_sums=True)
-    parameters = [_Found.from_checkpoint(one, saved, shape) for one in _parameters(shape)]
+    parameters = [_StoredParameter.from_checkpoint(one, saved, shape) for one in _parameters(shape)]
     _refuse_further_layers(saved, shape)
     others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
     left_out = sorted(set(others) - {found.key for found in parameters})
@@ -182,7 +182,7 @@ def _refuse_further_layers(saved: TorchDist, shape: ModelShape) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _StoredParameter:
     """Where a checkpoint stores a parameter of ``sizes``, and the Hugging Face tensors it becomes.
 
     padding  rows after the vocabulary, which are not read
@@ -196,7 +196,7 @@ class _Found:
     padding: int
 
     @classmethod
-    def from_checkpoint(cls, parameter: _Parameter, saved: TorchDist, shape: ModelShape) -> _Found:
+    def from_checkpoint(cls, parameter: _Parameter, saved: TorchDist, shape: ModelShape) -> _StoredParameter:
         """Locate ``parameter`` in the checkpoint. Raises CheckpointError."""
         entry = parameter.entry
         wanted = weight_places.key(entry.megatron)
@@ -249,8 +249,8 @@ class _Found:
         return saved.read(self.key, self.start, (*before, *self.sizes)).view(self.sizes)
 
 
-def _cut_into_files(parameters: Sequence[_Found]) -> list[list[_Found]]:
-    files: list[list[_Found]] = [[]]
+def _cut_into_files(parameters: Sequence[_StoredParameter]) -> list[list[_StoredParameter]]:
+    files: list[list[_StoredParameter]] = [[]]
     room = FILE_BYTES
     for one in parameters:
         size = sum(entry.num_bytes for entry in one.entries)
@@ -262,7 +262,7 @@ def _cut_into_files(parameters: Sequence[_Found]) -> list[list[_Found]]:
     return files
 
 
-def _blocks(file: Sequence[_Found], saved: TorchDist, shape: ModelShape) -> Iterator[bytes | memoryview]:
+def _blocks(file: Sequence[_StoredParameter], saved: TorchDist, shape: ModelShape) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file."""
     yield safetensors_file.header(entry for one in file for entry in one.entries)
     for one in file:

@@ -24,7 +24,7 @@ from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import adapter_names, weight_files
-from asyncrl.tensors.adapter_names import module_of
+from asyncrl.tensors.adapter_names import module_name
 
 ALL: Final = "all-linear"
 _SERVED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -121,14 +121,14 @@ def check(run: RunConfig) -> None:
             "matrix of its layers needs more; use a smaller rank"
         )
     maps = weight_map(shape)
-    known = sorted({module for entry in maps for name in entry.huggingface if (module := module_of(name))})
+    known = sorted({module for entry in maps for name in entry.huggingface if (module := module_name(name))})
     for module in settings.modules:
         if module not in (ALL, *known):
             near = difflib.get_close_matches(module, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
             raise ConfigError(f"learner.lora.modules: the model has no {module!r}; {hint}")
     for entry in maps:
-        names = {module_of(name) for name in entry.huggingface}
+        names = {module_name(name) for name in entry.huggingface}
         chosen = names.intersection(settings.modules)
         if ALL not in settings.modules and chosen and chosen != names:
             raise ConfigError(
@@ -148,5 +148,5 @@ def check(run: RunConfig) -> None:
 
 
 def _is_adapted(entry: Mapping, modules: Sequence[str]) -> bool:
-    names = [module_of(name) for name in entry.huggingface]
+    names = [module_name(name) for name in entry.huggingface]
     return all(names) and (ALL in modules or any(name in modules for name in names))

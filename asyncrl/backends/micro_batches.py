@@ -168,7 +168,7 @@ class RecordedTokens:
         self._documents: list[int] = []
         self._rows: list[torch.Tensor] = []
 
-    def note(self, micro_batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> None:
+    def add(self, micro_batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> None:
         """Keep the outputs of recorded documents. Outputs of a value head are ignored.
 
         outputs  logprobs and entropy f32[M] of the response rows

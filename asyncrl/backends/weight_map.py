@@ -52,7 +52,7 @@ class Mapping:
         return self.megatron == _OUTPUT and self.huggingface == (_EMBEDDING,)
 
     @property
-    def is_bias_of_choice(self) -> bool:
+    def is_router_bias(self) -> bool:
         """Whether this is a router's bias: a buffer in Megatron, float32 in every model, and not trained."""
         return self.megatron.endswith(".expert_bias")
 

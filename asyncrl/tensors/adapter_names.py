@@ -19,7 +19,7 @@ _MODULE: Final = re.compile(r"\.(\w*_proj\w*|w[123])(\.lora_[AB])?\.weight$")
 """Matrices of layers; Mixtral's experts have w1 to w3. Embeddings, the output layer and routers have no adapters."""
 
 
-def module_of(name: str) -> str:
+def module_name(name: str) -> str:
     """Return ``q_proj`` for model.layers.0.self_attn.q_proj.weight or its adapters; "" for tensors without adapters."""
     found = _MODULE.search(name)
     return found.group(1) if found else ""
@@ -49,6 +49,6 @@ def config(entries: Iterable[TensorEntry], *, base: Path) -> dict[str, Any] | No
         "lora_alpha": rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({module_of(entry.name) for entry in downs}),
+        "target_modules": sorted({module_name(entry.name) for entry in downs}),
         "inference_mode": True,
     }

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from asyncrl.tensors.adapter_names import module_of
+from asyncrl.tensors.adapter_names import module_name
 
 BLOCK: Final = 128
 _LARGEST: Final = 448.0
@@ -33,7 +33,7 @@ def is_scale(name: str) -> bool:
     return name.endswith(_SCALE)
 
 
-def scale_of(name: str) -> str:
+def scale_name(name: str) -> str:
     """Return the name of the tensor that holds the block scales of matrix ``name``."""
     return name + _SCALE
 
@@ -41,12 +41,12 @@ def scale_of(name: str) -> str:
 def quantize_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``tensors``, replacing each matrix of a layer by its e4m3 weights and their block scales."""
     for name, tensor in tensors:
-        if not module_of(name) or tensor.ndim != 2:
+        if not module_name(name) or tensor.ndim != 2:
             yield name, tensor
             continue
         weight, scale = quantize(tensor)
         yield name, weight
-        yield scale_of(name), scale
+        yield scale_name(name), scale
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ class HostMemory:
         self._homes: dict[int, torch.Tensor] = {}
         self._away: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Free the device memory of these tensors and of all tensors that share their storage.
 
         Memory of a mapped file or of another process cannot be freed and stays.
@@ -46,7 +46,7 @@ class HostMemory:
             _clear_workspaces()
             torch.cuda.empty_cache()
 
-    def come_back(self) -> None:
+    def onload(self) -> None:
         """Allocate the memory again and restore the values."""
         for storage, num_bytes, home in self._away:
             storage.resize_(num_bytes)

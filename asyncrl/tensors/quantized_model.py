@@ -32,7 +32,7 @@ def quantize_tensors(tensors: Tensors, quantization: str) -> Tensors:
     return fp8.quantize_tensors(tensors) if quantization else tensors
 
 
-def format_of(names: Iterable[str]) -> str:
+def find_format(names: Iterable[str]) -> str:
     """Return the format of tensors with these names; empty if they are not quantized."""
     return "fp8" if any(fp8.is_scale(name) for name in names) else ""
 
@@ -78,7 +78,7 @@ def _write(model: Path, folder: Path, quantization: str) -> None:
         save_file(made, folder / file.name, metadata={"format": "pt"})
         index |= dict.fromkeys(made, file.name)
     for file in sorted(model.iterdir()):
-        if file.is_file() and not weight_files.is_of_weights(file.name):
+        if file.is_file() and not weight_files.is_weight_file(file.name):
             shutil.copyfile(file, folder / file.name)
     if files[0].name != weight_files.WEIGHTS_FILE:
         text = json.dumps({"metadata": {}, "weight_map": index})

@@ -53,7 +53,7 @@ def header(entries: Iterable[TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def entries_of(stream: BinaryIO) -> tuple[list[TensorEntry], int]:
+def read_header(stream: BinaryIO) -> tuple[list[TensorEntry], int]:
     """Return the tensors in byte order, and the offset of the first one. Raises OSError, ValueError."""
     num_bytes = int.from_bytes(stream.read(8), "little")
     table = json.loads(stream.read(num_bytes))

@@ -40,12 +40,12 @@ def file_name(number: int, count: int, *, whole: str = WEIGHTS_FILE) -> str:
     return whole if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
-def is_of_weights(name: str) -> bool:
+def is_weight_file(name: str) -> bool:
     """Return whether this file holds weights or their index, unlike the other files in a model folder."""
     return name.endswith(".safetensors") or name == INDEX_FILE
 
 
-def index_of(files: Sequence[WeightFile]) -> bytes:
+def make_index(files: Sequence[WeightFile]) -> bytes:
     """Return the contents of the index file. Raises ValueError when two files have the same tensor."""
     weight_map = {name: one.file for one in files for name in one.names}
     if len(weight_map) != sum(len(one.names) for one in files):
@@ -56,7 +56,7 @@ def index_of(files: Sequence[WeightFile]) -> bytes:
 
 
 def read_index(data: bytes) -> list[WeightFile]:
-    """Parse an index written by ``index_of``; the names of tensors are left out. Raises WeightsError."""
+    """Parse an index written by ``make_index``; the names of tensors are left out. Raises WeightsError."""
     try:
         parts: Any = json.loads(data)["metadata"]["parts"]
         return [
@@ -99,7 +99,7 @@ def fingerprint(folder: Path) -> str:
     try:
         for path in paths(folder):
             with path.open("rb") as stream:
-                entries, start = safetensors_file.entries_of(stream)
+                entries, start = safetensors_file.read_header(stream)
             for entry in entries:
                 found.append((entry.name, path, start, entry))
                 start += entry.num_bytes

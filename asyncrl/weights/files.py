@@ -80,7 +80,7 @@ class FilesChannel(ChannelAdapter):
             add_companions(temporary, self._model_path)
             if adapters is not None:
                 (temporary / CONFIG_FILE).write_text(json.dumps(adapters, indent=1))
-            if quantized_model.format_of(name for one in files for name in one.names):
+            if quantized_model.find_format(name for one in files for name in one.names):
                 quantized_model.describe_quantization(temporary / "config.json")
             num_bytes = sum(one.num_bytes for one in files)
             sha256 = _complete(temporary, files)
@@ -251,7 +251,7 @@ def _complete(folder: Path, files: Sequence[WeightFile]) -> str:
     """Write the index if there are several files, and sync the folder. Return the checksum to announce."""
     sha256 = files[0].sha256
     if len(files) > 1:
-        index = weight_files.index_of(files)
+        index = weight_files.make_index(files)
         sha256 = hashlib.sha256(index).hexdigest()
         with (folder / weight_files.INDEX_FILE).open("wb") as stream:
             stream.write(index)

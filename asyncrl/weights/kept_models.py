@@ -11,7 +11,7 @@ from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.port import Intake, Receiver, Sender, WeightChannel
 
 
-class WithModels:
+class ModelKeeper:
     """Wraps a channel and keeps every N-th version permanently in DIRECTORY/INCARNATION-POLICY_VERSION.
 
     If that version is skipped because publishing is slower than a step, the next published one is kept instead.

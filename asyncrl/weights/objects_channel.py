@@ -184,12 +184,12 @@ class ObjectsChannel(ChannelAdapter):
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a version in their order in deltas, with their index."""
-    return sorted(path for path in folder.iterdir() if weight_files.is_of_weights(path.name))
+    return sorted(path for path in folder.iterdir() if weight_files.is_weight_file(path.name))
 
 
 def _sections(path: Path) -> list[delta.Section]:
     if path.name == weight_files.INDEX_FILE:
         return [(0, path.stat().st_size, 1)]
     with path.open("rb") as stream:
-        entries, header_bytes = safetensors_file.entries_of(stream)
+        entries, header_bytes = safetensors_file.read_header(stream)
     return safetensors_file.sections(entries, header_bytes=header_bytes)

@@ -111,7 +111,7 @@ HEADER: Final = (
 def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Variant]) -> Iterator[dict[str, Any]]:
     """Yield the result of every variant. After a failure, a new child takes the rest.
 
-    A variant with overlap has a child of its own: all ranks must be new (overlapped_linear.why_not).
+    A variant with overlap has a child of its own: all ranks must be new (overlapped_linear.find_window_problem).
     """
     task = {"folder": str(folder), "device": arguments.device, "agree": None}
     task["warm_up"], task["steps"] = arguments.warm_up, arguments.steps

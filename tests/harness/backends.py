@@ -118,7 +118,7 @@ def gradients_of_megatron(backend: Backend) -> dict[str, torch.Tensor]:
     policy = policy._rank._loaded["policy"]
     found: dict[str, torch.Tensor] = {}
     for name, entry in policy._maps.items():
-        if entry.is_bias_of_choice:
+        if entry.is_router_bias:
             continue
         parts = weight_cuts.unfuse([policy._parameters[name].main_grad], entry.cut, policy._shape)
         found |= dict(zip(entry.huggingface, parts, strict=True))

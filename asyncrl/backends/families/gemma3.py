@@ -30,7 +30,7 @@ def shape(config: Any) -> ModelShape:
         raise Unsupported(f"sliding_window = {config.sliding_window!r} and layers of {_LOCAL}")
     return dataclasses.replace(
         decoder_shape(config, has_qk_norm=True, rotary=(everywhere, 1.0)),
-        has_norms_behind=True,
+        has_post_norms=True,
         has_zero_centered_norms=True,
         activation="gelu_tanh",
         embedding_scale=math.sqrt(config.hidden_size),
@@ -53,10 +53,10 @@ def _rope_of(config: Any, kind: str) -> torch.Tensor:
 
 def layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
     yield from attention(shape)
-    yield ("self_attention.linear_proj.norm_behind", "whole", ("post_attention_layernorm.weight",))
+    yield ("self_attention.linear_proj.post_norm", "whole", ("post_attention_layernorm.weight",))
     yield ("mlp.linear_fc1.layer_norm_weight", "whole", ("pre_feedforward_layernorm.weight",))
     yield from feed_forward("mlp")
-    yield ("mlp.linear_fc2.norm_behind", "whole", ("post_feedforward_layernorm.weight",))
+    yield ("mlp.linear_fc2.post_norm", "whole", ("post_feedforward_layernorm.weight",))
 
 
 FAMILY = Family(

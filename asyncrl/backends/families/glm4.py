@@ -17,16 +17,16 @@ from asyncrl.backends.families.shape import ModelShape
 
 def shape(config: Any) -> ModelShape:
     made = decoder_shape(config, has_qkv_bias=config.attention_bias, is_partly_rotated=True)
-    return dataclasses.replace(made, is_interleaved=True, has_norms_behind=True)
+    return dataclasses.replace(made, is_interleaved=True, has_post_norms=True)
 
 
 def layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
     yield from attention(shape)
-    yield ("self_attention.linear_proj.norm_behind", "whole", ("post_self_attn_layernorm.weight",))
+    yield ("self_attention.linear_proj.post_norm", "whole", ("post_self_attn_layernorm.weight",))
     yield ("mlp.linear_fc1.layer_norm_weight", "whole", ("post_attention_layernorm.weight",))
     yield ("mlp.linear_fc1.weight", "gate_then_up", ("mlp.gate_up_proj.weight",))
     yield ("mlp.linear_fc2.weight", "rows", ("mlp.down_proj.weight",))
-    yield ("mlp.linear_fc2.norm_behind", "whole", ("post_mlp_layernorm.weight",))
+    yield ("mlp.linear_fc2.post_norm", "whole", ("post_mlp_layernorm.weight",))
 
 
 FAMILY = Family(

@@ -121,7 +121,7 @@ class ModelShape:
     """Factor for cosines and sines; YaRN sets it."""
     is_interleaved: bool = False
     """Whether rotation pairs (2 i, 2 i + 1) instead of (i, i + size / 2)."""
-    has_norms_behind: bool = False
+    has_post_norms: bool = False
     """Whether attention and feed-forward part also have a norm after them."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""

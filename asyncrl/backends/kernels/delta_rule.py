@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from asyncrl.backends.kernels import flash_linear_attention
 from asyncrl.backends.kernels.fused import fused
-from asyncrl.backends.kernels.trial import problem_of, with_gradients
+from asyncrl.backends.kernels.trial import find_problem, with_gradients
 from asyncrl.backends.micro_batches import to_device
 
 CHUNK: Final = 64
@@ -166,14 +166,14 @@ def convolution_agrees(device: torch.device, dtype: torch.dtype, channels: int, 
 
 
 @functools.cache
-def rule_agrees(device: torch.device, dtype: torch.dtype, of_key: torch.Size, of_value: torch.Size) -> bool:
+def rule_agrees(device: torch.device, dtype: torch.dtype, grad_key: torch.Size, grad_value: torch.Size) -> bool:
     """Return whether the package's delta rule computes what plain torch does. Logs once if not.
 
-    of_key, of_value: (heads, size)
+    grad_key, grad_value: (heads, size)
     """
     chunks, tokens = Chunks.from_boundaries(_TRIED, device), int(_TRIED[-1])
-    heads = _random([(tokens, *of_key), (tokens, *of_key), (tokens, *of_value)], device, dtype)
-    decay, step = _random([(tokens, of_value[0])] * 2, device, torch.float32)
+    heads = _random([(tokens, *grad_key), (tokens, *grad_key), (tokens, *grad_value)], device, dtype)
+    decay, step = _random([(tokens, grad_value[0])] * 2, device, torch.float32)
     return _agrees(
         "the delta rule",
         lambda *rows: flash_linear_attention.gated_delta_rule(*rows, **chunks.ends),
@@ -199,7 +199,7 @@ def _agrees(
         pairs = zip(with_gradients(plain, inputs), with_gradients(kernels, inputs), strict=True)
         return all((b - a).float().norm() < 0.05 * a.float().norm() for a, b in pairs)
 
-    if problem := problem_of(agrees):
+    if problem := find_problem(agrees):
         log.warning("%s runs in plain torch, without the kernels of flash-linear-attention: %s", part, problem)
     return not problem
 

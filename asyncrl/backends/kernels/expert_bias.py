@@ -36,14 +36,14 @@ class _WithBias(torch.autograd.Function):
         return torch.addcmul(x, _of_rows(bias, ends, len(x)), scores[:, None].to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, of_out: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         bias, ends, scores = ctx.saved_tensors
-        of_bias = of_scores = None
+        grad_bias = grad_scores = None
         if ctx.needs_input_grad[1]:
-            of_bias = _sums_by_expert(of_out, scores, ends) if len(of_out) else torch.zeros_like(bias)
+            grad_bias = _sums_by_expert(grad_out, scores, ends) if len(grad_out) else torch.zeros_like(bias)
         if ctx.needs_input_grad[3]:
-            of_scores = (of_out * _of_rows(bias, ends, len(of_out))).sum(-1, dtype=torch.float32)
-        return of_out, of_bias, None, of_scores
+            grad_scores = (grad_out * _of_rows(bias, ends, len(grad_out))).sum(-1, dtype=torch.float32)
+        return grad_out, grad_bias, None, grad_scores
 
 
 def _sums_by_expert(x: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

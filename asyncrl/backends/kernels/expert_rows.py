@@ -58,8 +58,8 @@ class _Spread(torch.autograd.Function):
         return x.index_select(0, rows.tokens)
 
     @staticmethod
-    def backward(ctx: Any, of_rows: torch.Tensor) -> Any:
-        return sums_of_rows(of_rows, ctx.rows.places), None
+    def backward(ctx: Any, grad_rows: torch.Tensor) -> Any:
+        return sums_of_rows(grad_rows, ctx.rows.places), None
 
 
 class _Gathered(torch.autograd.Function):
@@ -69,8 +69,8 @@ class _Gathered(torch.autograd.Function):
         return sums_of_rows(x, rows.places)
 
     @staticmethod
-    def backward(ctx: Any, of_sums: torch.Tensor) -> Any:
-        return of_sums.index_select(0, ctx.rows.tokens), None
+    def backward(ctx: Any, grad_sums: torch.Tensor) -> Any:
+        return grad_sums.index_select(0, ctx.rows.tokens), None
 
 
 def sums_of_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.backends.kernels.trial import problem_of, with_gradients
+from asyncrl.backends.kernels.trial import find_problem, with_gradients
 from asyncrl.errors import BackendError
 
 _PACKAGE: Final = "flash-attn-4"
@@ -119,7 +119,7 @@ def _has_newer(dtype: torch.dtype, head_size: int, repeats: int) -> bool:
         return False
     # Its compiler warns of an argument of the package itself.
     warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted", UserWarning)
-    problem = problem_of(lambda: _agrees(_newer, dtype, head_size=head_size, repeats=repeats))
+    problem = find_problem(lambda: _agrees(_newer, dtype, head_size=head_size, repeats=repeats))
     if problem:
         log.warning(
             "%s cannot be used with heads of %d, so torch's FlashAttention is: %s", _PACKAGE, head_size, problem

@@ -233,13 +233,13 @@ def logits_gradient(
     logits: torch.Tensor,
     columns: torch.Tensor,
     log_total: torch.Tensor,
-    of_logprobs: torch.Tensor,
+    grad_logprobs: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """Gradient of sum(logprobs x of_logprobs) with respect to logits [M, V]: one-hot - p, p = exp(x - log_total)."""
+    """Gradient of sum(logprobs x grad_logprobs) with respect to logits [M, V]: one-hot - p, p = exp(x - log_total)."""
     p = (logits.float() / temperature - log_total[:, None]).exp()
     is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
-    return ((is_target.float() - p) * (of_logprobs / temperature)[:, None]).to(logits.dtype)
+    return ((is_target.float() - p) * (grad_logprobs / temperature)[:, None]).to(logits.dtype)
 
 
 @fused
@@ -247,16 +247,16 @@ def logits_gradient_with_entropy(
     logits: torch.Tensor,
     columns: torch.Tensor,
     log_total: torch.Tensor,
-    of_logprobs: torch.Tensor,
+    grad_logprobs: torch.Tensor,
     temperature: float,
     mean: torch.Tensor,
-    of_entropy: torch.Tensor,
+    grad_entropy: torch.Tensor,
 ) -> torch.Tensor:
-    """``logits_gradient`` plus the gradient of sum(entropy x of_entropy): p (mean - x), where mean = sum p x."""
+    """``logits_gradient`` plus the gradient of sum(entropy x grad_entropy): p (mean - x), where mean = sum p x."""
     x = logits.float() / temperature
     p = (x - log_total[:, None]).exp()
     is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
-    slope = (is_target.float() - p) * of_logprobs[:, None] + p * (mean[:, None] - x) * of_entropy[:, None]
+    slope = (is_target.float() - p) * grad_logprobs[:, None] + p * (mean[:, None] - x) * grad_entropy[:, None]
     return (slope / temperature).to(logits.dtype)
 
 
@@ -268,15 +268,15 @@ def recompute_in_backward(tensor: torch.Tensor, make: Callable[[], torch.Tensor]
     """
     address, numbers = tensor.data_ptr(), tensor.numel()
 
-    def keep(saved: torch.Tensor) -> Any:
+    def pack(saved: torch.Tensor) -> Any:
         is_same = saved.data_ptr() == address and saved.numel() == numbers and saved.is_contiguous()
         return saved.shape if is_same else saved
 
-    def give_back(kept: Any) -> torch.Tensor:
+    def unpack(kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
         with torch.no_grad():
             return make().view(kept)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, give_back):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -86,29 +86,29 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs, log_total - mean
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> Any:
         hidden, weight, columns, log_total, mean = ctx.saved_tensors
-        if of_logprobs is None:
-            of_logprobs = torch.zeros_like(log_total)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_total)
         valid = weight[: ctx.num_valid]
-        of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(hidden, ctx.num_valid):
-            per_row = (columns[rows], log_total[rows], of_logprobs[rows], ctx.temperature)
+            per_row = (columns[rows], log_total[rows], grad_logprobs[rows], ctx.temperature)
             logits = ctx.kept.pop(rows.start, None)
             if logits is None:
                 logits = hidden[rows] @ valid.t()
-            if of_entropy is None:
-                of_logits = fused.logits_gradient(logits, *per_row)
+            if grad_entropy is None:
+                grad_logits = fused.logits_gradient(logits, *per_row)
             else:
-                of_logits = fused.logits_gradient_with_entropy(logits, *per_row, mean[rows], of_entropy[rows])
+                grad_logits = fused.logits_gradient_with_entropy(logits, *per_row, mean[rows], grad_entropy[rows])
             del logits
-            of_hidden[rows] = of_logits @ valid
-            _add_product(of_weight[: ctx.num_valid], of_logits.t(), hidden[rows])
-            del of_logits  # before the next logits are computed
+            grad_hidden[rows] = grad_logits @ valid
+            _add_product(grad_weight[: ctx.num_valid], grad_logits.t(), hidden[rows])
+            del grad_logits  # before the next logits are computed
         if ctx.group is not None:
-            of_hidden = _reduce(of_hidden, dist.ReduceOp.SUM, ctx.group)
-        return of_hidden, of_weight.to(weight.dtype), None, None, None, None, None
+            grad_hidden = _reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _normalize(

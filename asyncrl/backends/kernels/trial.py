@@ -18,7 +18,7 @@ def with_gradients(compute: Callable[..., torch.Tensor], inputs: Sequence[torch.
         return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-def problem_of(agrees: Callable[[], bool]) -> str:
+def find_problem(agrees: Callable[[], bool]) -> str:
     """Return why kernels cannot be used; empty if they can.  agrees: compares their results with torch's
 
     Raises errors that say nothing about the kernels: no memory is left, or the GPU can no longer be used.

@@ -75,24 +75,24 @@ class _Heads(torch.autograd.Function):
         mixed, cosines, sines, *weights = ctx.saved_tensors
         tokens, half = cosines.shape
         programs = triton.cdiv(tokens, _STEPS)
-        of_mixed = torch.empty_like(mixed)
-        of_weights = mixed.new_empty((programs, 2, 2 * half), dtype=torch.float32)
+        grad_mixed = torch.empty_like(mixed)
+        grad_weights = mixed.new_empty((programs, 2, 2 * half), dtype=torch.float32)
         _backward[(programs,)](
             mixed,
             cosines,
             sines,
             *weights,
             *(x.contiguous() for x in of_heads),
-            of_mixed,
-            of_weights,
+            grad_mixed,
+            grad_weights,
             tokens,
             **ctx.shape,
             steps=_STEPS,
         )
         if not ctx.shape["is_normed"]:
-            return of_mixed, None, None, None, None, None, None
-        of_query_weight, of_key_weight = of_weights.sum(0).to(weights[0].dtype)
-        return of_mixed, None, None, of_query_weight, of_key_weight, None, None
+            return grad_mixed, None, None, None, None, None, None
+        grad_query_weight, grad_key_weight = grad_weights.sum(0).to(weights[0].dtype)
+        return grad_mixed, None, None, grad_query_weight, grad_key_weight, None, None
 
 
 @triton.jit
@@ -112,9 +112,9 @@ def _places(groups: tl.constexpr, queries: tl.constexpr, half: tl.constexpr, row
 def _weight(query_weight, key_weight, slot, start, queries: tl.constexpr, half: tl.constexpr, columns: tl.constexpr):
     """Load one half of the weight of each row: that of queries or of keys."""
     column = tl.arange(0, columns)[None, :]
-    of_query = tl.load(query_weight + start + column, mask=column < half, other=0.0).to(tl.float32)
-    of_key = tl.load(key_weight + start + column, mask=column < half, other=0.0).to(tl.float32)
-    return tl.where(slot < queries, of_query, of_key)
+    grad_query = tl.load(query_weight + start + column, mask=column < half, other=0.0).to(tl.float32)
+    grad_key = tl.load(key_weight + start + column, mask=column < half, other=0.0).to(tl.float32)
+    return tl.where(slot < queries, grad_query, grad_key)
 
 
 @triton.jit
@@ -176,11 +176,11 @@ def _backward(
     sines,
     query_weight,
     key_weight,
-    of_query,
-    of_key,
-    of_value,
-    of_mixed,
-    of_weights,
+    grad_query,
+    grad_key,
+    grad_value,
+    grad_mixed,
+    grad_weights,
     tokens,
     groups: tl.constexpr,
     queries: tl.constexpr,
@@ -208,10 +208,10 @@ def _backward(
         token = tl.program_id(0).to(tl.int64) * steps + step
         is_token = token < tokens
         wide, narrow = token * groups * queries * 2 * half, token * groups * 2 * half
-        first = tl.load(of_query + wide + in_query, mask=is_query & is_token, other=0.0).to(tl.float32)
-        first += tl.load(of_key + narrow + in_key, mask=is_key & is_token, other=0.0).to(tl.float32)
-        second = tl.load(of_query + wide + in_query + half, mask=is_query & is_token, other=0.0).to(tl.float32)
-        second += tl.load(of_key + narrow + in_key + half, mask=is_key & is_token, other=0.0).to(tl.float32)
+        first = tl.load(grad_query + wide + in_query, mask=is_query & is_token, other=0.0).to(tl.float32)
+        first += tl.load(grad_key + narrow + in_key, mask=is_key & is_token, other=0.0).to(tl.float32)
+        second = tl.load(grad_query + wide + in_query + half, mask=is_query & is_token, other=0.0).to(tl.float32)
+        second += tl.load(grad_key + narrow + in_key + half, mask=is_key & is_token, other=0.0).to(tl.float32)
         is_angle = (column < half) & is_token
         cosine = tl.load(cosines + token * half + column, mask=is_angle, other=0.0)
         sine = tl.load(sines + token * half + column, mask=is_angle, other=0.0)
@@ -230,15 +230,15 @@ def _backward(
             mean = tl.sum(by_first * weight_first + by_second * weight_second, axis=1)[:, None] / (2 * half)
             back_first = scale * (back_first * weight_first - h_first * mean)
             back_second = scale * (back_second * weight_second - h_second * mean)
-        out_first = tl.load(of_value + narrow + in_key, mask=is_value & is_token, other=0.0).to(tl.float32)
-        out_second = tl.load(of_value + narrow + in_key + half, mask=is_value & is_token, other=0.0).to(tl.float32)
+        out_first = tl.load(grad_value + narrow + in_key, mask=is_value & is_token, other=0.0).to(tl.float32)
+        out_second = tl.load(grad_value + narrow + in_key + half, mask=is_value & is_token, other=0.0).to(tl.float32)
         out_first = tl.where(is_value, out_first, back_first)
         out_second = tl.where(is_value, out_second, back_second)
-        tl.store(of_mixed + place, out_first.to(of_mixed.dtype.element_ty), mask=is_here & is_token)
-        tl.store(of_mixed + place + half, out_second.to(of_mixed.dtype.element_ty), mask=is_here & is_token)
+        tl.store(grad_mixed + place, out_first.to(grad_mixed.dtype.element_ty), mask=is_here & is_token)
+        tl.store(grad_mixed + place + half, out_second.to(grad_mixed.dtype.element_ty), mask=is_here & is_token)
     flat = tl.arange(0, columns)
-    of_weights += tl.program_id(0) * 4 * half
-    tl.store(of_weights + flat, query_first, mask=flat < half)
-    tl.store(of_weights + half + flat, query_second, mask=flat < half)
-    tl.store(of_weights + 2 * half + flat, key_first, mask=flat < half)
-    tl.store(of_weights + 3 * half + flat, key_second, mask=flat < half)
+    grad_weights += tl.program_id(0) * 4 * half
+    tl.store(grad_weights + flat, query_first, mask=flat < half)
+    tl.store(grad_weights + half + flat, query_second, mask=flat < half)
+    tl.store(grad_weights + 2 * half + flat, key_first, mask=flat < half)
+    tl.store(grad_weights + 3 * half + flat, key_second, mask=flat < half)

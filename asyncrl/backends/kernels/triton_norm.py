@@ -42,15 +42,15 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, of_out: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         x, weight, scales = ctx.saved_tensors
         rows = scales.shape[0]
         programs = triton.cdiv(rows, _STEPS)
-        of_x = torch.empty_like(x)
-        of_weights = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
-        inputs = (of_out.contiguous(), x, weight, scales)
-        _backward[(programs,)](*inputs, of_x, of_weights, rows, **ctx.shape, steps=_STEPS)
-        return of_x, of_weights.sum(0).to(weight.dtype), None, None
+        grad_x = torch.empty_like(x)
+        grad_weights = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
+        inputs = (grad_out.contiguous(), x, weight, scales)
+        _backward[(programs,)](*inputs, grad_x, grad_weights, rows, **ctx.shape, steps=_STEPS)
+        return grad_x, grad_weights.sum(0).to(weight.dtype), None, None
 
 
 @triton.jit
@@ -73,12 +73,12 @@ def _forward(x, weight, out, scales, eps, width: tl.constexpr, columns: tl.const
 
 @triton.jit
 def _backward(
-    of_out,
+    grad_out,
     x,
     weight,
     scales,
-    of_x,
-    of_weights,
+    grad_x,
+    grad_weights,
     rows,
     width: tl.constexpr,
     columns: tl.constexpr,
@@ -100,9 +100,9 @@ def _backward(
         place = row * width + column
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
         normed = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32) * scale
-        slope = tl.load(of_out + place, mask=is_in, other=0.0).to(tl.float32)
+        slope = tl.load(grad_out + place, mask=is_in, other=0.0).to(tl.float32)
         total += slope * normed
         slope *= factor
         mean = tl.sum(slope * normed, axis=0) / width
-        tl.store(of_x + place, (scale * (slope - normed * mean)).to(of_x.dtype.element_ty), mask=is_in)
-    tl.store(of_weights + tl.program_id(0) * width + column, total, mask=is_here)
+        tl.store(grad_x + place, (scale * (slope - normed * mean)).to(grad_x.dtype.element_ty), mask=is_in)
+    tl.store(grad_weights + tl.program_id(0) * width + column, total, mask=is_here)

@@ -44,14 +44,14 @@ class _Swiglu(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, of_out: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         x, *scores = ctx.saved_tensors
-        of_x = torch.empty_like(x)
-        of_scores = torch.empty_like(scores[0]) if scores else None
+        grad_x = torch.empty_like(x)
+        grad_scores = torch.empty_like(scores[0]) if scores else None
         rows = x.numel() // x.shape[-1]
-        inputs = (x, scores[0] if scores else x, of_out.contiguous())
-        _backward[(rows,)](*inputs, of_x, of_x if of_scores is None else of_scores, **ctx.shape)
-        return of_x, of_scores
+        inputs = (x, scores[0] if scores else x, grad_out.contiguous())
+        _backward[(rows,)](*inputs, grad_x, grad_x if grad_scores is None else grad_scores, **ctx.shape)
+        return grad_x, grad_scores
 
 
 @triton.jit
@@ -68,7 +68,9 @@ def _forward(x, scores, out, half: tl.constexpr, columns: tl.constexpr, is_score
 
 
 @triton.jit
-def _backward(x, scores, of_out, of_x, of_scores, half: tl.constexpr, columns: tl.constexpr, is_scored: tl.constexpr):
+def _backward(
+    x, scores, grad_out, grad_x, grad_scores, half: tl.constexpr, columns: tl.constexpr, is_scored: tl.constexpr
+):
     """With s = sigmoid(gate), g = output gradient x score:
     the gradient of gate is g up s (1 + gate (1 - s)); the gradient of up is g gate s.
     """
@@ -80,14 +82,14 @@ def _backward(x, scores, of_out, of_x, of_scores, half: tl.constexpr, columns: t
         is_here = column < half
         gate = tl.load(x + row * 2 * half + column, mask=is_here, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * half + half + column, mask=is_here, other=0.0).to(tl.float32)
-        slope = tl.load(of_out + row * half + column, mask=is_here, other=0.0).to(tl.float32)
+        slope = tl.load(grad_out + row * half + column, mask=is_here, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         if is_scored:
             total += slope * gate * sigmoid * up
         slope *= score
-        of_gate = slope * up * sigmoid * (1 + gate * (1 - sigmoid))
-        place = of_x + row * 2 * half + column
-        tl.store(place, of_gate.to(of_x.dtype.element_ty), mask=is_here)
-        tl.store(place + half, (slope * gate * sigmoid).to(of_x.dtype.element_ty), mask=is_here)
+        grad_gate = slope * up * sigmoid * (1 + gate * (1 - sigmoid))
+        place = grad_x + row * 2 * half + column
+        tl.store(place, grad_gate.to(grad_x.dtype.element_ty), mask=is_here)
+        tl.store(place + half, (slope * gate * sigmoid).to(grad_x.dtype.element_ty), mask=is_here)
     if is_scored:
-        tl.store(of_scores + row, tl.sum(total, axis=0))
+        tl.store(grad_scores + row, tl.sum(total, axis=0))

@@ -55,7 +55,7 @@ class Adapter(torch.nn.Module):
         """Return the term added to the output of a linear layer, [..., in] -> [..., out]."""
         return F.linear(share(F.linear(x, self._down())), self._up())
 
-    def of_experts(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def forward_experts(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return the term added to the output of experts, [N, in] -> [N, out]. Tokens of expert i end at ends[i]."""
         narrow = F.grouped_mm(x, self._down().transpose(1, 2), offs=ends)
         return F.grouped_mm(narrow, self._up().transpose(1, 2), offs=ends)

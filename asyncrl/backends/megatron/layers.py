@@ -109,20 +109,20 @@ class BiasedRowLinear(RowLinear):
         return output + bias, None
 
 
-class NormBehind(RowLinear):
+class PostNormLinear(RowLinear):
     """A row-parallel linear layer with a norm after it."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
-        self.norm_behind = torch.nn.Parameter(torch.ones(output_size, dtype=config.params_dtype))
-        self.norm_behind.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.post_norm = torch.nn.Parameter(torch.ones(output_size, dtype=config.params_dtype))
+        self.post_norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> Any:
         output, bias = super().forward(x)
-        return rms_norm(output, self.norm_behind, self.config), bias
+        return rms_norm(output, self.post_norm, self.config), bias
 
 
-class GatedLinearNormBehind(NormBehind, GatedLinear):
+class GatedPostNormLinear(PostNormLinear, GatedLinear):
     """SwiGLU or GEGLU, then a row-parallel linear layer, then a norm."""
 
 

@@ -35,10 +35,10 @@ class RouterTally:
         self.chosen: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.chosen = self.loss = None
 
-    def note(self, row: RowPart, config: Any, logits: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor | None:
+    def add(self, row: RowPart, config: Any, logits: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor | None:
         """Count the experts that a pass chose for the row, and return this rank's part of its loss, if there is one.
 
         config  Megatron's TransformerConfig
@@ -125,9 +125,9 @@ class ExpertBalance:
         self._has_loss = has_loss
         self._device = device
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         for tally in self._tallies.values():
-            tally.forget()
+            tally.reset()
 
     def summary(self) -> torch.Tensor:
         """Return f64[4] of all ranks, or f64[0], for ``metrics``. Collective; waits for nothing on the host."""

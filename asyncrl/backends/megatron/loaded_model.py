@@ -58,7 +58,7 @@ class LoadedModel:
         if (settings := self._model.optimizer) is not None:
             for name, entry in self._maps.items():  # a parameter's tensors are all trained, or none
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
-                is_free = entry.is_adapter if self._lora else is_free and not entry.is_bias_of_choice
+                is_free = entry.is_adapter if self._lora else is_free and not entry.is_router_bias
                 self._parameters[name].requires_grad_(is_free)
         self._load_weights()
 
@@ -194,7 +194,7 @@ class LoadedModel:
         for name, entry in self._maps.items():
             shards = self._gather_shards(entry, name, exporters.get(name, -1))
             if shards:
-                dtype = torch.float32 if entry.is_bias_of_choice else self._shape.dtype
+                dtype = torch.float32 if entry.is_router_bias else self._shape.dtype
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
                 del shards
                 yield from ((theirs, one.to(dtype)) for theirs, one in zip(entry.huggingface, tensors, strict=True))

@@ -79,7 +79,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         scores, is_chosen = super().routing(logits, *arguments, **options)
         if self.row is None or not torch.is_grad_enabled():
             return scores, is_chosen
-        loss = self.tally.note(self.row, self.config, logits.flatten(0, -2), is_chosen)
+        loss = self.tally.add(self.row, self.config, logits.flatten(0, -2), is_chosen)
         return scores if loss is None else with_loss(scores, loss), is_chosen
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
@@ -136,7 +136,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
 def _apply_experts(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
     """x [N, in], sorted by expert; weights [experts, out, in]; rows of expert i end at ends[i] -> [N, out]"""
     output = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-    return output if adapter is None or not adapter.is_on else output + adapter.of_experts(x, ends)
+    return output if adapter is None or not adapter.is_on else output + adapter.forward_experts(x, ends)
 
 
 # -- gpt-oss: a router and experts with biases, and a clamped gate -----------------------------------------------------

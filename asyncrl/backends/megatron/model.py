@@ -19,12 +19,12 @@ from asyncrl.backends.megatron.latent_attention import PackedLatentAttention
 from asyncrl.backends.megatron.layers import (
     BiasedRowLinear,
     GatedLinear,
-    GatedLinearNormBehind,
+    GatedPostNormLinear,
     Layer,
     Norm,
-    NormBehind,
     NormedLinear,
     PackedSelfAttention,
+    PostNormLinear,
     RowParameters,
 )
 from asyncrl.backends.megatron.linear_attention import GatedDeltaNet
@@ -205,7 +205,7 @@ def layer_specification(config: TransformerConfig, shape: ModelShape) -> Transfo
     else:
         common = {"self_attention": _attention(config, shape)}
     dense = TransformerLayerSubmodules(
-        **common, mlp=_feed_forward(GatedLinearNormBehind if shape.has_norms_behind else GatedLinear)
+        **common, mlp=_feed_forward(GatedPostNormLinear if shape.has_post_norms else GatedLinear)
     )
     sparse = TransformerLayerSubmodules(**common, pre_mlp_layernorm=Norm, mlp=_mixture(shape))
     with_experts = ModuleSpec(module=SparseLayer, submodules=sparse)
@@ -245,8 +245,8 @@ def _mixture(shape: ModelShape) -> ModuleSpec:
 
 
 def _last_of_attention(shape: ModelShape) -> type[RowLinear]:
-    if shape.has_norms_behind:
-        return NormBehind
+    if shape.has_post_norms:
+        return PostNormLinear
     return BiasedRowLinear if shape.has_output_bias else RowLinear
 
 

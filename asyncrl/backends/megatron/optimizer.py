@@ -174,9 +174,9 @@ class HostMoments:
             for kind in _MOMENTS & state.keys():
                 state[kind] = state[kind].to(weight.device, non_blocking=True)
         yield
-        self.take_home()
+        self.move_to_host()
 
-    def take_home(self) -> None:
+    def move_to_host(self) -> None:
         """Move the moments to the host, wherever they are: a checkpoint is restored on the device."""
         for weight, state in self._optimizer.state.items():
             for kind in _MOMENTS & state.keys():

@@ -50,7 +50,7 @@ class Window:
         self._handle = _SymmetricMemory.rendezvous(self._memory, group.group_name)
         self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the beginning of a rank's memory as a tensor."""
         key = rank, shape, dtype
         if (made := self._tensors.get(key)) is None:  # keeping them saves the host's time
@@ -138,11 +138,11 @@ class Gathering:
     def __init__(self, exchange: Exchange, share: torch.Tensor) -> None:
         self._exchange, self._share = exchange, share
         window = exchange.window(share.shape, share.dtype)
-        window.of(exchange.rank, share.shape, share.dtype).copy_(share)
+        window.view(exchange.rank, share.shape, share.dtype).copy_(share)
         window.barrier()
         self._shares = share.new_empty(exchange.size, *share.shape)
         self._copied = {
-            rank: exchange.copy(self._shares[rank], window.of(rank, share.shape, share.dtype))
+            rank: exchange.copy(self._shares[rank], window.view(rank, share.shape, share.dtype))
             for rank in exchange.order[1:]
         }
 
@@ -168,7 +168,7 @@ class Scattering:
         self._exchange = exchange
         self._shape, self._dtype = (exchange.size, *shape), like.dtype
         self._window = exchange.window(self._shape, self._dtype)
-        self._received = self._window.of(exchange.rank, self._shape, self._dtype)
+        self._received = self._window.view(exchange.rank, self._shape, self._dtype)
         self._sent: list[torch.Tensor] = []  # their memory is reused after the copies
         self.own = self._received[exchange.rank]
         """Where our partial result of our share belongs."""
@@ -176,7 +176,7 @@ class Scattering:
     def send(self, rank: int, partial: torch.Tensor) -> None:
         """Send our partial result of another rank's share."""
         self._sent.append(partial)
-        place = self._window.of(rank, self._shape, self._dtype)[self._exchange.rank]
+        place = self._window.view(rank, self._shape, self._dtype)[self._exchange.rank]
         self._copied = self._exchange.copy(place, partial)
 
     def sum(self) -> torch.Tensor:
@@ -208,9 +208,9 @@ class _Column(torch.autograd.Function):
         return output.view(-1, 1, len(weight))
 
     @staticmethod
-    def backward(ctx: Any, of_output: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         share, weight = ctx.saved_tensors
-        grad = of_output.flatten(0, 1)
+        grad = grad_output.flatten(0, 1)
         exchange: Exchange = ctx.exchange
         needs_share, needs_weight, _ = ctx.needs_input_grad
         share_grad = weight_grad = None
@@ -235,9 +235,9 @@ class _Row(torch.autograd.Function):
         return _scatter(exchange, tokens, weight.t()).sum()[:, None]
 
     @staticmethod
-    def backward(ctx: Any, of_output: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         tokens, weight = ctx.saved_tensors
-        grad = of_output.flatten(0, 1)
+        grad = grad_output.flatten(0, 1)
         exchange: Exchange = ctx.exchange
         needs_tokens, needs_weight, _ = ctx.needs_input_grad
         tokens_grad = weight_grad = None
@@ -284,7 +284,7 @@ def row(x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> torch.Tens
 # -- whether ranks can have windows ------------------------------------------------------------------------------------
 
 
-def why_not(group: dist.ProcessGroup) -> str:
+def find_window_problem(group: dist.ProcessGroup) -> str:
     """Return why the ranks of an NCCL group cannot have windows; empty if they can. Collective, one answer for all.
 
     They cannot if some have made more windows than others, with earlier groups: they would wait for each other forever.
@@ -316,9 +316,9 @@ def why_not(group: dist.ProcessGroup) -> str:
 def reads_all(window: Window, *, rank: int, size: int) -> bool:
     """Return whether this rank reads what every rank has written to its own memory. Collective."""
     shape = (_TRIED_BYTES,)
-    window.of(rank, shape, torch.uint8).fill_(1 + rank)
+    window.view(rank, shape, torch.uint8).fill_(1 + rank)
     window.barrier()
-    read = torch.stack([window.of(other, shape, torch.uint8).clone() for other in range(size)])
+    read = torch.stack([window.view(other, shape, torch.uint8).clone() for other in range(size)])
     written = torch.arange(1, 1 + size, dtype=torch.uint8, device=read.device)
     return bool((read == written[:, None]).all())
 

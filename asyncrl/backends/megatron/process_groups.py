@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.overlapped_linear import Exchange, Window, why_not
+from asyncrl.backends.megatron.overlapped_linear import Exchange, Window, find_window_problem
 from asyncrl.backends.megatron.rank_group import RankInfo
 from asyncrl.config.adapter import Layout
 
@@ -40,7 +40,7 @@ def join(info: RankInfo, layout: Layout, *, overlaps_tensor_parallel: bool = Fal
     )
     model_parallel_cuda_manual_seed(1)  # nothing draws from this generator, but recomputation needs it to exist
     if overlaps_tensor_parallel and layout.tensor > 1:
-        _exchange = _exchange_of(tensor_parallel_group(), layout)
+        _exchange = _make_exchange(tensor_parallel_group(), layout)
 
 
 def leave() -> None:
@@ -107,11 +107,11 @@ def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None, operation:
         dist.all_reduce(values, op=operation, group=group)
 
 
-def _exchange_of(group: dist.ProcessGroup, layout: Layout) -> Exchange | None:
+def _make_exchange(group: dist.ProcessGroup, layout: Layout) -> Exchange | None:
     """Return the exchange of the group, or None, with a warning if the ranks have sequence parallelism and GPUs."""
     if not layout.is_sequence_parallel or dist.get_backend(group) != "nccl":
         return None
-    if reason := why_not(group):
+    if reason := find_window_problem(group):
         log.warning("tensor-parallel ranks use collectives (learner.options.overlap_tensor_parallel): %s", reason)
         return None
     device = torch.device("cuda", torch.cuda.current_device())

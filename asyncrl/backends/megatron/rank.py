@@ -21,7 +21,7 @@ from asyncrl.backends.megatron.job import Command, Job
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
 from asyncrl.backends.megatron.rank_group import RankInfo
-from asyncrl.backends.megatron.remote_parts import HeldParts
+from asyncrl.backends.megatron.remote_parts import ExportedParts
 from asyncrl.backends.megatron.trained_model import TrainedModel
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError, CheckpointError
@@ -40,7 +40,7 @@ class MegatronRank:
         if job.threads:
             torch.set_num_threads(job.threads)
         self._is_first = info.rank == 0
-        self.parts = HeldParts()
+        self.parts = ExportedParts()
         self._device = device = _device(job.device, info)
         self._memory = HostMemory(
             lambda: itertools.chain.from_iterable(one.tensors() for one in self._loaded.values()),
@@ -90,7 +90,7 @@ class MegatronRank:
             case "offload":
                 return self._offload(command)
             case "onload":
-                return self._memory.come_back()
+                return self._memory.onload()
         raise BackendError(f"a learner's rank knows no command {command.name!r}")
 
     def require_restorable(self, folder: Path) -> None:
@@ -100,11 +100,11 @@ class MegatronRank:
 
     def _export(self, command: Command) -> Snapshot | None:
         """Export this rank's part. It stays in this process."""
-        self.parts.forget(but=command.held)
+        self.parts.keep_only(command.held)
         part = self._loaded[command.model].export()
         if self._is_first:
             return part
-        self.parts.hold(command.export, part)
+        self.parts.add(command.export, part)
         return None
 
     def _save(self, folder: Path) -> None:
@@ -125,8 +125,8 @@ class MegatronRank:
         used_memory_bytes  used by all processes
         """
         process_groups.free_exchange()
-        self.parts.forget(but=command.held)
-        self._memory.leave()
+        self.parts.keep_only(command.held)
+        self._memory.offload()
         if self._device.type == "cpu":
             return StepResult(metrics={})
         free, total = torch.cuda.mem_get_info(self._device)

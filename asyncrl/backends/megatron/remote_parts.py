@@ -62,7 +62,7 @@ class RemotePart:
         return answer.answer
 
 
-class HeldParts:
+class ExportedParts:
     """A rank's parts of the exports that are still in use."""
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class HeldParts:
         self._workers: dict[str, PartWorker] = {}
         self._creating = threading.Lock()
 
-    def forget(self, *, but: Collection[int]) -> None:
-        """Drop parts of exports not in ``but``. Called before the next export, so it can reuse their memory."""
-        self._parts = {export: part for export, part in self._parts.items() if export in but}
+    def keep_only(self, exports: Collection[int]) -> None:
+        """Drop parts of exports not in ``exports``. Called before the next export, so it can reuse their memory."""
+        self._parts = {export: part for export, part in self._parts.items() if export in exports}
 
-    def hold(self, export: int, part: Snapshot) -> None:
+    def add(self, export: int, part: Snapshot) -> None:
         self._parts = self._parts | {export: part}
 
     def serve(self, group: RankGroup) -> None:

@@ -85,7 +85,7 @@ class Flash:
 
     def backward(
         self,
-        of_out: torch.Tensor,
+        grad_out: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -95,7 +95,7 @@ class Flash:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         operation = torch.ops.aten._flash_attention_backward
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = operation(
-            of_out, query, key, value, out, lse, *self._runs(), *no_dropout, **self._window()
+            grad_out, query, key, value, out, lse, *self._runs(), *no_dropout, **self._window()
         )
         return gradients
 
@@ -129,11 +129,11 @@ class _WithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, of_out: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         query, key, value, sinks, out, total = ctx.saved_tensors
-        of_inputs = ctx.kernel.backward(of_out.contiguous(), query, key, value, out, total)
-        of_sinks = _of_sinks(of_out, out.detach(), total.t(), sinks.detach()) if ctx.needs_input_grad[3] else None
-        return *of_inputs, of_sinks, None
+        grad_inputs = ctx.kernel.backward(grad_out.contiguous(), query, key, value, out, total)
+        grad_sinks = _grad_sinks(grad_out, out.detach(), total.t(), sinks.detach()) if ctx.needs_input_grad[3] else None
+        return *grad_inputs, grad_sinks, None
 
 
 @fused
@@ -143,7 +143,7 @@ def _damp(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Te
 
 
 @fused
-def _of_sinks(of_out: torch.Tensor, out: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _grad_sinks(grad_out: torch.Tensor, out: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the sinks, [heads]."""
-    products = (of_out.float() * out.float()).sum(-1)
+    products = (grad_out.float() * out.float()).sum(-1)
     return -((sinks.float() - total).exp() * products).sum(0).to(sinks.dtype)

@@ -93,7 +93,7 @@ class TrainedModel(LoadedModel):
         for part in self._optimizers:
             part.megatron.zero_grad()
         if self._balance:
-            self._balance.forget()
+            self._balance.reset()
         else:
             batch_tokens = 0  # only the policy has a load-balancing loss
         recorded = RecordedTokens()
@@ -104,7 +104,7 @@ class TrainedModel(LoadedModel):
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
             """Return a micro-batch's loss and the sums for its metrics."""
             outputs = self._outputs(row, hidden)
-            recorded.note(row.micro_batch, outputs)
+            recorded.add(row.micro_batch, outputs)
             if not len(row.row.rows):
                 return outputs[0][:0].sum(), self._objective.zero(self._device)  # the buffers still expect gradients
             has_values = self._model.head == "values"
@@ -198,7 +198,7 @@ class TrainedModel(LoadedModel):
         chunks, steps = list(random_states(dist.get_rank())), dict[str, float]()
         # Each key is written once: by one replica, or by all of them in pieces (distributed optimizer). A piece is a
         # range of the flattened parameter, and becomes one or more rectangles of the whole tensor.
-        for held in self._held_parameters():
+        for held in self._local_parameters():
             if not held.is_written:
                 continue
             key = held.place.key
@@ -219,7 +219,7 @@ class TrainedModel(LoadedModel):
         """Restore a checkpoint written by ranks in any layout. Raises CheckpointError, ConfigError."""
         saved = SavedModel(folder)
         self._require_no_more(saved)
-        for held in self._held_parameters():
+        for held in self._local_parameters():
             key = held.place.key
             _read_into(saved, key, held.place, held.parameter)
             if not held.parameter.requires_grad:
@@ -236,13 +236,13 @@ class TrainedModel(LoadedModel):
                 self._adamw(held).state[piece.main] = reshape_moments(moments, piece.main)
         saved.restore_random_states(dist.get_rank())
         for offloaded in self._moments:
-            offloaded.take_home()
+            offloaded.move_to_host()
 
     def require_restorable(self, folder: Path) -> None:
         """Raise CheckpointError if the checkpoint has more weights than the model, or other sizes of this rank's."""
         saved = SavedModel(folder)
         self._require_no_more(saved)
-        for held in self._held_parameters():
+        for held in self._local_parameters():
             _require_size(saved, held.place.key, held.place)
 
     def _require_no_more(self, saved: SavedModel) -> None:
@@ -257,7 +257,7 @@ class TrainedModel(LoadedModel):
                 "it a checkpoint of another model?"
             )
 
-    def _held_parameters(self) -> Iterator[_Held]:
+    def _local_parameters(self) -> Iterator[_LocalParameter]:
         """Yield this rank's parameters with their place in a checkpoint."""
         ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
         for name, parameter in self._parameters.items():
@@ -267,7 +267,7 @@ class TrainedModel(LoadedModel):
             is_of_experts = cut.startswith("expert_")
             replicas = expert_replicas_group() if is_of_experts else self._replicas
             is_writer = self._is_writer(replicas) if parameter.requires_grad else replicas.rank() == 0
-            yield _Held(
+            yield _LocalParameter(
                 name=name,
                 parameter=parameter,
                 place=weight_places.place(
@@ -283,11 +283,11 @@ class TrainedModel(LoadedModel):
                 is_written=is_writer and not _is_copy(parameter) and (cut not in ("whole", "stacked") or rank == 0),
             )
 
-    def _adamw(self, held: _Held) -> torch.optim.Optimizer:
+    def _adamw(self, held: _LocalParameter) -> torch.optim.Optimizer:
         """Return the optimizer that updates the parameter."""
         return self._optimizers[-1 if held.is_of_experts else 0].adamw
 
-    def _pieces(self, held: _Held) -> Iterator[_Piece]:
+    def _pieces(self, held: _LocalParameter) -> Iterator[_Piece]:
         """Yield the parts of a parameter that this rank's optimizer updates, or all of a frozen one.
 
         main_param is Megatron's float32 copy of a 16-bit parameter.
@@ -307,7 +307,7 @@ class TrainedModel(LoadedModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _LocalParameter:
     """A parameter of this rank with its place in a checkpoint.
 
     name        numbers the layer by its place in the whole model

@@ -98,10 +98,10 @@ class ReferenceBackend(BackendAdapter):
             trained.restore(models.saved_in(folder, name))
 
     def offload(self) -> None:
-        self._memory.leave()
+        self._memory.offload()
 
     def onload(self) -> None:
-        self._memory.come_back()
+        self._memory.onload()
 
     def close(self) -> None:
         """Do nothing."""

@@ -200,7 +200,7 @@ class TrainedModel(LoadedModel):
             return self._objective.zero(self._device)
         row = self._row(micro_batch, rows)
         outputs = self._outputs(row)
-        recorded.note(micro_batch, outputs)
+        recorded.add(micro_batch, outputs)
         loss, sums = self._objective.objective(self._inputs(row, outputs))
         gradients = torch.autograd.grad(loss, list(self._trained.values()), allow_unused=True)
         for weight, gradient in zip(self._weights.values(), gradients, strict=True):

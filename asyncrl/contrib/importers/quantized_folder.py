@@ -72,7 +72,7 @@ def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None])
         for file in _weight_files(source):
             try:
                 with file.open("rb") as stream:
-                    stored, _ = safetensors_file.entries_of(stream)
+                    stored, _ = safetensors_file.read_header(stream)
                 matrices = [(whole, entry) for entry in stored if (whole := kind.whole(entry)) is not None]
                 with (destination / file.name).open("wb") as stream:
                     safetensors_file.write(stream, _blocks(matrices, kind, read))
@@ -122,7 +122,7 @@ class _Fp8:
         tensor = read(entry.name)
         if tensor.dtype != torch.float8_e4m3fn:
             return tensor
-        return fp8.dequantize(tensor, read(fp8.scale_of(entry.name)), block=self.block)
+        return fp8.dequantize(tensor, read(fp8.scale_name(entry.name)), block=self.block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

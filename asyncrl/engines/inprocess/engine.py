@@ -180,11 +180,11 @@ class InProcessEngine(EngineAdapter):
 
     async def release(self) -> None:
         memory = self._alive().memory
-        await asyncio.get_running_loop().run_in_executor(self._reader, memory.leave)
+        await asyncio.get_running_loop().run_in_executor(self._reader, memory.offload)
 
     async def resume(self) -> None:
         memory = self._alive().memory
-        await asyncio.get_running_loop().run_in_executor(self._reader, memory.come_back)
+        await asyncio.get_running_loop().run_in_executor(self._reader, memory.onload)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         decoder = self._alive()

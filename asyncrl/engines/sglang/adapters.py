@@ -22,7 +22,7 @@ from asyncrl.engines.generation import Version, format_version
 from asyncrl.engines.sglang.versions import new_owner
 from asyncrl.engines.sglang.weights import Post
 from asyncrl.errors import EngineDied, EngineError, WeightsError
-from asyncrl.tensors.adapter_names import CONFIG_FILE, module_of
+from asyncrl.tensors.adapter_names import CONFIG_FILE, module_name
 from asyncrl.weights.port import LoadReport
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def server_arguments(lora: LoraSection | None, names: Iterable[str], *, device: 
     """Return the server options for such adapters.  names: the model's tensors"""
     if lora is None:
         return {}
-    of_model = sorted({module_of(name) for name in names} - {""})
+    of_model = sorted({module_name(name) for name in names} - {""})
     return {
         "enable-lora": True,
         "max-lora-rank": lora.rank,

@@ -129,7 +129,7 @@ def _from_source(order: Sequence[str], device: torch.device) -> Iterator[tuple[s
 def tensors(file: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor on ``device``) in file order."""
     with file.open("rb") as stream:
-        entries, offset = safetensors_file.entries_of(stream)
+        entries, offset = safetensors_file.read_header(stream)
         reading: _Reading | None = None
         for group in grouped(entries, _BUCKET_BYTES):
             following = _Reading(stream.fileno(), offset, Bucket.empty(group, device))

@@ -15,9 +15,9 @@ def test_host_round_trip_keeps_every_view_bit_for_bit() -> None:
     before = [tensor.detach().clone() for tensor in (whole, view, weight)]
     memory = HostMemory(lambda: [whole, view, weight], scratch=lambda: [scratch, whole])
     for _ in range(2):
-        memory.leave()
+        memory.offload()
         assert [tensor.untyped_storage().nbytes() for tensor in (whole, view, weight, scratch)] == [0] * 4
-        memory.come_back()
+        memory.onload()
         for tensor, expected in zip((whole, view, weight), before, strict=True):
             assert torch.equal(tensor, expected)
         assert scratch.untyped_storage().nbytes() == 4096
@@ -29,7 +29,7 @@ def test_second_offload_keeps_the_newest_values() -> None:
     weight = torch.zeros(4)
     memory = HostMemory(lambda: [weight])
     for step in (1.0, 2.0):
-        memory.leave()
-        memory.come_back()
+        memory.offload()
+        memory.onload()
         assert weight.tolist() == [step - 1] * 4
         weight.fill_(step)

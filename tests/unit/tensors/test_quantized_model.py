@@ -28,8 +28,8 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     assert all(torch.equal(after[name], before[name]) for name in kept)
     about = json.loads((made / "config.json").read_text())["quantization_config"]
     assert about == fp8.CONFIG
-    assert quantized_model.format_of(after) == quantization
-    assert quantized_model.format_of(before) == ""
+    assert quantized_model.find_format(after) == quantization
+    assert quantized_model.find_format(before) == ""
     assert (made / "tokenizer.json").exists()
     assert read_shapes(made).keys() == after.keys()
     written = (made / "model.safetensors").stat().st_ino

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import WeightsError
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.kept_models import WithModels
+from asyncrl.weights.kept_models import ModelKeeper
 from tests.harness.engines import Model
 from tests.harness.transfers import snapshot
 
@@ -19,14 +19,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("model"), seed=0)
 
 
-def publish(channel: WithModels, model: Model, *versions: int, incarnation: int = 0) -> None:
+def publish(channel: ModelKeeper, model: Model, *versions: int, incarnation: int = 0) -> None:
     for version in versions:
         channel.publish(snapshot(model), incarnation=incarnation, policy_version=version)
 
 
-def made(folder: Path, model: Model) -> WithModels:
+def made(folder: Path, model: Model) -> ModelKeeper:
     files = FilesChannel(folder / "weights", keep=2, model_path=model.folder)
-    return WithModels(files, folder / "models", every=3, model_path=model.folder)
+    return ModelKeeper(files, folder / "models", every=3, model_path=model.folder)
 
 
 def names(folder: Path) -> set[str]:

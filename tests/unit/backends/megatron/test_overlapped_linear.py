@@ -47,7 +47,7 @@ class Window:
         self._memory = [offered[number - 1] for offered in board.offered]
         assert len({len(memory) for memory in self._memory}) == 1
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self._board.wait()
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         assert num_bytes <= self.num_bytes
@@ -140,7 +140,7 @@ def test_a_frozen_weight_gets_no_gradient_and_its_input_does() -> None:
 class Apart(Window):
     """Every rank has memory of its own alone, as on hosts where copies between GPUs go wrong."""
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return super().of(rank, shape, dtype).clone() if rank else super().of(rank, shape, dtype)
 
 

@@ -53,7 +53,7 @@ class Window:
         dist.barrier(group)
         self._memory = [torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         made: torch.Tensor = self._memory[rank][: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
         return made
 
@@ -78,7 +78,7 @@ def work(rank: int, jobs: dict[str, tuple[Job, Job]], ports: list[int], folder: 
     """Write to a file what each pair of jobs made, and how many windows the second used."""
     overlapped_linear._STEP_BYTES = 4096
     numbers = itertools.count()
-    process_groups._exchange_of = lambda group, layout: Exchange(
+    process_groups._make_exchange = lambda group, layout: Exchange(
         partial(Window, folder, numbers, group), rank=rank, size=2, device=torch.device("cpu")
     )
     rows = [shares(KIND, each, max_tokens=120)[0] for each in ROWS]

@@ -26,7 +26,7 @@ from asyncrl.backends.megatron.rank_group import (
     rank_environments,
     rank_from_environment,
 )
-from asyncrl.backends.megatron.remote_parts import HeldParts, RemotePart
+from asyncrl.backends.megatron.remote_parts import ExportedParts, RemotePart
 from asyncrl.errors import BackendError, ConfigError, WeightsError
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
@@ -184,15 +184,15 @@ class Sum(PartWorker):
 
 def test_parts_of_the_weights_are_processed_where_they_are_until_they_are_forgotten() -> None:
     first, second = joined()
-    parts = HeldParts()
+    parts = ExportedParts()
     for export in (1, 2):
-        parts.hold(export, Snapshot.from_tensors([("weight", torch.full((2,), float(export)))]))
+        parts.add(export, Snapshot.from_tensors([("weight", torch.full((2,), float(export)))]))
     parts.serve(second)
     one, two = (RemotePart(first, 1, export) for export in (1, 2))
     assert one.run(Sum, b" of one") == b"2.0 of one"
     with pytest.raises(WeightsError, match="learner rank 1: no such engine"):
         two.run(Sum, b"fail")
-    parts.forget(but=[2])
+    parts.keep_only([2])
     assert two.run(Sum, b"") == b"4.0"
     with pytest.raises(WeightsError, match="learner rank 1: this rank no longer holds a part of export 1"):
         one.run(Sum, b"")
