@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.backends.families.family import Family, Unsupported
+from asyncrl.backends.families.family import Unsupported
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.families.table import FAMILIES
 from asyncrl.errors import ConfigError
@@ -34,7 +34,9 @@ def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
             f"{where}: {folder} holds a {architecture}; the megatron backend supports {', '.join(FAMILIES)}"
         )
     try:
-        _refuse_others(config, family)
+        for key, supported in family.only.items():  # others would be silently ignored
+            if (value := getattr(config, key, supported[0])) not in supported:
+                raise Unsupported(f"{key} = {value!r}")
         shape = family.shape(config)
         _refuse_sizes(shape)
         return shape
@@ -77,14 +79,6 @@ def _refuse_unreadable(folder: Path, where: str) -> None:
         raise ConfigError(f"{where}: {folder} is read only by the model's own code, which asyncrl does not run; {mend}")
 
 
-def _refuse_others(config: Any, family: Family) -> None:
-    """Raise Unsupported for a feature that would be silently ignored."""
-    for key, mapped in family.only.items():
-        value = getattr(config, key, mapped[0])
-        if value not in mapped:
-            raise Unsupported(f"{key} = {value!r}")
-
-
 def _refuse_sizes(shape: ModelShape) -> None:
     """Raise Unsupported for sizes that do not fit together."""
     heads, keys = shape.num_heads, shape.num_key_value_heads
@@ -103,24 +97,24 @@ def _refuse_sizes(shape: ModelShape) -> None:
 
 def weight_names(folder: Path) -> list[str]:
     """Return the names of the tensors that ``open_weights`` reads. The files must exist."""
+    return list(_files_by_tensor(folder))
+
+
+def _files_by_tensor(folder: Path) -> dict[str, str]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return list(json.loads(index.read_text())["weight_map"])
+        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return files
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return list(file.keys())
+        return dict.fromkeys(file.keys(), "model.safetensors")
 
 
 @contextmanager
 def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callable[[str], torch.Tensor]]:
     """Yield a reader of single tensors from model.safetensors, or from the files in its index. Raises ConfigError."""
-    index = folder / "model.safetensors.index.json"
     with ExitStack() as stack:
         with _reading(folder, where):
-            if index.exists():
-                files_of = json.loads(index.read_text())["weight_map"]
-            else:
-                with safe_open(folder / "model.safetensors", framework="pt") as file:
-                    files_of = dict.fromkeys(file.keys(), "model.safetensors")
+            files_of = _files_by_tensor(folder)
             files = {
                 name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in set(files_of.values())
             }

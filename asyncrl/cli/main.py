@@ -49,6 +49,7 @@ VERBS: Final = {
 
 APART: Final = {
     "board": "asyncrl.board.command",
+    "convert": "asyncrl.contrib.importers.convert",
     "import-eval": "asyncrl.contrib.importers.slime_evaluation",
     "import-model": "asyncrl.contrib.importers.command",
 }

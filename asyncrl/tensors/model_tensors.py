@@ -36,16 +36,16 @@ def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
     Multi-token prediction is in layers after ``num_hidden_layers``, or under a name of its own (Qwen3-Next). Older
     conversions of Llama have the frequencies; transformers and engines compute them and skip these tensors.
     """
-    shapes = {name: shape for name, shape in shapes.items() if not _is_ignored(name)}
+    shapes = {
+        name: shape
+        for name, shape in shapes.items()
+        if not name.endswith(_FREQUENCIES) and not name.startswith(_MULTI_TOKEN)
+    }
     num_layers = config.get("num_hidden_layers", 0)
     if not isinstance(num_layers, int) or not config.get("num_nextn_predict_layers"):
         return shapes
     further = tuple(f"model.layers.{num_layers + extra}." for extra in range(config["num_nextn_predict_layers"]))
     return {name: shape for name, shape in shapes.items() if not name.startswith(further)}
-
-
-def _is_ignored(name: str) -> bool:
-    return name.endswith(_FREQUENCIES) or name.startswith(_MULTI_TOKEN)
 
 
 def check_layout(found: Shapes, *, expected: Shapes, optional: frozenset[str], where: str) -> None:

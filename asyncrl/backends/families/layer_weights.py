@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 from asyncrl.backends.families.shape import Experts, LatentAttention, ModelShape
 
-_OfWeights = Literal[
+Cut = Literal[
     "whole",
     "vocabulary",
     "rows",
@@ -22,8 +22,10 @@ _OfWeights = Literal[
     "expert_gate_up",
     "expert_fused_rows",
     "expert_fused_gate_up",
+    "stacked",
+    "stacked_rows",
+    "expert_stacked",
 ]
-Cut = _OfWeights | Literal["stacked", "stacked_rows", "expert_stacked"]
 """How a parameter is split over tensor-parallel ranks (experts: over expert-tensor-parallel ranks).
 
 whole           replicated
@@ -50,9 +52,8 @@ Row = tuple[str, Cut, tuple[str, ...]]
 """A parameter, its cut, and the Hugging Face tensors it is made of. Names are relative to the layer."""
 
 
-class LayerWeights(Protocol):
-    def __call__(self, shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
-        """Yield every parameter of ``layer`` on a rank that holds ``experts``."""
+LayerWeights = Callable[[ModelShape, int, range], Iterator[Row]]
+"""Yields every parameter of a layer, by number, on a rank that holds a range of its experts."""
 
 
 def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:

@@ -45,15 +45,14 @@ class RankState:
     steps: Mapping[str, float] = field(default_factory=dict)
     base: str = ""
 
-    def copy_to_host(self) -> RankState:
-        """Return a copy on the host. CUDA copies may be unfinished until the stream is synchronised."""
-        chunks = [dataclasses.replace(chunk, data=_on_host(chunk.data)) for chunk in self.chunks]
-        return dataclasses.replace(self, chunks=chunks)
 
-
-def _on_host(data: torch.Tensor) -> torch.Tensor:
-    home = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-    return home.copy_(data.detach(), non_blocking=True)
+def _copy_to_host(state: RankState) -> RankState:
+    """Return a copy on the host. CUDA copies may be unfinished until the stream is synchronised."""
+    chunks = []
+    for chunk in state.chunks:
+        home = torch.empty(chunk.data.shape, dtype=chunk.data.dtype, pin_memory=chunk.data.is_cuda)
+        chunks.append(dataclasses.replace(chunk, data=home.copy_(chunk.data.detach(), non_blocking=True)))
+    return dataclasses.replace(state, chunks=chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ class BackgroundSave:
         self._files: list[SavedFile] = []
         self._staged: list[RankState] = []
         try:
-            self._staged = [state.copy_to_host() for state in states]
+            self._staged = [_copy_to_host(state) for state in states]
             if any(chunk.data.is_pinned() for state in self._staged for chunk in state.chunks):
                 torch.cuda.current_stream().synchronize()
         except (RuntimeError, MemoryError) as error:  # too little host memory: reported when all ranks are done
@@ -108,17 +107,15 @@ class BackgroundSave:
     def _write(self) -> None:
         try:
             while self._staged and not self._problem:
-                self._write_state(self._staged.pop(0))
+                state = self._staged.pop(0)
+                state.folder.mkdir(exist_ok=True)  # for models other than the policy
+                path = state.folder / torch_dist.file_name(self._rank)
+                chunks, sha256 = torch_dist.write_chunks(path, self._until_cancelled(state.chunks))
+                self._files.append(SavedFile(chunks=tuple(chunks), steps=state.steps, base=state.base, sha256=sha256))
         except Exception as error:  # an exception in a thread would go unnoticed
             self._problem = f"{type(error).__name__}: {error}"
         finally:
             self._staged.clear()
-
-    def _write_state(self, state: RankState) -> None:
-        state.folder.mkdir(exist_ok=True)  # for models other than the policy
-        path = state.folder / torch_dist.file_name(self._rank)
-        chunks, sha256 = torch_dist.write_chunks(path, self._until_cancelled(state.chunks))
-        self._files.append(SavedFile(chunks=tuple(chunks), steps=state.steps, base=state.base, sha256=sha256))
 
     def _until_cancelled(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         for chunk in chunks:

@@ -63,14 +63,10 @@ class LoadedModel:
         self._load_weights()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors kept on the device between two calls, except ``gradients``."""
+        """Yield all tensors kept on the device between two calls, except a trained model's ``gradients``."""
         for stage in self._stages:
             yield from stage.parameters()
             yield from stage.buffers()
-
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that every step overwrites before it reads them."""
-        yield from ()
 
     def _name_parameters(self, stage: PackedGPT) -> None:
         """Register the stage's parameters and their maps, by names that number layers within the whole model."""
@@ -100,6 +96,7 @@ class LoadedModel:
     @torch.no_grad()
     def _load_weights(self) -> None:
         """Load the Hugging Face folder's weights into every parameter except a value head."""
+        experts = self._stages[0].part.experts
         with huggingface.open_weights(self._model.path, where=self._where) as read:
             for name, entry in self._maps.items():
                 ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
@@ -109,25 +106,18 @@ class LoadedModel:
                 if entry.is_adapter:
                     adapters.initialise(parameter, entry, shards=ranks, shard=rank)
                 else:
-                    parts = [self._select_own_experts(entry, read(tensor)) for tensor in entry.huggingface]
-                    shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
-                    self._require_shape(entry, shards[rank], parameter)
-                    parameter.copy_(shards[rank])
+                    parts = [read(tensor) for tensor in entry.huggingface]
+                    if entry.is_fused:  # each tensor holds all experts of the layer
+                        parts = [part[experts.start : experts.stop] for part in parts]
+                    shard = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)[rank]
+                    if parameter.shape != shard.shape:  # copy_ would broadcast a smaller tensor
+                        raise ConfigError(
+                            f"{self._where}: {self._model.path}: {entry.huggingface[0]} gives the shape "
+                            f"{list(shard.shape)} here, but config.json requires {list(parameter.shape)}"
+                        )
+                    parameter.copy_(shard)
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
                 parameter.tensor_model_parallel = not entry.is_replicated
-
-    def _select_own_experts(self, entry: Mapping, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a fused tensor that are of this rank's experts; other tensors as they are."""
-        held = self._stages[0].part.experts
-        return tensor[held.start : held.stop] if entry.is_fused else tensor
-
-    def _require_shape(self, entry: Mapping, found: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Raise ConfigError if the shapes differ: copy_ would broadcast a smaller tensor."""
-        if parameter.shape != found.shape:
-            raise ConfigError(
-                f"{self._where}: {self._model.path}: {entry.huggingface[0]} gives the shape {list(found.shape)} here, "
-                f"but config.json requires {list(parameter.shape)}"
-            )
 
     @torch.no_grad()
     def score(self, share: Sequence[MicroBatch]) -> Scores:

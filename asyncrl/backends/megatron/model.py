@@ -213,24 +213,22 @@ def layer_specification(config: TransformerConfig, shape: ModelShape) -> Transfo
     specs = [with_experts if shape.has_experts(layer) else without for layer in range(shape.num_layers)]
     if shape.linear:
         linear = ModuleSpec(module=GatedDeltaNet, params={"linear": shape.linear})
-        specs = [_mixed_by(linear, spec) if layer in shape.linear.layers else spec for layer, spec in enumerate(specs)]
+        for layer in shape.linear.layers:
+            submodules = dataclasses.replace(specs[layer].submodules, self_attention=linear)
+            specs[layer] = ModuleSpec(module=specs[layer].module, submodules=submodules)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
-
-
-def _mixed_by(attention: ModuleSpec, layer: ModuleSpec) -> ModuleSpec:
-    """Return the specification of a layer with another attention."""
-    return ModuleSpec(module=layer.module, submodules=dataclasses.replace(layer.submodules, self_attention=attention))
 
 
 def _attention(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
     """Return attention whose first linear layer includes the norm before it."""
+    last = PostNormLinear if shape.has_post_norms else BiasedRowLinear if shape.has_output_bias else RowLinear
     return ModuleSpec(
         module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "shape": shape},
         submodules=SelfAttentionSubmodules(
             linear_qkv=NormedLinear,
             core_attention=IdentityOp,
-            linear_proj=_last_of_attention(shape),
+            linear_proj=last,
             q_layernorm=Norm if config.qk_layernorm else None,
             k_layernorm=Norm if config.qk_layernorm else None,
         ),
@@ -242,12 +240,6 @@ def _mixture(shape: ModelShape) -> ModuleSpec:
     if shape.experts and shape.experts.are_biased:
         return mixture(shared, router=BiasedRouter, experts=BiasedExperts)
     return mixture(shared)
-
-
-def _last_of_attention(shape: ModelShape) -> type[RowLinear]:
-    if shape.has_post_norms:
-        return PostNormLinear
-    return BiasedRowLinear if shape.has_output_bias else RowLinear
 
 
 def _feed_forward(last: type) -> Any:

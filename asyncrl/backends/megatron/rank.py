@@ -44,7 +44,7 @@ class MegatronRank:
         self._device = device = _device(job.device, info)
         self._memory = HostMemory(
             lambda: itertools.chain.from_iterable(one.tensors() for one in self._loaded.values()),
-            scratch=lambda: itertools.chain.from_iterable(one.gradients() for one in self._loaded.values()),
+            scratch=lambda: itertools.chain.from_iterable(one.gradients() for one in self._trained.values()),
         )
         cpu_shim.use_device(device)
         try:

@@ -76,6 +76,7 @@ class TrainedModel(LoadedModel):
                 yield from (one for one in state.values() if isinstance(one, torch.Tensor) and one.ndim)
 
     def gradients(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that every step overwrites before it reads them."""
         for part in self._optimizers:
             part.megatron.zero_grad()  # otherwise copies of the gradients stay in memory
         for wrapper in self._buffers:

@@ -34,10 +34,9 @@ from asyncrl.backends.optimizer_settings import (
 )
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
-from asyncrl.policies.algorithms.objective import Objective, ValueInputs
+from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
-from asyncrl.policies.losses.loss import LossInputs
 from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
 
 STATE_FILE: Final = "state.safetensors"
@@ -97,9 +96,6 @@ class LoadedModel:
     def _outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
         """Return logprobs and entropy f32[M] of ``row.rows``, or the value after every token f32[N]."""
         return self._token_logprobs(row) if self._value_head is None else (self._values(row),)
-
-    def _inputs(self, row: PackedRow, outputs: tuple[torch.Tensor, ...]) -> LossInputs | ValueInputs:
-        return row.loss_inputs(*outputs) if self._value_head is None else row.value_inputs(*outputs)
 
     def _hidden(self, row: PackedRow) -> torch.Tensor:
         """Return the last hidden state of every token, [N, H]."""
@@ -201,7 +197,8 @@ class TrainedModel(LoadedModel):
         row = self._row(micro_batch, rows)
         outputs = self._outputs(row)
         recorded.add(micro_batch, outputs)
-        loss, sums = self._objective.objective(self._inputs(row, outputs))
+        inputs = row.loss_inputs(*outputs) if self._value_head is None else row.value_inputs(*outputs)
+        loss, sums = self._objective.objective(inputs)
         gradients = torch.autograd.grad(loss, list(self._trained.values()), allow_unused=True)
         for weight, gradient in zip(self._weights.values(), gradients, strict=True):
             if gradient is not None and weight.grad is not None:

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.actors.learner import manifest
-from asyncrl.backends import conversion
 from asyncrl.backends.families.table import FAMILIES
 from asyncrl.cli.main import main
+from asyncrl.contrib.importers import megatron_checkpoint
+from asyncrl.contrib.importers.megatron_checkpoint import convert
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.launch.convert import convert
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
 
@@ -67,7 +67,7 @@ def test_all_families_are_converted() -> None:
 def test_converting_there_and_back_restores_the_folder(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion, "FILE_BYTES", 20_000)  # makes several files
+    monkeypatch.setattr(megatron_checkpoint, "FILE_BYTES", 20_000)  # makes several files
     folder = made(tmp_path / "model", architecture)
     there = convert(folder, tmp_path / "megatron")
     back = convert(tmp_path / "megatron", tmp_path / "back")

@@ -1,14 +1,21 @@
-"""Converts a Hugging Face folder's weights to a Megatron checkpoint and back, without ranks or Megatron's code.
+"""Converts a Hugging Face folder to a Megatron checkpoint and back, without ranks or Megatron's code.
 
-Parameters are read, converted and written one at a time, experts individually. So memory holds at most a few copies of
-the largest parameter: its parts, the whole, and the copy being written. Values and dtypes are preserved, so a round
-trip is exact.
-Tests: tests/unit/backends/test_conversion.py.
+    DST                                  DST, from a Hugging Face folder
+      config.json, tokenizer.json, ...     latest_checkpointed_iteration.txt   "release", for Megatron
+      model.safetensors                    release/                            the distributed checkpoint
+                                           huggingface/                        the source without its weights
+
+The destination is created completely or not at all. Parameters are read, converted and written one at a time, experts
+individually. So memory holds at most a few copies of the largest parameter: its parts, the whole, and the copy being
+written. Values and dtypes are preserved, so a round trip is exact.
+Tests: tests/unit/contrib/importers/test_megatron_checkpoint.py.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,17 +24,20 @@ from typing import Final
 
 import torch
 
+from asyncrl.actors.learner import checkpoint, manifest
 from asyncrl.backends import huggingface, weight_cuts, weight_places
 from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.reference.models import STATE_FILE
 from asyncrl.backends.weight_map import Mapping, Part, weight_map
-from asyncrl.errors import CheckpointError
+from asyncrl.data.model_folder import check_weights, copy_all_but_weights, new_folder
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.tensors import safetensors_file, torch_dist
 from asyncrl.tensors.model_tensors import Shapes
 from asyncrl.tensors.snapshot import TensorEntry
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
 
-METADATA: Final = torch_dist.METADATA
-"""File of a distributed checkpoint that says where its tensors are."""
+_LATEST: Final = "latest_checkpointed_iteration.txt"
+_WITHOUT_WEIGHTS: Final = "huggingface"
 FILE_BYTES: Final = 4 * 2**30
 """Size limit of a safetensors file; a single larger parameter exceeds it."""
 _LAYER: Final = re.compile(r"(?:decoder|model)\.layers\.(\d+)\.")
@@ -50,9 +60,77 @@ class Converted:
     padding: int = 0
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether the folder is a distributed checkpoint of Megatron."""
-    return (folder / METADATA).is_file()
+def convert(source: Path, destination: Path, *, model: Path | None = None) -> Converted:
+    """Convert ``source`` to the other format. model: folder with the config.json of the checkpoint's model
+
+    Raises ConfigError if ``source`` has neither format, the model is not supported, its config.json does not fit the
+    weights, the checkpoint is damaged, or the destination exists.
+    """
+    if os.path.lexists(destination):
+        raise ConfigError(f"{destination}: exists; name a folder that does not")
+    if not destination.absolute().parent.is_dir():
+        raise ConfigError(f"{destination.parent}: is not a folder; make it first")
+    saved = _find_checkpoint(source)
+    if saved is None and model is not None:
+        raise ConfigError(f"--model: {source} is a Hugging Face folder, which has its own config.json; remove it")
+    if model is not None and not (model / "config.json").is_file():  # transformers would ask the hub for it
+        raise ConfigError(f"--model: {model}: no config.json there, so no Hugging Face model folder")
+    try:
+        with new_folder(destination) as folder:
+            if saved is None:
+                check_weights(source)
+                (folder / "release").mkdir()
+                done = _to_megatron(source, folder / "release")
+                (folder / _LATEST).write_text("release")
+                copy_all_but_weights(source, folder / _WITHOUT_WEIGHTS)
+            else:
+                model = model or _model_folder(source)
+                check = functools.partial(check_weights, model)
+                done = _to_huggingface(saved, folder, model=model, check=check)
+                copy_all_but_weights(model, folder)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"{source} to {destination}: {error}") from error
+    return done
+
+
+def _find_checkpoint(source: Path) -> Path | None:
+    """Return the distributed checkpoint at or in ``source``; None for a Hugging Face folder. Raises ConfigError."""
+    if (source / _LATEST).is_file():
+        try:
+            text = (source / _LATEST).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source / _LATEST}: cannot be read: {error}") from error
+        source = source / (f"iter_{int(text):07d}" if text.isdigit() else text)
+        if not source.is_dir():
+            raise ConfigError(f"{source}: is not there, but {source.parent / _LATEST} names it")
+    for folder in (source, source / "backend"):
+        if (folder / torch_dist.METADATA).is_file():
+            if (folder.parent / manifest.FILE).is_file() and (
+                problem := manifest.find_damage(folder.parent, only=f"{folder.name}/{torch_dist.METADATA}")
+            ):  # the tensors have sums of their own
+                raise ConfigError(f"{folder.parent}: is damaged: {problem}; convert another checkpoint of the run")
+            return folder
+    if (source / "config.json").is_file():
+        return None
+    if any((folder / STATE_FILE).is_file() for folder in (source, source / "backend")):
+        raise ConfigError(f"{source}: is a checkpoint of the reference backend, which convert does not read")
+    if steps := checkpoint.list_complete(source) or checkpoint.list_complete(source / "checkpoints"):
+        raise ConfigError(f"{source}: has checkpoints of a run; name one of them, such as the newest, {steps[-1]}")
+    raise ConfigError(
+        f"{source}: is neither a Hugging Face model folder (config.json) nor a distributed checkpoint of Megatron's "
+        f"(.metadata or {_LATEST}), nor a checkpoint of a run with the megatron backend"
+    )
+
+
+def _model_folder(source: Path) -> Path:
+    folder = source / _WITHOUT_WEIGHTS
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{source}: does not say which model it is of; --model FOLDER names a Hugging Face folder of the same model"
+        )
+    return folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +161,7 @@ def _parameters(shape: ModelShape) -> Iterator[_Parameter]:
                     yield _Parameter(entry=replace(entry, megatron=name), layer=layer, expert=expert)
 
 
-def to_megatron(source: Path, destination: Path) -> Converted:
+def _to_megatron(source: Path, destination: Path) -> Converted:
     """Write the weights in the Hugging Face folder ``source`` to the empty folder ``destination``.
 
     Raises ConfigError for a model that the megatron backend does not support, CheckpointError, OSError.
@@ -137,7 +215,7 @@ def _by_layers(parameters: Iterable[_Parameter]) -> list[list[_Parameter]]:
     return list(found.values())
 
 
-def to_huggingface(source: Path, destination: Path, *, model: Path, check: Callable[[Shapes], object]) -> Converted:
+def _to_huggingface(source: Path, destination: Path, *, model: Path, check: Callable[[Shapes], object]) -> Converted:
     """Write a distributed checkpoint's weights as safetensors to the empty folder ``destination``.
 
     model  a Hugging Face folder with the config.json of that model

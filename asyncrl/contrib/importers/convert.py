@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.launch.convert import convert  # imports for seconds
+    from asyncrl.contrib.importers.megatron_checkpoint import convert  # imports for seconds
 
     with exiting_on_signals():
         done = convert(options.source, options.destination, model=options.model)
