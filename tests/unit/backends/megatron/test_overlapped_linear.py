@@ -141,7 +141,7 @@ class Apart(Window):
     """Every rank has memory of its own alone, as on hosts where copies between GPUs go wrong."""
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return super().of(rank, shape, dtype).clone() if rank else super().of(rank, shape, dtype)
+        return super().view(rank, shape, dtype).clone() if rank else super().view(rank, shape, dtype)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Window, True), (Apart, False)], ids=["shared", "apart"])

@@ -32,6 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def published(whole: Path, tmp_path: Path) -> Path:
     """The same model, published like Kimi-K2: FP8, its own model type, a matrix and its scales in different files."""
     folder = quantized_model.model_folder(whole, tmp_path / "published", "fp8").rename(tmp_path / "published")
+    (tmp_path / ".published.lock").unlink()
     describe(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
