@@ -24,22 +24,22 @@ async def test_request_gets_the_servers_answer(bus: Bus) -> None:
     ready = asyncio.Event()
     server = asyncio.create_task(serve_once(bus, ready, 7))
     await ready.wait()
-    answer = await bus.ask(TRANSFERS, REQUEST, seconds=10)
+    answer = await bus.ask(TRANSFERS, REQUEST, seconds=60)
     assert answer is not None and answer.policy_version == 7
     assert await server == REQUEST
 
 
 async def test_request_without_a_server_returns_none(bus: Bus) -> None:
-    assert await bus.ask(TRANSFERS, REQUEST, seconds=10) is None
+    assert await bus.ask(TRANSFERS, REQUEST, seconds=60) is None
 
 
 async def test_server_that_left_answers_no_more(bus: Bus) -> None:
     ready = asyncio.Event()
     server = asyncio.create_task(serve_once(bus, ready, 7))
     await ready.wait()
-    await bus.ask(TRANSFERS, REQUEST, seconds=10)
+    await bus.ask(TRANSFERS, REQUEST, seconds=60)
     await server
-    assert await bus.ask(TRANSFERS, REQUEST, seconds=10) is None
+    assert await bus.ask(TRANSFERS, REQUEST, seconds=60) is None
 
 
 async def test_late_answer_is_none(bus: Bus) -> None:

@@ -13,11 +13,17 @@ import pytest
 
 from asyncrl import config
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import load_reward
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness.rewards import load, sample, values
 
 HERE = "tests.unit.rewards.test_rewards"
+
+
+def patient_math() -> GuardedReward:
+    """Math whose limits are beyond any delay on a busy machine."""
+    return load_reward(config.RewardSection(kind="math", timeout_seconds=3600.0, options={"timeout_seconds": 600}))
 
 
 # -- built-in kinds ----------------------------------------------------------------------------------------------------
@@ -37,7 +43,7 @@ async def test_math_judges_what_is_equal_not_what_looks_equal() -> None:
         ("I do not know", "42", 0.0),
         ("", "42", 0.0),
     ]
-    got = await values(load("math"), *(sample(text, label=label) for text, label, _ in cases))
+    got = await values(patient_math(), *(sample(text, label=label) for text, label, _ in cases))
     assert got == [value for _, _, value in cases]
 
 
@@ -61,19 +67,19 @@ async def test_math_reads_the_whole_label_with_and_without_dollars() -> None:
         ("The total is 12 + 5 = 17", "17", "12"),
     ]
     pairs = [sample(f"\\boxed{{{answer}}}", label=label) for label, *answers in cases for answer in answers]
-    assert await values(load("math"), *pairs) == [1.0, 0.0] * len(cases)
+    assert await values(patient_math(), *pairs) == [1.0, 0.0] * len(cases)
 
 
 async def test_math_gives_up_on_expressions_that_take_too_long() -> None:
     pytest.importorskip("math_verify")
-    section = config.RewardSection(kind="math", options={"timeout_seconds": 1})
+    section = config.RewardSection(kind="math", options={"timeout_seconds": 3})
     endless = "\\boxed{9^{9^{9^{9^{9}}}}}"
     assert await values(load_reward(section), sample(endless, label="3"), sample("3", label="3")) == [0.0, 1.0]
 
 
 async def test_a_judge_that_dies_fails_its_group_and_is_replaced() -> None:
     pytest.importorskip("math_verify")
-    reward = load("math")
+    reward = patient_math()
     await reward([sample("1", label="1")])
     judge = reward._function._judges.idle[0]  # type: ignore[attr-defined]
     judge.kill()

@@ -163,9 +163,9 @@ class FakeGroup:
 
     def reduce(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
         self._slots[self._rank] = values
-        self._barrier.wait(10)
+        self._barrier.wait(120)
         stacked = torch.stack(list(self._slots))
-        self._barrier.wait(10)
+        self._barrier.wait(120)
         return stacked.amax(0) if operation == torch.distributed.ReduceOp.MAX else stacked.sum(0)
 
 
