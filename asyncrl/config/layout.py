@@ -4,7 +4,7 @@ Ranks are numbered as in Megatron: tensor-parallel ranks are adjacent, then come
 last being farthest apart. Experts are distributed over the same ranks in a second scheme: expert-tensor-parallel ranks
 are adjacent, then come expert-parallel ranks and ranks that hold the same experts.
 
-Tests: tests/unit/config/test_layout.py; tests/unit/backends/megatron/test_layouts.py trains with these layouts.
+Tests: tests/unit/config/test_staleness.py; tests/unit/backends/megatron/test_layouts.py trains with these layouts.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Invariants (tests/actors/test_loop.py):
   W2 Every prompt group becomes exactly one trained, dropped, filtered or failed group. A group that cannot be made is
      published as failed, so that its place in the window becomes free.
   W3 A draining worker takes no new prompts and finishes those it holds. After a second drain it hands them over
-     (tests/actors/rollout/test_handover.py).
+     (tests/actors/rollout/test_drain.py).
   W4 A group on its last attempt has the worker to itself, so a group that kills workers takes no other group with it.
 The stages ensure W1, W2 and W4 (stage.py). Unfinished groups are saved to the bus (partial_rollouts.py).
 """

@@ -6,15 +6,21 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.config import WeightsSection
+from asyncrl.errors import ConfigError
 from asyncrl.messages import WeightVersion
+from asyncrl.messages.topics import WEIGHTS
 from asyncrl.tensors.snapshot import Snapshot
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
-from tests.harness.fakes import until
+from tests.harness.fakes import Engine, Loop, run_worker, until, worker
 from tests.harness.weights import SNAPSHOT, Sender
 
 
@@ -108,3 +114,19 @@ async def test_a_channel_without_a_sender_announces_folders_only() -> None:
             channel.may_write.release()
             await publisher.wait()
     assert bus.announced == [("folder", 1), ("folder", 2)]
+
+
+async def test_only_each_third_version_and_the_last_are_published(bus_factory: Any, tmp_path: Path) -> None:
+    loop, engine = Loop(await bus_factory(), tmp_path, steps=8, max_staleness=2, publish_every=3), Engine()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), engine)))
+        await loop.run_learner()
+    assert loop.backend.steps == 8
+    assert set(engine.loads) <= {3, 6, 8}
+    assert (await loop.bus.states(WEIGHTS))[""].policy_version == 8
+    assert loop.recorder.rows[-1]["weights/version"] == 8
+
+
+def test_there_is_no_version_between_two_steps() -> None:
+    with pytest.raises(ConfigError, match="every_steps must be"):
+        WeightsSection(every_steps=0)

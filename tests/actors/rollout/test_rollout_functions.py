@@ -13,13 +13,17 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.learner.validator import MOST_IMPOSSIBLE, Validator
+from asyncrl.actors.rollout.training import TrainingSink
+from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.environments.builtin import single_turn
 from asyncrl.environments.port import Generate
 from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import HopelessError
-from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
+from asyncrl.messages import PromptGroup, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.rollout import failed_group
 from asyncrl.messages.topics import PROMPTS, QUARANTINE
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.groups.validation import GroupValidation
@@ -210,3 +214,32 @@ async def test_sample_over_its_time_limit_fails_its_group(tmp_path: Path) -> Non
         group.create_task(fakes.run_worker(fakes.worker(bus, Engine(), rollout=stuck, sample_seconds=0.5)))
         await loop.run_learner()
     assert loop.recorder.rows[-1]["staleness/failed_groups"] == 1
+
+
+class Bus:
+    """Records published messages, encoded and decoded again."""
+
+    def __init__(self) -> None:
+        self.published: list[TrajectoryGroup] = []
+
+    async def publish(self, topic: Any, group: TrajectoryGroup, *, key: str) -> None:
+        self.published.append(decode(encode(group), TrajectoryGroup))
+
+
+async def test_text_that_cannot_be_encoded_fails_its_group() -> None:
+    bus: Any = Bus()
+    sink = TrainingSink(bus, worker="w1", waits=WaitTracker())
+    one = Trajectory(
+        tokens=np.array([1], np.int32),
+        response_mask=np.array([True]),
+        behavior_logprobs=np.array([-1.0], np.float32),
+        version_spans=(VersionSpan(start=0, incarnation=0, policy_version=0),),
+        reward=1.0,
+        reward_parts={"\ud800": 1.0},
+    )
+    group = TrajectoryGroup(group_id=3, prompt_tokens=np.array([1], np.int32), trajectories=(one,))
+    await sink.publish(group, prompt=None)
+    await sink.publish(failed_group(4, worker="w1", error="it said \ud800"), prompt=None)
+    assert [(made.group_id, made.trajectories) for made in bus.published] == [(3, ()), (4, ())]
+    assert "cannot send this" in bus.published[0].error
+    assert bus.published[1].error == "it said ?"

@@ -1,10 +1,21 @@
-"""Sample slots: which groups wait for slots, and which group holds all of them."""
+"""Slots: groups begin when there is room; rewards and own time of functions."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Sequence
 
+import pytest
+
+from asyncrl.actors.rollout.generation_session import OwnTime
 from asyncrl.actors.rollout.slots import SampleSlots
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.rewards.port import Reward, Sample
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness import fakes
+from tests.harness.buses import publish_prompts
 
 
 async def settle() -> None:
@@ -79,3 +90,80 @@ async def test_group_alone_has_all_stages() -> None:
     lease.close()
     await late
     await unreserved
+
+
+NUM_GROUPS = 5
+
+
+class SlowJudge:
+    """Returns no reward until the test allows it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        self.asked += 1
+        await self.may_answer.wait()
+        return [Reward(value=1.0)] * len(samples)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_engine_generates_while_rewards_are_computed() -> None:
+    """With slots for only one group, all groups are generated before the first reward arrives."""
+    bus, judge = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), SlowJudge()
+    await publish_prompts(bus, *range(NUM_GROUPS))
+    worker, follower = fakes.worker(bus, fakes.Engine(), reward=judge, max_running=2)
+    running = asyncio.create_task(fakes.run_worker((worker, follower)))
+    await fakes.until(lambda: judge.asked == NUM_GROUPS)
+    assert await bus.last_sequence(TRAJECTORIES) == 0, "no group has its reward"
+    judge.may_answer.set()
+    worker.drain()
+    await running
+    assert await bus.last_sequence(TRAJECTORIES) == NUM_GROUPS
+
+
+async def test_ends_function_that_never_returns() -> None:
+    own = OwnTime(0.01)
+    with pytest.raises(TimeoutError):
+        async with own.limit():
+            await asyncio.Event().wait()
+    assert own.is_over
+
+
+async def test_waits_for_the_engine_do_not_count() -> None:
+    own, loop = OwnTime(3600.0), asyncio.get_running_loop()
+    async with own.limit():
+        assert own._timeout is not None
+        with own.pause():
+            assert own._timeout.when() is None
+            with own.pause():
+                pass
+            assert own._timeout.when() is None
+        assert 0 < (own._timeout.when() or math.inf) - loop.time() <= 3600.0
+
+
+async def test_timeout_inside_the_function_is_not_ours() -> None:
+    own = OwnTime(3600.0)
+    with pytest.raises(TimeoutError):
+        async with own.limit():
+            raise TimeoutError
+    assert not own.is_over
+
+
+async def test_call_left_running_by_its_function_ends_normally() -> None:
+    own, left = OwnTime(3600.0), asyncio.Event()
+
+    async def call() -> str:
+        with own.pause():
+            await left.wait()
+        return "answered"
+
+    async with own.limit():
+        behind = asyncio.create_task(call())
+        await asyncio.sleep(0)
+    left.set()
+    assert await behind == "answered"
+    assert await call() == "answered"

@@ -1,7 +1,7 @@
 """A program that runs below a keeper (keeper.py) in its own session, and ends together with everything it started.
 
 It ends when ``end`` is called, when the task that waits for it is cancelled, or when this process exits or is killed.
-Tests: tests/unit/environments/harnesses/test_program.py.
+Tests: tests/unit/environments/harnesses/test_command.py.
 """
 
 from __future__ import annotations

@@ -1,19 +1,36 @@
-"""harness = "command": what a program receives, what is read from it, and what happens when it fails."""
+"""harness = command: what a program receives, what is read from it, and what happens when it fails."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config import tables
+from asyncrl.environments.agent.harnesses import keeper
 from asyncrl.environments.agent.harnesses.command import CommandHarness, Options
-from asyncrl.environments.agent.harnesses.protocol import Outcome
+from asyncrl.environments.agent.harnesses.load import Limited, Limits, load_harness
+from asyncrl.environments.agent.harnesses.program import Program
+from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
-from tests.unit.environments.harnesses.tasks import ENDPOINT, TASK, python, read_when_there, until_gone
+from tests.unit.environments.harnesses.tasks import (
+    ENDPOINT,
+    ENVIRONMENT,
+    TASK,
+    is_gone,
+    python,
+    read_when_there,
+    until_gone,
+)
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="orphans are found on Linux only")
 
 
 async def played(script: str, **options: Any) -> Outcome:
@@ -117,3 +134,109 @@ def test_what_cannot_run_is_refused_before_anything_starts(options: dict[str, An
     with pytest.raises(ConfigError) as raised:
         tables.build(Options, options, "rollout.options.harness_options")
     assert problem in str(raised.value) and "\n" not in str(raised.value)
+
+
+FAMILY = """
+import os, sys, time
+if not os.fork():
+    os.setsid()                      # it leaves the group and the session,
+    if os.fork(): os._exit(0)        # and is an orphan
+    with open(sys.argv[1] + ".new", "w") as file: print(os.getpid(), file=file)
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(1000)
+os.wait()
+"""
+
+
+async def test_what_left_the_session_of_a_program_ends_with_it(tmp_path: Path) -> None:
+    program = await Program.start(
+        [*python(FAMILY + "time.sleep(1000)"), str(tmp_path / "pid")], environment=ENVIRONMENT
+    )
+    orphan = int(await read_when_there(tmp_path / "pid"))
+    await program.end()
+    await until_gone(orphan)
+    assert program.has_ended
+
+
+def test_a_program_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    holder = subprocess.Popen(python("import time; time.sleep(1000)"), pass_fds=(write,))
+    os.close(write)
+    command = [*python(FAMILY + "time.sleep(1000)"), str(tmp_path / "pid")]
+    kept = subprocess.Popen(
+        [sys.executable, "-I", "-S", keeper.__file__, str(read), "0", *command], pass_fds=(read,), env=ENVIRONMENT
+    )
+    os.close(read)
+    orphan = int(asyncio.run(read_when_there(tmp_path / "pid")))
+    holder.kill()  # only the holder has the other end
+    holder.wait()
+    assert kept.wait() == 1
+    assert is_gone(orphan)
+
+
+async def test_a_program_says_in_words_how_it_ended() -> None:
+    for script, words in {
+        "raise SystemExit(3)": "ended with exit code 3",
+        f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})": "ended by SIGKILL",
+        "": "",
+    }.items():
+        program = await Program.start(python(script), environment=ENVIRONMENT)
+        assert await program.ended() == words
+        await program.end()
+
+
+async def test_a_program_and_its_children_may_take_so_much_memory_together() -> None:
+    hog = "import os, time\nos.fork()\nheld = b'x' * (120 * 2**20)\ntime.sleep(1000)"  # two processes of 120 MiB
+    program = await Program.start(python(hog), environment=ENVIRONMENT, memory_mib=200)
+    assert await program.ended() == "took more than memory_mib = 200 of memory"
+    await program.end()
+
+
+async def never(task: Task, endpoint: Endpoint) -> Outcome:
+    await asyncio.Event().wait()
+    return Outcome()
+
+
+async def raises(task: Task, endpoint: Endpoint) -> Outcome:
+    raise TimeoutError("of its own")
+
+
+async def test_a_sample_that_takes_too_long_is_cut_or_fails_as_the_run_file_says() -> None:
+    cut = Limits(timeout_seconds=0.01, timeout_reward=-1.0)
+    outcome = await Limited(never, name="never", limits=cut)(TASK, ENDPOINT)
+    assert (outcome.finish_reason, outcome.reward, outcome.metrics) == ("length", -1.0, {"timeout": 1.0})
+    fails = Limits(timeout_seconds=0.01, on_timeout="fail")
+    with pytest.raises(RolloutError, match=r"harness never: took longer than timeout_seconds = 0\.01 for a sample"):
+        await Limited(never, name="never", limits=fails)(TASK, ENDPOINT)
+
+
+def test_a_harness_is_found_by_name_or_address_and_a_mistake_is_told_in_one_line() -> None:
+    load_harness("command", {"command": ["python3"]}, limits=Limits())
+    load_harness("no_such_package.module:Harness", {"processes": 2}, limits=Limits())  # a child process will import it
+    for name, options, problem in (
+        ("comand", {}, "rollout.options.harness: 'comand' is unknown; did you mean 'command'?"),
+        ("my pkg:Harness", {}, "rollout.options.harness: 'my pkg:Harness' is not an address"),
+        ("command", {"program": "x"}, "rollout.options.harness_options: unknown key 'program'"),
+        ("my_pkg:Harness", {"venv": "/nowhere"}, "rollout.options.harness_options: venv: /nowhere is not a virtual"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load_harness(name, options, limits=Limits())
+        assert str(raised.value).startswith(problem)
+
+
+def test_an_outcome_is_a_number_a_table_or_nothing() -> None:
+    assert outcome_of(None) == Outcome()
+    assert outcome_of(True) == Outcome(reward=1.0)
+    assert outcome_of(Outcome(reward=2, turn_rewards=[1])) == Outcome(reward=2.0, turn_rewards=(1.0,))
+    for wrong in ("1", [1], {"reward": "1"}, {"reward": float("inf")}, {"turn_rewards": 1}, {"metrics": [1]}):
+        with pytest.raises(ValueError, match=r"."):
+            outcome_of(wrong)
+
+
+def test_a_name_of_both_a_part_and_a_metric_is_refused_as_one_would_hide_the_other() -> None:
+    both = {"reward": 1, "reward_parts": {"right": 1}, "metrics": {"right": 0, "turns": 2}}
+    with pytest.raises(ValueError, match="'right' is in reward_parts and in metrics"):
+        outcome_of(both)
+    with pytest.raises(ValueError, match="'right' is in reward_parts and in metrics"):
+        outcome_of(Outcome(reward_parts={"right": 1.0}, metrics={"right": 1.0}))
+    assert outcome_of(both | {"metrics": {"turns": 2}}).metrics == {"turns": 2.0}

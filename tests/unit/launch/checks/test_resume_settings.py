@@ -1,14 +1,17 @@
-"""A resumed run keeps the model and the backend with which it began."""
+"""Resuming: which changes of settings are refused or named, and when a run is restarted from its beginning."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
 from asyncrl import config
 from asyncrl.actors.learner.history import HISTORY_FILE, History
+from asyncrl.bus.port import Bus
 from asyncrl.cli import learner
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
@@ -16,9 +19,12 @@ from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.checks import resume_checks
+from asyncrl.launch.checks.shared_settings import settings_checksum
+from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from tests import ROOT
 from tests.harness.checkpoints import write_checkpoint
+from tests.harness.buses import progress, publish_groups
 from tests.harness.learning import demo_run, memory_bus
 
 
@@ -130,3 +136,63 @@ def test_refuses_a_learner_that_is_started_by_hand(run: RunConfig, monkeypatch: 
     (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)
     with pytest.raises(ConfigError, match="learner.backend: the checkpoints of this run"):
         learner.run_learner(set_to(run, "learner.backend=reference"), resume=True, token="")
+
+
+REFUSED = r"run.directory: .* has no checkpoint of run 'demo', which is at step 3; resume it with the run.directory "
+
+
+async def test_does_not_restart_a_run_whose_log_was_trimmed(bus: Bus, run: RunConfig) -> None:
+    await bus.put(PROGRESS, progress(3))
+    await publish_groups(bus, 0, 1, 2)
+    await bus.trim(TRAJECTORIES, through=2)
+    with pytest.raises(ConfigError, match=REFUSED) as refused:
+        await resume_checks.require_checkpoint(run, bus=bus)
+    assert "\n" not in str(refused.value)
+
+
+async def test_does_not_restart_a_finished_run(bus: Bus, run: RunConfig) -> None:
+    """Even if its log was kept."""
+    await bus.put(PROGRESS, dataclasses.replace(progress(3), finished=True))
+    await publish_groups(bus, 0)
+    with pytest.raises(ConfigError, match=REFUSED):
+        await resume_checks.require_checkpoint(run, bus=bus)
+
+
+async def test_restarts_a_run_that_was_killed_before_its_first_checkpoint(bus: Bus, run: RunConfig) -> None:
+    await bus.put(PROGRESS, progress(3))
+    await publish_groups(bus, 0, 1)
+    await resume_checks.require_checkpoint(run, bus=bus)
+    assert await bus.depth(TRAJECTORIES) == 2
+
+
+async def test_says_that_it_restarts_because_of_a_damaged_checkpoint(
+    bus: Bus, run: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged_checkpoint(run)
+    await publish_groups(bus, 0, 1)
+    with caplog.at_level(logging.WARNING, "asyncrl.learner"):
+        assert await resume_checks.find_checkpoint(run, bus=bus) is None
+    assert "only damaged-step-00000005 is left; starting at step 0, from the whole log" in caplog.text
+
+
+def damaged_checkpoint(run: RunConfig) -> None:
+    (run.run_directory / "checkpoints" / "step-00000005").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "differs"),
+    [
+        ('reward.kind="exact"', True),
+        ('reward.rows={code = "json:loads"}', True),
+        ('rollout.function="json:loads"', True),
+        ('data.reward_key="kind"', True),
+        ("staleness.max_staleness=7", True),
+        ('weights.channel="objects"', True),
+        ("rollout.max_running=3", False),
+        ("reward.timeout_seconds=3", False),
+        ('model.path="elsewhere"', False),
+    ],
+)
+def test_checksum_differs_if_and_only_if_a_setting_of_the_run_differs(override: str, differs: bool) -> None:
+    here, there = settings_checksum(config.only_overrides([])), settings_checksum(config.only_overrides([override]))
+    assert (here != there) == differs

@@ -1,16 +1,23 @@
-"""What `asyncrl run` prints about the processes that it is about to start."""
+"""What a run starts: processes, their environment and constraints, and the delays of restarts."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from asyncrl import config
+from asyncrl.adapters import registry
 from asyncrl.backends.megatron.rank_group import rank_from_environment
+from asyncrl.bus.port import Bus
 from asyncrl.data import demo_task
+from asyncrl.errors import ConfigError
+from asyncrl.launch.processes.child_process import HEALTHY_SECONDS, RestartPolicy
+from asyncrl.launch.processes.one_process import run_in_one_process
 from asyncrl.launch.processes.process_specs import ProcessSpecs
 from asyncrl.os_process import environment_of_child
+from tests import ROOT
 from tests.harness.fleet import Launcher
 from tests.unit.launch.checks.test_run_file import RUN_FILE
 
@@ -49,3 +56,43 @@ def test_learner_does_not_join_the_job_of_its_launcher(
     assert [one and (one.host, one.has_agent) for one in infos] == (
         [None] if machines == 1 else [("127.0.0.1", False)] * 2
     )
+
+
+async def test_sets_the_environment_of_the_weight_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it uses a GPU: NCCL reads its settings once."""
+    run = config.load(ROOT / "examples" / "demo.toml", ["weights.channel=nccl", f"run.directory={tmp_path}"])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("NCCL_CUMEM_ENABLE", None)
+    found: list[str | None] = []
+
+    async def no_bus(run: config.RunConfig) -> Bus:
+        found.append(os.environ.get("NCCL_CUMEM_ENABLE"))
+        raise ConfigError("no bus")
+
+    monkeypatch.setattr(registry, "own_bus", no_bus)
+    with pytest.raises(ConfigError, match="no bus"):
+        await run_in_one_process(run, resume=False, owns_process=False)
+    assert found == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "uptimes", "delays"),
+    [
+        (2, [1.0] * 3, [0.0, 1.0, None]),
+        (100, [1.0] * 8, [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
+        (2, [20.0] * 3, [0.0, 0.0, None]),
+        (9, [*[1.0] * 3, 20.0, 1.0], [0.0, 1.0, 2.0, 0.0, 0.0]),
+        # it was up for long and has all its restarts again
+        (1, [20.0, HEALTHY_SECONDS, 20.0], [0.0, 0.0, None]),
+    ],
+    ids=["budget", "back-off", "works and dies", "starts again", "healthy"],
+)
+def test_delays_of_restarts(restarts: int, uptimes: list[float], delays: list[float | None]) -> None:
+    policy = RestartPolicy(restarts)
+    assert [policy.next_delay(uptime) for uptime in uptimes] == delays
+
+
+def test_free_restarts_back_off_and_are_not_counted() -> None:
+    policy = RestartPolicy(1)
+    assert [policy.next_delay(1.0, is_free=True) for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
+    assert [policy.next_delay(1.0) for _ in range(2)] == [8.0, None]
