@@ -5,7 +5,7 @@ experts  uint8 or uint16 [R, layers, experts per token]: of the last R tokens of
          The largest number of the type, ``unrouted``, marks a token that was not routed; the learner's router chooses
          its experts. An engine has not routed the last token that it sampled.
 
-Tests: tests/unit/messages/test_routing.py.
+Tests: tests/unit/messages/test_consistency.py.
 """
 
 from __future__ import annotations

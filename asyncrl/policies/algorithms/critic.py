@@ -1,7 +1,7 @@
 """The objective of a critic: the loss of its values, and how well they explain the returns.
 
 A critic takes one step per batch, so its old values equal its values while it trains, and the clip has no effect. The
-clip is for backends that take several steps. Test: tests/unit/policies/algorithms/test_critic.py.
+clip is for backends that take several steps. Test: tests/unit/policies/algorithms/test_objective.py.
 """
 
 from __future__ import annotations

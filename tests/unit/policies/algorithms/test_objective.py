@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from asyncrl.errors import ConfigError
 from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.algorithms.critic import Critic
+from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.losses import kl
@@ -179,3 +183,95 @@ def test_gpg_counts_the_groups_with_variance_unless_told_otherwise() -> None:
     assert resolve(ALGORITHMS["gpg"]).advantage.options["count"] == "groups_with_variance"
     made = resolve(ALGORITHMS["gpg"], options={"count": "nonzero_rewards"})
     assert made.advantage.options["count"] == "nonzero_rewards"
+
+
+def loss_inputs(logprobs: torch.Tensor, behavior: torch.Tensor, advantage: torch.Tensor) -> LossInputs:
+    return LossInputs(
+        staleness=torch.zeros(len(behavior), dtype=torch.int32),
+        sequence=torch.zeros(len(behavior), dtype=torch.int64),
+        num_sequences=1,
+        logprobs=logprobs,
+        entropy=torch.zeros_like(logprobs),
+        behavior_logprobs=behavior,
+        advantages=advantage,
+        loss_weights=torch.full_like(logprobs, 1 / len(logprobs)),
+        is_fresh=torch.ones(len(logprobs), dtype=torch.bool),
+    )
+
+
+def test_the_grpo_gradient_is_the_truncated_importance_weighted_policy_gradient() -> None:
+    # One step per batch: r = 1, so d loss / d logprob = -A * min(ratio, 2) / tokens.
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    behavior = torch.tensor([-1.5, -4.0])
+    advantage = torch.tensor([1.0, -0.5])
+    total, _ = resolve(ALGORITHMS["grpo"]).objective(loss_inputs(logprobs, behavior, advantage))
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([-np.exp(0.5) / 2, 0.5 * 2.0 / 2], dtype=torch.float32))
+
+
+def test_an_unknown_option_or_correction_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="no option 'clip'"):
+        resolve(ALGORITHMS["grpo"], options={"clip": 0.1})
+    with pytest.raises(ConfigError, match="correction must be one of"):
+        resolve(ALGORITHMS["grpo"], correction="tis")
+    assert resolve(ALGORITHMS["grpo"], options={"cap": 5}).correction[0].options == {"cap": 5.0}
+
+
+RETURNS = torch.tensor([1.0, 0.0, 2.0, 1.0])
+
+
+def value_inputs(values: torch.Tensor, rows: slice = slice(None), **changes: Any) -> ValueInputs:
+    columns = {"values": values, "old_values": values.detach(), "returns": RETURNS} | changes
+    of_rows = {name: column[rows] for name, column in columns.items()}
+    count = len(of_rows["values"])
+    return ValueInputs(
+        loss_weights=torch.full((count,), 0.25),
+        sequence=torch.zeros(count, dtype=torch.int64),
+        num_sequences=1,
+        **of_rows,
+    )
+
+
+def test_the_loss_is_half_the_mean_squared_error_and_pulls_values_to_returns() -> None:
+    values = torch.tensor([0.0, 0.0, 1.0, 1.0], requires_grad=True)
+    loss, _ = Critic().objective(value_inputs(values))
+    assert float(loss.detach()) == pytest.approx(0.5 * (1 + 0 + 1 + 0) / 4)
+    loss.backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([-0.25, 0.0, -0.25, 0.0])
+
+
+def test_metrics_of_parts_add_up_to_those_of_the_whole() -> None:
+    critic, values = Critic(), torch.tensor([0.5, 0.0, 1.0, 1.0])
+    _, whole = critic.objective(value_inputs(values))
+    total = critic.zero(torch.device("cpu"))
+    for rows in (slice(0, 1), slice(1, 4)):
+        total += critic.objective(value_inputs(values, rows))[1]
+    got, expected = critic.metrics(total), critic.metrics(whole)
+    assert got == pytest.approx(expected)
+    errors = RETURNS.numpy() - values.numpy()
+    assert got["critic/explained_variance"] == pytest.approx(1 - np.var(errors) / np.var(RETURNS.numpy()))
+    assert got["critic/value_mean"] == pytest.approx(0.625)
+    assert got["critic/return_mean"] == pytest.approx(1.0)
+    assert all(is_known(name) for name in got)
+
+
+def test_values_that_moved_past_the_clip_are_counted_and_held_back() -> None:
+    values = torch.tensor([0.0, 0.0, 1.9, 1.0], requires_grad=True)
+    old = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    loss, sums = Critic(clip=0.5).objective(value_inputs(values, old_values=old))
+    assert Critic().metrics(sums)["critic/clip_fraction"] == 0.25
+    loss.backward()
+    assert values.grad is not None
+    assert values.grad[2] == 0.0
+    assert (
+        Critic().metrics(Critic(clip=0.0).objective(value_inputs(values, old_values=old))[1])["critic/clip_fraction"]
+        == 0.0
+    )
+
+
+def test_huber_is_linear_in_far_errors() -> None:
+    values = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    far, _ = Critic(kind="huber", huber_delta=1.0).objective(value_inputs(values, returns=RETURNS + 100))
+    further, _ = Critic(kind="huber", huber_delta=1.0).objective(value_inputs(values, returns=RETURNS + 200))
+    assert float(further - far) == pytest.approx(100.0)
