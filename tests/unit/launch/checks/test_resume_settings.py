@@ -23,8 +23,8 @@ from asyncrl.launch.checks.shared_settings import settings_checksum
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from tests import ROOT
-from tests.harness.checkpoints import write_checkpoint
 from tests.harness.buses import progress, publish_groups
+from tests.harness.checkpoints import write_checkpoint
 from tests.harness.learning import demo_run, memory_bus
 
 
