@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.engines.sglang.engine import SGLangEngine
-from asyncrl.engines.sglang.prefill_delay import ARGUMENTS
+from asyncrl.engines.sglang.options import PREFILL_DELAY
 from benchmarks.gpu.endpoint import Calls, Ends, make_engine, steady, tokens_of_a_call
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
@@ -37,7 +37,7 @@ _EAGER: Final = {"disable-prefill-cuda-graph": True}
 
 
 def _delayed(ratio: float) -> dict[str, Any]:
-    return {**ARGUMENTS, "prefill-delayer-queue-min-ratio": ratio}
+    return {**PREFILL_DELAY, "prefill-delayer-queue-min-ratio": ratio}
 
 
 WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -46,7 +46,7 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "stock, eager": {**_STOCK, **_EAGER},
     "delayed less": _delayed(0.06),
     "delayed less, eager": {**_delayed(0.06), **_EAGER},
-    "delayed, eager": {**ARGUMENTS, **_EAGER},
+    "delayed, eager": {**PREFILL_DELAY, **_EAGER},
     "mixed": {**_STOCK, "enable-mixed-chunk": True},
 }
 """Options of SGLang that override GPU_ARGUMENTS."""

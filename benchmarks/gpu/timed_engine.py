@@ -45,7 +45,11 @@ class TimedEngine(SGLangEngine):
         super().__init__(model_path, device=device, dtype=dtype, version=version, options=options, log_path=log_path)
         self._client = self._timed = TimedClient(self.url, request_seconds=options.request_seconds)
         self._loader = WeightLoader(
-            self._timed.order, pause=options.pause, first_version=version, is_open=self._places.is_open
+            self._timed.order,
+            pause=options.pause,
+            first_version=version,
+            stamps=self._stamps,
+            is_open=self._places.is_open,
         )
 
     @contextlib.contextmanager

@@ -167,7 +167,7 @@ def head_size(config: Any) -> int:
 def rope(config: Any, *, is_partial: bool = False) -> tuple[torch.Tensor, float]:
     """Return frequencies and scale, computed by transformers. Raises Unsupported.
 
-    For yarn this uses attention_factor and ignores attn_factor; SGLang does the opposite (engines/sglang/checks.py).
+    For yarn this uses attention_factor and ignores attn_factor; SGLang does the opposite.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -42,7 +42,7 @@ def shape(config: Any) -> ModelShape:
 def _rope_of(config: Any, kind: str) -> torch.Tensor:
     """Return the frequencies of one kind of layer. Supports default and linear rope, which have no scale.
 
-    SGLang ignores the factor of linear rope: engines/sglang/checks.py refuses it.
+    SGLang ignores the factor of linear rope.
     """
     parameters = config.rope_parameters[kind]
     if parameters["rope_type"] not in ("default", "linear"):

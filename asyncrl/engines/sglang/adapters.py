@@ -13,13 +13,12 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.generation import Version, format_version
-from asyncrl.engines.sglang.versions import new_owner
 from asyncrl.engines.sglang.weights import Post
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.tensors.adapter_names import CONFIG_FILE, module_name
@@ -51,8 +50,6 @@ class Adapters:
     def __init__(self, post: Post, *, first_version: Version) -> None:
         """``first_version`` is the version of the model without adapters."""
         self._post = post
-        self.owner = new_owner()
-        """Part of the names. A worker that restarts on a server of its own may be given its predecessor's."""
         self._first_version = first_version
         self._loaded: dict[Version, str] = {}
         self._running: Counter[Version] = Counter()
@@ -63,7 +60,7 @@ class Adapters:
         """Load a version for new requests. Raises EngineDied, or WeightsError, after which nothing has changed."""
         began = time.monotonic()
         if version not in (self._first_version, *self._loaded):
-            name = f"v{version[0]}-{version[1]}-{self.owner}-{uuid.uuid4().hex[:8]}"
+            name = f"v{version[0]}-{version[1]}-{uuid.uuid4().hex}"
             try:
                 json.loads((folder / CONFIG_FILE).read_text())
                 await self._load(name, folder)
@@ -88,12 +85,6 @@ class Adapters:
             yield version, {"lora_path": self._loaded[version]} if version in self._loaded else {}
         finally:
             self._running[version] -= 1
-
-    async def unload_left(self, models: Mapping[str, Any]) -> None:
-        """Unload the adapters that an earlier worker with this owner left.  models: the server's list of its models"""
-        for name in [str(card.get("id")) for card in models.get("data", ())]:
-            if f"-{self.owner}-" in name:
-                await self._try_to_unload(name)
 
     async def _load(self, name: str, folder: Path) -> None:
         try:

@@ -6,15 +6,16 @@ import contextlib
 import importlib.util
 import json
 import logging
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.sglang.options import CPU_ARGUMENTS, LOADER, QUANTIZATIONS, Options, option_name
 from asyncrl.errors import ConfigError
-from asyncrl.tensors import fp8
+
+log = logging.getLogger(__name__)
 
 _OPTIONS: Final = Options()
 _FIRST_SAFE_RETRACT = (0, 5, 23)
@@ -50,16 +51,31 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
 
 
-def check_attached(*, is_colocated: bool) -> None:
+def check_attached(run: RunConfig) -> None:
     """Raise ConfigError for what a server that we did not launch cannot do."""
-    if is_colocated:
+    if run.run.colocated:
         raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
+    workers = max(run.rollout.workers, run.rollout.most_workers) + run.num_evaluation_workers
+    if workers > 1:  # they would load their weights into the same server
+        raise ConfigError(
+            f"engine.options.url: one server serves one worker, and this run may start {workers} (rollout.workers, "
+            "rollout.most_workers, evaluation.workers); use one, or remove url"
+        )
 
 
 def check_installed() -> None:
     """Raise ConfigError, with instructions, if SGLang is not installed. Does not import it."""
     if importlib.util.find_spec("sglang") is None:
         raise ConfigError(INSTALL_HINT)
+
+
+def check_memory_saver() -> None:
+    """Raise ConfigError if torch-memory-saver, with which SGLang releases GPUs, is not installed."""
+    if importlib.util.find_spec("torch_memory_saver") is None:
+        raise ConfigError(
+            "run.colocated: SGLang releases GPUs with torch-memory-saver, which is not installed; "
+            "pip install torch-memory-saver, or remove it"
+        )
 
 
 def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
@@ -94,8 +110,6 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
         return
     if device != "cpu":  # the CPU server splits any number of heads
         _check_heads(config, tensor_parallel=options.attention_parallel)
-        if quantization:
-            _check_blocks(config, quantization, options)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
         other = "" if architectures[0] == _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
         raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
@@ -114,32 +128,6 @@ def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
         if not (may_be_copied and tensor_parallel % heads == 0):
             raise ConfigError(
                 f"engine.options: tensor_parallel: {tensor_parallel} does not divide the model's {name}, {heads}"
-            )
-
-
-def _check_blocks(config: Mapping[str, Any], quantization: str, options: Options) -> None:
-    """Raise ConfigError if a rank's share of a matrix ends inside a block. Ignores sizes that config.json lacks.
-
-    These are all sizes that SGLang cuts in a model of dense layers with grouped-query attention. It never cuts
-    hidden_size. The only backend that quantizes refuses hidden sizes with part of a block, and models with other
-    matrices: experts, latent attention, and linear attention, which has experts (megatron/refusals.py).
-    """
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if not (isinstance(heads, int) and isinstance(hidden, int)) or heads < 1:
-        return
-    head_size = config.get("head_dim") or hidden // heads
-    whole, sharing = options.tensor_parallel, options.attention_parallel
-    kv_heads = max(config.get("num_key_value_heads") or heads, sharing)
-    block = fp8.BLOCK
-    for name, size, parts in (
-        ("intermediate_size", config.get("intermediate_size"), whole),
-        ("num_attention_heads x head_dim", heads * head_size, sharing),
-        ("num_key_value_heads x head_dim", kv_heads * head_size, sharing),
-    ):
-        if isinstance(size, int) and size % (parts * block):
-            raise ConfigError(
-                f'weights.quantization: "{quantization}" has blocks of {block} numbers, and tensor_parallel = '
-                f"{whole} cuts {name}, {size}, inside one; lower engine.options.tensor_parallel, or remove it"
             )
 
 
@@ -191,72 +179,6 @@ def _require_served(info: Mapping[str, Any], quantization: str) -> None:
             f"{served or 'unquantized'} weights; start it on a folder in that format with --quantization {name}"
         )
 
-
-_WITHOUT_FACTOR: Final = "Gemma3ForCausalLM"
-"""SGLang reads only the base of its frequencies (rope_theta)."""
-_ONLY_SGLANG: Final = ("attn_factor", "extrapolation_factor")
-"""YaRN's keys that transformers ignores. Their default is 1."""
-
-
-def check_rope(model_path: Path) -> None:
-    """Raise ConfigError if SGLang and the learner would rotate queries and keys differently.
-
-    SGLang and transformers rotate queries and keys differently for a few settings. The learner computes what
-    transformers computes (backends/families/family.py); samples would come from another model than the one that is
-    trained, and no error would say so. Compared with SGLang 0.5.23 (layers/rotary_embedding, models/gemma3_causal.py)
-    and transformers' modeling_rope_utils.py. Ignores a folder that cannot be read; others report it.
-    """
-    try:
-        config = json.loads((model_path / "config.json").read_text())
-        of = _of_gemma if config.get("architectures", [""])[0] == _WITHOUT_FACTOR else _of_yarn
-        problem = next(filter(None, map(of, _tables(config))), "")
-    except (OSError, ValueError, TypeError, AttributeError, LookupError):
-        return
-    if problem:
-        raise ConfigError(f'model.path: {model_path}: config.json has {problem} or engine.kind = "inprocess"')
-
-
-def _tables(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary settings: one table, or one for each kind of layer."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = [table for table in rope.values() if isinstance(table, dict)]
-    yield from nested or [rope]
-
-
-def _kind(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def _of_gemma(rope: Mapping[str, Any]) -> str:
-    if _kind(rope) == "default" or rope.get("factor", 1.0) == 1.0:
-        return ""
-    said = f"rope type {_kind(rope)!r} with factor = {rope['factor']}"
-    return f"{said}, which the learner uses and SGLang ignores for Gemma 3; use a smaller Gemma 3 (270M, 1B)"
-
-
-def _of_yarn(rope: Mapping[str, Any]) -> str:
-    if _kind(rope) != "yarn":
-        return ""
-    mend = "replace it by mscale and mscale_all_dim, which both read (1 and 1: cosines are not scaled),"
-    for key in _ONLY_SGLANG:
-        if (value := rope.get(key, 1)) != 1:
-            return f"{key} = {value}, which SGLang uses and the learner ignores; {mend}"
-    value = rope.get("attention_factor")
-    if value is not None and not math.isclose(value, _default_scale(rope), rel_tol=1e-4):
-        return f"attention_factor = {value}, which the learner uses and SGLang ignores; {mend}"
-    return ""
-
-
-def _default_scale(rope: Mapping[str, Any]) -> float:
-    """Return YaRN's scale of cosines and sines without attention_factor; both compute it like this."""
-    log = math.log(max(rope["factor"], 1.0))
-    one, all_dimensions = rope.get("mscale"), rope.get("mscale_all_dim")
-    if one and all_dimensions:
-        return float((0.1 * one * log + 1.0) / (0.1 * all_dimensions * log + 1.0))
-    return 0.1 * log + 1.0
-
-
-log = logging.getLogger(__name__)
 
 _UNUSED: Final = 6
 """A request that leaves this many tokens is neither refused nor shortened, whatever the length of its prompt."""

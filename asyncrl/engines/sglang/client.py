@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -76,11 +76,6 @@ class ServerClient:
         """POST a control request and return the response."""
         async with self._ask("POST", path, body, is_order=True) as response:
             return await _content(response)
-
-    async def flush(self) -> None:
-        """Empty the server's cache. Raises EngineError while the server is busy."""
-        async with self._ask("POST", "/flush_cache", {}, is_order=True):
-            pass
 
     async def abort(self, request_id: str) -> None:
         """End a generation. Gives up after a few seconds; errors and timeouts are ignored."""
@@ -164,28 +159,16 @@ async def until_healthy(client: ServerClient, *, seconds: float) -> None:
     log.info("SGLang at %s is up after %.0f s", client.url, time.monotonic() - began)
 
 
-async def first_answer(
-    client: ServerClient,
-    request: Callable[[], Mapping[str, Any]],
-    *,
-    seconds: float,
-    heal: Callable[[], Awaitable[None]] | None = None,
-) -> Any:
-    """Return the answer to a first request, which also warms up the server. Raises EngineDied without an answer.
-
-    heal: called once if there is no answer; then the server is asked again
-    """
+async def first_answer(client: ServerClient, request: Mapping[str, Any], *, seconds: float) -> Any:
+    """Return the answer to a first request, which also warms up the server. Raises EngineDied without an answer."""
     try:
-        async with asyncio.timeout(seconds), client.post("/generate", request()) as response:
+        async with asyncio.timeout(seconds), client.post("/generate", request) as response:
             return await response.json()
     except TimeoutError:
-        if heal is None:
-            raise EngineDied(
-                f"SGLang at {client.url} generates no tokens: is it paused? A process that died while loading weights "
-                "leaves it paused, perhaps with partly loaded weights; restart it"
-            ) from None
-    await heal()
-    return await first_answer(client, request, seconds=seconds)
+        raise EngineDied(
+            f"SGLang at {client.url} generates no tokens: is it paused? A process that died while loading weights "
+            "leaves it paused, perhaps with partly loaded weights; restart it"
+        ) from None
 
 
 async def _is_healthy(client: ServerClient) -> bool:

@@ -3,7 +3,7 @@
 A load pauses the server, updates the weights (from a folder or from the learner), and continues. Generations in
 progress keep their slots and their KV cache. New requests are held back during the load, so a request's prefix is
 computed with the weights it was sent under. The key of the prefix cache changes with every load, so a new request never
-reuses keys of older weights. Only one engine may use a server: it notices the weights of another one (stamps.py).
+reuses keys of older weights. Only one engine may use a server: it notices the weights of another one (versions.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
+import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +28,14 @@ from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.port import EngineStats
-from asyncrl.engines.sglang import attached, memory
 from asyncrl.engines.sglang.adapters import Adapters
 from asyncrl.engines.sglang.checks import (
     check_architecture,
     check_attached,
     check_dtype,
     check_installed,
+    check_memory_saver,
     check_pause,
-    check_rope,
     check_spans,
     context_before_start,
     context_of_server,
@@ -42,18 +43,23 @@ from asyncrl.engines.sglang.checks import (
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, first_answer, lines, until_healthy
+from asyncrl.engines.sglang.options import MEMORY_SAVER, check_arguments, check_intake_arguments
 from asyncrl.engines.sglang.options import Options as Options
-from asyncrl.engines.sglang.options import check_arguments, check_intake_arguments
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request
 from asyncrl.engines.sglang.server import ServedModel, make_server, read_model
-from asyncrl.engines.sglang.versions import SettledVersion, Stamps, kept_owner, new_owner
+from asyncrl.engines.sglang.versions import SettledVersion, Stamps, new_owner
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
-from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.tensors.device import resolve_device
 from asyncrl.weights.port import LoadReport
+
+log = logging.getLogger(__name__)
+
+_IDLE_SECONDS: Final = 30.0
+"""Time for a server's last batch to end before its memory leaves the GPUs."""
 
 
 class SGLangEngine(EngineAdapter):
@@ -67,7 +73,7 @@ class SGLangEngine(EngineAdapter):
     def build(cls, run: RunConfig, *, name: str) -> SGLangEngine:
         options, device = cls.options(run), resolve_device(run.engine.device, section="engine")
         if run.run.colocated and device == "cuda":
-            options = replace(options, server_arguments=memory.SERVER_ARGUMENTS | options.server_arguments)
+            options = replace(options, server_arguments=MEMORY_SAVER | options.server_arguments)
         return cls(
             Path(run.model.path),
             device=device,
@@ -90,12 +96,10 @@ class SGLangEngine(EngineAdapter):
     @classmethod
     def check(cls, run: RunConfig) -> None:
         options: Options = cls.options(run)
-        check_rope(Path(run.model.path))
-        if not options.url:
-            check_arguments(options.server_arguments)
+        if options.url:
+            check_attached(run)
         else:
-            check_attached(is_colocated=run.run.colocated)
-            attached.check_workers(run)
+            check_arguments(options.server_arguments)
 
     @classmethod
     def check_intake(cls, run: RunConfig) -> None:
@@ -111,7 +115,7 @@ class SGLangEngine(EngineAdapter):
         check_installed()
         device = resolve_device(run.engine.device, section="engine")
         if run.run.colocated and device == "cuda":
-            memory.check_memory_saver()
+            check_memory_saver()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
         path, quantization = Path(run.model.path), run.weights.quantization
         check_architecture(path, device=device, quantization=quantization, options=options)
@@ -151,13 +155,12 @@ class SGLangEngine(EngineAdapter):
         self._dtype = dtype
         self._quantized = quantized
         self._first_version = version
-        self._stamps = Stamps(first_version=version)
+        self._stamps = Stamps(first_version=version, owner=new_owner(), url=options.url)
         self._options = options
         self._log_path = log_path
         self._client = ServerClient(options.url.rstrip("/"), request_seconds=options.request_seconds)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._reports_experts = reports_experts
-        self._memory = memory.GpuMemory(self._client)
         self._context_tokens = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans = False
@@ -166,7 +169,11 @@ class SGLangEngine(EngineAdapter):
         self._cache_owner = uuid.uuid4().hex
         self._places = Places()
         self._loader = WeightLoader(
-            self._client.order, pause=options.pause, first_version=version, is_open=self._places.is_open
+            self._client.order,
+            pause=options.pause,
+            first_version=version,
+            stamps=self._stamps,
+            is_open=self._places.is_open,
         )
         self._lora = lora
         self._adapters = Adapters(self._client.order, first_version=version) if lora else None
@@ -185,13 +192,8 @@ class SGLangEngine(EngineAdapter):
         read = functools.partial(
             read_model, self._model, quantized=self._quantized, reports_experts=self._reports_experts
         )
-        is_ours, run = not self.url, asyncio.get_running_loop().run_in_executor
-        self._model = await run(self._reader, read)
-        kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
-        owner = new_owner() if is_ours else await run(self._reader, kept)
-        self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner, url=self.url)
-        if self._adapters is not None:
-            self._adapters.owner = owner
+        self._model = await asyncio.get_running_loop().run_in_executor(self._reader, read)
+        is_ours = not self.url
         self._client.open(is_ours=is_ours)
         if is_ours:
             await self._launch()
@@ -247,10 +249,20 @@ class SGLangEngine(EngineAdapter):
         return report
 
     async def release(self) -> None:
-        await self._memory.release()
+        """Raises EngineError if the server stays busy: a release would kill it then."""
+        until = time.monotonic() + _IDLE_SECONDS
+        while True:  # the last batch may end shortly after the last answer, and the server sends no notification
+            try:
+                await self._client.order("/flush_cache", {})
+                break
+            except EngineError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.01)
+        await self._client.order("/release_memory_occupation", {})
 
     async def resume(self) -> None:
-        await self._memory.resume()
+        await self._client.order("/resume_memory_occupation", {})
 
     @property
     def url(self) -> str:
@@ -309,8 +321,7 @@ class SGLangEngine(EngineAdapter):
         stamp = str(model.get("weight_version", ""))
         if is_ours and stamp != self._stamps.format(self._first_version):
             raise EngineDied(f"the server at {self.url} is not the one started here: it serves weights {stamp!r}")
-        found = "" if is_ours else attached.other_weights(self._stamps, model, self._model.path)
-        self._loader.version = self._first_version if found else self._stamps.read(stamp)
+        self._loader.version = self._first_version
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
@@ -327,18 +338,9 @@ class SGLangEngine(EngineAdapter):
             shapes=self._model.shapes,
             optional=self._model.optional_names,
         )
-        load_model = functools.partial(
-            attached.load_model, self._loader, self._model.path, version=self._first_version, url=self.url
-        )
-        if found:
-            await load_model(found=found)
-        if self._adapters is not None and not is_ours:
-            await attached.unload_left(self._adapters, self._client)
-        heal = None
-        if not is_ours and not found:
-            heal = functools.partial(load_model, found="answers nothing: a load may have broken off", is_paused=True)
-        seconds = self._options.start_seconds
-        answer = await first_answer(self._client, self._short_request, seconds=seconds, heal=heal)
+        if not is_ours and (found := self._other_weights(model)):
+            await self._load_model(found)
+        answer = await first_answer(self._client, self._short_request(), seconds=self._options.start_seconds)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {version}")
@@ -346,6 +348,37 @@ class SGLangEngine(EngineAdapter):
         self._settled.newest = self._loader.version
         async with self._client.post("/freeze_gc", {}):
             pass  # exempts existing objects from garbage collection: a full collection would stall all generations
+
+    def _other_weights(self, about: Mapping[str, Any]) -> str:
+        """Return that the server "has weights of ...", unless they are model.path's; then an empty string.
+
+        about  the server's /model_info. SGLang changes its model_path with every load of a folder. The server may be on
+               another machine, where the folder has the same path
+        """
+        stamp, served = str(about.get("weight_version", "")), str(about.get("model_path", ""))
+        if self._stamps.is_foreign(stamp):
+            return f"has weights of another run or worker ({stamp})"
+        if served and Path(served).resolve() == self._model.path.resolve():
+            return ""
+        return f"has the weights of {served or 'an unknown folder'}"
+
+    async def _load_model(self, found: str) -> None:
+        """Load model.path into a server with other weights: the learner announces none before the first step.
+
+        Raises EngineDied.  found: what weights the server has, for messages
+        """
+        folder = self._model.path
+        log.warning("the server at %s %s; it loads model.path, %s", self.url, found, folder)
+        self._loader.doubt_session()
+        incarnation, policy_version = self._first_version
+        first = WeightVersion(incarnation=incarnation, policy_version=policy_version, uri=str(folder))
+        try:
+            await self._loader.load(first, folder)
+        except WeightsError as error:
+            raise EngineDied(
+                f"the server at {self.url} {found}, and cannot load model.path; restart it with --model-path {folder}: "
+                f"{error}"
+            ) from error
 
     # -- generate ------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """An SGLang server as a child process: command line, environment, log, and shutdown.
 
-The server runs under ``reaper.py``, so no process of its tree outlives us, even if SIGKILL kills us
+The server runs below a keeper (keeper.py), so no process of its tree outlives us, even if SIGKILL kills us
 (tests/unit/engines/sglang/test_server.py: test_the_server_goes_with_its_owner).
 """
 
@@ -23,12 +23,22 @@ from typing import Any, Final
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang.adapters import server_arguments as lora_arguments
 from asyncrl.engines.sglang.checks import check_dtype, check_installed
-from asyncrl.engines.sglang.options import CPU_ARGUMENTS, LOADER, QUANTIZATIONS, Options, check_arguments, option_name
-from asyncrl.engines.sglang.prefill_delay import prefill_arguments
+from asyncrl.engines.sglang.options import (
+    CPU_ARGUMENTS,
+    LOADER,
+    QUANTIZATIONS,
+    Options,
+    check_arguments,
+    option_name,
+    prefill_arguments,
+)
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION, ExpertShape
 from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.program import Program
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,43 +192,38 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A command that runs under reaper.py, with its output in a log file."""
+    """A command with its output in a log file. It ends with us, and with it all its children."""
 
     def __init__(self, command: list[str], *, environment: Mapping[str, str], log_path: Path) -> None:
         self._command = command
         self._environment = environment
         self.log_path = log_path
-        self._process: asyncio.subprocess.Process | None = None
+        self._program: Program | None = None
 
     async def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                str(_HERE / "reaper.py"),
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
+            self._program = await Program.start(
+                self._command,
+                environment=self._environment,
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=dict(self._environment),
-                start_new_session=True,  # Ctrl-C must not reach the server: the worker needs it to drain
             )
 
     @property
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._program is not None and not self._program.has_ended
 
     async def wait(self) -> int:
         """Wait until the server and all its children have exited. Returns the exit code."""
-        assert self._process is not None
-        return await self._process.wait()
+        assert self._program is not None
+        return await self._program.wait()
 
     async def close(self) -> None:
         """Kill the server and all its children. The next start removes the 16 KiB that they leave in /dev/shm."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            await self._process.wait()
+        if self._program is not None:
+            await self._program.end()
 
     def log_tail(self) -> str:
         """Return the end of the log for an error message."""
@@ -229,9 +234,6 @@ class ServerProcess:
         except OSError as error:
             return f"(no log: {error})"
         return f"end of {self.log_path}:\n{text}"
-
-
-log = logging.getLogger(__name__)
 
 
 def make_server(

@@ -57,14 +57,16 @@ _SLOWEST_WEIGHTS_PER_SECOND: Final = 2e7
 class WeightLoader:
     """Loads weights into one server, one version at a time."""
 
-    def __init__(self, post: Post, *, pause: str, first_version: Version, is_open: asyncio.Event) -> None:
+    def __init__(
+        self, post: Post, *, pause: str, first_version: Version, stamps: Stamps, is_open: asyncio.Event
+    ) -> None:
         """``is_open`` is cleared while the server is paused; new requests wait for it."""
         self._post = post
         self._pause = pause
         self._is_open = is_open
         self._lock = asyncio.Lock()
         self.version = first_version
-        self.stamps = Stamps(first_version=first_version)
+        self._stamps = stamps
         self.num_loads = 0
         self.has_sessions = False
         """Whether the server needs tensor updates between a begin and an end request (0.5.23 does)."""
@@ -80,10 +82,6 @@ class WeightLoader:
     def doubt_session(self) -> None:
         """Note that an earlier process may have left a session open; the next load ends it first."""
         self._knows_session = False
-
-    def doubt_weights(self) -> None:
-        """Note that the server may have partly updated weights, so it may only continue after a complete load."""
-        self._is_torn = True
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[tuple[Version, dict[str, str]]]:
@@ -158,7 +156,7 @@ class WeightLoader:
 
     def _body(self, version: Version) -> dict[str, Any]:
         # The KV cache of requests kept in place cannot be flushed; the cache of retracted requests must be.
-        return {"weight_version": self.stamps.format(version), "flush_cache": self._pause == "retract"}
+        return {"weight_version": self._stamps.format(version), "flush_cache": self._pause == "retract"}
 
     async def _switch(
         self,

@@ -83,8 +83,6 @@ async def launch(
         if server is None:  # the run's own server serves no other run
             await stack.enter_async_context(_claim_run(run_config, resume=resume, token=token))
             _make_folders(directory)  # only after the server at bus.url has answered
-        if not resume:
-            forget_workers(directory)
         environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
         if server is not None:
             environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}
@@ -197,13 +195,6 @@ async def _reset_finished(run_config: RunConfig, *, token: str) -> FleetSize | N
 
 
 # -- folder and signals ------------------------------------------------------------------------------------------------
-
-
-def forget_workers(directory: Path) -> None:
-    """Remove what the workers of an earlier run in this folder kept for their restarts: by it they would take weights
-    that they left in a server of their own for those of this run (engines/sglang/versions.py)."""
-    for path in (directory / "logs").glob("*.owner"):
-        path.unlink(missing_ok=True)
 
 
 def _require_run(directory: Path) -> None:

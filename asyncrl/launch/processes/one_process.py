@@ -44,10 +44,6 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
         bus = await registry.own_bus(run)
         try:
             with single_learner.in_folder(run.run_directory):
-                for path in (run.run_directory / "logs").glob(
-                    "*.owner"
-                ):  # of an earlier run (engines/sglang/versions.py)
-                    path.unlink(missing_ok=True)
                 workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
                 evaluating = [
                     await _worker(run, bus, name=f"e{number}", is_dedicated=True)

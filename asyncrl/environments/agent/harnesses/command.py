@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl.environments.agent.harnesses import environment
-from asyncrl.environments.agent.harnesses.program import Program, last_bytes
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.program import Program, last_bytes
 
 _KEPT_BYTES: Final = 2**18
 """Bytes kept from the end of the program's output; the reward must be in them."""

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.environments.agent.harnesses import child, environment
-from asyncrl.environments.agent.harnesses.program import Program
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.program import Program
 
 CANCEL_SECONDS: Final = 5.0
 """Time for a cancelled sample to end; after that its child is killed."""

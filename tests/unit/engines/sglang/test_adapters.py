@@ -74,7 +74,6 @@ async def test_an_older_version_is_used_again_and_its_name_never(folder: Path) -
     await adapters.load(BASE, folder)
     with adapters.in_use() as (version, names):
         assert (version, names) == (BASE, {})
-    assert Adapters(server.post, first_version=BASE).owner != adapters.owner
 
 
 async def test_adapters_whose_answer_was_lost_are_unloaded_and_loaded_again(folder: Path) -> None:
@@ -88,20 +87,6 @@ async def test_adapters_whose_answer_was_lost_are_unloaded_and_loaded_again(fold
     server.lost = ""
     await adapters.load((0, 1), folder)
     assert adapters.version == (0, 1)
-
-
-async def test_a_worker_that_restarts_unloads_what_it_left_and_nothing_else(folder: Path) -> None:
-    server = Server()
-    for owner in ("ours", "others"):
-        left = Adapters(server.post, first_version=BASE)
-        left.owner = owner
-        await left.load((0, 1), folder)
-    again = Adapters(server.post, first_version=BASE)
-    again.owner = "ours"
-    await again.unload_left({"data": [{"id": "model"}, *({"id": name} for name in server.held)]})
-    (held,) = server.held
-    assert "-others-" in held
-    await again.load((0, 1), folder)
 
 
 def test_tokens_of_an_adapter_are_of_its_version_whatever_the_server_says_of_its_model() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.errors import EngineDied
 from tests.harness.engines import PROMPT, Model
@@ -16,20 +14,6 @@ from tests.unit.engines.sglang.fake_server import SHORT, FakeServer, make_engine
 from tests.unit.engines.sglang.test_reply import finished
 
 UPDATE = "/update_weights_from_disk"
-PAUSE, END, CONTINUE = "/pause_generation", "/end_weight_update", "/continue_generation"
-
-
-async def test_a_worker_that_starts_again_finds_its_version_on_its_server(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    server, url = fake
-    for version in ((0, 3), (1, 7)):
-        engine = make_engine(model, tmp_path / "log", url=url)
-        await engine.start()
-        assert engine.version == version
-        await engine.load(model.version(7, incarnation=1))
-        await engine.close()
-    assert len(server.bodies(UPDATE)) == 2
 
 
 @pytest.mark.parametrize("left", ["0:12", "0:12:another0run"])
@@ -72,38 +56,6 @@ async def test_a_server_that_keeps_the_weights_of_another_run_is_not_used(
     with pytest.raises(EngineDied, match=r"another run or worker \(0:12\), and cannot load model.path; restart it"):
         await make_engine(model, tmp_path / "log", url=url).start()
     assert "/generate" not in server.paths
-
-
-async def test_a_server_that_does_not_list_its_adapters_is_used(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    """What an earlier worker left in it only takes memory."""
-    server, url = fake
-    server.lacks = "/v1/models"
-    lora = LoraSection(rank=4, publish="adapter")
-    engine = make_engine(model, tmp_path / "log", url=url, others={"lora": lora})
-    await engine.start()
-    assert "/v1/models" in server.paths
-    await engine.close()
-
-
-async def test_a_server_that_a_broken_load_left_paused_loads_the_model_once_more(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    server, url = fake
-    before = make_engine(model, tmp_path / "log", url=url)
-    await before.start()
-    await before.load(model.version(5))
-    await before.close()
-    server.asked.clear()
-    server.is_paused, server.has_woken = True, asyncio.Event()
-    engine = make_engine(model, tmp_path / "log", url=url, start_seconds=0.3)
-    await engine.start()
-    assert engine.version == (0, 3)
-    orders = [path for path in server.paths if path in (PAUSE, END, UPDATE, CONTINUE, "/generate")]
-    assert orders == ["/generate", PAUSE, END, UPDATE, CONTINUE, "/generate"]
-    assert finished(await engine.generate(PROMPT, SHORT, seed=0))[1] == [(0, 3)]
-    await engine.close()
 
 
 async def test_another_worker_that_loads_weights_into_the_server_is_noticed(
@@ -163,7 +115,7 @@ async def test_a_launched_server_that_has_ended_answers_nothing(
     for order in (
         intake.join("g", host="127.0.0.1", port=1, kind="nccl"),
         intake.leave("g"),
-        engine._client.flush(),
+        engine.release(),
     ):
         with pytest.raises(EngineDied, match="exited"):
             await order

@@ -16,6 +16,7 @@ from aiohttp import test_utils
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang import engine as sglang
+from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.errors import ConfigError, EngineDied, EngineError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams
@@ -91,7 +92,9 @@ async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model
         return {"success": True}
 
     is_open = asyncio.Event()
-    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=is_open)
+    loader = WeightLoader(
+        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), is_open=is_open
+    )
     loader.has_sessions, loader.ranks_with_loader = True, 2
     with pytest.raises(WeightsError, match="no answer"):
         await loader.load(model.version(4), model.folder)
@@ -138,7 +141,9 @@ async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Mod
             named.extend(name for name, _ in pickle.loads(base64.b64decode(order)))
         return {"success": True}
 
-    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=asyncio.Event())
+    loader = WeightLoader(
+        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), is_open=asyncio.Event()
+    )
     loader.ranks_with_loader = 1
     await loader.load(model.version(4), model.folder)
     ((opened, file),) = map(json.loads, named)

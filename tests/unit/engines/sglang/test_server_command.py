@@ -179,28 +179,6 @@ def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_pa
     checks.check_architecture(tmp_path / "none", device="cpu")
 
 
-def test_gpus_that_would_cut_a_block_are_refused_before_the_server_starts(tmp_path: Path) -> None:
-    """The shapes of Qwen3-0.6B: 3072 = 24 blocks, 16 heads of 128, and 8 key-value heads of 128, copied from 16 on."""
-    config = '{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 1024, '
-    (tmp_path / "config.json").write_text(config + '"intermediate_size": 3072}')
-    for tensor_parallel in (1, 2, 4, 8):
-        options = Options(tensor_parallel=tensor_parallel)
-        checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=options)
-    options = Options(tensor_parallel=16)
-    checks.check_architecture(tmp_path, device="cuda", options=options)
-    with pytest.raises(ConfigError, match=r"blocks of 128 .* = 16 cuts intermediate_size, 3072, inside one; lower"):
-        checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=options)
-    with pytest.raises(ConfigError, match='SGLang has no kernels for "fp8" on CPUs; remove it'):
-        checks.check_architecture(tmp_path, device="cpu", quantization="fp8")
-    apart = Options(tensor_parallel=16, server_arguments={"enable-dp-attention": True, "dp_size": 2})
-    with pytest.raises(ConfigError, match=r"= 16 cuts intermediate_size, 3072, inside one"):
-        checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=apart)
-    (tmp_path / "config.json").write_text(config + '"intermediate_size": 4096}')
-    checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=apart)
-    (tmp_path / "config.json").write_text("{}")
-    checks.check_architecture(tmp_path, device="cuda", quantization="fp8", options=options)
-
-
 def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 2}')
     for tensor_parallel in (1, 2, 4, 8):  # with 4 and 8 the two key-value heads are copied

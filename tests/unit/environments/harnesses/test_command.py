@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asyncrl.environments.agent.harnesses.program import Program
 
 from asyncrl.config import tables
 from asyncrl.environments.agent.harnesses import keeper
 from asyncrl.environments.agent.harnesses.command import CommandHarness, Options
 from asyncrl.environments.agent.harnesses.load import Limited, Limits, load_harness
-from asyncrl.environments.agent.harnesses.program import Program
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
 from tests.unit.environments.harnesses.tasks import (

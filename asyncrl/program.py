@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.environments.agent.harnesses import keeper
+from asyncrl import keeper
 
 _KEEPER: Final = Path(keeper.__file__)
 _PATIENCE_SECONDS: Final = keeper.GIVE_UP_SECONDS + 5
@@ -72,13 +72,17 @@ class Program:
         """Process id of the keeper."""
         return self._process.pid
 
+    async def wait(self) -> int:
+        """Wait until the program ends by itself. Returns its exit code; -N if signal N ended it."""
+        return await self._process.wait()
+
     @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
 
     async def ended(self) -> str:
         """Wait until the program ends by itself. Return why it failed, in words; "" for exit code 0."""
-        code = await self._process.wait()
+        code = await self.wait()
         if code == keeper.OUT_OF_MEMORY and self._memory_mib:
             return f"took more than memory_mib = {self._memory_mib:,} of memory"
         if code < 0:
