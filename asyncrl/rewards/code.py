@@ -1,4 +1,4 @@
-"""reward.kind = "code": the program in a completion passes tests, each run in a sandbox (sandbox/).
+"""reward.kind = "code": the program in a completion passes tests, each run in a sandbox (sandbox.py).
 
 The program is the last fenced block after </think> that is tagged as Python (```python), else the last without a tag,
 else the whole text. The label holds the tests:
@@ -31,10 +31,10 @@ from typing import Any, Final, Literal
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import after_thinking, last_block
-from asyncrl.rewards.guard import in_thread, warn_unjudged
+from asyncrl.rewards.guard import in_thread
 from asyncrl.rewards.port import Reward, Sample
-from asyncrl.rewards.sandbox.load import open_sandbox
-from asyncrl.rewards.sandbox.sandbox import Limits, Outcome
+from asyncrl.rewards.sandbox import Limits, open_sandbox
+from asyncrl.rewards.sandboxed_program import Outcome
 
 _PROGRAM: Final = "program.py"
 _LANGUAGES: Final = ("python", "python3", "py")
@@ -63,8 +63,8 @@ class Options:
     seconds: float = 6.0
     """Time limit of one test."""
     total_seconds: float = 25.0
-    """Time limit of all tests of an answer; tests that do not run in time fail. An answer also fails tests that need
-    more than its share of at_once * reward.timeout_seconds, the time of its group."""
+    """Time limit of all tests of an answer, or its share of at_once * reward.timeout_seconds, the time of its group, if
+    that is less; tests that do not run in time fail."""
     memory_mib: int = 512
     """Memory limit of one test."""
     disk_mib: int = 16
@@ -118,27 +118,6 @@ class Test:
     result: str | None = None
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """A program and how far its tests have got.
-
-    left  seconds left of total_seconds
-    used  seconds that its tests have run, with tests that were cut short and run again
-    """
-
-    program: str
-    tests: tuple[Test, ...]
-    left: float
-    used: float = 0.0
-    next_test: int = 0
-    num_passed: int = 0
-    has_failed: bool = False
-
-    @property
-    def is_finished(self) -> bool:
-        return self.has_failed or self.left <= 0 or self.next_test == len(self.tests)
-
-
 class CodeReward:
     """Runs each test in a thread, at most ``at_once`` at the same time."""
 
@@ -174,55 +153,40 @@ class CodeReward:
         """Judge a group. Equal programs with equal tests run once.
 
         The tests of a group may run for at_once * reward.timeout_seconds, added up; waiting for other groups does not
-        count. Each answer may first use an equal share of half of that, so that endless programs take nothing from the
-        others. Those that need more share what is left.
+        count. Each answer has an equal share of it, so that endless programs take nothing from the others.
         """
-        attempts: dict[tuple[str, tuple[Test, ...]], _Attempt] = {}
         keys = []
         for sample in samples:
             answer = after_thinking(sample.completion)
             program = last_block(answer, *_LANGUAGES)
-            key = (answer if program is None else program, tuple(tests_of(sample.label, sample.metadata)))
-            attempts.setdefault(key, _Attempt(*key, left=self._options.total_seconds))
-            keys.append(key)
-        budget = self._options.at_once * self._group_seconds
-        for part in (0.5, 1.0):
-            unfinished = [one for one in attempts.values() if not one.is_finished]
-            used = sum(one.used for one in attempts.values())
-            if unfinished and (share := (part * budget - used) / len(unfinished)) > 0:
-                await self._continue(unfinished, share)
-        num_unfinished = sum(not one.is_finished for one in attempts.values())
-        warn_unjudged("code", num_unfinished, len(attempts), self._group_seconds)
-        return [self._reward(attempts[key]) for key in keys]
-
-    async def _continue(self, attempts: Sequence[_Attempt], seconds: float) -> None:
+            keys.append((answer if program is None else program, tuple(tests_of(sample.label, sample.metadata))))
+        different = dict.fromkeys(keys)
+        seconds = min(self._options.total_seconds, self._options.at_once * self._group_seconds / len(different))
         try:
             async with asyncio.TaskGroup() as group:
-                for attempt in attempts:
-                    group.create_task(self._advance(attempt, seconds))
+                tasks = {key: group.create_task(self._judge(*key, seconds)) for key in different}
         except ExceptionGroup as error:
             raise error.exceptions[0] from None
+        return [tasks[key].result() for key in keys]
 
-    async def _advance(self, attempt: _Attempt, seconds: float) -> None:
-        """Run tests of an attempt until it is finished or has used ``seconds``."""
-        while not attempt.is_finished and seconds > 0:
-            own = self._options.limits(attempt.left).seconds
-            limits = self._options.limits(min(own, seconds))
-            is_passed, used = await self._in_turn(attempt, limits)
-            attempt.used += used
+    async def _judge(self, program: str, tests: Sequence[Test], seconds: float) -> Reward:
+        """Run the tests of a program, for up to ``seconds`` together. Tests that do not run in time fail."""
+        num_passed = 0
+        for test in tests:
+            if seconds <= 0:
+                break
+            is_passed, used = await self._in_turn(program, test, self._options.limits(seconds))
+            num_passed += is_passed
             seconds -= used
-            if limits.seconds < own and used >= limits.seconds:
-                return  # the share ended this test, not its own limit: it runs again if time is left
-            attempt.next_test += 1
-            attempt.num_passed += is_passed
-            attempt.left -= used
-            attempt.has_failed |= not is_passed and self._options.score == "all"
+            if not is_passed and self._options.score == "all":
+                break
+        share = num_passed / len(tests)
+        return Reward(value=share if self._options.score == "share" else float(share == 1), parts={"tests": share})
 
-    async def _in_turn(self, attempt: _Attempt, limits: Limits) -> tuple[bool, float]:
-        """Run the next test in a thread as soon as fewer than at_once run."""
+    async def _in_turn(self, program: str, test: Test, limits: Limits) -> tuple[bool, float]:
+        """Run a test in a thread as soon as fewer than at_once run. Return whether it passes, and its seconds."""
         await self._places.acquire()
-        test = attempt.tests[attempt.next_test]
-        run = asyncio.ensure_future(in_thread(lambda _: self._passes(attempt.program, test, limits), None))
+        run = asyncio.ensure_future(in_thread(lambda _: self._passes(program, test, limits), None))
         # A thread cannot be cancelled: if the group is, the place stays taken until the test ends.
         run.add_done_callback(self._ended)
         return await asyncio.shield(run)
@@ -231,13 +195,6 @@ class CodeReward:
         self._places.release()
         if not run.cancelled():
             run.exception()  # seen, even if nobody waits any more
-
-    def _reward(self, attempt: _Attempt) -> Reward:
-        share = attempt.num_passed / len(attempt.tests)
-        return Reward(
-            value=float(attempt.num_passed == len(attempt.tests)) if self._options.score == "all" else share,
-            parts={"tests": share},
-        )
 
     def _passes(self, program: str, test: Test, limits: Limits) -> tuple[bool, float]:
         if test.statements is None:

@@ -212,14 +212,6 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def warn_unjudged(name: str, unjudged: int, answers: int, seconds: float) -> None:
-    """Log that answers of a group have no judgement and count as wrong. ``seconds`` is reward.timeout_seconds."""
-    if unjudged:
-        limit = f"were not judged within reward.timeout_seconds = {seconds:g} and count as wrong"
-        extra = {"reason": limit}  # asyncrl.logs throttles by it
-        log.warning("reward %s: %d of %d different answers %s", name, unjudged, answers, limit, extra=extra)
-
-
 async def in_thread(function: Callable[..., Any], argument: Any) -> Any:
     """Run ``function(argument)`` in a daemon thread, so that a hung function cannot keep the process alive."""
     loop = asyncio.get_running_loop()

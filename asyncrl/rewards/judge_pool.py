@@ -1,26 +1,32 @@
 """A pool of judge processes, for judging that may never finish: one JSON line in, one JSON line out.
 
-A judge is a module of asyncrl with a ``main`` (math_judge.py). It writes {} when it is ready, then reads questions
+A judge is a module of asyncrl with a ``main`` (math.py). It writes {} when it is ready, then reads questions
 until its standard input ends: [seconds, question]. It answers {"reward": 1.0}, {"error": "..."}, or {"reward": null} if
 it needs more than ``seconds`` of CPU time.
 
 Groups take turns. A group's time (reward.timeout_seconds, as CPU time) begins when it has a judge, so slow answers of
-other groups cost it nothing. Its answers share the time: each may first use an equal share of half the time, so that a
-slow answer takes nothing from the others. Those that need more share what is left, and then get 0. Equal questions are
-asked once. A judge that is stuck, or whose group is cancelled, is killed, and another one is started.
+other groups cost it nothing. Each answer may use an equal share of what is left of it, and gets 0 if that is not
+enough. Equal questions are asked once. A judge that is stuck, or whose group is cancelled, is killed, and another one
+is started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import signal
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Final, TypeVar
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.guard import warn_unjudged
+
+log = logging.getLogger("asyncrl.rewards")
+
+T = TypeVar("T")
 
 _MAX_LINE_BYTES: Final = 2**20
 _START_SECONDS: Final = 120.0
@@ -40,31 +46,35 @@ class JudgePool:
 
     async def ask(self, questions: Sequence[Any]) -> list[float]:
         """Return the reward of each question. Raises RewardError if a judge reports an error or ends."""
-        lines = [json.dumps(question) for question in questions]
-        rewards: dict[str, float | None] = dict.fromkeys(lines)
+        asked = [json.dumps(question) for question in questions]
+        lines = list(dict.fromkeys(asked))
+        rewards: dict[str, float | None] = {}
         async with self._places:
             judge = self.idle.pop() if self.idle else await self._start()
             try:
-                used = 0.0
-                for part in (0.5, 1.0):
-                    unjudged = [line for line, reward in rewards.items() if reward is None]
-                    for place, line in enumerate(unjudged):
-                        share = (part * self.seconds - used) / (len(unjudged) - place)
-                        begin = time.monotonic()
-                        try:
-                            rewards[line] = await self._answer(judge, line, share)
-                        except TimeoutError:  # stuck in C code, which signals do not interrupt
-                            rewards[line] = 0.0
-                            await _end(judge)
-                            judge = await self._start()
-                        # On a busy machine an answer takes longer than its CPU time; the others get their shares.
-                        used += min(time.monotonic() - begin, share)
+                left = self.seconds
+                for place, line in enumerate(lines):
+                    share = left / (len(lines) - place)
+                    begin = time.monotonic()
+                    try:
+                        rewards[line] = await self._answer(judge, line, share)
+                    except TimeoutError:  # stuck in C code, which signals do not interrupt
+                        rewards[line] = 0.0
+                        await _end(judge)
+                        judge = await self._start()
+                    # On a busy machine an answer takes longer than its CPU time; the others get their shares.
+                    left -= min(time.monotonic() - begin, share)
             except BaseException:
                 await _end(judge)
                 raise
             self.idle.append(judge)
-        warn_unjudged(self._name, list(rewards.values()).count(None), len(rewards), self.seconds)
-        return [rewards[line] or 0.0 for line in lines]
+        if unjudged := list(rewards.values()).count(None):
+            limit = f"were not judged within reward.timeout_seconds = {self.seconds:g} and count as wrong"
+            extra = {"reason": limit}  # asyncrl.logs throttles by it
+            log.warning(
+                "reward %s: %d of %d different answers %s", self._name, unjudged, len(lines), limit, extra=extra
+            )
+        return [rewards[line] or 0.0 for line in asked]
 
     async def close(self) -> None:
         while self.idle:
@@ -125,3 +135,34 @@ async def _end(judge: asyncio.subprocess.Process) -> None:
     if judge.stdin is not None:
         judge.stdin.close()
     await judge.communicate()  # wait() could leave pipes open if the judge ended by itself
+
+
+# -- in a judge's process ----------------------------------------------------------------------------------------------
+
+_AGAIN_SECONDS: Final = 0.1
+"""Interval of further signals: Python ignores an exception that is raised in a destructor."""
+
+
+class OutOfTime(BaseException):
+    """The time is used up. Not an Exception, because libraries handle those."""
+
+
+def within(seconds: float, call: Callable[[], T]) -> T | None:
+    """Return the result of ``call``; None if it does not end within ``seconds`` of CPU time. For the main thread.
+
+    CPU time, so that a busy machine makes no answer wrong; and not the timer of ``signal.alarm``, which math-verify
+    uses.
+    """
+    signal.signal(signal.SIGPROF, _raise_out_of_time)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_SECONDS)
+            return call()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except OutOfTime:
+        return None
+
+
+def _raise_out_of_time(number: int, frame: FrameType | None) -> None:
+    raise OutOfTime

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.rewards.sandbox.load import open_sandbox
-from asyncrl.rewards.sandbox.sandbox import Limits, Sandbox
+from asyncrl.rewards.sandbox import Limits, Sandbox, open_sandbox
 from examples.agents.chat import Chat, write
 
 NAMES, NUMBERS = "BCDFGJKL", "01234567"

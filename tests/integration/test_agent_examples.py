@@ -15,7 +15,7 @@ from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.environments.load import load_rollout
 from asyncrl.errors import ConfigError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
-from asyncrl.rewards.sandbox.load import open_sandbox
+from asyncrl.rewards.sandbox import open_sandbox
 from examples.agents import coding, game, python_tool, search
 from tests import ROOT
 from tests.harness.agents import TOKENIZER, Scripted

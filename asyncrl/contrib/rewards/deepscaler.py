@@ -29,9 +29,7 @@ class DeepScalerReward:
     def __init__(self, options: Options) -> None:
         self._needs_thinking = options.needs_thinking
         arguments = [str(options.timeout_seconds)]
-        self._judges = JudgePool(
-            "asyncrl.rewards.math_judge", arguments, name="deepscaler", processes=options.processes
-        )
+        self._judges = JudgePool("asyncrl.rewards.math", arguments, name="deepscaler", processes=options.processes)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Judge all labels of all samples in one turn. The reward of a sample is the best over its labels."""

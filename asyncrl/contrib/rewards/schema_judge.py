@@ -13,7 +13,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from asyncrl.rewards.time_limit import within
+from asyncrl.rewards.judge_pool import within
 
 
 def main() -> None:

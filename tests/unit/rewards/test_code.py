@@ -20,11 +20,11 @@ from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import label_check
 from asyncrl.rewards.port import Sample
-from asyncrl.rewards.sandbox.sandbox import Limits, Outcome, Stopped
+from asyncrl.rewards.sandboxed_program import Limits, Outcome, Stopped
 from tests.harness.rewards import load, sample, values
 
 PLAIN = {"sandbox": "none", "seconds": 100.0, "total_seconds": 100.0, "processes": 64}
-"""No test depends on these times. sandbox/test_sandbox.py tests the sandboxes."""
+"""No test depends on these times. test_sandbox.py tests the sandboxes."""
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 RIGHT = "Let me add.\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
 
@@ -158,9 +158,7 @@ async def test_answers_share_the_groups_time_and_endless_ones_take_none(
     endless = [1000.0 + number for number in range(16)]
     reward, sandbox = faked(monkeypatch)  # 60 s of programs for a group, 6 s for a test
     assert await values(reward, *taking(*endless, 0.5)) == [0.0] * 16 + [1.0]
-    assert sum(sandbox.used) == pytest.approx(60.0)
-    reward, sandbox = faked(monkeypatch)
-    assert await values(reward, *taking(*endless[:8], 3.0)) == [0.0] * 8 + [1.0]  # longer than its share of half: 1.7 s
+    assert sorted(sandbox.used) == [0.5, 0.5, *[pytest.approx(60 / 17)] * 16]
     reward, sandbox = faked(monkeypatch)
     assert await values(reward, *taking(7.0, 4.0, 0.1, 0.1)) == [0.0, 1.0, 1.0, 1.0]
     assert sorted(sandbox.used) == [0.1, 0.1, 4.0, 4.0, 6.0]

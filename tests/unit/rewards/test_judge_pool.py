@@ -25,11 +25,11 @@ async def pool() -> AsyncIterator[JudgePool]:
     await found.close()
 
 
-async def test_answers_get_equal_shares_of_half_the_time_then_slow_ones_share_the_rest(
+async def test_each_answer_gets_an_equal_share_of_the_time_that_is_left(
     pool: JudgePool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shares = await pool.ask([450, "share", 5000, "share"])  # three that differ
-    assert shares == [1.0, pytest.approx(250, rel=0.1), 0.0, shares[1]]
+    shares = await pool.ask([300, "share", 5000, "share"])  # three that differ: 333 s, then half of what is left
+    assert shares == [1.0, pytest.approx(500, rel=0.1), 0.0, shares[1]]
     assert "reward fake: 1 of 3 different answers were not judged within reward.timeout_seconds = 1000" in caplog.text
 
 

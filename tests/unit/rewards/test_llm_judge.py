@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,19 +66,6 @@ async def test_graded_question_is_not_sent_again(server: Server) -> None:
     assert [r.value for r in await reward([sample("a"), sample("a"), sample("b")])] == [1.0] * 3
     assert await values(reward, sample("b"), sample("a")) == [1.0, 1.0]
     assert len(server.seen) == 2
-
-
-async def test_grades_in_a_file_are_those_of_other_workers_and_later_runs_too(server: Server, tmp_path: Path) -> None:
-    file = str(tmp_path / "grades.sqlite")
-    first, beside = judge(server, cache_file=file), judge(server, cache_file=file, cache=0)
-    assert await values(first, sample("a"), sample("b")) == [1.0, 1.0]
-    server.says = ["Score: 0"]
-    assert await values(beside, sample("a"), sample("b"), sample("c")) == [1.0, 1.0, 0.0]
-    assert await values(first, sample("c")) == [0.0]
-    assert len(server.seen) == 3
-    assert await values(judge(server, cache_file=file, temperature=0.5), sample("a")) == [0.0]  # a different judge
-    for one in (first, beside):
-        await one.close()
 
 
 async def test_retries_busy_servers_and_replies_without_a_grade(server: Server) -> None:

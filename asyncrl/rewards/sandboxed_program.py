@@ -15,10 +15,54 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
-from asyncrl.rewards.sandbox.sandbox import MIB, Limits, Outcome, Stopped
+from asyncrl.errors import ConfigError
+
+MIB: Final = 2**20
+
+Stopped = Literal["", "time", "output", "processes", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of one program. A program that exceeds one is ended with all its descendants.
+
+    seconds     wall-clock time from start to end
+    memory_mib  address space of each process, and resident memory of all processes together
+    disk_mib    size of a file, and of all files together if the sandbox has its own disk
+    output_kib  size of standard output, and again of standard error
+    processes   number of concurrent processes, the program and its descendants
+    """
+
+    seconds: float = 10.0
+    memory_mib: int = 512
+    disk_mib: int = 64
+    output_kib: int = 1024
+    processes: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "memory_mib", "disk_mib", "output_kib", "processes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a program ended.
+
+    code     exit status; -N if signal N ended it
+    stopped  the limit that it exceeded; empty: it ended by itself, or the kernel ended it
+    """
+
+    code: int
+    stdout: bytes
+    stderr: bytes
+    stopped: Stopped
+    seconds: float
+
 
 WATCH_SECONDS: Final = 0.05
 """Interval between two checks of the process tree."""

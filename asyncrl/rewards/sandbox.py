@@ -1,9 +1,8 @@
-"""sandbox = "bwrap": separate namespaces for every program (bubblewrap, https://github.com/containers/bubblewrap).
+"""Sandboxes for untrusted programs, such as those that models write. Only a program's output leaves its sandbox.
 
-A program sees the system's programs and the folders in ``readable``, all read-only, and an empty folder of limited
-size. It has no network unless ``network`` is true, sees no other processes, inherits no environment variables and has
-no privileges. When its first process ends, or when the worker ends, all its processes end. The sandbox does not protect
-against kernel bugs; for that, use a separate machine.
+``run`` runs one program with limits in a temporary folder with files, may be called from many threads at once, blocks
+for at most limits.seconds, and raises OSError if the command cannot be started. ``check`` starts the sandbox once, and
+raises ConfigError if it is missing or cannot start: it is never replaced by a weaker one.
 """
 
 from __future__ import annotations
@@ -11,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.sandbox.program import ENVIRONMENT, limited, run_program
-from asyncrl.rewards.sandbox.sandbox import MIB, NO_FILES, Limits, Outcome
+from asyncrl.rewards.sandboxed_program import ENVIRONMENT, MIB, Outcome, limited, run_program
+from asyncrl.rewards.sandboxed_program import Limits as Limits
+
+_NO_FILES: Final[Mapping[str, bytes]] = {}
 
 FOLDER: Final = "/work"
 """The program's working directory. It can write only here and to /dev/shm."""
@@ -27,14 +29,20 @@ _INSTALL: Final = "install bubblewrap (apt install bubblewrap; the `bubblewrap` 
 
 
 class Bubblewrap:
-    """A Sandbox (sandbox.py)."""
+    """sandbox = "bwrap": separate namespaces for every program (bubblewrap, https://github.com/containers/bubblewrap).
+
+    A program sees the system's programs and the folders in ``readable``, all read-only, and an empty folder of limited
+    size. It has no network unless ``network`` is true, sees no other processes, inherits no environment variables and
+    has no privileges. When its first process ends, or when the worker ends, all its processes end. The sandbox does not
+    protect against kernel bugs; for that, use a separate machine.
+    """
 
     def __init__(self, *, readable: Sequence[str], network: bool) -> None:
         self._readable = tuple(path for path in dict.fromkeys([*_SYSTEM, *readable]) if os.path.exists(path))
         self._network = network
 
     def run(
-        self, command: Sequence[str], *, limits: Limits, stdin: bytes = b"", files: Mapping[str, bytes] = NO_FILES
+        self, command: Sequence[str], *, limits: Limits, stdin: bytes = b"", files: Mapping[str, bytes] = _NO_FILES
     ) -> Outcome:
         with contextlib.ExitStack() as stack:
             opened = {name: stack.enter_context(_in_memory(data)) for name, data in files.items()}
@@ -109,3 +117,44 @@ def _in_memory(data: bytes) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+class Bare:
+    """sandbox = "none": limits without isolation. For trusted programs, or a worker that itself runs in a sandbox.
+
+    A program can read and write all files that the worker can, and can use its network. Only time, output, memory, file
+    size and the number of processes are limited. A process that leaves the program's session can outlive the program.
+    """
+
+    def __init__(self, *, readable: Sequence[str], network: bool) -> None:
+        pass
+
+    def run(
+        self, command: Sequence[str], *, limits: Limits, stdin: bytes = b"", files: Mapping[str, bytes] = _NO_FILES
+    ) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True) as folder:
+            for name, data in files.items():
+                with open(os.path.join(folder, name), "wb") as file:
+                    file.write(data)
+            environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+            return run_program(
+                limited(command, limits), limits=limits, stdin=stdin, environment=environment, folder=folder
+            )
+
+    def check(self) -> None:
+        """Always succeeds."""
+
+
+Sandbox = Bubblewrap | Bare
+SANDBOXES: Final[Mapping[str, type[Bubblewrap] | type[Bare]]] = {"bwrap": Bubblewrap, "none": Bare}
+
+
+def open_sandbox(name: str, *, readable: Sequence[str] = (), network: bool = False) -> Sandbox:
+    """Return the sandbox of this name. Starts no process. Raises ConfigError.
+
+    readable  folders of the machine that programs may read, besides those of the system's programs
+    network   whether programs may use the network, including servers on this machine
+    """
+    if name not in SANDBOXES:
+        raise ConfigError(f"sandbox: {name!r} is unknown; known: {', '.join(SANDBOXES)}")
+    return SANDBOXES[name](readable=readable, network=network)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.sandbox.load import open_sandbox
-from asyncrl.rewards.sandbox.sandbox import Limits, Outcome, Sandbox
+from asyncrl.rewards.sandbox import Limits, Sandbox, open_sandbox
+from asyncrl.rewards.sandboxed_program import Outcome
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here (bubblewrap)")
 PYTHON = os.path.realpath(sys.executable)

@@ -1,0 +1,109 @@
+"""POST JSON to a server, and again while it is unreachable or busy: what rewards have in common that ask a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import aiohttp
+
+from asyncrl.config.secret_values import hide_credentials
+from asyncrl.errors import ConfigError, RewardError
+
+T = TypeVar("T")
+
+_MOST_BACKOFF_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    url: str = field(repr=False)  # may hold a password
+    """Address of the server, http://HOST:PORT/PATH."""
+    retries: int = 3
+    """Number of retries if the server is unreachable, too slow or busy (429, 5xx)."""
+    backoff_seconds: float = 0.5
+    """Wait before the first retry; doubles each time. A longer Retry-After of the server takes precedence."""
+    request_timeout_seconds: float = 10.0
+    """Time limit of one try; all tries of a group must fit into reward.timeout_seconds."""
+    headers: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Headers of each request, such as {Authorization = "Bearer ..."}."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url must start with http:// or https://, got {hide_credentials(self.url)!r}")
+        if self.retries < 0 or self.backoff_seconds < 0 or self.request_timeout_seconds <= 0:
+            raise ConfigError("retries and backoff_seconds must be >= 0, request_timeout_seconds > 0")
+
+
+class AskAgain(Exception):
+    """The answer cannot be used, but another one may be.
+
+    seconds  time to wait before; None: the usual back-off
+    """
+
+    def __init__(self, problem: str, *, seconds: float | None = None) -> None:
+        super().__init__(problem)
+        self.seconds = seconds
+
+
+class JsonServer:
+    """One server. Keeps its connections between groups."""
+
+    def __init__(self, options: HttpOptions, *, path: str = "", name: str) -> None:
+        """name   of the reward, for error messages"""
+        self._options = options
+        self._url = options.url.rstrip("/") + path if path else options.url
+        self._name = name
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(
+        self, body: Mapping[str, Any], read: Callable[[Any], T], *, before: Callable[[], None] = lambda: None
+    ) -> T:
+        """POST ``body`` until ``read`` takes the answer, which raises AskAgain for one that it cannot use.
+
+        before  called before each try
+        Raises RewardError.
+        """
+        tries = self._options.retries + 1
+        problem = ""
+        for number in range(tries):
+            before()
+            wait = self._options.backoff_seconds * 2**number
+            try:
+                return read(await self._post(body))
+            except AskAgain as error:
+                problem, wait = str(error), wait if error.seconds is None else error.seconds
+            except (aiohttp.ClientConnectionError, TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+            if number + 1 < tries:
+                await asyncio.sleep(min(wait, _MOST_BACKOFF_SECONDS))
+        raise self.error(f"after {tries} tries: {problem}" if tries > 1 else problem)
+
+    async def _post(self, body: Mapping[str, Any]) -> Any:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=self._options.request_timeout_seconds),
+                headers={name: str(value) for name, value in self._options.headers.items()},
+            )
+        async with self._session.post(self._url, json=body) as response:
+            status = f"HTTP {response.status} {response.reason}"
+            if response.status == 429 or response.status >= 500:
+                named = response.headers.get("Retry-After", "")  # seconds, or a date
+                raise AskAgain(status, seconds=float(named) if named.isdecimal() else None)
+            if response.status >= 400:
+                text = (await response.text())[:200].splitlines()
+                raise self.error(f"{status}: {text[0] if text else ''}")
+            try:
+                return await response.json(content_type=None)
+            except ValueError as error:
+                raise self.error(f"the answer is not JSON: {error}") from None
+
+    def error(self, problem: str) -> RewardError:
+        return RewardError(f"reward {self._name}: {hide_credentials(self._options.url)}: {problem}")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
