@@ -34,8 +34,8 @@ class DataFile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
     path: str = ""
-    """JSONL or Parquet file with one prompt per row, or a folder saved by Hugging Face's datasets. "FILE[a:b]" selects
-    rows a to b - 1, counted from 0; negative numbers count from the end."""
+    """JSONL or Parquet file with one prompt per row. "FILE[a:b]" selects rows a to b - 1, counted from 0; negative
+    numbers count from the end."""
     files: tuple[DataFile, ...] = ()
     """[[data.files]]: several files instead of one path, each with path, name and weight."""
     source: str = ""

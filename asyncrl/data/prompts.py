@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl import config
 from asyncrl.data import chat
-from asyncrl.data.row_check import RowCheck, RowLimits, metadata_of, plain, sampling_of, short, value_at
+from asyncrl.data.row_check import RowCheck, RowLimits, metadata_of, sampling_of, short, value_at
 from asyncrl.data.sources import Found, Positions, open_positions
 from asyncrl.errors import ConfigError
 
@@ -56,7 +56,7 @@ class PromptRow:
     messages: tuple[dict[str, Any], ...] = ()
 
 
-def indexed(data: config.DataSection, *, seed: int, limits: RowLimits) -> Positions:
+def open_checked(data: config.DataSection, *, seed: int, limits: RowLimits) -> Positions:
     """Open the rows of the run file's [data]. Checks every row of its files, tokenises none. Raises ConfigError."""
     check = RowCheck(data, limits)
     rows = open_positions(data, seed=seed, check=check)
@@ -102,7 +102,7 @@ class PromptDataset:
         """Open the dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt.
 
         system_prompt  system message before every prompt, for a chat template
-        rows           rows from ``indexed``; None opens them
+        rows           rows from ``open_checked``; None opens them
         """
         limits = limits or RowLimits()
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
@@ -114,7 +114,7 @@ class PromptDataset:
                 "data.response_key: the model's tokenizer has no eos token, so no answer could end; name one "
                 "in its tokenizer_config.json"
             )
-        rows = indexed(data, seed=seed, limits=limits) if rows is None else rows
+        rows = open_checked(data, seed=seed, limits=limits) if rows is None else rows
         return cls(rows, data, tokenizer=tokenizer, limits=limits, system_prompt=system_prompt)
 
     @property
@@ -160,7 +160,7 @@ class PromptDataset:
         """
         if (found := self._rows.at(position)) is None:
             return None
-        row = self._made(found)
+        row = self._make(found)
         if self.num_rows and self.dropped == self.num_rows:
             raise ConfigError(f"{self._data.where}: {self._all_too_long(f'{self.num_rows} prompts')}")
         return row
@@ -173,7 +173,7 @@ class PromptDataset:
             "the engine's context"
         )
 
-    def _made(self, found: Found) -> PromptRow:
+    def _make(self, found: Found) -> PromptRow:
         row, where, data = found.row, found.where, self._data
         if found.key in self._too_long:
             return PromptRow(epoch=found.epoch, prompt="", tokens=_NO_TOKENS)
@@ -196,14 +196,14 @@ class PromptDataset:
             epoch=found.epoch,
             prompt=text,
             tokens=np.asarray(tokens, dtype=np.int32),
-            label=plain(value_at(row, data.label_key), where, data.label_key),
-            metadata=plain(metadata_of(row, data), where, data.metadata_key),
+            label=value_at(row, data.label_key),
+            metadata=metadata_of(row, data),
             response=answer,
             response_mask=mask,
             sampling=sampling_of(row, data, where, limits=self._limits),
             reward=(row.get(data.reward_key) or "") if data.reward_key else "",
             dataset=found.dataset,
-            messages=tuple(plain(self._messages(row), where, data.prompt_key)) if self._keeps_messages else (),
+            messages=tuple(self._messages(row)) if self._keeps_messages else (),
         )
 
     def _messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from typing import Any, Final
 from asyncrl import config
 from asyncrl.config import tables
 from asyncrl.data import chat
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, MessageError
+from asyncrl.messages.codec import encode
 
 LabelCheck = Callable[[Any, Mapping[str, Any]], None]
 """Raises ValueError for a row's label and metadata that a reward cannot use."""
@@ -101,17 +102,12 @@ class RowCheck:
             raise ConfigError(f"{where}: {data.label_key!r}: {error}") from None
         sampling_of(row, data, where, limits=self._limits)
         if tools := chat.tools_of(row, data, where):
-            _require_text(tools, f"{where}: {data.tools_key!r}")
+            message_bytes(tools, f"{where}: {data.tools_key!r}")
+        message_bytes(row[prompt_key], f"{where}: {prompt_key!r}")
         parts = [(data.label_key, label), (data.metadata_key, metadata_of(row, data) or None)]
         parts += [(data.response_key, row[data.response_key])] if data.response_key else []
         parts += [(prompt_key, row[prompt_key])] if self._limits.keeps_messages and data.chat_template else []
-        try:
-            _check_text(row[prompt_key])
-            size = sum(map(_size, (value for _, value in parts)))
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}; no message can carry it") from None
-        for key, value in parts:  # after _size, which bounds the depth
-            plain(value, where, key)
+        size = sum(message_bytes(value, f"{where}: {key!r}") for key, value in parts)
         if size > self._limits.row_bytes:
             names = " and ".join(repr(name) for name, value in parts if value is not None)
             raise ConfigError(
@@ -142,10 +138,8 @@ class RowCheck:
 
     def _check_label(self, label: Any, where: str, *, reward: str) -> None:
         key = self._data.label_key
-        if (number := _non_finite(label)) is not None:
-            is_it = "is" if isinstance(label, float) else "holds"
-            shown = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-            raise ConfigError(f"{where}: {key!r} {is_it} {shown}; write the label, or leave the row out")
+        if isinstance(label, float) and not math.isfinite(label):
+            raise ConfigError(f"{where}: {key!r} is {label}; write the label, or leave the row out")
         if label is None and reward:
             raise ConfigError(
                 f"{where}: no label ({self._limits.keys}label_key = {key!r}), and reward.kind = {reward!r} compares "
@@ -244,70 +238,16 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
         raise ConfigError(f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({most})")
     if unknown_ids := [token for token in section.stop_token_ids if not 0 <= token < limits.vocabulary]:
         raise ConfigError(f"{at}: {unknown_ids[0]} is not a token of the model's {limits.vocabulary:,}")
-    _require_text(list(section.stop), f"{at}: stop")
+    message_bytes(section.stop, f"{at}: stop")
     return {name: getattr(section, name) for name in made}
 
 
-def _non_finite(value: Any, *, depth: int = 0) -> float | None:
-    """Return the first number in ``value`` that is NaN or infinite. ``_size`` reports values nested too deeply."""
-    if isinstance(value, dict | list) and depth <= _DEEPEST:
-        items = value.values() if isinstance(value, dict) else value
-        return next((one for item in items if (one := _non_finite(item, depth=depth + 1)) is not None), None)
-    return value if isinstance(value, float) and not math.isfinite(value) else None
-
-
-_DEEPEST = 128
-"""Limit for nested lists and objects in a value, because the functions here recurse once per level."""
-
-
-def _size(value: Any, *, depth: int = 0) -> int:
-    """Estimate the bytes of a value in a message. Raises ValueError for values that msgpack cannot represent."""
-    if isinstance(value, bytes):
-        return len(value)
-    if isinstance(value, str):
-        return _check_text(value)
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ValueError(f"the whole number {str(value)[:30]}... has more than 64 bits")
-    if depth > _DEEPEST:
-        raise ValueError(f"lists and objects are nested over {_DEEPEST} deep")
-    if isinstance(value, dict):
-        return sum(_size(name) + _size(item, depth=depth + 1) for name, item in value.items())
-    if isinstance(value, list):
-        return sum(_size(item, depth=depth + 1) for item in value)
-    return 9
-
-
-def _check_text(value: Any) -> int:
-    """Return the UTF-8 bytes of a text, or of chat messages or tools. Raises ValueError for invalid text."""
-    if isinstance(value, dict | list):
-        return sum(map(_check_text, [*value, *value.values()] if isinstance(value, dict) else value))
-    if not isinstance(value, str):
-        return 9
+def message_bytes(value: Any, at: str) -> int:
+    """Return the bytes of a value in a message. Raises ConfigError if none can carry it, such as Parquet's dates."""
     try:
-        return len(value) if value.isascii() else len(value.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half of a surrogate pair, {value[error.start]!a}, is not text") from None
-
-
-def _require_text(value: Any, at: str) -> None:
-    try:
-        _check_text(value)
-    except ValueError as error:
-        raise ConfigError(f"{at}: {error}") from None
-
-
-_PLAIN = (str, int, float, bool, bytes, type(None))
-
-
-def plain(value: Any, where: str, key: str) -> Any:
-    """Return ``value``. Raises ConfigError if a message cannot carry it, such as Parquet's dates and decimals."""
-    if isinstance(value, list):
-        return [plain(item, where, key) for item in value]
-    if isinstance(value, dict):
-        return {str(name): plain(item, where, key) for name, item in value.items()}
-    if not isinstance(value, _PLAIN):
-        raise ConfigError(f"{where}: {key!r} holds a {type(value).__name__}; write it as text or a number")
-    return value
+        return len(encode(value))
+    except MessageError as error:
+        raise ConfigError(f"{at}: {error}; write it as text or a number") from None
 
 
 def short(value: Any) -> str:

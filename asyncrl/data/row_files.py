@@ -1,4 +1,4 @@
-"""Access rows of a JSONL or Parquet file, or of a saved data set, by number, without keeping the parsed file in memory.
+"""Access rows of a JSONL or Parquet file by number, without keeping the parsed file in memory.
 
 A JSONL file takes sixteen bytes of memory per row, for the offset and number of each line. Every line is parsed once at
 open, so that a malformed line is found before the run starts.
@@ -13,11 +13,10 @@ import re
 import weakref
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from asyncrl.config import plugins
 from asyncrl.errors import ConfigError
 
 Check = Callable[[dict[str, Any], str], None]
@@ -35,13 +34,9 @@ class Rows(Protocol):
         """Return the file and line of a row, for errors."""
         ...
 
-    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield the chosen rows in order, each with its location."""
-        ...
-
 
 def open_rows(spec: str | Path, *, check: Check) -> Rows:
-    """Open the rows of a file or a saved data set, or a slice "FILE[a:b]", and call ``check`` once for each.
+    """Open the rows of a file, or a slice "FILE[a:b]", and call ``check`` once for each.
 
     Raises ConfigError if the data cannot be used.
     """
@@ -52,18 +47,16 @@ def open_rows(spec: str | Path, *, check: Check) -> Rows:
         raise ConfigError(f"{path}: has no rows")
     if not len(chosen):
         raise ConfigError(f"{spec}: takes none of the {len(rows)} rows")
-    for row, where in rows.each(chosen):
-        check(row, where)
+    for index in chosen:
+        check(rows.row(index), rows.where(index))
     return rows if len(chosen) == len(rows) else SlicedRows(rows, chosen)
 
 
 def require_data(spec: str) -> tuple[Path, slice]:
     """Return the path of the data and the slice of its rows. Raises ConfigError if the data does not exist."""
     path, part = path_and_slice(spec)
-    if path.is_dir() and not (path / _SAVED).is_file():
-        splits = sorted(one.name for one in path.iterdir() if (one / _SAVED).is_file())
-        what = f"has the splits {', '.join(splits)}; name one: {path / splits[0]}" if splits else _FOLDER
-        raise ConfigError(f"{path}: {what}")
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder; name one file in it")
     if not path.exists():
         raise ConfigError(f"{path}: no such data file; it must be a .jsonl or .parquet file")
     return path, part
@@ -78,14 +71,9 @@ def path_and_slice(spec: str) -> tuple[Path, slice]:
 
 
 _SLICE: Final = re.compile(r"(.+?)@?\[(-?\d+)?:(-?\d+)?\]")
-_SAVED: Final = "state.json"
-"""A file in every folder that datasets.Dataset.save_to_disk writes."""
-_FOLDER: Final = "is a folder; name one file in it"
 
 
 def _opened(path: Path) -> Rows:
-    if path.is_dir():
-        return SavedRows(path)
     if path.suffix in (".jsonl", ".ndjson"):
         return JsonlRows(path)
     if path.suffix == ".parquet":
@@ -94,13 +82,9 @@ def _opened(path: Path) -> Rows:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file. Raises ConfigError.
-
-    Of a saved data set, it is that of state.json, where datasets keeps a fingerprint of the content.
-    """
-    file = path / _SAVED if path.is_dir() else path
+    """Return the SHA-256 of a file. Raises ConfigError."""
     try:
-        with file.open("rb") as stream:
+        with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
@@ -120,36 +104,6 @@ class SlicedRows:
 
     def where(self, index: int) -> str:
         return self._rows.where(self._chosen[index])
-
-    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
-        return ((self.row(index), self.where(index)) for index in chosen)
-
-
-class SavedRows:
-    """A folder saved by Hugging Face's datasets package, which maps it into memory."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError(f"{path}: a folder of Hugging Face's datasets needs it: pip install datasets") from None
-        self._path = path
-        try:
-            self._rows = datasets.load_from_disk(str(path))
-        except Exception as error:  # datasets raises many types for a damaged folder
-            raise ConfigError(f"{path}: datasets cannot read it: {plugins.describe(error)}") from None
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> dict[str, Any]:
-        return _as_written(self._rows[index])
-
-    def where(self, index: int) -> str:
-        return f"{self._path} row {index + 1}"
-
-    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
-        return ((self.row(index), self.where(index)) for index in chosen)
 
 
 class JsonlRows:
@@ -189,9 +143,6 @@ class JsonlRows:
     def where(self, index: int) -> str:
         return f"{self._path}:{self._lines[index]}"
 
-    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
-        return ((self.row(index), self.where(index)) for index in chosen)
-
     def _unreadable(self, error: OSError) -> ConfigError:
         return ConfigError(f"{self._path}: cannot be read: {error.strerror}")
 
@@ -220,9 +171,6 @@ class ParquetRows:
     def where(self, index: int) -> str:
         return f"{self._path} row {index + 1}"
 
-    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
-        return ((self.row(index), self.where(index)) for index in chosen)
-
 
 def _as_written(row: dict[str, Any]) -> dict[str, Any]:
     """Return an Arrow row with its lists as they were written.
@@ -241,9 +189,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line.removeprefix(BOM_UTF8), object_pairs_hook=_object)
-    except _TwiceNamed as error:
-        raise ConfigError(f"{where}: the key {error.args[0]!r} is there twice in one object; remove one") from None
+        value = json.loads(line.removeprefix(BOM_UTF8))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
@@ -255,18 +201,6 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: every line must be a JSON object, this one is {_excerpt(line)}")
     return value
-
-
-class _TwiceNamed(Exception):
-    """A JSON object has a key twice. json.loads would silently use the last one."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _TwiceNamed(next(name for name in names if names.count(name) > 1))
-    return found
 
 
 def _excerpt(line: bytes) -> str:

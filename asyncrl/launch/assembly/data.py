@@ -18,8 +18,8 @@ from asyncrl.config import EvaluationDataset, RewardSection, RunConfig
 from asyncrl.config.secret_values import hide_secrets
 from asyncrl.data import row_files
 from asyncrl.data.model_folder import check_model_at
-from asyncrl.data.prompts import PromptDataset, PromptRow, indexed
-from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward, plain
+from asyncrl.data.prompts import PromptDataset, PromptRow, open_checked
+from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward, message_bytes
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
@@ -37,7 +37,7 @@ def index_rows(run: RunConfig) -> Positions:
 
     Raises ConfigError for the first row that cannot be a prompt.
     """
-    return indexed(run.data, seed=run.run.seed, limits=_limits(run))
+    return open_checked(run.data, seed=run.run.seed, limits=_limits(run))
 
 
 def num_usable(run: RunConfig, num_rows: int, *, num_too_long: int) -> int:
@@ -171,7 +171,7 @@ def check_rows(dataset: EvaluationDataset, *, limits: RowLimits) -> None:
     Raises ConfigError for the first row that cannot be a prompt.
     """
     try:
-        num_rows = indexed(_section(dataset), seed=0, limits=limits).num_rows
+        num_rows = open_checked(_section(dataset), seed=0, limits=limits).num_rows
         _tags(dataset, min(num_rows, dataset.limit or num_rows))
     except ConfigError as error:
         raise ConfigError(f"evaluation.datasets: {dataset.name}: {error}") from None
@@ -208,7 +208,7 @@ def open_set(
         )
     if unknown := [token for token in dataset.stop_token_ids if token >= vocabulary]:
         raise ConfigError(f"{where}: stop_token_ids: {unknown[0]} is not a token of the model's {vocabulary:,}")
-    metadata = plain(dataset.metadata, where, "metadata")
+    message_bytes(dataset.metadata, f"{where}: metadata")
     try:
         prompts = PromptDataset.open(
             _section(dataset), tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt
@@ -225,7 +225,7 @@ def open_set(
                 prompt=row.prompt,
                 tokens=row.tokens,
                 label=row.label,
-                metadata=row.metadata | metadata,
+                metadata=row.metadata | dict(dataset.metadata),
                 tags=its,
                 messages=row.messages,
             )

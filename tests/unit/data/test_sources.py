@@ -1,9 +1,8 @@
-"""Sources of rows: slices, several files, mixtures by weight, saved data sets, and a user's own source."""
+"""Sources of rows: slices, several files, mixtures by weight, and a user's own source."""
 
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 from collections import Counter
@@ -16,7 +15,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.data.prompts import PromptDataset
-from asyncrl.data.row_files import SavedRows, open_rows
+from asyncrl.data.row_files import open_rows
 from asyncrl.data.sources import digests
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
@@ -70,15 +69,12 @@ def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffl
 
 def test_the_digest_of_data_changes_with_the_contents_of_its_files_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "a", 3)
-    folder = saved(tmp_path / "train")
-    data = config.DataSection(files=(config.DataFile(path=f"{path}[1:]"), config.DataFile(path=str(folder))))
+    data = config.DataSection(path=f"{path}[1:]")
     before = digests(data)
-    assert list(before) == [path, str(folder)]
+    assert list(before) == [path]
     write(Path(path), "a", 3)
-    (folder / "cache-1.arrow").write_bytes(b"")
     assert digests(data) == before
     write(Path(path), "a", 4)
-    (folder / "state.json").write_text('{"_fingerprint": "b"}')
     assert not set(digests(data).values()) & set(before.values())
     assert digests(config.DataSection(source=SQUARES)) == {}
 
@@ -137,34 +133,6 @@ def test_bad_source_is_refused_in_one_line(source: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         opened(source=source).look()
     assert "\n" not in str(caught.value)
-
-
-def saved(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text("{}")
-    return folder
-
-
-@pytest.fixture
-def datasets() -> Any:
-    """The datasets package, imported only when a test needs it, because the import takes seconds."""
-    return importlib.import_module("datasets")
-
-
-def test_a_folder_that_datasets_saved_is_read_by_it(datasets: Any, tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_list([{"prompt": f"r{i}", "label": i} for i in range(6)])
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "math"))
-    folder = tmp_path / "math" / "train"
-    assert prompts(opened(path=f"{folder}[4:]", shuffle=False, epochs=1), 0, 9) == ["r4", "r5"]
-    with pytest.raises(ConfigError, match=rf"has the splits test, train; name one: {tmp_path / 'math' / 'test'}"):
-        opened(path=str(tmp_path / "math"))
-
-
-def test_messages_that_datasets_saved_are_those_that_were_given(datasets: Any, tmp_path: Path) -> None:
-    """Arrow gives every message the keys of all other messages, with null values."""
-    messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "3", "tool_call_id": "c1"}]
-    datasets.Dataset.from_list([{"prompt": messages, "label": "x"}]).save_to_disk(str(tmp_path / "chat"))
-    assert SavedRows(tmp_path / "chat").row(0)["prompt"] == messages
 
 
 def accept(row: dict[str, Any], where: str) -> None:

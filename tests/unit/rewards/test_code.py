@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.config import DataSection, RewardSection
 from asyncrl.config.reward import RewardPart
-from asyncrl.data.prompts import indexed
+from asyncrl.data.prompts import open_checked
 from asyncrl.data.row_check import RowLimits
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.guard import GuardedReward
@@ -267,5 +267,5 @@ def test_labels_that_rewards_cannot_use_are_refused_before_the_run_with_their_ro
         for section in (RewardSection(kind=kind), RewardSection(kind="parts", parts={"p": RewardPart(kind=kind)})):
             limits = RowLimits(labelled_for=kind, check_label=label_check(section))
             with pytest.raises(ConfigError, match=problem) as caught:
-                indexed(DataSection(path=str(rows)), seed=0, limits=limits)
+                open_checked(DataSection(path=str(rows)), seed=0, limits=limits)
             assert str(rows) in str(caught.value)

@@ -44,6 +44,7 @@ async def test_remote_sends_the_group_and_takes_numbers_and_parts(serve: Serve) 
     reward = load("remote", url=await serve(handler), headers={"X-Key": "k"})
     first, second = await reward([sample("a", label=1, prompt="p", metadata={"m": 2}), sample("b")])
     assert (first.value, second.value, second.parts) == (0.5, 1.25, {"format": 0.25, "correct": 1.0})
+    await reward.close()
     sent = {"prompt": "p", "completion": "a", "label": 1, "metadata": {"m": 2}}
     assert seen[0][0] == "k" and seen[0][1]["samples"][0] == sent and len(seen[0][1]["samples"]) == 2
 
@@ -70,9 +71,9 @@ async def test_remote_gives_up_after_its_retries_and_never_retries_a_refusal(ser
 
     url = await serve(busy)
     with pytest.raises(RewardError, match="after 3 tries: HTTP 500"):
-        await load("remote", url=url, retries=2, backoff_seconds=0.0)([sample()])
+        await values(load("remote", url=url, retries=2, backoff_seconds=0.0), sample())
     with pytest.raises(RewardError, match="HTTP 400 Bad Request: no such model$"):
-        await load("remote", url=await serve(refuses))([sample()])
+        await values(load("remote", url=await serve(refuses)), sample())
     assert calls == ["busy"] * 3 + ["refuses"]
 
 
@@ -81,4 +82,4 @@ async def test_remote_refuses_an_answer_of_the_wrong_shape(serve: Serve) -> None
         return web.json_response({"scores": [1.0]})
 
     with pytest.raises(RewardError, match="must be"):
-        await load("remote", url=await serve(handler))([sample()])
+        await values(load("remote", url=await serve(handler)), sample())

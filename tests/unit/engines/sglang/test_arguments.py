@@ -1,4 +1,4 @@
-"""What an SGLang server is started with: values that it would refuse, its context, rotary scales, waiting prompts."""
+"""What an SGLang server is started with: its context, waiting prompts."""
 
 from __future__ import annotations
 
