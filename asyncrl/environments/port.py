@@ -39,11 +39,6 @@ class Generate(Protocol):
         """
         ...
 
-    def check_result(self, made: Trajectory | Sequence[Trajectory]) -> None:
-        """Raise RolloutError, TypeError or ValueError if ``made`` would fail the sample as its result: no reward where
-        one counts, one beyond reward.largest, too many parts, and the like. For functions that can still change it."""
-        ...
-
 
 class RolloutFn(Protocol):
     """Makes one rollout of one prompt: a trajectory, or several. The default generates one answer; multi-turn and tool

@@ -15,7 +15,7 @@ def no_reward(sample: Sample) -> float:
     """
     trajectory = sample.trajectory
     if math.isnan(trajectory.reward):
-        if trajectory.reward_parts.get("timeout"):  # the harness timed out (rollouts/agent/harnesses/limits.py)
+        if trajectory.reward_parts.get("timeout"):  # the harness timed out (environments/agent/harnesses/load.py)
             raise RewardError(
                 "reward none: the sample took longer than rollout.options.timeout_seconds, and nothing says its "
                 'reward; set rollout.options.timeout_reward, or on_timeout = "fail"'

@@ -95,9 +95,6 @@ class Calls:
         assert max_new_tokens in (None, self._sampling.max_new_tokens)
         return await self._engine.generate(tokens, self._sampling, seed=0)
 
-    def check_result(self, made: object) -> None:
-        """Any result will do."""
-
 
 Ends = list[tuple[float, int]]
 """(end in seconds, number of tokens) of calls. All processes of a machine read the same clock."""

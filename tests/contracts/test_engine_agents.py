@@ -36,9 +36,6 @@ class Asking:
         self.answers.append(answer)
         return answer
 
-    def check_result(self, made: object) -> None:
-        """Any result will do."""
-
 
 async def test_an_agent_s_turns_are_trained_as_the_engine_sampled_them(engine: Engine, old: Model) -> None:
     """Three consecutive turns form one sequence: the history is never tokenised again."""

@@ -133,9 +133,6 @@ class Scripted:
         self.answers.append(answer)
         return answer
 
-    def check_result(self, made: Any) -> None:
-        """Any result will do."""
-
 
 def chat_format(tokenizer: Any = TOKENIZER, *, keeps_thinking: bool = True) -> ChatFormat:
     template = Template(tokenizer)

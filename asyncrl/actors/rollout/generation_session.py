@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,14 +39,12 @@ class GenerationSession:
         index: int = 0,
         progress: GroupProgress | None = None,
         own_seconds: float = 0.0,
-        check_result: Callable[[Any], object] = lambda made: None,
     ) -> None:
         """
         need          the weights that a call may start on
         index         index of the sample in its group
         progress      progress of the group; None: nothing of it was or will be saved
         own_seconds   time limit of the rollout function outside its calls of this session; 0: no limit
-        check_result  raises if the sample cannot have this result
         """
         self._engine = engine
         self._sampling = sampling
@@ -57,7 +54,6 @@ class GenerationSession:
         self._progress = progress
         self._user_wait: OpenWait | None = None
         self._own_time = OwnTime(own_seconds)
-        self._check_result = check_result
         self.num_calls = 0
         self.num_tokens = 0
         """Tokens sampled in all calls, including tokens of earlier attempts."""
@@ -89,10 +85,6 @@ class GenerationSession:
             generation = await self._resume(number, tokens, sampling, key=key, partial=partial, progress=self._progress)
         self.num_tokens += len(generation.tokens)
         return generation
-
-    def check_result(self, made: Any) -> None:
-        """See Generate."""
-        self._check_result(made)
 
     async def _resume(
         self,

@@ -181,7 +181,6 @@ class GroupMaker:
             index=index,
             progress=progress,
             own_seconds=self._rules.sample_seconds,
-            check_result=functools.partial(self._check, prompt, index),
         )
         try:
             async with session.waiting(on=self._waits_on):
@@ -352,7 +351,7 @@ def with_reward(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]
 def _check_reward(given: Trajectory, *, needed: bool, largest: float) -> None:
     """Check the reward that a rollout function set or left out.  needed: whether it counts. Raises RolloutError."""
     is_set = not math.isnan(given.reward)
-    if needed and not is_set and given.reward_parts.get("timeout"):  # the harness hit its limit (harnesses/limits.py)
+    if needed and not is_set and given.reward_parts.get("timeout"):  # the harness hit its limit (harnesses/load.py)
         raise RolloutError(
             "the sample took longer than rollout.options.timeout_seconds, and nothing says its reward; set "
             'rollout.options.timeout_reward, or on_timeout = "fail"'

@@ -18,15 +18,15 @@ import base64
 import binascii
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.data.model_folder import ExpertCounts
 from asyncrl.engines.generation import Generation, SpanRecorder, Version
 from asyncrl.engines.sglang.versions import Stamps
-from asyncrl.errors import ConfigError, EngineError, PromptError
+from asyncrl.errors import EngineError, PromptError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, keep_last, unrouted
 
@@ -76,52 +76,32 @@ def generate_request(
 EXPERTS_OPTION: Final = "enable-return-routed-experts"
 """Server option that enables this."""
 
-_NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 
+def read_experts(text: str, model: ExpertCounts, *, num_tokens: int) -> ExpertArray:
+    """Return [num_tokens, layers, per token] for prompt and answer, the last token unrouted. Raises EngineError.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertShape:
-    """Experts of a model: experts per layer, number of layers (with and without experts), experts per token.
+    text  base64 of int32 [num_tokens - 1, layers, per token]
 
     The server keeps the experts of a token alongside its KV cache. So a token sampled before a weight load keeps its
     original experts, and a prefix found in the cache has the experts that its keys were computed with. The server
     reports experts only when an answer is finished. If another engine continues an unfinished answer, the experts of
     the prefix are computed again.
+
+    The server sends zeros where no router chose: for dense layers, and for layers of other pipeline stages. With one
+    expert per token, these zeros look like expert 0; the learner ignores the experts of dense layers.
     """
-
-    num_experts: int
-    num_layers: int
-    per_token: int
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ExpertShape:
-        """Read the shape from config.json. Raises ConfigError for a model without experts."""
-        num_experts = next((config[name] for name in _NUM_EXPERTS if config.get(name)), 0)
-        layers, per_token = config.get("num_hidden_layers", 0), config.get("num_experts_per_tok", 0)
-        if not (num_experts and layers and per_token):
-            raise ConfigError("rollout.routing_replay: config.json names no experts")
-        return cls(num_experts=int(num_experts), num_layers=int(layers), per_token=int(per_token))
-
-    def read(self, text: str, *, num_tokens: int) -> ExpertArray:
-        """Return [num_tokens, layers, per_token] for prompt and answer, the last token unrouted. Raises EngineError.
-
-        text  base64 of int32 [num_tokens - 1, layers, per_token]
-
-        The server sends zeros where no router chose: for dense layers, and for layers of other pipeline stages. With
-        one expert per token, these zeros look like expert 0; the learner ignores the experts of dense layers.
-        """
-        try:
-            routed = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
-            routed = routed.reshape(-1, self.num_layers, self.per_token)[: num_tokens - 1]
-        except (ValueError, binascii.Error) as error:
-            raise EngineError(f"the server's routed experts are not those of this model: {error}") from error
-        dtype = dtype_for(self.num_experts)
-        found = np.full((num_tokens, self.num_layers, self.per_token), unrouted(np.empty(0, dtype)), dtype)
-        is_chosen = (routed >= 0).all(-1) & (routed < self.num_experts).all(-1)
-        if self.per_token > 1:
-            is_chosen &= routed.any(-1)
-        found[: len(routed)][is_chosen] = routed[is_chosen]
-        return found
+    sizes = model.num_layers, model.experts_per_token
+    try:
+        routed = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(-1, *sizes)[: num_tokens - 1]
+    except (ValueError, binascii.Error) as error:
+        raise EngineError(f"the server's routed experts are not those of this model: {error}") from error
+    dtype = dtype_for(model.num_experts)
+    found = np.full((num_tokens, *sizes), unrouted(np.empty(0, dtype)), dtype)
+    is_chosen = (routed >= 0).all(-1) & (routed < model.num_experts).all(-1)
+    if model.experts_per_token > 1:
+        is_chosen &= routed.any(-1)
+    found[: len(routed)][is_chosen] = routed[is_chosen]
+    return found
 
 
 class Reply:
@@ -130,7 +110,7 @@ class Reply:
     sent_version       version of the weights when the request was sent; no token is older
     stamps             how the server names versions
     keeps_version      all tokens have ``sent_version``; with adapters the server reports only the version of its model
-    experts            shape of the model's experts, if the server reports the experts of each token
+    experts            counts of the model's experts, if the server reports the experts of each token
     num_prompt_tokens  prompt tokens of the request
     """
 
@@ -140,7 +120,7 @@ class Reply:
         sent_version: Version,
         stamps: Stamps,
         keeps_version: bool = False,
-        experts: ExpertShape | None = None,
+        experts: ExpertCounts | None = None,
         num_prompt_tokens: int = 0,
     ) -> None:
         self._tokens: list[int] = []
@@ -151,7 +131,7 @@ class Reply:
         self._stamps = stamps
         self._keeps_version = keeps_version
         self._finish: Mapping[str, Any] | None = None
-        self._expert_shape = experts
+        self._expert_counts = experts
         self._num_prompt_tokens = num_prompt_tokens
         self._experts: ExpertArray = NO_EXPERTS
 
@@ -226,9 +206,9 @@ class Reply:
         self._tokens[begin:] = [int(entry[1]) for entry in entries]
         self._logprobs[begin:] = [float("nan") if entry[0] is None else float(entry[0]) for entry in entries]
         self._finish = meta.get("finish_reason")
-        if self._expert_shape is not None and (text := meta.get("routed_experts")):
+        if self._expert_counts is not None and (text := meta.get("routed_experts")):
             num_tokens = self._num_prompt_tokens + len(self._tokens)
-            self._experts = self._expert_shape.read(text, num_tokens=num_tokens)
+            self._experts = read_experts(text, self._expert_counts, num_tokens=num_tokens)
 
     def _version(self, text: str) -> Version:
         version = self._stamps.read(text)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.learner import LoraSection
+from asyncrl.data.model_folder import ExpertCounts, experts_of
 from asyncrl.engines.sglang.adapters import server_arguments as lora_arguments
 from asyncrl.engines.sglang.checks import check_dtype, check_installed
 from asyncrl.engines.sglang.options import (
@@ -32,7 +33,7 @@ from asyncrl.engines.sglang.options import (
     option_name,
     prefill_arguments,
 )
-from asyncrl.engines.sglang.reply import EXPERTS_OPTION, ExpertShape
+from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.program import Program
 from asyncrl.tensors import quantized_model
@@ -51,7 +52,7 @@ class ServedModel:
     optional_names   those that it may lack, because they are tied to others
     vocabulary_size  number of tokens
     context_tokens   context length in tokens, prompt and answer together
-    experts          shape of what the server reports of each token's experts; None if it reports nothing
+    experts          counts of the experts that the server reports for each token; None if it reports nothing
     """
 
     path: Path
@@ -60,7 +61,7 @@ class ServedModel:
     optional_names: frozenset[str] = frozenset()
     vocabulary_size: int = 2**31
     context_tokens: int = 2**31
-    experts: ExpertShape | None = None
+    experts: ExpertCounts | None = None
 
 
 def read_model(model: ServedModel, *, quantized: Path, reports_experts: bool) -> ServedModel:
@@ -83,7 +84,7 @@ def read_model(model: ServedModel, *, quantized: Path, reports_experts: bool) ->
         optional_names=frozenset({"lm_head.weight"} if config.get("tie_word_embeddings") else ()),
         vocabulary_size=int(config.get("vocab_size", 2**31)),
         context_tokens=int(config.get("max_position_embeddings") or 2**31),
-        experts=ExpertShape.from_config(config) if reports_experts else None,
+        experts=experts_of(config) if reports_experts else None,
     )
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import itertools
 import json
 import logging
 from collections import Counter, OrderedDict
@@ -54,10 +53,9 @@ class Offer:
     is_started: bool
     end: str = ""
     """How the session is being ended: ENDED or "abandoned"; "" if it is not."""
-    asked: dict[int, asyncio.Future[str | None]] = field(default_factory=dict)
-    """End messages that await the worker's answer, by number. The answer is "" if the worker accepts the end, the
-    reason if it refuses, and None if it has disconnected."""
     is_taken: bool = False
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    """The worker has taken the end, or is gone."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -73,7 +71,6 @@ class Entry:
         self._offers: dict[str, Offer] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         """Why each finished session is over."""
-        self._numbers = itertools.count()
         self._arrived = asyncio.Condition()
         self.counts: Counter[str] = Counter()
         """Number of sessions that were started, ended, abandoned, or over (out of time, or their worker is gone)."""
@@ -159,20 +156,11 @@ class Entry:
         if offer.end not in ("", how):
             raise _refused(410, f"this session is over: {offer.end}")
         offer.end = how
-        number = next(self._numbers)
-        problem: str | None = None
-        answer = offer.asked[number] = asyncio.get_running_loop().create_future()
-        try:
-            with contextlib.suppress(OSError):
-                await offer.socket.send_json({**message, "number": number})
-            with contextlib.suppress(TimeoutError):
-                problem = await asyncio.wait_for(answer, TAKEN_SECONDS)
-        finally:
-            del offer.asked[number]
+        with contextlib.suppress(OSError, TimeoutError):
+            await offer.socket.send_json(message)
+            await asyncio.wait_for(offer.answered.wait(), TAKEN_SECONDS)
         if not offer.is_taken:
-            offer.end = how if offer.asked else ""
-            if problem:
-                raise _refused(409, problem)
+            offer.end = ""
             raise _refused(503, "its worker did not take it; ask again")
         if self._over.get(session) != how:
             self._remember(session, how)
@@ -203,9 +191,7 @@ class Entry:
                 said = json.loads(message.data)
                 if "taken" in said and offer is not None:
                     offer.is_taken = True
-                    _answer(offer.asked, "")
-                elif "refused" in said and offer is not None:
-                    _answer({n: ask for n, ask in offer.asked.items() if n == said["refused"]}, str(said["reason"]))
+                    offer.answered.set()
                 elif "over" in said:
                     why = str(said["over"])
                 elif "task" in said:
@@ -219,7 +205,7 @@ class Entry:
         return socket
 
     def _forget(self, offer: Offer, why: str) -> None:
-        _answer(offer.asked, None)
+        offer.answered.set()
         if self._offers.get(offer.id) is not offer:  # the worker has reconnected
             return
         del self._offers[offer.id]
@@ -253,12 +239,6 @@ def _fits(offer: Offer, wish: Mapping[str, Any]) -> bool:
     return all(name in has and has[name] == value for name, value in wish.get("metadata", {}).items())
 
 
-def _answer(asked: Mapping[int, asyncio.Future[str | None]], problem: str | None) -> None:
-    for answer in asked.values():
-        if not answer.done():
-            answer.set_result(problem)
-
-
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         found = json.loads(await request.read() or b"{}")
@@ -271,7 +251,6 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 def _refused(status: int, problem: str) -> web.HTTPException:
-    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound}
-    kinds |= {409: web.HTTPConflict, 410: web.HTTPGone}
+    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound, 410: web.HTTPGone}
     kind = kinds.get(status, web.HTTPServiceUnavailable)
     return kind(text=json.dumps({"error": problem}), content_type="application/json")

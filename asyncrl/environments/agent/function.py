@@ -13,7 +13,6 @@ sample fails. An agent that never calls the model also fails, because there is n
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,11 @@ import numpy as np
 
 from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, Template, TemplateFormat
 from asyncrl.environments.agent.endpoint.parsers import Parser, PlainParser, SGLangParser
-from asyncrl.environments.agent.endpoint.renderer import AUTO, NONE, check_renderer, choose
+from asyncrl.environments.agent.endpoint.renderer import check_renderer, load_renderer
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.environments.agent.endpoint.turns import TrainedSequence, Turns
-from asyncrl.environments.agent.harnesses.load import Limited, Limits, load_harness
+from asyncrl.environments.agent.harnesses.load import Limited, load_harness
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.environments.port import Generate
 from asyncrl.errors import ConfigError, RolloutError
@@ -56,10 +55,9 @@ class Options:
     thinking: Literal["keep", "template"] = "keep"
     """keep: the model's reasoning stays in its prompt. template: follow the model's chat template; where the template
     drops the reasoning before a new question, a new sequence begins."""
-    renderer: str = "auto"
-    """How to write and read the model's conversations: the name of a renderer of the package renderers (qwen3), or none
-    for the chat template and the parsers below. auto: the renderer that matches the name of the model's folder, if the
-    package is installed and the renderer writes the same tokens as the model's chat template; otherwise none."""
+    renderer: str = ""
+    """Name of a renderer of the package renderers, such as "qwen3", that writes and reads the model's conversations.
+    Empty: the chat template and the parsers below."""
     tool_parser: str = ""
     """Name of an SGLang parser (--tool-call-parser). Empty: <tool_call>{JSON}</tool_call>."""
     reasoning_parser: str = ""
@@ -79,26 +77,18 @@ class Options:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be from 0 to {2**16 - 1}, got {self.port}")
-        self._limits()
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"timeout_seconds must be > 0, got {self.timeout_seconds:g}")
+        if self.on_timeout == "fail" and self.timeout_reward is not None:
+            raise ConfigError('timeout_reward is for on_timeout = "truncate"; a sample that fails has none')
         for key in ("tool_parser", "reasoning_parser", "chat_template"):
-            if getattr(self, key) and self.renderer not in (AUTO, NONE):
+            if getattr(self, key) and self.renderer:
                 raise ConfigError(f"renderer: {self.renderer!r} takes the place of {key}; remove one of them")
-
-    @property
-    def used_renderer(self) -> str:
-        """The renderer option, or NONE if the run sets its own parsers or chat template."""
-        return NONE if self.tool_parser or self.reasoning_parser or self.chat_template else self.renderer
 
     @property
     def sets_no_reward(self) -> bool:
         """Whether the run file leaves every sample's reward to the run's reward function."""
         return self.harness == "command" and self.harness_options.get("reward") == "grader"
-
-    def _limits(self) -> Limits:
-        """Return the limits of a sample. Raises ConfigError."""
-        return Limits(
-            timeout_seconds=self.timeout_seconds, on_timeout=self.on_timeout, timeout_reward=self.timeout_reward
-        )
 
     def check_machine(self) -> None:
         """Raise ConfigError if the renderer, or the harness's program, module or virtual environment, is missing."""
@@ -107,11 +97,18 @@ class Options:
         except ConfigError as error:
             text = str(error)
             raise ConfigError(text if text.startswith("rollout.") else f"rollout.options.harness: {text}") from None
-        check_renderer(self.renderer)
+        if self.renderer:
+            check_renderer(self.renderer)
 
     def load_harness(self) -> Limited:
         """Return the harness wrapped in its limits. Starts no process. Raises ConfigError."""
-        return load_harness(self.harness, self.harness_options, limits=self._limits())
+        return Limited(
+            load_harness(self.harness, self.harness_options),
+            name=self.harness,
+            timeout_seconds=self.timeout_seconds,
+            on_timeout=self.on_timeout,
+            timeout_reward=self.timeout_reward,
+        )
 
 
 class Agent:
@@ -151,8 +148,7 @@ class Agent:
         )
         async with self._server.session(session):
             endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
-            check = functools.partial(check_outcome, session.turns, generate)
-            outcome = outcome_of(await self._harness(task, endpoint, check=check))
+            outcome = outcome_of(await self._harness(task, endpoint))
         return trajectories(session.turns, outcome)
 
     async def close(self) -> None:
@@ -174,14 +170,6 @@ def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
     return [_trajectory(sequence, outcome, of_turn) for sequence in sequences]
 
 
-def check_outcome(turns: Turns, generate: Generate, outcome: Outcome) -> None:
-    """Raise RolloutError if the sample would fail with this outcome."""
-    try:
-        generate.check_result(trajectories(turns, outcome))
-    except (TypeError, ValueError) as error:
-        raise RolloutError(str(error)) from error
-
-
 def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[int, float]) -> Trajectory:
     made: Trajectory = replace(
         sequence.trajectory,
@@ -200,14 +188,12 @@ def _chat_format(tokenizer: Any, options: Options) -> ChatFormat:
     """Return the chat format that the options choose. Raises ConfigError."""
     template = Template(tokenizer, chat_template=options.chat_template, options=options.chat_template_options)
     keeps = options.thinking == "keep"
-    renderer = choose(options.used_renderer, template, keeps_thinking=keeps, options=options.chat_template_options)
-    return renderer or TemplateFormat(template, _parser(options, template), keeps_thinking=keeps)
-
-
-def _parser(options: Options, template: Template) -> Parser:
+    if options.renderer:
+        return load_renderer(options.renderer, template, keeps_thinking=keeps, options=options.chat_template_options)
+    parser: Parser = PlainParser(template.source)
     if options.tool_parser or options.reasoning_parser:
-        return SGLangParser(options.tool_parser, options.reasoning_parser)
-    return PlainParser(template.source)
+        parser = SGLangParser(options.tool_parser, options.reasoning_parser)
+    return TemplateFormat(template, parser, keeps_thinking=keeps)
 
 
 def _seed(group_id: int, index: int) -> int:

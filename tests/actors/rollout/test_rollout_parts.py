@@ -133,34 +133,3 @@ async def test_group_continues_without_sample_that_lacks_its_reward(bus: Bus) ->
     assert record.message is not None
     assert (record.message.failed_samples, record.message.error) == (1, "")
     assert {one.reward for one in record.message.trajectories} == {0.5}
-
-
-async def test_rollout_function_can_check_its_result(bus: Bus) -> None:
-    problems = []
-
-    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-        turns = TrajectoryBuilder(prompt.prompt_tokens)
-        turns.answered(await generate(turns.tokens))
-        try:
-            generate.check_result(turns.trajectory(reward=1e9))
-        except RolloutError as error:
-            problems.append(str(error))
-        generate.check_result(made := turns.trajectory(reward=0.5))
-        return made
-
-    worker = fakes.worker(
-        bus,
-        fakes.Engine(),
-        rollout=rollout,
-        reward=load_reward(config.RewardSection(kind="none")),
-        needs_reward=True,
-        largest_reward=100.0,
-    )
-    running = asyncio.ensure_future(fakes.run_worker(worker))
-    await publish_prompts(bus, 0)
-    (record,) = await first(bus, 1)
-    worker[0].drain()
-    await running
-    assert record.message is not None and record.message.error == ""
-    assert all("beyond reward.largest" in problem for problem in problems) and problems
-    assert {one.reward for one in record.message.trajectories} == {0.5}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -88,58 +88,46 @@ RUNS_OWN: Final = (
 """Fields that the run file or the model's chat template decides."""
 
 _TRAINER: Final = "it changes the sampling distribution in a way that the trainer cannot recompute"
+_FORCES_JSON: Final = f"{_TRAINER}; ask for JSON in the prompt"
 _SAMPLED: Final = "only logprobs of sampled tokens are known"
 _TEXT: Final = "answers are text"
 _NO_PREFILL: Final = "an answer that your program begins cannot be continued; end with a message of another role"
-_NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "response_format": (({"type": "text"},), f"{_TRAINER}; ask for JSON in the prompt"),
-    "frequency_penalty": ((0,), _TRAINER),
-    "presence_penalty": ((0,), _TRAINER),
-    "repetition_penalty": ((1,), _TRAINER),
-    "logit_bias": (({},), _TRAINER),
-    "length_penalty": ((1,), _TRAINER),
-    "typical_p": ((1,), _TRAINER),
-    "no_repeat_ngram_size": ((0,), _TRAINER),
-    "logits_processors": (([],), _TRAINER),
-    "custom_logit_processor": ((), _TRAINER),
-    "output_format": ((), f"{_TRAINER}; ask for JSON in the prompt"),
-    "guided_json": ((), _TRAINER),
-    "guided_regex": ((), _TRAINER),
-    "guided_choice": ((), _TRAINER),
-    "guided_grammar": ((), _TRAINER),
-    "structured_outputs": ((), _TRAINER),
-    "json_schema": ((), _TRAINER),
-    "regex": ((), _TRAINER),
-    "ebnf": ((), _TRAINER),
-    "bad_words": (([],), _TRAINER),
-    "allowed_token_ids": ((), _TRAINER),
-    "min_tokens": ((0,), "set rollout.min_new_tokens in the run file"),
-    "ignore_eos": ((False,), "answers end where the model ends them"),
-    "stop_token_ids": (([],), "set rollout.stop_token_ids in the run file"),
-    "stop_regex": ((), "set rollout.stop in the run file"),
-    "continue_final_message": ((False,), _NO_PREFILL),
-    "add_generation_prompt": ((True,), _NO_PREFILL),
-    "echo": ((False,), "the prompt is not returned"),
-    "chat_template": ((), "set rollout.options.chat_template in the run file"),
-    "documents": (([],), "put them into a message"),
-    "truncate_prompt_tokens": ((), "a prompt that does not fit is refused with context_length_exceeded"),
-    "use_beam_search": ((False,), "answers are sampled"),
-    "best_of": ((1,), "all answers are returned; use n"),
-    "top_logprobs": ((0,), _SAMPLED),
-    "prompt_logprobs": ((), _SAMPLED),
-    "modalities": ((["text"],), _TEXT),
-    "audio": ((), _TEXT),
-    "prediction": ((), "predicted outputs are not supported"),
-    "web_search_options": ((), "the endpoint has no web search; give the model your own tool"),
-    "prompt": ((), "the endpoint stores no prompt templates; send the messages"),
-    "background": ((False,), "use stream, or wait for the answer"),
-    "truncation": (("disabled",), "a prompt that does not fit is refused with context_length_exceeded"),
-    "max_tool_calls": ((), "your program runs the tools; count the calls there"),
-    "context_management": (([],), "your program holds the history; send what the model should see"),
-    "container": ((), "the endpoint runs no tools"),
-    "mcp_servers": (([],), "the endpoint runs no tools"),
+_TOO_LONG: Final = "a prompt that does not fit is refused with context_length_exceeded"
+_NO_TOOLS: Final = "the endpoint runs no tools"
+_REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("response_format", "output_format"), _FORCES_JSON),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"), _TRAINER),
+    **dict.fromkeys(("logit_bias", "typical_p", "no_repeat_ngram_size", "bad_words", "allowed_token_ids"), _TRAINER),
+    **dict.fromkeys(("logits_processors", "custom_logit_processor", "json_schema", "regex", "ebnf"), _TRAINER),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), _TRAINER),
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), _SAMPLED),
+    **dict.fromkeys(("modalities", "audio"), _TEXT),
+    **dict.fromkeys(("continue_final_message", "add_generation_prompt"), _NO_PREFILL),
+    **dict.fromkeys(("truncation", "truncate_prompt_tokens"), _TOO_LONG),
+    **dict.fromkeys(("container", "mcp_servers"), _NO_TOOLS),
+    "min_tokens": "set rollout.min_new_tokens in the run file",
+    "ignore_eos": "answers end where the model ends them",
+    "stop_token_ids": "set rollout.stop_token_ids in the run file",
+    "stop_regex": "set rollout.stop in the run file",
+    "echo": "the prompt is not returned",
+    "chat_template": "set rollout.options.chat_template in the run file",
+    "documents": "put them into a message",
+    "use_beam_search": "answers are sampled",
+    "best_of": "all answers are returned; use n",
+    "prediction": "predicted outputs are not supported",
+    "web_search_options": "the endpoint has no web search; give the model your own tool",
+    "prompt": "the endpoint stores no prompt templates; send the messages",
+    "background": "use stream, or wait for the answer",
+    "max_tool_calls": "your program runs the tools; count the calls there",
+    "context_management": "your program holds the history; send what the model should see",
 }
-"""For each field: values that have no effect, besides null, and why other values are refused."""
+"""Why a field is refused, unless its value has no effect: null, 0, false, an empty one, or that of _NO_EFFECT."""
+_NO_EFFECT: Final[Mapping[str, Any]] = {
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "truncation": "disabled",
+    **dict.fromkeys(("add_generation_prompt", "repetition_penalty", "length_penalty", "typical_p", "best_of"), 1),
+}
 _CHOICES: Final = ("auto", "none")
 _ONE_CALL: Final = "disable_parallel_tool_use"
 
@@ -149,9 +137,8 @@ def find_overridden(body: Json, *, stop: Sequence[str]) -> Json:
 
     stop  stop strings of this run
     """
-    for name, (harmless, why) in _NO_EFFECT.items():
-        value = body.get(name)
-        if value is not None and value not in harmless:
+    for name, why in _REFUSED.items():
+        if (value := body.get(name)) and value != _NO_EFFECT.get(name):
             raise Refused(f"{name} = {short(value)} is not served here: {why}")
     for name in ("stop", "stop_sequences"):
         _check_stop(body.get(name), name, stop)
@@ -227,7 +214,7 @@ class ModelRequest:
     max_tokens       limit of the answer; None: all tokens that are left
     count            number of answers to sample
     stop             stop strings that the request names; the message of an answer ends before them
-    overridden           requested settings that are not obeyed, because the run's sampling rules apply
+    overridden       requested settings that are not obeyed, because the run's sampling rules apply
     options          data that only the request's dialect needs to write the answer
     """
 
@@ -277,13 +264,21 @@ def call(identity: str, name: str, arguments: str) -> Json:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool(name: str, description: Any, parameters: Any, where: str) -> Json:
-    """Return a tool definition, with its keys in the order that models are used to."""
-    made: Json = {"name": name}
-    if description is not None:
-        made["description"] = text(description, f"{where}.description")
-    made["parameters"] = table({} if parameters is None else parameters, f"{where}: its schema")
-    return {"type": "function", "function": made}
+def read_tools(body: Json, read: Callable[[Json, str], tuple[Any, Any, Any]]) -> list[Json]:
+    """Return the tools of a request in the common form; none if its tool_choice hides them. Raises Refused.
+
+    read  returns the name, description and schema of a tool, given with its place
+    """
+    made = []
+    for place, one in enumerate(rows(body.get("tools"), "tools")):
+        where = f"tools[{place}]"
+        name, description, schema = read(table(one, where), where)
+        function: Json = {"name": text(name, f"{where}: its name")}  # in the order that models are used to
+        if description is not None:
+            function["description"] = text(description, f"{where}: its description")
+        function["parameters"] = table({} if schema is None else schema, f"{where}: its schema")
+        made.append({"type": "function", "function": function})
+    return made if offers_tools(body.get("tool_choice")) else []
 
 
 def content(value: Any, where: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -66,7 +67,7 @@ class EndpointServer:
             app = web.Application(client_max_size=MOST_BYTES)
             for dialect in DIALECTS:
                 for path in dialect.paths:
-                    app.router.add_post(path, _handler(self._answer, dialect))
+                    app.router.add_post(path, functools.partial(self._answer, dialect))
             for prefix in ("", "/v1"):
                 app.router.add_get(f"{prefix}/models", self._models)
                 app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
@@ -84,7 +85,7 @@ class EndpointServer:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def _answer(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+    async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         try:
             session = self._session_of(request)
             raw = await _read(request)
@@ -95,7 +96,7 @@ class EndpointServer:
             reply = _json(dialect.write(model_request, turns, session))
             reply.headers.update(_not_obeyed(model_request))
         except Refused as error:
-            return _json(dialect.refused(error), status=error.status)
+            return _json(dialect.refuse(error), status=error.status)
         record.is_delivered = record.is_delivered or _listens(request)()
         return reply
 
@@ -120,16 +121,16 @@ class EndpointServer:
             session = self._session_of(request)
             prepared = session.prepare(dialect.read_any(_body(await _read(request)), session), is_limited=False)
         except RecursionError:
-            return _json(dialect.refused(Refused("the body is nested too deeply")), status=400)
+            return _json(dialect.refuse(Refused("the body is nested too deeply")), status=400)
         except Refused as error:
-            return _json(dialect.refused(error), status=error.status)
+            return _json(dialect.refuse(error), status=error.status)
         return _json({"input_tokens": len(prepared.tokens)})
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
             session = self._session_of(request)
         except Refused as error:
-            return _json(ChatCompletions.refused(error), status=error.status)
+            return _json(ChatCompletions().refuse(error), status=error.status)
         card = {"id": self.model, "object": "model", "created": 0, "owned_by": "asyncrl"}
         data = [card | {"max_model_len": session.context_tokens, "type": "model", "display_name": self.model}]
         return _json({"object": "list", "data": data, "has_more": False})
@@ -140,14 +141,6 @@ class EndpointServer:
         if (session := self._sessions.get(key)) is None:
             raise Refused("no running sample has this API key", status=401, code="invalid_api_key")
         return session
-
-
-def _handler(answer: Callable[..., Any], dialect: Dialect) -> Callable[[web.Request], Any]:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        response: web.StreamResponse = await answer(request, dialect)
-        return response
-
-    return handle
 
 
 async def _read(request: web.Request) -> bytes:
@@ -213,7 +206,7 @@ async def _stream(
         except Refused as error:
             if not response.prepared:
                 raise
-            await response.write(_event("error", dialect.refused(error)))
+            await response.write(_event("error", dialect.refuse(error)))
             return response
         if not response.prepared:
             await response.prepare(request)

@@ -12,8 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from asyncrl.config import plugins, tables
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Harness, Outcome, Task
@@ -22,56 +21,49 @@ from asyncrl.errors import ConfigError, RolloutError
 OnTimeout = Literal["truncate", "fail"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """
-    timeout_seconds  limit from the start of a sample to its outcome, including the model's answers; if the harness has
-                     ``begun``, an asynchronous context manager that yields the call, time counts once it is entered
-    on_timeout       what to do with a sample over the limit. truncate: train what it sampled, with finish_reason
-                     "length" and ``timeout_reward``. fail: fail the sample with the reason
-    timeout_reward   reward of a truncated sample; None leaves it to the run's reward function
-    """
-
-    timeout_seconds: float = 600.0
-    on_timeout: OnTimeout = "truncate"
-    timeout_reward: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.timeout_seconds <= 0:
-            raise ConfigError(f"timeout_seconds must be > 0, got {self.timeout_seconds:g}")
-        if self.on_timeout == "fail" and self.timeout_reward is not None:
-            raise ConfigError('timeout_reward is for on_timeout = "truncate"; a sample that fails has none')
-
-
 class Limited:
     """A Harness that wraps another one. It ends in time, with an Outcome or a one-line RolloutError."""
 
-    def __init__(self, harness: Harness, *, name: str, limits: Limits) -> None:
-        self._harness, self._name, self._limits = harness, name, limits
-
-    async def __call__(
-        self, task: Task, endpoint: Endpoint, *, check: Callable[[Outcome], None] = lambda outcome: None
-    ) -> Outcome:
-        """Run a sample within the limits.
-
-        check   raises RolloutError for an impossible outcome; only harnesses with ``begun`` use it, to ask again
+    def __init__(
+        self,
+        harness: Harness,
+        *,
+        name: str,
+        timeout_seconds: float = 600.0,
+        on_timeout: OnTimeout = "truncate",
+        timeout_reward: float | None = None,
+    ) -> None:
         """
+        timeout_seconds  limit from the start of a sample to its outcome, including the model's answers; if the harness
+                         has ``begun``, an asynchronous context manager that yields the call, time counts once it is
+                         entered
+        on_timeout       truncate: a sample over the limit has finish_reason "length" and ``timeout_reward``. fail: it
+                         fails
+        timeout_reward   None leaves the reward to the run's reward function
+        """
+        self._harness = harness
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._on_timeout = on_timeout
+        self._timeout_reward = timeout_reward
+
+    async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
         begun = getattr(self._harness, "begun", None)
         if begun is None:
             return await self._timed(functools.partial(self._harness, task, endpoint))
-        async with begun(task, endpoint, check) as play:  # may wait long for a producer, so the limit starts later
+        async with begun(task, endpoint) as play:  # may wait long for a producer, so the limit starts later
             return await self._timed(play)
 
     async def _timed(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:
         try:
-            async with asyncio.timeout(self._limits.timeout_seconds) as timeout:
+            async with asyncio.timeout(self._timeout_seconds) as timeout:
                 return await play()
         except TimeoutError as error:
             if not timeout.expired():
                 raise RolloutError(f"harness {self._name}: raised TimeoutError: {error}") from error
-        if self._limits.on_timeout == "truncate":
-            return Outcome(reward=self._limits.timeout_reward, metrics={"timeout": 1.0}, finish_reason="length")
-        limit = f"timeout_seconds = {self._limits.timeout_seconds:g}"
+        if self._on_timeout == "truncate":
+            return Outcome(reward=self._timeout_reward, metrics={"timeout": 1.0}, finish_reason="length")
+        limit = f"timeout_seconds = {self._timeout_seconds:g}"
         raise RolloutError(f"harness {self._name}: took longer than {limit} for a sample")
 
     def check_machine(self) -> None:
@@ -96,8 +88,8 @@ HARNESSES: Final = {
 }
 
 
-def load_harness(name: str, options: Mapping[str, Any], *, limits: Limits, where: str = "rollout.options") -> Limited:
-    """Return the harness wrapped in its limits, ready to be called. Starts no process.
+def load_harness(name: str, options: Mapping[str, Any], *, where: str = "rollout.options") -> Harness:
+    """Return the harness, ready to be called. Starts no process.
 
     name     a key of HARNESSES, or "package.module:object" of a function or class that a child imports
     options  [rollout.options.harness_options]: fields of the harness's Options; of PythonHarness's for your own harness
@@ -109,7 +101,7 @@ def load_harness(name: str, options: Mapping[str, Any], *, limits: Limits, where
     )
     if name not in HARNESSES:
         arguments = (name, *arguments)
-    return Limited(plugins.make(kind, *arguments, where=f"{where}.harness", name=name), name=name, limits=limits)
+    return cast(Harness, plugins.make(kind, *arguments, where=f"{where}.harness", name=name))
 
 
 def _address(name: str, where: str) -> str:

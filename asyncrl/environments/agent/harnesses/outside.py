@@ -54,24 +54,21 @@ class Options:
 
 
 class OutsideHarness:
-    """A Harness whose samples begin when a producer takes them (limits.py)."""
+    """A Harness whose samples begin when a producer takes them (load.py)."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._http: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
-    async def begun(
-        self, task: Task, endpoint: Endpoint, check: Callable[[Outcome], None] = lambda outcome: None
-    ) -> AsyncIterator[Callable[[], Awaitable[Outcome]]]:
+    async def begun(self, task: Task, endpoint: Endpoint) -> AsyncIterator[Callable[[], Awaitable[Outcome]]]:
         """Wait for a producer to take the sample, then yield a function that waits for the outcome.
 
-        If ``check`` rejects an outcome, the producer is told the reason and the session continues. If the context is
-        left without an accepted outcome, the session is over and the producer is told why.
+        If the context is left without an outcome, the session is over and the producer is told why.
         """
         if self._http is None:  # one connection per sample; aiohttp's default limit is 100
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        talk = _Talk(self._http, self._options, task, endpoint, check)
+        talk = _Talk(self._http, self._options, task, endpoint)
         reason = "it took longer than rollout.options.timeout_seconds"
         try:
             await talk.until("started")
@@ -94,40 +91,23 @@ class OutsideHarness:
 class _Talk:
     """The conversation with the entry about one sample, over successive connections."""
 
-    def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        options: Options,
-        task: Task,
-        endpoint: Endpoint,
-        check: Callable[[Outcome], None],
-    ) -> None:
-        self._http, self._options, self._check = http, options, check
+    def __init__(self, http: aiohttp.ClientSession, options: Options, task: Task, endpoint: Endpoint) -> None:
+        self._http = http
+        self._options = options
         self._offer = {"id": secrets.token_hex(8), "task": task.as_json(), "endpoint": endpoint.as_json()}
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_started = self._is_over = False
 
     async def outcome(self) -> Outcome:
-        """Wait for an outcome that the check accepts. Raises RolloutError if the session was abandoned."""
-        while True:
-            said = await self.until("outcome", "abandoned")
-            outcome = outcome_of(said.get("outcome"))
-            try:
-                if "outcome" in said:
-                    self._check(outcome)
-            except RolloutError as error:
-                await self._answer({"refused": said["number"], "reason": str(error)})
-                continue
-            self._is_over = True
-            await self._answer({"taken": True})
-            if "abandoned" in said:
-                raise RolloutError(f"harness outside: the session was abandoned: {said['abandoned']}")
-            return outcome
-
-    async def _answer(self, message: dict[str, Any]) -> None:
+        """Wait for the outcome. Raises RolloutError if the session was abandoned."""
+        said = await self.until("outcome", "abandoned")
+        self._is_over = True
         assert self._socket is not None
         with contextlib.suppress(OSError):
-            await self._socket.send_json(message)
+            await self._socket.send_json({"taken": True})
+        if "abandoned" in said:
+            raise RolloutError(f"harness outside: the session was abandoned: {said['abandoned']}")
+        return outcome_of(said["outcome"])
 
     async def until(self, *names: str) -> dict[str, Any]:
         """Wait for the first message that has one of these names, and return it."""

@@ -14,6 +14,8 @@ from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.checks import context_before_start, context_of_server
 from asyncrl.engines.sglang.options import PREFILL_DELAY, Options, prefill_arguments
 
+URL = "http://127.0.0.1:30000"
+
 
 @pytest.mark.parametrize(
     ("options", "device", "limit"),
@@ -73,7 +75,9 @@ def arguments(
 
 def test_prompts_wait_for_each_other_on_one_gpu(tmp_path: Path) -> None:
     assert arguments(tmp_path) == PREFILL_DELAY
-    assert arguments(tmp_path, {"text_config": {"layer_types": ["sliding_attention", "full_attention"]}}) == PREFILL_DELAY
+    assert (
+        arguments(tmp_path, {"text_config": {"layer_types": ["sliding_attention", "full_attention"]}}) == PREFILL_DELAY
+    )
     assert arguments(tmp_path, mem_fraction_static=0.8, context_length=4096) == PREFILL_DELAY
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.data.model_folder import ExpertCounts
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.client import lines
-from asyncrl.engines.sglang.reply import ExpertShape, Reply
+from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import EngineError, PromptError
 
@@ -165,7 +166,7 @@ async def test_a_line_may_come_in_any_pieces_and_be_of_any_length() -> None:
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
-SHAPE = ExpertShape.from_config({"num_experts": 8, "num_hidden_layers": 2, "num_experts_per_tok": 2})
+COUNTS = ExpertCounts(num_experts=8, num_layers=2, experts_per_token=2)
 
 
 def told(*tokens: list[list[int]]) -> str:
@@ -173,7 +174,7 @@ def told(*tokens: list[list[int]]) -> str:
 
 
 def with_experts() -> Reply:
-    return Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), experts=SHAPE, num_prompt_tokens=2)
+    return Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), experts=COUNTS, num_prompt_tokens=2)
 
 
 TOLD = told([[0, 0], [1, 2]], [[0, 0], [3, 0]], [[0, 0], [7, 1]])

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.bus.port import Bus
 from asyncrl.environments.agent.function import Agent, Options
-from asyncrl.environments.agent.harnesses.load import Limited, Limits
+from asyncrl.environments.agent.harnesses.load import Limited
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams
@@ -32,7 +32,7 @@ def agent(play: Any, **options: Any) -> Agent:
         pass
 
     play.close = close
-    made._harness = Limited(play, name="play", limits=Limits())
+    made._harness = Limited(play, name="play")
     return made
 
 

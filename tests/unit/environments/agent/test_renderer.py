@@ -1,4 +1,4 @@
-"""A renderer writes, continues and reads like the chat template, and is used only where it is known to fit.
+"""A renderer writes, continues and reads like the chat template, and is used where it is named.
 
 The renderer itself is tested where its package is installed. Our code around it is tested everywhere, with a stand-in.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import pytest
 from asyncrl.engines.generation import Generation
 from asyncrl.environments.agent.endpoint.chat_format import Template, TemplateFormat
 from asyncrl.environments.agent.endpoint.parsers import PlainParser
-from asyncrl.environments.agent.endpoint.renderer import RendererFormat, check_renderer, choose
+from asyncrl.environments.agent.endpoint.renderer import RendererFormat, check_renderer, load_renderer
 from asyncrl.environments.agent.endpoint.turns import Turn
 from asyncrl.environments.agent.function import Agent, Options
 from asyncrl.errors import ConfigError
@@ -78,11 +77,9 @@ def qwen3(folder: str = "/models/Qwen3-8B", **options: Any) -> Template:
     return Template(made, options=options)
 
 
-def chosen(name: str = "auto", template: Template | None = None, **changes: Any) -> RendererFormat:
+def chosen(template: Template | None = None, **changes: Any) -> RendererFormat:
     settings: dict[str, Any] = {"keeps_thinking": True, "options": {}}
-    found = choose(name, template or qwen3(), **(settings | changes))
-    assert found is not None
-    return found
+    return load_renderer("qwen3", template or qwen3(), **(settings | changes))
 
 
 def by_template(template: Template, **changes: Any) -> TemplateFormat:
@@ -180,41 +177,25 @@ def test_a_renderer_reads_what_the_plain_parser_reads_and_leaves_nothing_out(tex
     assert "".join(theirs.content.split()) == "".join(ours.content.split())
 
 
-# -- choosing a renderer -----------------------------------------------------------------------------------------------
+# -- by name -----------------------------------------------------------------------------------------------------------
 
 
 @needs_package
-@pytest.mark.parametrize(
-    ("folder", "options", "says"),
-    [
-        ("/models/Qwen3-8B", {}, "written and read by the renderer 'qwen3'"),
-        ("/models/my-tune", {}, "chat template: renderers knows no model of the name '/models/my-tune'"),
-        ("/models/Qwen3-8B", {"date": "today"}, "chat template: 'qwen3' does not fit the model: Unsupported"),
-        ("/models/GLM-4.5-Air", {}, "chat template: 'glm-4.5' does not fit the model"),  # its tokens are missing
-    ],
-)
-def test_one_line_says_what_writes_the_conversations(
-    folder: str, options: Any, says: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "asyncrl.endpoint"):
-        choose("auto", qwen3(folder), keeps_thinking=True, options=options)
-    (line,) = caplog.messages
-    assert says in line and "\n" not in line
-
-
-@needs_package
-@pytest.mark.parametrize("name", ["qwen99", "default", "custom", ""])
+@pytest.mark.parametrize("name", ["qwen99", "default", "custom", "auto"])
 def test_a_name_that_no_renderer_has_is_refused_in_one_line(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"renderer: '{name}' is unknown; there are auto, none, .*qwen3, ") as refused:
+    with pytest.raises(ConfigError, match=f"renderer: '{name}' is unknown; there are .*qwen3, ") as refused:
         Options(harness=HARNESS, renderer=name).check_machine()
     assert "\n" not in str(refused.value)
 
 
-def test_without_the_package_only_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_package
+def test_a_renderer_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'glm-4.5' does not fit the model"):  # its tokens are missing
+        load_renderer("glm-4.5", qwen3(), keeps_thinking=True, options={})
+
+
+def test_without_the_package_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "renderers", None)
-    for name in ("auto", "none"):
-        check_renderer(name)
-        assert choose(name, Template(tokenizer()), keeps_thinking=True, options={}) is None
     with pytest.raises(ConfigError, match=r"cannot be imported here .*pip install 'asyncrl\[renderers\]'") as refused:
         check_renderer("qwen3")
     assert "\n" not in str(refused.value)
@@ -223,17 +204,16 @@ def test_without_the_package_only_a_name_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "own", [{"tool_parser": "qwen25"}, {"reasoning_parser": "qwen3"}, {"chat_template": "{{ 1 }}"}]
 )
-def test_a_renderer_by_name_and_what_it_replaces_are_not_taken_together(own: dict[str, Any]) -> None:
+def test_a_renderer_and_what_it_replaces_are_not_taken_together(own: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"renderer: 'qwen3' takes the place of {next(iter(own))}"):
         Options(harness=HARNESS, renderer="qwen3", **own)
-    assert Options(harness=HARNESS, **own).used_renderer == "none"
 
 
 @needs_package
-def test_an_agent_takes_the_renderer_of_its_model() -> None:
+def test_an_agent_takes_the_renderer_that_is_named() -> None:
     made = qwen3().tokenizer
-    assert isinstance(Agent(made, Options(harness=HARNESS))._chat_format, RendererFormat)
-    assert isinstance(Agent(made, Options(harness=HARNESS, renderer="none"))._chat_format, TemplateFormat)
+    assert isinstance(Agent(made, Options(harness=HARNESS, renderer="qwen3"))._chat_format, RendererFormat)
+    assert isinstance(Agent(made, Options(harness=HARNESS))._chat_format, TemplateFormat)
 
 
 # -- our code around any renderer --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from asyncrl.environments.agent.harnesses.program import Program
 from asyncrl.config import tables
 from asyncrl.environments.agent.harnesses import keeper
 from asyncrl.environments.agent.harnesses.command import CommandHarness, Options
-from asyncrl.environments.agent.harnesses.load import Limited, Limits, load_harness
+from asyncrl.environments.agent.harnesses.load import Limited, load_harness
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
 from tests.unit.environments.harnesses.tasks import (
@@ -202,17 +202,15 @@ async def raises(task: Task, endpoint: Endpoint) -> Outcome:
 
 
 async def test_a_sample_that_takes_too_long_is_cut_or_fails_as_the_run_file_says() -> None:
-    cut = Limits(timeout_seconds=0.01, timeout_reward=-1.0)
-    outcome = await Limited(never, name="never", limits=cut)(TASK, ENDPOINT)
+    outcome = await Limited(never, name="never", timeout_seconds=0.01, timeout_reward=-1.0)(TASK, ENDPOINT)
     assert (outcome.finish_reason, outcome.reward, outcome.metrics) == ("length", -1.0, {"timeout": 1.0})
-    fails = Limits(timeout_seconds=0.01, on_timeout="fail")
     with pytest.raises(RolloutError, match=r"harness never: took longer than timeout_seconds = 0\.01 for a sample"):
-        await Limited(never, name="never", limits=fails)(TASK, ENDPOINT)
+        await Limited(never, name="never", timeout_seconds=0.01, on_timeout="fail")(TASK, ENDPOINT)
 
 
 def test_a_harness_is_found_by_name_or_address_and_a_mistake_is_told_in_one_line() -> None:
-    load_harness("command", {"command": ["python3"]}, limits=Limits())
-    load_harness("no_such_package.module:Harness", {"processes": 2}, limits=Limits())  # a child process will import it
+    load_harness("command", {"command": ["python3"]})
+    load_harness("no_such_package.module:Harness", {"processes": 2})  # a child process will import it
     for name, options, problem in (
         ("comand", {}, "rollout.options.harness: 'comand' is unknown; did you mean 'command'?"),
         ("my pkg:Harness", {}, "rollout.options.harness: 'my pkg:Harness' is not an address"),
@@ -220,7 +218,7 @@ def test_a_harness_is_found_by_name_or_address_and_a_mistake_is_told_in_one_line
         ("my_pkg:Harness", {"venv": "/nowhere"}, "rollout.options.harness_options: venv: /nowhere is not a virtual"),
     ):
         with pytest.raises(ConfigError) as raised:
-            load_harness(name, options, limits=Limits())
+            load_harness(name, options)
         assert str(raised.value).startswith(problem)
 
 

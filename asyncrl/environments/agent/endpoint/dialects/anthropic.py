@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.environments.agent.endpoint.dialects.chat import model, usage
-from asyncrl.environments.agent.endpoint.dialects.dialect import Event, is_cut
+from asyncrl.environments.agent.endpoint.dialects.dialect import Dialect, Event, is_cut, model_name, usage
 from asyncrl.environments.agent.endpoint.request import (
     Json,
     ModelRequest,
@@ -16,13 +15,12 @@ from asyncrl.environments.agent.endpoint.request import (
     call,
     content,
     find_overridden,
-    offers_tools,
+    read_tools,
     rows,
     short,
     stop_strings,
     table,
     text,
-    tool,
     whole,
 )
 from asyncrl.environments.agent.endpoint.session import Session
@@ -31,11 +29,10 @@ from asyncrl.environments.agent.endpoint.turns import Turn
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-class AnthropicMessages:
+class AnthropicMessages(Dialect):
     paths = ("/v1/messages", "/messages")
-    end = b""
 
-    def refused(self, error: Refused) -> Json:
+    def refuse(self, error: Refused) -> Json:
         kind = _ERRORS.get(error.status, "api_error")
         said = str(error)
         if error.code == "context_length_exceeded":
@@ -63,11 +60,11 @@ class AnthropicMessages:
             messages += _messages(table(one, f"messages[{place}]"), f"messages[{place}]")
         return ModelRequest(
             messages=messages,
-            tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
+            tools=read_tools(body, _read_tool),
             max_tokens=whole(body.get("max_tokens"), "max_tokens", low=1),
             stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
             is_streamed=body.get("stream") is True,
-            model=model(body),
+            model=model_name(body),
             overridden=find_overridden(body, stop=session.stop),
         )
 
@@ -176,13 +173,7 @@ def _messages(given: Json, where: str) -> list[Json]:
     return [*results, spoken] if words or calls or not results else results
 
 
-def _tools(value: Any) -> list[Json]:
-    made = []
-    for place, one in enumerate(rows(value, "tools")):
-        where = f"tools[{place}]"
-        given = table(one, where)
-        if "input_schema" not in given:
-            raise Refused(f"{where}: only tools with an input_schema are served here")
-        name = text(given.get("name"), f"{where}.name")
-        made.append(tool(name, given.get("description"), given["input_schema"], where))
-    return made
+def _read_tool(given: Json, where: str) -> tuple[Any, Any, Any]:
+    if "input_schema" not in given:
+        raise Refused(f"{where}: only tools with an input_schema are served here")
+    return given.get("name"), given.get("description"), given["input_schema"]

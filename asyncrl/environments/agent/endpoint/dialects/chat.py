@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.environments.agent.endpoint.dialects.dialect import DONE, Event, is_cut, now, openai_error
+from asyncrl.environments.agent.endpoint.dialects.dialect import DONE, Dialect, Event, is_cut, model_name, now, usage
 from asyncrl.environments.agent.endpoint.request import (
     MOST_ANSWERS,
     Json,
@@ -13,23 +13,20 @@ from asyncrl.environments.agent.endpoint.request import (
     Refused,
     find_overridden,
     message,
-    offers_tools,
+    read_tools,
     rows,
     short,
     stop_strings,
     table,
-    text,
-    tool,
     whole,
 )
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
 
-class ChatCompletions:
+class ChatCompletions(Dialect):
     paths = ("/v1/chat/completions", "/chat/completions")
     end = DONE
-    refused = staticmethod(openai_error)
 
     def read(self, body: Json, session: Session) -> ModelRequest:
         messages = rows(body.get("messages"), "messages")
@@ -40,12 +37,12 @@ class ChatCompletions:
         wanted = body.get("max_completion_tokens")
         return ModelRequest(
             messages=[message(one, f"messages[{place}]") for place, one in enumerate(messages)],
-            tools=tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
+            tools=_read_tools(body),
             max_tokens=whole(body.get("max_tokens") if wanted is None else wanted, "max_tokens", low=1),
             count=whole(body.get("n"), "n", low=1, high=MOST_ANSWERS) or 1,
             stop=[] if body.get("include_stop_str_in_output") else stop_strings(body.get("stop"), "stop"),
             is_streamed=body.get("stream") is True,
-            model=model(body),
+            model=model_name(body),
             overridden=find_overridden(body, stop=session.stop),
             options={
                 "logprobs": bool(body.get("logprobs")),
@@ -76,28 +73,20 @@ class ChatCompletions:
             yield "", head | {"choices": [], "usage": usage(replies)}
 
 
-def model(body: Json) -> str:
-    return text(body.get("model") or "", "model")
+def _read_tools(body: Json) -> list[Json]:
+    """Return the tools as they are: templates write all their fields."""
+    return (
+        [{"type": "function", "function": one["function"]} for one in body["tools"]]
+        if read_tools(body, _read_tool)
+        else []
+    )
 
 
-def tools(value: Any) -> list[Json]:
-    made = []
-    for place, one in enumerate(rows(value, "tools")):
-        where = f"tools[{place}]"
-        given = table(one, where)
-        if given.get("type", "function") != "function":
-            raise Refused(f"{where}: only tools of type function are served here, not {short(given['type'])}")
-        function = table(given.get("function"), f"{where}.function")
-        name = text(function.get("name"), f"{where}.function.name")
-        tool(name, function.get("description"), function.get("parameters"), where)  # only to check the fields
-        made.append({"type": "function", "function": function})
-    return made
-
-
-def usage(replies: Sequence[Turn]) -> Json:
-    prompt = replies[0].prompt_length
-    answers = sum(len(turn.answer.tokens) for turn in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+def _read_tool(given: Json, where: str) -> tuple[Any, Any, Any]:
+    if given.get("type", "function") != "function":
+        raise Refused(f"{where}: only tools of type function are served here, not {short(given['type'])}")
+    function = table(given.get("function"), f"{where}.function")
+    return function.get("name"), function.get("description"), function.get("parameters")
 
 
 def _head(request: ModelRequest, replies: Sequence[Turn], kind: str) -> Json:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from asyncrl.environments.agent.endpoint.dialects.chat import model, usage
-from asyncrl.environments.agent.endpoint.dialects.dialect import Event, is_cut, now, openai_error
+from asyncrl.environments.agent.endpoint.dialects.dialect import Dialect, Event, is_cut, model_name, now, usage
 from asyncrl.environments.agent.endpoint.request import (
     Json,
     ModelRequest,
@@ -15,13 +14,12 @@ from asyncrl.environments.agent.endpoint.request import (
     content,
     find_overridden,
     message,
-    offers_tools,
+    read_tools,
     rows,
     short,
     stop_strings,
     table,
     text,
-    tool,
     whole,
 )
 from asyncrl.environments.agent.endpoint.session import Session
@@ -31,10 +29,8 @@ _IGNORED: Final = ("reasoning",)
 """Input items to ignore, because the session continues from its own record of the sampled tokens."""
 
 
-class Responses:
+class Responses(Dialect):
     paths = ("/v1/responses", "/responses")
-    end = b""
-    refused = staticmethod(openai_error)
 
     def read(self, body: Json, session: Session) -> ModelRequest:
         if body.get("conversation"):
@@ -53,11 +49,11 @@ class Responses:
             raise Refused("input is empty")
         return ModelRequest(
             messages=messages,
-            tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
+            tools=read_tools(body, _read_tool),
             max_tokens=whole(body.get("max_output_tokens"), "max_output_tokens", low=1),
             stop=stop_strings(body.get("stop"), "stop"),
             is_streamed=body.get("stream") is True,
-            model=model(body),
+            model=model_name(body),
             overridden=find_overridden(body, stop=session.stop),
             options={
                 "tools": rows(body.get("tools"), "tools"),
@@ -145,16 +141,10 @@ def _add(messages: list[Json], item: Json, where: str) -> None:
         raise Refused(f"{where}: items of type {short(kind)} are not served here")
 
 
-def _tools(value: Any) -> list[Json]:
-    made = []
-    for place, one in enumerate(rows(value, "tools")):
-        where = f"tools[{place}]"
-        given = table(one, where)
-        if given.get("type") != "function":
-            raise Refused(f"{where}: only tools of type function are served here, not {short(given.get('type'))}")
-        name = text(given.get("name"), f"{where}.name")
-        made.append(tool(name, given.get("description"), given.get("parameters"), where))
-    return made
+def _read_tool(given: Json, where: str) -> tuple[Any, Any, Any]:
+    if given.get("type") != "function":
+        raise Refused(f"{where}: only tools of type function are served here, not {short(given.get('type'))}")
+    return given.get("name"), given.get("description"), given.get("parameters")
 
 
 def _output(turn: Turn) -> list[Json]:

@@ -5,12 +5,11 @@ Tokens in logprobs are named "token_id:N", as verifiers' train client expects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.environments.agent.endpoint.dialects.chat import model, usage
-from asyncrl.environments.agent.endpoint.dialects.dialect import DONE, Event, is_cut, openai_error
+from asyncrl.environments.agent.endpoint.dialects.dialect import DONE, Dialect, is_cut, model_name, usage
 from asyncrl.environments.agent.endpoint.request import (
     MOST_ANSWERS,
     Json,
@@ -25,10 +24,9 @@ from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
 
-class TokenIds:
+class TokenIds(Dialect):
     paths = ("/inference/v1/generate",)
     end = DONE
-    refused = staticmethod(openai_error)
 
     def read(self, body: Json, session: Session) -> ModelRequest:
         ids = rows(body.get("token_ids"), "token_ids")
@@ -46,7 +44,7 @@ class TokenIds:
             tokens=np.array(ids, np.int32),
             max_tokens=whole(params.get("max_tokens"), "sampling_params.max_tokens", low=1),
             count=whole(params.get("n"), "sampling_params.n", low=1, high=MOST_ANSWERS) or 1,
-            model=model(body),
+            model=model_name(body),
             overridden=find_overridden(params, stop=session.stop),
         )
 
@@ -58,9 +56,6 @@ class TokenIds:
             "choices": [_choice(index, turn) for index, turn in enumerate(replies)],
             "usage": usage(replies),
         }
-
-    def events(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
-        yield "", self.write(request, replies, session)
 
 
 def _choice(index: int, turn: Turn) -> Json:
