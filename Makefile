@@ -5,7 +5,7 @@ PYTHON := $(or $(ASYNCRL_VENV),.venv)/bin/python
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile everything anew
 
-PYTEST := $(PYTHON) -m pytest -q -n 4 --dist loadgroup --no-loadscope-reorder --hypothesis-profile quick \
+PYTEST := $(PYTHON) -m pytest -q -n 4 --dist loadgroup --no-loadscope-reorder \
   -m "not slow and not sglang and not gpu"
 
 .PHONY: check format lint types imports unit quick

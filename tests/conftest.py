@@ -31,13 +31,13 @@ from tests.harness.engines import Model
 from tests.harness.forked import MODELS, ForkServer
 
 # A shared machine is sometimes slow, so there are no deadlines, and a test run leaves no files behind. Every run uses
-# the same cases, so that landing a change does not depend on luck. ASYNCRL_EXPLORE=1 draws other cases, for nightly
-# runs.
+# the same cases, so that landing a change does not depend on luck. ASYNCRL_EXPLORE=1 draws other and more cases, for
+# nightly runs.
+explores = bool(os.environ.get("ASYNCRL_EXPLORE"))
 hypothesis.settings.register_profile(
-    "asyncrl", deadline=None, database=None, max_examples=100, derandomize=not os.environ.get("ASYNCRL_EXPLORE")
+    "asyncrl", deadline=None, database=None, max_examples=200 if explores else 30, derandomize=not explores
 )
-hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("asyncrl"), max_examples=25)
-hypothesis.settings.load_profile("asyncrl")  # the Makefile takes "quick": a quarter of the cases
+hypothesis.settings.load_profile("asyncrl")
 
 BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
 MAX_MESSAGE_BYTES = 2**20

@@ -77,7 +77,7 @@ def test_the_answer_ends_at_the_first_token_with_which_its_text_holds_a_stop_str
     st.lists(st.integers(0, len(WIDE) - 1), max_size=60),
     st.lists(st.sampled_from(["中", "é", "🎉", "中é", "a中", "b a", "é🎉", "\n", "a"]), min_size=1, max_size=3),
 )
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_letters_of_several_tokens_are_seen_when_they_are_whole(
     decode: Callable[[Sequence[int]], str], tokens: list[int], strings: list[str]
 ) -> None:

@@ -295,7 +295,7 @@ def test_every_truncation_is_refused(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_mutated_messages_decode_or_are_refused(kind: type, data: st.DataObject) -> None:
     mutated = bytearray(encode(SAMPLES[kind]))

@@ -48,7 +48,7 @@ def applied(old: bytes, pieces: list[bytes]) -> bytes:
 
 
 @given(st.lists(pairs(), min_size=1, max_size=3), st.integers(1, 50))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_applied_delta_gives_the_new_files_to_the_bit(files: list[tuple[bytes, bytes, Any]], piece: int) -> None:
     found = b"".join(delta.encode((array(old), array(new), sections) for old, new, sections in files))
     weights = [array(old) for old, _, _ in files]
@@ -72,7 +72,7 @@ def test_delta_of_two_percent_neighbour_steps_takes_one_percent() -> None:
 
 
 @given(pairs(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_damaged_delta_is_refused_or_fits_and_never_writes_out_of_bounds(
     pair: tuple[bytes, bytes, Any], data: Any
 ) -> None:

@@ -335,7 +335,7 @@ class Life:
 WHAT = ["publish"] * 3 + ["answer"] * 3 + ["train"] * 2 + ["fail", "save", "trim", "kill"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(WHAT), max_size=60), st.randoms(use_true_random=False))
 def test_a_learner_that_keeps_its_rules_is_clean_whenever_it_is_killed_and_looked_at(
     moves: list[str], chance: random.Random

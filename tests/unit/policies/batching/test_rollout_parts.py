@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages import TrajectoryGroup, TurnReward
@@ -93,7 +93,6 @@ rollouts = st.lists(
 )
 
 
-@settings(max_examples=25)
 @given(groups=st.lists(rollouts, min_size=1, max_size=3))
 def test_no_arrangement_of_parts_changes_what_a_rollout_counts(
     groups: list[list[tuple[float, list[int]]]],

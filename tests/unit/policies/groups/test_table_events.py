@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.policies.groups import saved_table
@@ -301,6 +301,7 @@ class Run:
         assert saved.next_group_id == self.table.next_group_id
 
 
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1), events=st.integers(50, 100))
 def test_no_sequence_of_events_loses_a_group_or_does_it_twice(seed: int, events: int) -> None:
     run = Run(random.Random(seed))
@@ -349,6 +350,7 @@ def test_such_sequences_reach_every_event_of_the_table(monkeypatch: pytest.Monke
     assert events - reached == {"exhaust"}
 
 
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 7), min_size=8, max_size=30))
 def test_every_group_that_the_log_brings_is_done_after_enough_steps(order: list[int]) -> None:
     """In any order, with any repetitions, and with a kill halfway."""

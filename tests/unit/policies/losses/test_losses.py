@@ -200,7 +200,7 @@ def gradient(loss: Tensor, logprobs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(new=six, old=six, advantages=six_advantages)
 def test_the_gradient_is_the_one_worked_by_hand(
     name: str, new: list[float], old: list[float], advantages: list[float]
@@ -214,7 +214,7 @@ def test_the_gradient_is_the_one_worked_by_hand(
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "ppo_dual_clip", "gspo", "aspo", "dppo_tv", "dppo_kl", "m2po"])
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(new=six, old=six, advantages=six_advantages)
 def test_clipped_tokens_have_no_gradient_and_others_have_one(
     name: str, new: list[float], old: list[float], advantages: list[float]
@@ -228,7 +228,7 @@ def test_clipped_tokens_have_no_gradient_and_others_have_one(
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"m2po"}))  # its mask keeps its position
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(new=six, old=six, advantages=six_advantages)
 def test_the_order_of_tokens_in_a_sequence_does_not_matter(
     name: str, new: list[float], old: list[float], advantages: list[float]
@@ -283,7 +283,7 @@ def test_gradients_flow_through_the_trained_logprobs_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"sft", "m2po", "opmd_simple", "gmpo", "gspo_sequence"}))
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(new=six, advantages=six_advantages)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(
     name: str, new: list[float], advantages: list[float]
@@ -293,7 +293,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(
     torch.testing.assert_close(gradient(loss, logprobs), -tensor(advantages))
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(new=six, old=six, threshold=st.floats(1e-6, 4.0))
 def test_m2po_keeps_the_most_tokens_whose_second_moment_is_below_the_threshold(
     new: list[float], old: list[float], threshold: float
