@@ -17,8 +17,6 @@ from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
-from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import ActorStatus, Finding, Observation
 from asyncrl.tensors.snapshot import Snapshot
 from tests.harness.fakes import Channel, Engine, Loop, run_worker, until, worker
 
@@ -56,14 +54,6 @@ async def going_on(loop: Loop, bus_factory: Any, full: Full) -> AsyncIterator[as
     assert (made.problems, made.damage) == ((), ())
     assert (made.steps, made.incarnations, loop.backend.steps) == (loop.steps, 1, loop.steps)
     assert [row["step"] for row in loop.recorder.rows] == list(range(1, loop.steps + 1))
-
-
-def findings(loop: Loop) -> list[Finding]:
-    """Return what a health monitor finds about the learner after a while."""
-    beat = loop.learner.heartbeat()
-    return diagnose(
-        Observation(actors={"learner": ActorStatus(beat=beat, seconds=5.9, process="running")}, listened=3.0)
-    )
 
 
 def room(loop: Loop) -> list[str]:
@@ -105,19 +95,6 @@ async def test_a_checkpoint_waits_for_its_disk(
         "step-00000004",
     ]
     assert not list((tmp_path / "checkpoints").glob(".*"))
-
-
-async def test_the_health_monitor_names_it_and_restarts_nothing(bus_factory: Any, tmp_path: Path) -> None:
-    loop = Loop(await bus_factory(), tmp_path, steps=4, checkpoint_every=2)
-    full, save = Full(), loop.backend.save
-    loop.backend.save = lambda folder: (full.check(), save(folder))  # type: ignore[method-assign, assignment, func-returns-value]
-    async with going_on(loop, bus_factory, full):
-        wait = next(wait for wait in loop.learner.waits._open if wait.on == "room")
-        wait.since = wait.alive = wait.since - 3600  # an hour later
-        (found,) = findings(loop)
-        assert (found.fault, found.actor, found.cure) == ("no room", "learner", "")
-        assert "waiting for a disk that cannot be written for 360" in found.cause
-        assert "No space left on device" in found.cause
 
 
 async def test_weights_wait_for_their_disk_while_the_learner_trains_and_the_newest_are_written(

@@ -18,11 +18,11 @@ from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import WeightsError
-from asyncrl.messages import Heartbeat, VersionSpan, WeightVersion, replace
+from asyncrl.messages import Heartbeat, VersionSpan, WeightVersion
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.roles import EVALUATION_WORKER
 from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS
-from asyncrl.policies.evaluation.questions import EvaluationSet, digest
+from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.evaluation.verdict import MOST_REFUSED
 from asyncrl.policies.groups.table import GroupTable
 from tests.harness.evaluation import section, sums
@@ -165,39 +165,6 @@ async def test_an_engine_that_never_keeps_to_the_version_ends_its_evaluation_wit
     assert (row["evaluation/complete"], row["evaluation/sums/missing"]) == (0.0, 5.0)
     assert row["evaluation/mixed"] == 5 * MOST_REFUSED
     assert "given up after 16 rejected answers, the last from e0: not all of version 20" in caplog.text
-
-
-async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_prompt(
-    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await bus.put(EVALUATION, LAST)
-    await answer(bus, LAST, 0)
-    await bus.trim(EVALUATION_ANSWERS, through=1)
-    monkeypatch.setattr(evaluation_round, "ASK_AGAIN_SECONDS", 0.01)
-    incarnation = Incarnation(bus)
-    await incarnation.evaluator.start()
-    worker = asyncio.create_task(answer_what_is_asked(bus))
-    await incarnation.until_idle()
-    worker.cancel()
-    assert incarnation.results[0, 20]["evaluation/complete"] == 1.0
-
-
-@pytest.mark.parametrize("changed", ["size", "label", "sampling"])
-async def test_an_evaluation_of_other_questions_is_given_up(
-    bus: MemoryBus, changed: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its answers belong to questions that this incarnation would not ask."""
-    its = sums(6 if changed == "size" else 5)
-    await bus.put(EVALUATION, replace(LAST, questions=digest([its])))
-    if changed == "label":
-        its.questions[3].metadata["level"] = 2  # type: ignore[index]
-    sampling = replace(its.sampling, temperature=0.5) if changed == "sampling" else its.sampling
-    incarnation = Incarnation(
-        bus, its=replace(sums(), sampling=sampling) if changed == "size" else replace(its, sampling=sampling)
-    )
-    await incarnation.evaluator.start()
-    assert (await incarnation.newest()).is_over
-    assert "its data sets have changed" in caplog.text
 
 
 async def test_after_a_fall_back_the_same_steps_are_due_again(bus: MemoryBus, caplog: pytest.LogCaptureFixture) -> None:

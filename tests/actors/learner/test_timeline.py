@@ -108,26 +108,3 @@ def test_the_command_writes_what_a_viewer_opens(tmp_path: Path, capsys: pytest.C
         assert (code, out) == (2, "") and text in err and err.count("\n") == 1
     code, _, err = asyncrl("trace", tmp_path / "nowhere", capsys=capsys)
     assert code == 2 and "holds no run" in err
-
-
-async def test_alarms_see_how_many_workers_there_are_and_how_busy(
-    bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Alarms about the GPU split and about waits with idle engines depend on these numbers."""
-    seen: list[set[str]] = []
-
-    class Looking:
-        name, is_on, text = "looking", False, ""
-
-        def update(self, metrics: Any) -> dict[str, Any]:
-            seen.append(set(metrics))
-            return {}
-
-    def reporter(bus: Any, sinks: Any, **options: Any) -> MetricsReporter:
-        return MetricsReporter(bus, sinks, alarms=[Looking()], **options)
-
-    monkeypatch.setattr(fakes, "MetricsReporter", reporter)
-    loop = Loop(await bus_factory(), tmp_path, steps=3)
-    await run_all(loop, worker(await bus_factory(), Engine()))
-    assert len(seen) == 3
-    assert {"rollout/workers", "rollout/joined", "rollout/idle_ratio", "learner/wait_seconds"} <= seen[-1]

@@ -13,7 +13,6 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.learner.validator import Validator
-from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation
@@ -25,7 +24,6 @@ from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.groups.validation import GroupValidation
 from tests.conftest import BUS_SIZES
 from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker
-from tests.harness.rows import Rows
 
 
 class Trainer(Backend):
@@ -243,50 +241,3 @@ async def test_too_many_skipped_steps_in_a_row_end_the_run_and_leave_their_group
 
 
 # -- prompts that kill -------------------------------------------------------------------------------------------------
-
-
-class Watched(Engine):
-    """Records which prompts it answered concurrently."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now: list[tuple[int, ...]] = []
-        self.together: set[frozenset[tuple[int, ...]]] = set()
-
-    async def generate(
-        self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int, partial: Any = None
-    ) -> Generation:
-        prompt = tuple(prompt_tokens.tolist())
-        self.now.append(prompt)
-        self.together.add(frozenset(self.now))
-        try:
-            for _ in range(20):
-                await asyncio.sleep(0)  # long enough for other prompts to arrive
-            return await super().generate(prompt_tokens, sampling, seed=seed)
-        finally:
-            self.now.remove(prompt)
-
-
-async def test_a_group_on_its_last_attempt_has_the_worker_to_itself(tmp_path: Path) -> None:
-    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
-    loop = Loop(bus, tmp_path, steps=3, rows=Rows(count=100))
-    engine = Watched()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(loop.run_learner())
-        while await bus.depth(PROMPTS) < 6:
-            await asyncio.sleep(0)
-        attempts = DeliveryAttempts(bus, worker="another", max_attempts=3)
-        async with bus.consume(PROMPTS) as deliveries:  # two attempts of group 0, with prompt (1, 4), failed
-            held = [await anext(deliveries) for _ in range(6)]
-            await held[0].retry()
-            again = await anext(deliveries)
-            assert (again.key, again.attempt) == ("0", 2)
-            await attempts.begin(again)
-            for delivery in held[1:]:
-                await delivery.retry()
-            await again.retry()
-        group.create_task(run_worker(worker(bus, engine, max_running=100)))
-    suspect = (1, 4)
-    assert {prompts for prompts in engine.together if suspect in prompts} == {frozenset({suspect})}
-    assert any(len(prompts) > 1 for prompts in engine.together)
-    assert loop.backend.steps == 3

@@ -126,20 +126,3 @@ async def test_finds_saved_calls_in_another_order() -> None:
     assert progress.num_discarded == 0
     more = await session(two)
     assert more.tokens.tolist() not in [a.tokens.tolist() for a in answers]  # never sampled with an earlier seed
-
-
-async def test_time_in_a_call_is_not_a_wait_for_the_rollout_function() -> None:
-    setup = Setup()
-    session = setup.session()
-    seen: list[list[str]] = []
-    generate = setup.engine.generate
-
-    async def looked_at(*arguments: Any, **named: Any) -> Generation:
-        seen.append([wait.on for wait in setup.shared.waits.now()])
-        return await generate(*arguments, **named)
-
-    setup.engine.generate = looked_at  # type: ignore[method-assign]
-    async with session.waiting():
-        seen.append([wait.on for wait in setup.shared.waits.now()])
-        await session(PROMPT)
-    assert seen == [["rollout"], []]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.builtin import single_turn
 from asyncrl.environments.port import Generate
 from asyncrl.messages import Progress, PromptGroup, Trajectory
 from asyncrl.messages.topics import PROGRESS, SEGMENTS
@@ -185,25 +183,6 @@ async def test_second_death_keeps_what_the_first_worker_saved(bus: Bus) -> None:
     assert begins[1] >= 55  # sample 0's
     assert begins[2] >= 200  # sample 1's first
     assert [len(trajectory.tokens) for trajectory in group.trajectories] == [151, 401]
-
-
-async def test_starts_over_if_function_makes_other_calls(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
-    async def fickle(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-        tokens = prompt.prompt_tokens if index else prompt.prompt_tokens[:1]
-        return await single_turn(prompt, lambda _: generate(tokens), index=index)  # type: ignore[arg-type]
-
-    await publish_prompt(bus, 0)
-    async with Worker(bus, "w0").working() as dying:
-        await dying.begun(2)
-        await dying.engine.steps(41)
-        await dying.partial_rollouts.save()
-    async with Worker(bus, "w1").working(rollout=fickle) as heir:
-        await heir.begun(2)
-        with caplog.at_level(logging.WARNING):
-            await heir.until_published(bus, 1)
-    assert sorted(begin for _, _, begin in heir.engine.asked) == [0, 40]
-    assert (heir.partial_rollouts.resumed_tokens, heir.partial_rollouts.discarded_tokens) == (40, 40)
-    assert "made other requests than on the first attempt" in caplog.text
 
 
 # -- what is not taken over --------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl import config
 from asyncrl.actors.rollout.group_maker import GroupRules, check_rollout
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
@@ -22,10 +21,8 @@ from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory, TurnReward
 from asyncrl.policies.batching import packing
-from asyncrl.rewards.load import load_reward
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes
-from tests.harness.buses import first, publish_prompts
 from tests.harness.groups import trajectory
 
 OWN_PROMPT = [9, 9, 9]
@@ -109,27 +106,3 @@ def test_invalid_reward_fails_its_sample(made: Trajectory, problem: str) -> None
     rules = GroupRules(largest_reward=100.0, needs_reward=True)
     with pytest.raises(RolloutError, match=problem):
         check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9, rules=rules)
-
-
-async def test_group_continues_without_sample_that_lacks_its_reward(bus: Bus) -> None:
-    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-        turns = TrajectoryBuilder(prompt.prompt_tokens)
-        turns.answered(await generate(turns.tokens))
-        return turns.trajectory(reward=math.nan if index == 1 else 0.5)
-
-    worker = fakes.worker(
-        bus,
-        fakes.Engine(),
-        rollout=rollout,
-        reward=load_reward(config.RewardSection(kind="none")),
-        min_group=1,
-        needs_reward=True,
-    )
-    running = asyncio.ensure_future(fakes.run_worker(worker))
-    await publish_prompts(bus, 0)
-    (record,) = await first(bus, 1)
-    worker[0].drain()
-    await running
-    assert record.message is not None
-    assert (record.message.failed_samples, record.message.error) == (1, "")
-    assert {one.reward for one in record.message.trajectories} == {0.5}

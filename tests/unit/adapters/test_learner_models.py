@@ -160,10 +160,3 @@ def test_critic_starts_from_the_policy(folder: Path) -> None:
     assert {critic for _, critic in rates} == {1e-4}
     faster = run(folder, "algorithm.name=ppo", "critic.learning_rate=1e-3")
     assert learning_rates(faster, 0)[1] == 1e-3
-
-
-def test_frozen_model_has_no_objective_and_no_optimizer(folder: Path) -> None:
-    made = run(folder, "algorithm.name=opd", "teacher.path={folder}/same", "reference.kl_coef=0.1")
-    models = learner_models.models(made, registry.algorithm(made), optimizer=OptimizerSettings())
-    assert {name: model.path.name for name, model in models.items()} == {"reference": "policy", "teacher": "same"}
-    assert all(model.objective is None and model.optimizer is None for model in models.values())

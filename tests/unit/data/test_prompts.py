@@ -95,32 +95,11 @@ def test_the_epochs_end(open_rows: Open) -> None:
     assert dataset.at(6) is None and dataset.at(100) is None
 
 
-def test_overlong_prompts_are_empty_and_counted_once(open_rows: Open) -> None:
-    rows = [{"prompt": "1234"}, {"prompt": "12345"}, {"prompt": "1"}]
-    dataset = open_rows(rows, max_prompt_tokens=4, shuffle=False)
-    assert [len(at(dataset, position).tokens) for position in range(6)] == [4, 0, 1, 4, 0, 1]
-    assert dataset.dropped == 1
-
-
 def test_all_prompts_too_long_is_an_error_not_an_endless_search(open_rows: Open) -> None:
     dataset = open_rows([{"prompt": "12345"}, {"prompt": "123456"}], max_prompt_tokens=4)
     dataset.at(0)
     with pytest.raises(ConfigError, match="all 2 prompts have more than data.max_prompt_tokens = 4 tokens"):
         dataset.at(1)
-
-
-def test_rows_are_tokenised_only_when_asked_for(open_rows: Open, tokenizer: Any, tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    def counting(text: str, **options: Any) -> Any:
-        calls.append(text)
-        return tokenizer(text, **options)
-
-    open_rows(numbered(50), shuffle=False)
-    data = config.DataSection(path=str(tmp_path / "data.jsonl"), shuffle=False)
-    dataset = PromptDataset.open(data, tokenizer=counting, seed=0)
-    dataset.at(137)
-    assert calls == ["n37"]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -272,18 +251,6 @@ def test_prompts_that_leave_no_room_for_an_answer_are_dropped(open_rows: Open) -
         ConfigError, match="all 1 prompts have more than 8 tokens, which is what rollout.max_new_tokens"
     ):
         open_rows([{"prompt": "1" * 9}], limits=RowLimits(prompt_tokens=8)).look()
-
-
-def test_a_prompt_of_megabytes_is_dropped_without_tokenising_it(open_rows: Open, tmp_path: Path) -> None:
-    open_rows([{"prompt": "1"}, {"prompt": "2" * 2**20}], shuffle=False)
-
-    def tokenize(text: str, **_: Any) -> dict[str, list[int]]:
-        assert len(text) < 100
-        return {"input_ids": [5]}
-
-    data = config.DataSection(path=str(tmp_path / "data.jsonl"), shuffle=False, max_prompt_tokens=512)
-    dataset = PromptDataset.open(data, tokenizer=tokenize, seed=0)
-    assert (dataset.look(), dataset.dropped) == (2, 1)
 
 
 def test_a_missing_or_unknown_file_is_refused(open_rows: Open, tmp_path: Path, tokenizer: Any) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,10 @@ import pytest
 
 import asyncrl
 from asyncrl.actors.learner.history import seal
-from asyncrl.audit import run_folder
-from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.bus.port import Bus
-from asyncrl.config import RunConfig
 from asyncrl.config.toml_text import toml_text
 from asyncrl.data import demo_task
 from asyncrl.launch.processes.process_manager import Outcome
-from asyncrl.messages.topics import TRAJECTORIES
 from tests import ROOT
-from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
-from tests.harness.groups import group
 
 DEMO = ROOT / "examples" / "demo.toml"
 
@@ -131,26 +122,3 @@ def test_last_record_of_a_retrained_step_counts(tmp_path: Path) -> None:
         (3, "trained", 2, 1),
         (4, "trained", 2, 1),
     ]
-
-
-def test_trimmed_log_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": {"url": "nats://127.0.0.1:1"}}
-    entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
-    (tmp_path / "history.jsonl").write_bytes(seal(entry))
-    published = 0
-
-    @contextlib.asynccontextmanager
-    async def connected(run: RunConfig, address: run_folder.Address) -> AsyncIterator[Bus]:
-        bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
-        for group_id in range(published):
-            await bus.publish(TRAJECTORIES, group(group_id), key=str(group_id))
-        await bus.trim(TRAJECTORIES, through=published)
-        yield bus
-
-    monkeypatch.setattr(run_folder, "connect", connected)
-    assert list(asyncrl.open_run(tmp_path).trajectories()) == []
-    published = 2
-    with pytest.raises(
-        asyncrl.ConfigError, match="nothing is left of its log.* checkpoint.keep_log = true it is kept$"
-    ):
-        list(asyncrl.open_run(tmp_path).trajectories())

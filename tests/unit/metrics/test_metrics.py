@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,21 +52,6 @@ def test_the_console_prints_one_line_a_step() -> None:
     assert line.startswith("step  7/40  reward  0.750")
     assert "staleness  0.5 (max 1)" in line
     assert "dropped 2" in line
-
-
-def test_closed_stdout_is_logged_once_and_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
-    reading, writing = os.pipe()
-    with os.fdopen(writing, "w") as out:
-        console = Console(steps=40, out=out)
-        console.write(7, ROW)
-        assert os.read(reading, 1000).startswith(b"step  7/40")
-        os.close(reading)
-        console.write(8, ROW)
-        console.write(9, ROW)
-        with open(os.devnull, "wb") as nowhere:  # for what is left in the buffer
-            os.dup2(nowhere.fileno(), writing)
-    (warning,) = caplog.messages
-    assert warning.startswith("stdout takes no more lines (its reader is gone, ")
 
 
 def test_metrics_of_workers_are_reported_singly_and_summed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import threading
@@ -162,26 +161,6 @@ async def test_answers_share_the_groups_time_and_endless_ones_take_none(
     reward, sandbox = faked(monkeypatch)
     assert await values(reward, *taking(7.0, 4.0, 0.1, 0.1)) == [0.0, 1.0, 1.0, 1.0]
     assert sorted(sandbox.used) == [0.1, 0.1, 4.0, 4.0, 6.0]
-
-
-async def test_cancelled_group_starts_no_test_and_keeps_only_its_running_slot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reward, sandbox = faked(monkeypatch, at_once=1)
-    sandbox.may_run.clear()
-    abandoned = asyncio.create_task(reward(taking(1.0, 2.0, 3.0)))
-    while not sandbox.used:
-        await asyncio.sleep(0)
-    abandoned.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await abandoned
-    later = asyncio.create_task(reward(taking(0.1)))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert sandbox.used == [1.0]
-    sandbox.may_run.set()
-    assert [one.value for one in await later] == [1.0]
-    assert sandbox.used == [1.0, 0.1, 0.1]
 
 
 async def test_code_inside_thinking_is_not_run() -> None:

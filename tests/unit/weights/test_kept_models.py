@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl.data.model_folder import check_model
-from asyncrl.errors import WeightsError
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.kept_models import ModelKeeper
 from tests.harness.engines import Model
@@ -47,20 +46,3 @@ def test_a_learner_that_is_resumed_keeps_what_was_kept(
     publish(made(tmp_path, model), model, 0, 1, 2, 3, 4)
     publish(made(tmp_path, model), model, first, incarnation=1)
     assert names(tmp_path / "models") == stays
-
-
-def test_a_model_that_found_no_room_is_written_later_and_the_version_published_once(
-    tmp_path: Path, model: Model
-) -> None:
-    channel = made(tmp_path, model)
-    publish(channel, model, 1, 2)
-    (tmp_path / "models").write_text("in the way")
-    with pytest.raises(WeightsError):
-        publish(channel, model, 3)
-    published = (tmp_path / "weights" / "0-3").stat().st_ino
-    (tmp_path / "models").unlink()
-    publish(channel, model, 3)
-    assert names(tmp_path / "models") == {"0-3"}
-    assert (tmp_path / "weights" / "0-3").stat().st_ino == published
-    publish(channel, model, 4)
-    assert names(tmp_path / "weights") == {"0-3", "0-4"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -191,21 +189,6 @@ def test_lost_engine_breaks_only_its_own_group(peers: Any, fate: str) -> None:
         sender.begin(lost.joined)
 
 
-def test_given_up_engine_gets_an_error(peers: Any) -> None:
-    """The engine took the first bucket and came too late for the others: it must not wait forever."""
-    sender, late = holding(weights(0), patience_seconds=2.0), peers()
-    late.meet(sender)
-    transfer = sender.begin(late.joined)
-    with ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(transfer.send)
-        late.take(buckets_of(transfer)[0]).result(PATIENCE)
-        with pytest.raises(WeightsError, match="in time|Timed out"):  # gloo's own timeout may come first
-            sending.result(PATIENCE)
-    with pytest.raises(RuntimeError):
-        for layout in buckets_of(transfer)[1:]:  # one bucket may already be on its way
-            late.take(layout).result(PATIENCE)
-
-
 def test_restarted_engine_gets_a_new_group(peers: Any) -> None:
     """Even while the learner is still busy with the previous one."""
     sender, first = holding(weights(0), patience_seconds=2.0), peers("w0")
@@ -221,31 +204,6 @@ def test_restarted_engine_gets_a_new_group(peers: Any) -> None:
         with pytest.raises(WeightsError):
             sending.result(PATIENCE)
     assert second.receive(sender) == bytes_of(weights(0))
-
-
-def test_concurrent_joins_restore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads the environment while a group is made, so no other thread may restore it then."""
-    monkeypatch.delenv(nccl._ERROR_HANDLING, raising=False)
-    first_is_in, second_is_in, first_may_leave = threading.Event(), threading.Event(), threading.Event()
-
-    def first() -> None:
-        with nccl._left_alone():
-            first_is_in.set()
-            first_may_leave.wait(PATIENCE)
-
-    def second() -> str | None:
-        with nccl._left_alone():
-            second_is_in.set()
-            return leaving.result(PATIENCE) or os.environ.get(nccl._ERROR_HANDLING)
-
-    with ThreadPoolExecutor(2) as threads:
-        leaving = threads.submit(first)
-        first_is_in.wait(PATIENCE)
-        joining = threads.submit(second)
-        second_is_in.wait(0.1)  # it must wait
-        first_may_leave.set()
-        assert joining.result(PATIENCE) == "0"
-    assert nccl._ERROR_HANDLING not in os.environ
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -194,43 +193,3 @@ def test_another_schema_is_refused_and_is_no_damage(directory: Path, schema: int
     with pytest.raises(CheckpointError, match=f"has schema {schema}, and this .* reads schema {SCHEMA}"):
         resumed(directory)
     assert path.exists()
-
-
-NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a step below 0": lambda table: table.update(step=-1),
-    "another step": lambda table: table.update(step=16, policy_version=16),
-    "another incarnation": lambda table: table.update(incarnation=1),
-    "a version that is not the step": lambda table: table.update(policy_version=3),
-    "a number that is none": lambda table: table.update(groups_trained="30"),
-    "a share of a group": lambda table: table.update(groups_trained=29.5, groups_dropped=0.5),
-    "too many groups done": lambda table: table["groups"].update(watermark=130),
-    "a group done twice": lambda table: table["groups"].update(beyond=[3]),
-    "a ledger without a watermark": lambda table: table["groups"].pop("watermark"),
-    "a counter that is off": lambda table: table.update(groups_dropped=7),
-    "fewer groups published than done": lambda table: table["prompts"].update(next_group_id=3),
-    "a group done and outstanding": lambda table: table["prompts"].update(outstanding={"0": 0, "31": 31}),
-    "a position before that of a group": lambda table: table["prompts"].update(position=1),
-    "a consumed record below 0": lambda table: table["consumed"].update(beyond=[-4]),
-    "a fork in a later incarnation": lambda table: table.update(forks={"7": 3}),
-    "a key that nobody knows": lambda table: table.update(rows=1),
-    "no prompts": lambda table: table.pop("prompts"),
-}
-
-
-@pytest.mark.parametrize("case", NONSENSE)
-def test_numbers_that_no_learner_saves_are_damage(directory: Path, case: str) -> None:
-    folder = directory / "step-00000015"
-    table = json.loads((folder / "learner.json").read_text())
-    NONSENSE[case](table)
-    (folder / "learner.json").write_text(json.dumps(table))
-    list_again(folder)
-    with pytest.raises(CheckpointDamaged, match=r"is damaged: learner.json (makes no sense|cannot be read)"):
-        checkpoint.read(folder)
-    assert resumed(directory)[0] == 10
-
-
-def test_what_a_learner_saves_makes_sense() -> None:
-    assert LearnerState.fresh().problem() == ""
-    assert dataclasses.replace(saved(3), groups={"watermark": 5, "beyond": [6]}, groups_trained=6).problem() == (
-        "a group is done and outstanding"
-    )

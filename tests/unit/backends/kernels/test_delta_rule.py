@@ -88,38 +88,6 @@ def test_convolution_stays_within_documents(lengths: tuple[int, ...]) -> None:
     assert_same(lambda: delta_rule.short_convolution(x, kernels, chunks), one_by_one, [x, kernels])
 
 
-def refuse(of_out: torch.Tensor) -> None:
-    raise RuntimeError("Triton 3.6 on Hopper is wrong")
-
-
-def keep(of_out: torch.Tensor) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("factor", "hook", "problem"),
-    [(1.0, keep, ""), (1.2, keep, "its results differ"), (1.0, refuse, "RuntimeError: Triton 3.6 on Hopper is wrong")],
-    ids=["right", "wrong", "without gradients"],
-)
-def test_uses_fla_delta_rule_only_if_it_agrees(
-    factor: float,
-    hook: Callable[[torch.Tensor], None],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Otherwise the first step would fail: the package refuses the gradient with some versions of Triton."""
-
-    def kernels(*rows: torch.Tensor, boundaries: torch.Tensor, host_boundaries: torch.Tensor) -> torch.Tensor:
-        out = factor * delta_rule.gated_delta_rule(*rows, chunks=Chunks.from_boundaries(boundaries.int().numpy(), CPU))
-        out.register_hook(hook)
-        return out
-
-    monkeypatch.setattr(flash_linear_attention, "gated_delta_rule", kernels)
-    agrees = delta_rule.rule_agrees.__wrapped__  # remembers nothing
-    assert agrees(CPU, torch.float32, torch.Size([2, 8]), torch.Size([4, 8])) == (not problem)
-    assert [one.getMessage().partition("attention: ")[2] for one in caplog.records] == ([problem] if problem else [])
-
-
 @pytest.mark.parametrize("agrees", [False, True])
 def test_kernels_that_do_not_agree_are_not_called(agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []

@@ -321,18 +321,6 @@ def test_offloaded_moments_do_not_change_training(folder: Path, tmp_path: Path) 
     assert distance(*results) == 0.0
 
 
-def test_moments_are_offloaded_after_a_restore(folder: Path, tmp_path: Path) -> None:
-    with started("megatron-1", folder, options={"offload_optimizer": True}) as backend:
-        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
-        backend.save(tmp_path)
-        backend.restore(tmp_path)
-        own: Any = backend
-        (moments,) = own._rank._loaded["policy"]._moments
-        waiting = [one for state in moments._optimizer.state.values() for key, one in state.items() if key != "step"]
-        assert waiting
-        assert all(any(one is home for home in moments._homes.values()) for one in waiting)
-
-
 def test_flops_of_a_step_are_counted_by_hand(folder: Path) -> None:
     """Per token and layer: q 64 x 64, k and v 64 x 32, o 64 x 64, three matrices of 64 x 128; then the head 64 x 50.
     Per document of 10 tokens: 2 products of 10 x 10 scores x 64 wide, half masked, in 3 passes: 6 x 100 x 64."""

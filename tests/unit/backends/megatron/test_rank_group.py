@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from asyncrl.backends.megatron.backend import MegatronBackend
-from asyncrl.backends.megatron.job import Options
 from asyncrl.backends.megatron.rank_group import (
     COMMAND,
     PART,
@@ -28,10 +22,7 @@ from asyncrl.backends.megatron.rank_group import (
 )
 from asyncrl.backends.megatron.remote_parts import ExportedParts, RemotePart
 from asyncrl.errors import BackendError, ConfigError, WeightsError
-from asyncrl.policies.algorithms.spec import resolve
-from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
-from tests.harness.backends import LAYOUTS, SETTINGS, tiny_model
 from tests.harness.ports import free_ports
 from tests.harness.ranks import Ends
 
@@ -96,44 +87,6 @@ def test_a_rank_that_differs_is_refused_and_both_ends_say_in_what() -> None:
             ConfigError, match=r"^learner rank 1 is refused: .* differs from rank 0 in learner\.recompute"
         ):
             other.result()
-
-
-@pytest.mark.parametrize("other", ["weights", "configuration"])
-def test_a_rank_whose_folder_holds_another_model_is_refused(tmp_path: Path, other: str) -> None:
-    """The ranks would train a mixture of both models. Tools that copy a folder may rewrite the version in it."""
-    port = free_ports(1)[0]
-    folder = tiny_model(tmp_path / "model")
-    shutil.copytree(folder, tmp_path / "other")
-    config = json.loads((folder / "config.json").read_text())
-    changed = config | {"transformers_version": "0"}
-    if other == "weights":
-        tensors = load_file(folder / "model.safetensors")
-        shifted = {name: tensor + 0.01 for name, tensor in tensors.items()}
-        save_file(shifted, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
-    else:
-        changed["rms_norm_eps"] = 2 * config["rms_norm_eps"]
-    (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
-
-    def backend(folder: Path, rank: int) -> MegatronBackend:
-        return MegatronBackend(
-            folder,
-            algorithm=resolve(ALGORITHMS["grpo"]),
-            optimizer=SETTINGS,
-            temperature=1.0,
-            device="cpu",
-            dtype="float32",
-            threads=1,
-            options=Options(),
-            layout=LAYOUTS["megatron-2"],
-            info=info(rank, port),
-        )
-
-    with ThreadPoolExecutor() as threads:
-        learner = threads.submit(backend(folder, 0).start)
-        with pytest.raises(ConfigError, match=rf"differs from rank 0 in the {other} of model\.path;"):
-            backend(tmp_path / "other", 1).serve()
-        with pytest.raises(ConfigError, match=rf"differs from rank 0 in the {other} of model\.path;"):
-            learner.result()
 
 
 def test_ranks_that_do_not_join_are_named() -> None:

@@ -86,38 +86,3 @@ async def test_another_server_at_our_port_is_not_ours(
     with pytest.raises(EngineDied, match="not the one started here|exited"):
         await make_engine(model, tmp_path / "log").start()
     assert "/generate" not in server.paths
-
-
-async def test_a_launched_server_that_has_ended_answers_nothing(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process may have its port by then."""
-    server, url = fake
-
-    def started(*_: object, weight_version: str, **__: object) -> list[str]:
-        server.weight_version = weight_version
-        return [sys.executable, "-c", "import time; time.sleep(60)"]
-
-    monkeypatch.setattr(sglang_server, "free_port", lambda: int(url.rpartition(":")[2]))
-    monkeypatch.setattr(sglang_server, "server_command", started)
-    engine = make_engine(model, tmp_path / "log")
-    await engine.start()
-    assert len((await engine.generate(PROMPT, SHORT, seed=0)).tokens) == 4
-    assert engine._client.server is not None
-    await engine._client.server.close()
-    with pytest.raises(EngineDied, match="exited"):
-        await engine.generate(PROMPT, SHORT, seed=0)
-    with pytest.raises(EngineDied, match="exited"):
-        await engine.load(model.version(4))
-    server.asked.clear()
-    intake = engine.intake
-    assert intake is not None
-    for order in (
-        intake.join("g", host="127.0.0.1", port=1, kind="nccl"),
-        intake.leave("g"),
-        engine.release(),
-    ):
-        with pytest.raises(EngineDied, match="exited"):
-            await order
-    assert not server.asked
-    await engine.close()

@@ -22,20 +22,6 @@ from asyncrl.errors import ConfigError, EngineDied, EngineError, PromptError, We
 from asyncrl.messages import SamplingParams
 from tests.harness.engines import PROMPT, Model
 from tests.unit.engines.sglang.fake_server import SHORT, FakeServer, make_engine
-from tests.unit.engines.sglang.test_reply import finished
-
-
-async def test_an_old_server_is_asked_by_stream(fake: tuple[FakeServer, str], model: Model, tmp_path: Path) -> None:
-    server, url = fake
-    engine = make_engine(model, tmp_path / "log", url=url)
-    await engine.start()
-    generation = await engine.generate(PROMPT, SHORT, seed=0)
-    assert finished(generation) == ([5, 6, 7, 8], [(0, 3)])
-    asked = server.asked[-1][1]
-    assert asked["stream"]
-    assert asked["input_ids"] == PROMPT.tolist()
-    assert engine.stats().tokens_generated == 4
-    await engine.close()
 
 
 async def test_a_request_that_the_server_would_refuse_or_cut_short_is_refused_for_its_prompt(
@@ -77,36 +63,6 @@ async def test_every_load_changes_the_name_of_the_prefix_cache(
     names = [asked["extra_key"] for path, asked in server.asked if path == "/generate" and asked["stream"]]
     assert len(set(names)) == 3
     await engine.close()
-
-
-async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model: Model) -> None:
-    """The answer to the request that begins the session is lost. The server stays paused until a load succeeds."""
-    begin, update, end = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
-    asked: list[str] = []
-    is_answering = False
-
-    async def post(path: str, body: Mapping[str, Any]) -> Any:
-        asked.append(path)
-        if path == begin and not is_answering:
-            raise EngineError("no answer")
-        return {"success": True}
-
-    is_open = asyncio.Event()
-    loader = WeightLoader(
-        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), is_open=is_open
-    )
-    loader.has_sessions, loader.ranks_with_loader = True, 2
-    with pytest.raises(WeightsError, match="no answer"):
-        await loader.load(model.version(4), model.folder)
-    assert asked == ["/pause_generation", begin]
-    assert loader.version < (0, 0)
-    assert not is_open.is_set()
-    asked.clear()
-    is_answering = True
-    await loader.load(model.version(4), model.folder)
-    assert asked == ["/pause_generation", end, begin, update, end, "/continue_generation"]
-    assert loader.version == (0, 4)
-    assert is_open.is_set()
 
 
 async def test_a_server_gets_quantized_weights_exactly_if_it_serves_them(

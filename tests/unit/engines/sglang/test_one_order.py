@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from asyncrl.engines.sglang import weights as sglang_weights
-from asyncrl.errors import WeightsError
-from tests.harness.engines import Model
 from tests.harness.transfers import changed, collective_of
 from tests.unit.engines.sglang.attached import (
     BEGIN,
@@ -65,36 +57,3 @@ async def test_otherwise_sglang_receives_bucket_by_bucket(attach: Attach, reason
     await attached.receive()
     assert attached.paths.count(UPDATE) == len(collective_of(attached.offer).buckets)
     assert BY_LOADER not in attached.paths
-
-
-async def test_a_loader_that_does_not_find_the_group_is_replaced_by_sglangs(
-    attach: Attach, model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The first transfer fails with one line, a folder takes its place, and the next transfer works."""
-    attached = await attach()
-    await with_loader(attached)
-    problems = tmp_path / "problems"
-    await asyncio.to_thread(problems.mkdir)
-    monkeypatch.setattr(sglang_weights.tempfile, "gettempdir", lambda: str(problems))
-    post = attached.engine._loader._post
-
-    async def without_group(path: str, body: Mapping[str, Any]) -> Any:
-        answer = await post(path, body)
-        if path == BY_LOADER:
-            (*_, problem) = attached.server.loader_orders()[-1]
-            await asyncio.to_thread(Path(problem).write_text, "no such group: w7")
-        return answer
-
-    monkeypatch.setattr(attached.engine._loader, "_post", without_group)
-    with pytest.raises(WeightsError, match="cannot receive: no such group: w7; from now on SGLang's does$"):
-        await attached.receive()
-    assert not await asyncio.to_thread(os.listdir, problems)
-    assert CONTINUE not in attached.paths
-    monkeypatch.undo()
-    await attached.engine.load(model.version(4))
-    assert attached.paths[-1] == CONTINUE
-    await attached.join()
-    await attached.receive()
-    assert UPDATE in attached.paths
-    assert BY_LOADER not in attached.paths
-    assert attached.engine.version == (0, 4)

@@ -136,34 +136,3 @@ def test_every_copy_finds_its_bucket_at_any_pace_of_the_streams(
     assert not gpu.loading.queue and not gpu.receiving.queue
     assert network.found == [(n, n) for n in range(BUCKETS) for _ in range(TENSORS)]
     assert len(gpu.blocks) <= receiving.AT_ONCE
-
-
-def test_a_tensor_larger_than_a_bucket_takes_the_room_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an embedding of 2.6 GiB would come on top of the memory that bucket_megabytes names."""
-    sizes = [4, 4, 4, 11, 4, 4, 4, 4, 30, 4, 4]
-    buckets = [
-        tuple(TensorEntry(name=f"{n}.{k}", dtype=torch.uint8, shape=(one,)) for k, one in enumerate(parts))
-        for n, parts in enumerate([[size] if size > 4 else [2, 2] for size in sizes])
-    ]
-    alive: list[tuple[StorageWeakRef, int]] = []
-    most: list[int] = []
-    plain = torch.empty
-
-    def empty(size: int, **options: Any) -> torch.Tensor:
-        data = plain(size, **options)
-        alive.append((StorageWeakRef(data.untyped_storage()), size))  # type: ignore[no-untyped-call]
-        most.append(sum(size for memory, size in alive if not memory.expired()))  # type: ignore[no-untyped-call, misc]
-        return data
-
-    class Model:
-        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            for _ in weights:
-                pass
-
-    with monkeypatch.context() as patched:
-        patched.setattr(receiving.dist, "broadcast", lambda data, *, src, group: None)
-        patched.setattr(receiving.torch, "empty", empty)
-        receiving.Arrivals(list(enumerate(buckets)), CPU).load_into(Model())
-    assert max(most[:3]) <= receiving.AT_ONCE * 4
-    assert max(most) <= 30 + 4, "the largest tensor, and the bucket whose last tensor the model still holds"
-    assert len(most) == len(sizes)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
-import sys
-from collections.abc import Iterator, Mapping
-from importlib import metadata
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +93,6 @@ def test_a_server_of_your_own_that_serves_quantized_weights_gets_no_unquantized_
         assert checks.ranks_with_loader(info, is_ours=False) == 0
 
 
-def test_sglang_finds_its_plugin_for_a_cpu_where_a_cpu_server_imports_from() -> None:
-    """The entry-point group is SGLang's. The module is next to the folder whose metadata names it."""
-    folder = Path(sglang_server.__file__).parent / "cpu_testing" / "plugin"
-    (found,) = (one for of in metadata.distributions(path=[str(folder)]) for one in of.entry_points)
-    assert (found.group, found.attr) == ("sglang.srt.plugins", "register")
-    assert (folder / f"{found.module}.py").is_file()
-
-
 def test_a_server_is_told_to_keep_experts_only_where_they_are_wanted() -> None:
     words = {
         wanted: sglang_server.server_command(
@@ -135,13 +124,6 @@ def test_a_server_on_a_cpu_compiles_nothing_that_nobody_asks_for() -> None:
     assert disables("cpu", {}, enable_torch_compile=True) is None
     assert disables("cpu", {"TORCHDYNAMO_DISABLE": "0"}) == "0"
     assert disables("cuda", {}) is None
-
-
-@pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(Path(sglang_server.__file__).parent / "cpu_testing" / "plugin"))
-    yield importlib.import_module("asyncrl_sglang_cpu")
-    sys.modules.pop("asyncrl_sglang_cpu")
 
 
 def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_server_has_started(

@@ -67,22 +67,6 @@ async def test_buckets_are_taken_in_order_while_the_server_is_paused(attach: Att
     assert 0 <= report.pause_seconds <= report.load_seconds
 
 
-async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: Attach, model: Model) -> None:
-    attached = await attach()
-    await attached.join()
-    attached.server.refuses = {(UPDATE, 2), (END, 1), (END, 2)}
-    with pytest.raises(WeightsError):
-        await attached.receive()
-    attached.server.says = "no memory to restore the weights"
-    with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to restore"):
-        await attached.engine.load(model.version(4))
-    assert attached.paths[-2:] == [PAUSE, END]
-    assert attached.engine.version < (0, 0)
-    attached.server.says = "no weight-update session is open; call begin_weight_update() first"
-    await attached.engine.load(model.version(4))
-    assert attached.paths[-4:] == [PAUSE, END, FROM_FOLDER, CONTINUE]
-
-
 @pytest.mark.parametrize(
     "problem",
     [
@@ -148,19 +132,6 @@ async def test_a_folder_brings_a_torn_server_back(attach: Attach, model: Model) 
     assert attached.paths == [PAUSE, END, FROM_FOLDER, CONTINUE]
     assert attached.engine.version == (0, 4)
     assert len((await attached.engine.generate(PROMPT, SHORT, seed=0)).tokens)
-
-
-async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Attach, model: Model) -> None:
-    attached = await attach()
-    await attached.join()
-    attached.server.refuses = {(UPDATE, 2), (FROM_FOLDER, 1)}
-    with pytest.raises(WeightsError):
-        await attached.receive()
-    with pytest.raises(WeightsError):
-        await attached.engine.load(model.version(4))
-    assert CONTINUE not in attached.paths
-    await attached.engine.load(model.version(4))
-    assert attached.paths[-1] == CONTINUE
 
 
 @pytest.mark.parametrize(
@@ -230,11 +201,3 @@ async def test_server_gets_the_function_of_a_pull_channel(attach: Attach) -> Non
     names = [name for name, _ in pickle.loads(base64.b64decode(first))]
     assert names[:2] == [f"source:{__name__}:source", base64.b64encode(b"where").decode()]
     assert attached.engine.version == (0, 4)
-
-
-async def test_pull_channel_needs_our_loader(attach: Attach) -> None:
-    attached = await attach()
-    before = list(attached.paths)
-    with pytest.raises(WeightsError, match="lacks asyncrl's loader"):
-        await PullReceiver(attached.engine.intake, source, engine="w7").receive(offering(attached.offer))
-    assert attached.paths == before

@@ -190,18 +190,6 @@ async def test_a_producer_that_lost_the_answer_asks_again_at_once(tmp_path: Path
         await until(entry.url, ended=1, over=0, playing=0)
 
 
-async def test_all_samples_of_a_worker_wait_at_once(tmp_path: Path) -> None:
-    async with Entry(host="127.0.0.1", port=0, key=KEY).serving() as entry, worker(entry.url, tmp_path) as made:
-        samples = [asyncio.ensure_future(made(group(n), Scripted([]), index=0)) for n in range(101)]
-        await until(entry.url, waiting=101)
-        assert not any(sample.done() for sample in samples)
-        for sample in samples:
-            sample.cancel()
-        await asyncio.gather(*samples, return_exceptions=True)
-        assert all(sample.cancelled() for sample in samples)
-        await until(entry.url, waiting=0)
-
-
 async def outcome(agent: Agent, prompt: PromptGroup) -> str:
     """Return the reason why the sample fails."""
     with pytest.raises(RolloutError) as error:

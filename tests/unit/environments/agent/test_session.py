@@ -166,21 +166,6 @@ async def test_calls_at_the_same_time_are_recorded_side_by_side() -> None:
     assert client.check() == 8
 
 
-async def test_ids_of_tool_calls_are_the_same_when_the_sample_is_made_again() -> None:
-    async def ids(order: list[int], **changes: Any) -> list[str]:
-        async with Client(Scripted(lambda text, number: CALL), **changes) as client:
-            found = {}
-            for number in order:
-                said = await client.say([{"role": "user", "content": f"add {number}"}], tools=TOOLS)
-                found[number] = said["tool_calls"][0]["id"]
-        return [found[number] for number in sorted(found)]
-
-    first = await ids([0, 1, 2])
-    assert await ids([2, 0, 1]) == first
-    assert len({*first, *(await ids([0, 1, 2], name="0/1"))}) == 6
-    assert all(len(one) == 9 and one.isalnum() for one in first)
-
-
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 

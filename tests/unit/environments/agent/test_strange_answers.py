@@ -127,12 +127,5 @@ async def test_refusals_and_empty_tool_failures_are_shown_to_the_model() -> None
     assert "<tool_response>\nError\n</tool_response>" in second
 
 
-async def test_the_bytes_of_a_token_that_is_a_part_of_a_letter_are_unknown() -> None:
-    async with Client(Scripted(["é"])) as client:
-        reply = await client.chat([{"role": "user", "content": "q"}], logprobs=True)
-    shown = [one["bytes"] for one in reply["choices"][0]["logprobs"]["content"]]
-    assert shown == [None, None, list(b"<|im_end|>")]
-
-
 def no_json(name: str) -> Any:
     raise AssertionError(f"{name}, which clients in other languages cannot read")

@@ -165,12 +165,6 @@ def test_a_number_of_the_run_file_is_finite(override: str, tmp_path: Path) -> No
         run(tmp_path, override)
 
 
-def test_the_overlong_punishment_fits_into_an_answer(tmp_path: Path) -> None:
-    run(tmp_path, "algorithm.overlong_tokens=256", "rollout.max_new_tokens=256")
-    with pytest.raises(ConfigError, match=r"overlong_tokens 257 is more than rollout\.max_new_tokens 256"):
-        run(tmp_path, "algorithm.overlong_tokens=257", "rollout.max_new_tokens=256")
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
