@@ -167,9 +167,8 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
         raise CheckpointDamaged(
             f"{folder}: is damaged: {_STATE_FILE} cannot be read: {type(error).__name__} {error}"
         ) from error
-    problem = state.problem() or ("" if folder.name == _name(state) else f"it is of {_name(state)}")
-    if problem:
-        raise CheckpointDamaged(f"{folder}: is damaged: {_STATE_FILE} makes no sense: {problem}")
+    if folder.name != _name(state):
+        raise CheckpointDamaged(f"{folder}: is damaged: {_STATE_FILE} is of {_name(state)}")
     return state, folder / "backend"
 
 
