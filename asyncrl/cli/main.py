@@ -41,7 +41,6 @@ VERBS: Final = {
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
-    "import-eval": "Print the [evaluation] of a run file from the evaluation YAML of slime or Miles.",
     "import-model": "Convert a GGUF file, or a folder with FP8 or MXFP4 weights, to a folder for training.",
     "convert": "Convert a Hugging Face model folder to a Megatron checkpoint, or back.",
 }
@@ -50,7 +49,6 @@ VERBS: Final = {
 APART: Final = {
     "board": "asyncrl.board.command",
     "convert": "asyncrl.contrib.importers.convert",
-    "import-eval": "asyncrl.contrib.importers.slime_evaluation",
     "import-model": "asyncrl.contrib.importers.command",
 }
 """Verbs whose modules stand apart: nothing imports them but this table, by name."""
@@ -71,7 +69,6 @@ EXAMPLES: Final = """examples:
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml
-  asyncrl import-eval eval.yaml >> my.toml             convert slime's evaluation data sets
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
   asyncrl convert models/my-model megatron/my-model    Hugging Face to Megatron's torch_dist, and back
 

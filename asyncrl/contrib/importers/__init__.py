@@ -1,1 +1,1 @@
-"""Imports from other formats: GGUF files, quantized folders, and the evaluation files of slime and Miles."""
+"""Imports from other formats: GGUF files, quantized folders, Megatron checkpoints."""
