@@ -12,7 +12,8 @@ from asyncrl.policies.advantages.advantage import Advantage, AdvantageInputs
 from asyncrl.policies.advantages.groups import GPG, GRPO, OPO, RLOO, AsymRE, DrGRPO, MaxRL, OPMDAdvantage
 from asyncrl.policies.advantages.returns import GAE, ReinforcePP, ReinforcePPBaseline, Returns
 from asyncrl.policies.batching import filters
-from asyncrl.policies.losses import kl, value_loss
+from asyncrl.policies.algorithms.critic import value_loss
+from asyncrl.policies.losses import kl
 from asyncrl.policies.losses.distillation import OPD, OPDReward
 from asyncrl.policies.losses.ratios import ratio
 from tests.oracles.dense import Adapter, Dense, Inputs, Outputs, Params, one_of, renamed
@@ -309,8 +310,8 @@ def value_clip(params: Params, inputs: Inputs) -> Outputs:
     dense = Dense(inputs, like="values")
     critic, old, target = dense.live("values"), dense.flat("old_values"), dense.flat("returns")
     clip = renamed(params, clip="cliprange")
-    loss, clipped = value_loss.value_loss(critic, old, target, **clip)
-    unscaled, _ = value_loss.value_loss(critic, old, target, scale=1.0, **clip)
+    loss, clipped = value_loss(critic, old, target, **clip)
+    unscaled, _ = value_loss(critic, old, target, scale=1.0, **clip)
     mean = dense.total(loss)
     moved = value_loss.has_moved(critic, old, **clip)
     return {
@@ -327,7 +328,7 @@ def value_huber(params: Params, inputs: Inputs) -> Outputs:
     critic = torch.tensor(inputs["diff"], dtype=torch.float64)
     zeros = torch.zeros_like(critic)
     options = renamed(params, huber_delta="delta")
-    loss, _ = value_loss.value_loss(critic, zeros, zeros, kind="huber", clip=None, **options)
+    loss, _ = value_loss(critic, zeros, zeros, kind="huber", clip=None, **options)
     return {"loss": loss}
 
 

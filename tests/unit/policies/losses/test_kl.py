@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.policies.losses import kl, value_loss
+from asyncrl.policies.algorithms.critic import value_loss
+from asyncrl.policies.losses import kl
 from asyncrl.policies.losses.distillation import OPD, OPDReward
 
 ESTIMATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -103,7 +104,7 @@ def test_a_critic_learns_nothing_where_the_clipped_error_is_larger(
     now: list[float], old: list[float], target: list[float]
 ) -> None:
     estimate = torch.tensor(now, dtype=torch.float64, requires_grad=True)
-    loss, clipped = value_loss.value_loss(estimate, np.array(old), np.array(target), clip=0.3)
+    loss, clipped = value_loss(estimate, np.array(old), np.array(target), clip=0.3)
     for i, (v, o, t) in enumerate(zip(now, old, target, strict=True)):
         bounded = o + min(max(v - o, -0.3), 0.3)
         assert loss[i].item() == pytest.approx(0.5 * max((v - t) ** 2, (bounded - t) ** 2))
@@ -112,8 +113,8 @@ def test_a_critic_learns_nothing_where_the_clipped_error_is_larger(
 
 
 def test_a_critic_without_a_clip_learns_from_every_value() -> None:
-    loss, clipped = value_loss.value_loss([0.0, 3.0], [9.0, 9.0], [1.0, 1.0], clip=None, scale=1.0)
+    loss, clipped = value_loss([0.0, 3.0], [9.0, 9.0], [1.0, 1.0], clip=None, scale=1.0)
     assert loss.tolist() == [1.0, 4.0]
     assert not clipped.any()
-    huge, _ = value_loss.value_loss([1000.0], [1000.0], [0.0], kind="huber")
+    huge, _ = value_loss([1000.0], [1000.0], [0.0], kind="huber")
     assert huge.item() == 10.0 * (1000.0 - 5.0)
