@@ -4,7 +4,7 @@
 
 Each way of running the server gets its own GPU and process. There the same load (--requests at once, --tokens each,
 with logprobs) goes in turns to the bare server as whole replies and through SGLangEngine. Each ratio is taken within
-one turn, and the median of the turns is reported. `inprocess` calls SGLang's Engine without HTTP.
+one turn, and the median of the turns is reported.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ WAYS: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {
     "interval 16, no tokenizer": (16, {"skip-tokenizer-init": True}),
     "interval 64, no tokenizer": (64, {"skip-tokenizer-init": True}),
     "interval 16, cumulative": (16, {"incremental-streaming-output": False}),
-    "interval 1": (1, {}),
-    "inprocess": (16, {"skip-tokenizer-init": True}),
 }
 """Tokens per streamed chunk, and server options, for each way."""
 
@@ -110,40 +108,6 @@ async def measure_server(options: argparse.Namespace, interval: int, arguments: 
         await engine.close()
 
 
-async def measure_inprocess(options: argparse.Namespace, interval: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure SGLang's Engine in this process, streamed. There is no bare server to compare with."""
-    import sglang  # only in benchmarks; asyncrl itself talks to a server
-
-    words = {key.replace("-", "_"): value for key, value in {**GPU_ARGUMENTS, **arguments}.items()}
-    began = time.monotonic()
-    engine = sglang.Engine(
-        model_path=str(options.model),
-        dtype="bfloat16",
-        stream_interval=interval,
-        incremental_streaming_output=True,
-        **words,
-    )
-    start_seconds = time.monotonic() - began
-    sampling = {"max_new_tokens": options.tokens, "temperature": 1.0, "ignore_eos": True}
-
-    async def one(prompt: Any) -> int:
-        count = 0
-        stream = await engine.async_generate(
-            input_ids=prompt.tolist(), sampling_params=sampling, return_logprob=True, stream=True
-        )
-        async for chunk in stream:
-            count = int(chunk["meta_info"]["completion_tokens"])
-        return count
-
-    speeds = []
-    for _ in range(options.turns + 1):
-        began = time.monotonic()
-        done = await asyncio.gather(*map(one, prompts(options.requests)))
-        speeds.append(sum(done) / (time.monotonic() - began))
-    engine.shutdown()
-    return {"start_seconds": start_seconds, "tokens_per_second": statistics.median(speeds[1:]), "turns": speeds[1:]}
-
-
 def measure_way(way: str, gpu: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one way in its own process. An error becomes a row."""
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--way", way, "--model", str(options.model)]
@@ -169,9 +133,10 @@ def measure_way(way: str, gpu: int, options: argparse.Namespace) -> dict[str, An
 def line(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return f"{row['way']:26s}  failed: {row['error']}"
-    bare_speed = f"{row['bare_tokens_per_second']:9,.0f}" if "ratio" in row else "        -"
-    ratio = f"{row['ratio']:6.3f}" if "ratio" in row else "     -"
-    return f"{row['way']:26s}  {bare_speed}  {row['tokens_per_second']:9,.0f}  {ratio}  {row['start_seconds']:7.0f}"
+    return (
+        f"{row['way']:26s}  {row['bare_tokens_per_second']:9,.0f}  {row['tokens_per_second']:9,.0f}  "
+        f"{row['ratio']:6.3f}  {row['start_seconds']:7.0f}"
+    )
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -180,7 +145,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--gpus", type=int, default=1)
     add("--shape", choices=SHAPES, default="0.6B")
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:4], metavar="WAY")
+    add("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     add("--requests", type=int, default=256)
     add("--tokens", type=int, default=512)
     add("--turns", type=int, default=4)
@@ -192,8 +157,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.way:
         interval, arguments = WAYS[options.way]
-        measure = measure_inprocess if options.way == "inprocess" else measure_server
-        row = {"way": options.way} | asyncio.run(measure(options, interval, arguments))
+        row = {"way": options.way} | asyncio.run(measure_server(options, interval, arguments))
         print(json.dumps(row), flush=True)
         return 0
     with tempfile.TemporaryDirectory(prefix="asyncrl-engine-") as folder:

@@ -11,8 +11,8 @@ import torch
 from asyncrl.policies.advantages.advantage import Advantage, AdvantageInputs
 from asyncrl.policies.advantages.groups import GPG, GRPO, OPO, RLOO, AsymRE, DrGRPO, MaxRL, OPMDAdvantage
 from asyncrl.policies.advantages.returns import GAE, ReinforcePP, ReinforcePPBaseline, Returns
+from asyncrl.policies.algorithms.critic import has_moved, value_loss
 from asyncrl.policies.batching import filters
-from asyncrl.policies.algorithms.critic import value_loss
 from asyncrl.policies.losses import kl
 from asyncrl.policies.losses.distillation import OPD, OPDReward
 from asyncrl.policies.losses.ratios import ratio
@@ -313,7 +313,7 @@ def value_clip(params: Params, inputs: Inputs) -> Outputs:
     loss, clipped = value_loss(critic, old, target, **clip)
     unscaled, _ = value_loss(critic, old, target, scale=1.0, **clip)
     mean = dense.total(loss)
-    moved = value_loss.has_moved(critic, old, **clip)
+    moved = has_moved(critic, old, **clip)
     return {
         "per_token_max": dense.back(unscaled),
         "verl": mean,
