@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.environments.agent.harnesses.program import Program
 
+from asyncrl import keeper
 from asyncrl.config import tables
-from asyncrl.environments.agent.harnesses import keeper
 from asyncrl.environments.agent.harnesses.command import CommandHarness, Options
 from asyncrl.environments.agent.harnesses.load import Limited, load_harness
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.program import Program
 from tests.unit.environments.harnesses.tasks import (
     ENDPOINT,
     ENVIRONMENT,
