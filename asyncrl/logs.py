@@ -16,7 +16,7 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Final, TextIO
 
-from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError, disk_problem
+from asyncrl.errors import ConfigError, disk_problem
 
 REASON = "reason"
 """Messages logged with ``extra={REASON: "..."}`` and the same reason are throttled on stderr (``Stderr``)."""
@@ -60,8 +60,7 @@ def print_line(text: str, *, out: TextIO | None = None) -> bool:
 def log_to(path: Path) -> None:
     """Log everything from info up to a file of this process, and warnings and errors also to stderr.
 
-    If the file cannot be written, raises ConfigError; or DiskError if the file exists already and a disk is the cause,
-    because the problem may then be over soon.
+    Raises ConfigError if the file cannot be written.
     """
     to_file, to_stderr = _handlers(path)
     logging.raiseExceptions = False  # with a full disk, tracebacks of log calls must not bury the actual error
@@ -93,26 +92,17 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
-    """Return handlers for the file and stderr. Raises ConfigError or DiskError as ``log_to`` does."""
+    """Return handlers for the file and stderr. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         to_file = WatchedFileHandler(path, errors="replace")  # begins again where somebody removed the file
     except OSError as error:
-        kind = DiskError if error.errno in DISK_ERRORS and _may_be_there(path) else ConfigError
-        raise kind(f"run.directory: cannot write {path}: {error.strerror}") from None
+        raise ConfigError(f"run.directory: cannot write {path}: {error.strerror}") from None
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     to_stderr = Stderr()
     to_stderr.setLevel(logging.WARNING)
     to_stderr.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     return to_file, to_stderr
-
-
-def _may_be_there(path: Path) -> bool:
-    """Return whether the file exists; True if this cannot be determined."""
-    try:
-        return path.exists()
-    except OSError:
-        return True
 
 
 # -- text for a terminal -----------------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from asyncrl.actors.wait_tracker import OpenWait, WaitTracker
+from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.messages.topics import ACTORS
-from asyncrl.policies.health.waits import BEAT_SECONDS, PATIENCE_SECONDS
+from asyncrl.policies.health.waits import BEAT_SECONDS
 
 FORGET_SECONDS = 2.0
 
@@ -56,24 +56,6 @@ class Actor(abc.ABC):
 
     async def stop(self) -> None:  # noqa: B027
         pass
-
-    def waiting(
-        self,
-        what: str,
-        *,
-        on: str = "",
-        note: str = "",
-        first: float = PATIENCE_SECONDS,
-        progress: Callable[[], int] | None = None,
-    ) -> contextlib.AbstractContextManager[OpenWait]:
-        """While open, report on the bus that this actor waits for ``what``, and since when.
-
-        on        who could end the wait: a role, or one of waits.PARTS
-        note      text appended to ``what``; waits with the same ``what`` are compared with each other
-        first     for a part: seconds that the first wait of this kind may take
-        progress  counter that rises while the awaited work makes progress
-        """
-        return self.waits.waiting(what, on=on, note=note, first=first, progress=progress)
 
     def heartbeat(self) -> Heartbeat:
         """Return what this actor does now."""

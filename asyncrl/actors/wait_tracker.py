@@ -64,9 +64,12 @@ class WaitTracker:
         first: float = PATIENCE_SECONDS,
         progress: Callable[[], int] | None = None,
     ) -> Iterator[OpenWait]:
-        """``first``: seconds that the first wait of this kind may take, before earlier waits exist to compare with.
+        """While open, report on the bus that the actor waits for ``what``, and since when.
 
-        ``progress``: counter that rises while the work progresses; only the time since it last rose counts.
+        on        who could end the wait: a role, or one of policies.health.waits.PARTS
+        note      text appended to ``what``; waits with the same ``what`` are compared with each other
+        first     for a part: seconds that the first wait of this kind may take, before there are earlier ones
+        progress  counter that rises while the work progresses; only the time since it last rose counts
         """
         usual, longest = self.usual_seconds(what, on), 0.0
         if (part := PARTS.get(on)) is not None:

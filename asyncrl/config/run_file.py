@@ -88,8 +88,6 @@ def override(table: dict[str, Any], item: str) -> None:
         if text.lstrip()[:1] in ("'", '"', "[", "{"):
             raise ConfigError(f"--set {dotted}: its value begins as a TOML value and is none: {error}") from None
         made = {"value": text}  # a bare word is a string: --set engine.kind=sglang
-    if len(made) > 1:  # TOML read the lines after the first as settings of their own
-        raise ConfigError(f"--set {dotted}: another setting follows after a line break; give each its own --set")
     node[key] = made["value"]
 
 

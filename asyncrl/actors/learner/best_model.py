@@ -26,12 +26,13 @@ class BestModel:
         forks   forks of the learner's history: a best model of a lost history is replaced by the next model, however
                 good
         """
-        self._folder, self._metric = folder, metric
+        self._folder = folder
+        self._metric = metric
         if not folder.exists() and self._beside("old").exists():  # an earlier incarnation ended between the renames
             self._beside("old").rename(folder)
         self._best = _value(folder / RESULT_FILE, metric, forks or {})
 
-    def look(self, model: Path, metrics: Mapping[str, float], *, order: tuple[int, int]) -> bool:
+    def keep_if_better(self, model: Path, metrics: Mapping[str, float], *, order: tuple[int, int]) -> bool:
         """Keep ``model`` if it is better than the best so far.  order: (incarnation, version).  Raises OSError."""
         value = metrics.get(f"evaluation/{self._metric}")
         if value is None or (self._best is not None and value <= self._best):
@@ -59,20 +60,9 @@ def _value(file: Path, metric: str, forks: Forks) -> float | None:
     try:
         found = json.loads(file.read_text())
         order, value = (int(found["incarnation"]), int(found["step"])), float(found["value"])
-        is_same_metric = found["metric"] == metric
-    except FileNotFoundError:
+        return value if found["metric"] == metric and is_of_history(order, forks) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s: cannot be read: %s; the next complete evaluation replaces it", file, error)
-        return None
-    if is_same_metric and not is_of_history(order, forks):
-        log.warning(
-            "%s: the model of step %d belongs to a lost history; the next complete evaluation replaces it",
-            file.parent,
-            order[1],
-        )
-        return None
-    return value if is_same_metric else None
 
 
 def _link(source: str, target: str) -> None:

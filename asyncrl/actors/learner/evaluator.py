@@ -258,6 +258,6 @@ class Evaluator:
         assert self._best is not None
         try:
             folder = await asyncio.to_thread(self._channel.verify, weights)
-            await asyncio.to_thread(self._best.look, folder, row, order=weights.order)
+            await asyncio.to_thread(self._best.keep_if_better, folder, row, order=weights.order)
         except (AsyncRLError, OSError) as error:
             log.error("the model of version %d is not kept as the best: %s", weights.policy_version, error)

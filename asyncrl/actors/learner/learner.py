@@ -223,7 +223,7 @@ class Learner(Actor):
         await self._trainer.leave_gpus()
         if self._wait_began is None:  # else the last batch was put back
             self._wait_began, self._held_seconds = time.monotonic(), 0.0
-        with self.waiting("trajectories", on=WORKER) as wait:
+        with self.waits.waiting("trajectories", on=WORKER) as wait:
             groups = await self._batcher.take(wait)
         self._held_seconds += self._batcher.held_seconds
         if groups is not None and self._run.run.mode == "one_step_off":  # taking a batch admits the next one

@@ -112,7 +112,7 @@ class PromptSource(Actor):
                 group.create_task(self._watch_weights(key), name=f"{self.name}.watch-{key or 'folders'}")
             while True:
                 what, on = ("more data", "data") if self._table.is_exhausted else (ROOM_IN_WINDOW, LEARNER)
-                with self.waiting(what, on=on):
+                with self.waits.waiting(what, on=on):
                     await self._changed.wait()
                 self._changed.clear()
                 if self._progress is not None:
@@ -122,15 +122,11 @@ class PromptSource(Actor):
         return {"prompts/reissued": float(self._num_reissued)}
 
     async def _watch_progress(self) -> None:
-        ours = self._table.incarnation
         async with self.bus.watch(PROGRESS) as states:
             async for progress in states:
-                if progress.incarnation == ours:
+                if progress.incarnation == self._table.incarnation:  # an older one is left over from before our learner
                     self._progress = progress
                     self._changed.set()
-                elif progress.incarnation > ours:  # an older one is left over from before our learner
-                    problem = f"of incarnation {progress.incarnation}, but this is incarnation {ours}"
-                    self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
 
     async def _watch_weights(self, key: str) -> None:
         async with self.bus.watch(WEIGHTS, key=key) as versions:
@@ -336,7 +332,7 @@ class PromptSource(Actor):
         )
         if await self._try_publish(message, again=again):
             return
-        with self.waiting("space on prompts", on=WORKER):
+        with self.waits.waiting("space on prompts", on=WORKER):
             while True:
                 await asyncio.sleep(FULL_QUEUE_SECONDS)
                 if await self._try_publish(message, again=again):

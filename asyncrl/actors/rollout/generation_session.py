@@ -118,7 +118,7 @@ class GenerationSession:
         if self.first_version is None:
             self.first_version = policy_version
             if self._progress is not None:
-                self._progress.sampled_from(policy_version)
+                self._progress.note_version(policy_version)
 
     @contextlib.asynccontextmanager
     async def waiting(self, *, on: str = "rollout") -> AsyncIterator[None]:

@@ -23,7 +23,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +65,7 @@ class PartialRollouts:
         """Tokens in progress that are not on the bus: lost if this process dies now."""
         return sum(progress.num_unsaved for progress in self._groups.values())
 
-    def begun_groups(self) -> dict[str, int]:
+    def begun_versions(self) -> dict[str, int]:
         """Return Heartbeat.begun: group id -> oldest policy version."""
         versions = {key: progress.oldest_version for key, progress in self._groups.items()}
         return {key: version for key, version in versions.items() if version is not None}
@@ -136,12 +135,12 @@ class PartialRollouts:
         self.discarded_tokens += discarded
         return GroupProgress(group_id, attempt=attempt, recorded=fresh, ticket=ticket)
 
-    def _is_stale(self, call: Recorded, *, policy_version: int) -> bool:
+    def _is_stale(self, call: Generation, *, policy_version: int) -> bool:
         """Return whether a call is too old. Versions of a lost history may be older than they say; then the learner
         drops the group."""
         if self._max_staleness is None:
             return False
-        oldest = min(span.policy_version for span in call.generation.version_spans)
+        oldest = min(span.policy_version for span in call.version_spans)
         return is_stale(oldest, policy_version=policy_version, max_staleness=self._max_staleness)
 
     def close(self, key: str) -> GroupProgress | None:
@@ -178,13 +177,6 @@ Key = tuple[int, bytes, int]
 The call's number is not used: concurrent calls may come in another order the next time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """Tokens that an earlier attempt sampled in one call."""
-
-    generation: Generation
-
-
 class GroupProgress:
     """One attempt at one group: the calls begun in it, and recorded ones that were not asked for again yet.
 
@@ -197,7 +189,7 @@ class GroupProgress:
         group_id: int,
         *,
         attempt: int,
-        recorded: Mapping[Key, Recorded] | None = None,
+        recorded: Mapping[Key, Generation] | None = None,
         is_saved: bool = True,
         ticket: str = "",
     ) -> None:
@@ -245,15 +237,15 @@ class GroupProgress:
         self._occurrences[index, digest] += 1
         partial = PartialGeneration()
         if (found := self._recorded.pop(key, None)) is not None:
-            if _fits(found.generation, sampling):
-                self._taken_over[index] = self.num_resumed(index) + len(found.generation.tokens)
-                partial = PartialGeneration(found.generation)
+            if _fits(found, sampling):
+                self._taken_over[index] = self.num_resumed(index) + len(found.tokens)
+                partial = PartialGeneration(found)
             else:
                 self._discard({key: found})
         self._begun[key] = partial
         return key, partial
 
-    def sampled_from(self, policy_version: int) -> None:
+    def note_version(self, policy_version: int) -> None:
         """Note that a call begins with this version or has tokens of it."""
         oldest = self.oldest_version
         self.oldest_version = policy_version if oldest is None else min(oldest, policy_version)
@@ -263,7 +255,7 @@ class GroupProgress:
         partial = self._begun[key]
         known = partial.prefix
         if not np.array_equal(generation.tokens[: len(known.tokens)], known.tokens):  # the engine ignored the prefix
-            self._discard({key: Recorded(generation=known)})
+            self._discard({key: known})
             self._taken_over[key[0]] -= len(known.tokens)
         partial.finish(generation)
 
@@ -276,7 +268,7 @@ class GroupProgress:
         """Return how many of the first tokens of sample ``index`` were sampled by earlier attempts."""
         return self._taken_over.get(index, 0)
 
-    def _discard(self, calls: Mapping[Key, Recorded]) -> None:
+    def _discard(self, calls: Mapping[Key, Generation]) -> None:
         """Discard the records of these calls. The next segment contains the calls from their first token."""
         num_tokens = count_tokens(calls)
         self.num_discarded += num_tokens
@@ -315,7 +307,7 @@ class GroupProgress:
         for key, partial in self._begun.items():
             yield from self._unsaved_segments(key, partial)
         for key, call in self._recorded.items():
-            yield from self._unsaved_segments(key, PartialGeneration(call.generation))
+            yield from self._unsaved_segments(key, PartialGeneration(call))
 
     def _unsaved_segments(self, key: Key, partial: PartialGeneration) -> Iterator[CallSegment]:
         start = self._saved.get(key, 0)
@@ -346,9 +338,9 @@ class GroupProgress:
         self._is_closed = True
 
 
-def assemble_calls(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
+def assemble_calls(segments: Iterable[GroupSegment]) -> dict[Key, Generation]:
     """Return the calls in one attempt's ordered segments. A segment from token 0 replaces earlier ones of its call."""
-    calls: dict[Key, Recorded] = {}
+    calls: dict[Key, Generation] = {}
     for segment in segments:
         for new in segment.calls:
             key = _key(new)
@@ -361,10 +353,10 @@ def assemble_calls(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
             )
             before = calls.get(key)
             if new.start > 0:
-                if before is None or len(before.generation.tokens) != new.start:
+                if before is None or len(before.tokens) != new.start:
                     continue  # our workers never write this
-                generation = before.generation.then(generation)
-            calls[key] = Recorded(generation=generation)
+                generation = before.then(generation)
+            calls[key] = generation
     return calls
 
 
@@ -389,8 +381,8 @@ def newest_attempt(
     return []
 
 
-def count_tokens(calls: Mapping[Key, Recorded]) -> int:
-    return sum(len(call.generation.tokens) for call in calls.values())
+def count_tokens(calls: Mapping[Key, Generation]) -> int:
+    return sum(len(call.tokens) for call in calls.values())
 
 
 def _proof(segment: GroupSegment, *, key: str, ticket: str) -> str:

@@ -527,7 +527,7 @@ class WeightFollower(Actor):
             raise error
         tried = self._wanted
         seconds = min(self.failed_attempts * RETRY_SECONDS, LAST_RETRY_SECONDS)
-        with self.waiting("weights that it can read", on=LEARNER, note=f"of version {target[1]}"):
+        with self.waits.waiting("weights that it can read", on=LEARNER, note=f"of version {target[1]}"):
             await self.gate.wait_for(lambda: self._wanted != tried, seconds=seconds)
 
     @property

@@ -55,7 +55,7 @@ class RolloutWorker(Actor):
         self._handing_over = asyncio.Event()
 
     async def start(self) -> None:
-        with self.waiting("its engine to start", on="start", first=FIRST_SECONDS):
+        with self.waits.waiting("its engine to start", on="start", first=FIRST_SECONDS):
             await self._engine.engine.start()
 
     async def stop(self) -> None:
@@ -105,7 +105,7 @@ class RolloutWorker(Actor):
         self.phase = "quarantined"
         self.problem = reason
         drained = owner.create_task(self.draining.wait())
-        with self.waiting(f"the end of the run: quarantined by the learner, {reason}"):
+        with self.waits.waiting(f"the end of the run: quarantined by the learner, {reason}"):
             await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
         drained.cancel()
 
@@ -136,14 +136,8 @@ class RolloutWorker(Actor):
 
     async def _until_finished(self) -> None:
         """consumes: progress    waits for: the end of the run    woken by: the learner"""
-        incarnation = 0
         async with self.bus.watch(PROGRESS) as states:
             async for progress in states:
-                if progress.incarnation < incarnation:
-                    problem = f"of incarnation {progress.incarnation}, after incarnation {incarnation} was seen"
-                    self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
-                    continue
-                incarnation = progress.incarnation
                 if progress.finished:
                     self.log.info("the run is finished")
                     return
@@ -161,7 +155,7 @@ class RolloutWorker(Actor):
         """Include the follower's problem: a process has one heartbeat."""
         beat = super().heartbeat()
         problem = beat.problem or self._engine.follower.problem
-        heartbeat: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun_groups())
+        heartbeat: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun_versions())
         return heartbeat
 
     def present_waits(self) -> tuple[Wait, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
-from asyncrl.actors.rollout.partial_rollouts import GroupProgress, Recorded, assemble_calls
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress, assemble_calls
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.bus.memory.bus import MemoryBus
@@ -87,7 +87,7 @@ async def test_session_starts_at_version_of_its_first_call() -> None:
     assert session.first_version == 3
 
 
-async def saved(setup: Setup) -> dict[Any, Recorded]:
+async def saved(setup: Setup) -> dict[Any, Generation]:
     """Return what another worker saved of the session's first call, which finished at version 2."""
     setup.engine.version = (0, 2)
     progress = GroupProgress(3, attempt=1)

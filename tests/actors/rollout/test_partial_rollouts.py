@@ -209,10 +209,10 @@ async def test_heartbeat_lists_begun_groups_with_oldest_version(bus: Bus) -> Non
     dead, heir = Worker(bus, "w0", version=3), Worker(bus, "w1", version=5)
     async with dead.working():
         await dead.begun(2)
-        assert dead.partial_rollouts.begun_groups() == {"0": 3}
+        assert dead.partial_rollouts.begun_versions() == {"0": 3}
         await dead.engine.steps(20)
         await dead.partial_rollouts.save()
-    assert dead.partial_rollouts.begun_groups() == {}
+    assert dead.partial_rollouts.begun_versions() == {}
     actors = fakes.worker(bus, heir.engine, name="w1", max_running=64, partial_rollouts=heir.partial_rollouts)
     task = asyncio.create_task(fakes.run_worker(actors))
     await heir.begun(2)

@@ -57,9 +57,9 @@ async def test_assembles_segments(bus: Bus) -> None:
     found = await bus.states(SEGMENTS)
     assert len(found) == 4
     (call,) = assemble_calls(found[key] for key in sorted(found)).values()
-    assert call.generation.tokens.tolist() == answer.so_far().tokens.tolist()
-    assert call.generation.version_spans == answer.so_far().version_spans
-    assert call.generation.finish_reason == "length"
+    assert call.tokens.tolist() == answer.so_far().tokens.tolist()
+    assert call.version_spans == answer.so_far().version_spans
+    assert call.finish_reason == "length"
 
 
 async def test_two_workers_on_one_group_do_not_mix(bus: Bus) -> None:

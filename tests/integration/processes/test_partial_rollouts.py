@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.actors.rollout.partial_rollouts import Recorded, assemble_calls
+from asyncrl.actors.rollout.partial_rollouts import assemble_calls
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.data import demo_task
+from asyncrl.engines.generation import Generation
 from asyncrl.messages import PromptGroup, SamplingParams
 from asyncrl.messages.topics import PROMPTS, SEGMENTS, TRAJECTORIES, WEIGHTS
 from tests.harness.buses import first, first_event
@@ -105,7 +106,7 @@ async def test_worker_continues_with_the_tokens_of_a_killed_one(
     for trajectory, call in zip(group.trajectories, left, strict=True):
         count = tokens_of(call)
         assert len(trajectory.tokens) == TOKENS
-        assert trajectory.tokens[:count].tolist() == call.generation.tokens.tolist()
+        assert trajectory.tokens[:count].tolist() == call.tokens.tolist()
         assert trajectory.behavior_logprobs[:count].tolist() == call.generation.logprobs.tolist()
         old_span, new_span = trajectory.version_spans
         assert (old_span.policy_version, new_span.policy_version) == (0, 1)
@@ -115,7 +116,7 @@ async def test_worker_continues_with_the_tokens_of_a_killed_one(
     assert event.data == {"group_id": 0, "tokens": sum(map(tokens_of, left)), "too_old_tokens": 0}
 
 
-async def settled(bus: JetStreamBus) -> list[Recorded]:
+async def settled(bus: JetStreamBus) -> list[Generation]:
     """Return what is saved once the server has stored what the killed worker still sent."""
     before, found = [], await saved(bus)
     while list(map(tokens_of, before)) != list(map(tokens_of, found)):
@@ -124,12 +125,12 @@ async def settled(bus: JetStreamBus) -> list[Recorded]:
     return found
 
 
-async def saved(bus: JetStreamBus) -> list[Recorded]:
+async def saved(bus: JetStreamBus) -> list[Generation]:
     """Return the first worker's saved tokens of each of the two samples; nothing while a sample has not begun."""
     segments = await bus.states(SEGMENTS, under="0/1/")
     calls = assemble_calls(segments[f"0/1/{number}"] for number in range(len(segments)))
     return [call for _, call in sorted(calls.items(), key=lambda item: item[0])] if len(calls) == 2 else []
 
 
-def tokens_of(call: Recorded) -> int:
-    return len(call.generation.tokens)
+def tokens_of(call: Generation) -> int:
+    return len(call.tokens)
