@@ -179,12 +179,15 @@ class Batcher:
                 self._changed.clear()
                 if self._draining:
                     return None
+                # Bound 1, step 5 trains version 4: a group sampled from version 2 is dropped, one from 3 may be trained.
                 while stale := self._selection.stale(table):
                     await self._progress.announce(table.drop(stale))
                     await self._progress.publish_progress()  # another group may arrive while the bus is updated
                 chosen = self._selection.next_batch(table, count=self._count)
                 if chosen is not None and await self._ask_workers():
                     continue  # more groups may have arrived
+                # The batch is full. In the example, a group from version 3 that is still being generated would be too
+                # old for step 6: it is late, and the batch is held for it, up to staleness.wait_seconds.
                 late = self._late(self._started.starts(table.outstanding)) if chosen is not None else []
                 if chosen is not None and (not late or hold.is_over):
                     self._end_hold(hold.seconds, late)
@@ -306,6 +309,7 @@ class Batcher:
     async def _prepare_once(
         self, groups: Sequence[BufferedGroup], *, policy_version: int, owner: asyncio.TaskGroup
     ) -> PreparedBatch | Exception:
+        # Prepared ahead for (4, groups 7 and 9): used if step 5 trains just these groups, else made anew.
         key = (policy_version, *(one.group_id for one in groups))
         if self._preparation is None or self._preparation.key != key:
             work = asyncio.to_thread(self._try_to_prepare, groups, policy_version=policy_version)
@@ -345,6 +349,7 @@ class Batcher:
         """Return the numbers of recorded documents. ``sizes``: number of documents of each group of the batch."""
         if self._picks is None:
             return []
+        # Groups of 2, 3 and 2 documents have the numbers 0-1, 2-4 and 5-6; picking group 1 returns 2, 3, 4.
         ends = list(itertools.accumulate(sizes))
         picked = self._picks(len(sizes), step)
         return [number for index in picked for number in range(ends[index] - sizes[index], ends[index])]

@@ -112,6 +112,9 @@ class LoadGate:
     drain      a load that is due keeps new generations out and enters when none runs
     on_demand  the same, but a load is due only once a prompt asks for newer weights than the engine has
 
+    Example, on_demand: the engine has version 3 and two generations run. A prompt that needs version 4 demands it; from
+    now on no generation starts. When the two have ended, the load enters; then every waiter may start, on version 4.
+
     All methods run on one event loop. Every change of state wakes all waiters; each checks its own condition.
     """
 
@@ -510,7 +513,8 @@ class WeightFollower(Actor):
 
     async def _wait_to_retry(self, target: tuple[int, int], error: WeightsError) -> None:
         """Wait before the next attempt, but not if another version is wanted. Raises the error of a broken engine."""
-        is_overtaken = self.versions.target != target  # the folder of an old version may be removed while it is read
+        # Version 4 could not be read because 5 is announced, and its folder was removed: no fault, load 5 at once.
+        is_overtaken = self.versions.target != target
         self.failed_attempts += 1
         self._failed_loads = 0 if isinstance(error, Unreadable) or is_overtaken else self._failed_loads + 1
         if str(error) != self.problem:
