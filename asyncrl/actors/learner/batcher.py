@@ -179,7 +179,7 @@ class Batcher:
                 self._changed.clear()
                 if self._draining:
                     return None
-                # Bound 1, step 5 trains version 4: a group sampled from version 2 is dropped, one from 3 may be trained.
+                # Bound 1, step 5 trains version 4: a group from version 2 is dropped, one from 3 may be trained.
                 while stale := self._selection.stale(table):
                     await self._progress.announce(table.drop(stale))
                     await self._progress.publish_progress()  # another group may arrive while the bus is updated

@@ -16,10 +16,9 @@ import functools
 import logging
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.disk import Disk
@@ -33,8 +32,6 @@ from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.metric import Metric
-
-T = TypeVar("T")
 
 POLL_SECONDS: Final = 1.0
 """Interval between checks whether a checkpoint is written. Each is a short exchange of all ranks between two steps."""
@@ -102,7 +99,8 @@ class Checkpointer:
         elif self._table.step != self._step:
             self._open = current = await self._take_state(trims=trims)
             try:
-                await self._call(functools.partial(self._begin, current), what="a copy for a checkpoint")
+                begin = functools.partial(self._begin, current)
+                await self._trainer.call(begin, what="a copy for a checkpoint", on="disk")
             except Exception as error:
                 if disk_problem(error) is None:
                     raise
@@ -119,8 +117,14 @@ class Checkpointer:
             return
         current = await self._take_state(trims=trims)
 
-        write = functools.partial(self._call, functools.partial(self._write, current), what=_WRITING)
-        await self._announce(current, await self._disk.write(write, what="a checkpoint"))
+        def write() -> Path:
+            self._begin(current)
+            folder = self._finish_files(current, wait=True)
+            assert folder is not None
+            return folder
+
+        attempt = functools.partial(self._trainer.call, write, what=_WRITING, on="disk")
+        await self._announce(current, await self._disk.write(attempt, what="a checkpoint"))
         self._has_failed = False
         self._count_wait(since=current.since)
 
@@ -153,7 +157,10 @@ class Checkpointer:
                 return
             try:
                 finish = functools.partial(self._finish_files, current, wait=wait)
-                folder = await (self._call(finish, what=_WRITING) if wait else self._trainer.between_steps(finish))
+                if wait:
+                    folder = await self._trainer.call(finish, what=_WRITING, on="disk")
+                else:
+                    folder = await self._trainer.between_steps(finish)
             except Exception as error:
                 if disk_problem(error) is None:
                     raise
@@ -170,13 +177,6 @@ class Checkpointer:
     def _count_wait(self, *, since: float) -> None:
         before = self._seconds.get("learner/checkpoint_seconds", 0.0)
         self._seconds["learner/checkpoint_seconds"] = before + time.monotonic() - since
-
-    def _write(self, current: _OpenCheckpoint) -> Path:
-        """Write the checkpoint. Blocks."""
-        self._begin(current)
-        folder = self._finish_files(current, wait=True)
-        assert folder is not None
-        return folder
 
     def _begin(self, current: _OpenCheckpoint) -> None:
         """Begin to write the checkpoint. Blocks."""
@@ -199,19 +199,12 @@ class Checkpointer:
         if self._section.keep == 1:
             through = state.consumed["watermark"] - 1
         if current.trims and through:
-            await self._trim(through=0 if self._section.keep_log else through)
+            try:  # 0: remove only pieces that no entry of the log refers to
+                through = 0 if self._section.keep_log else through
+                await self._bus.trim(TRAJECTORIES, through=through, is_over=self._is_over)
+            except BusError as error:  # a full disk prevents it; the next checkpoint trims
+                log.warning("the log is not trimmed: %s", error)
         self._seconds["learner/checkpoint_write_seconds"] = time.monotonic() - current.since
-
-    async def _call(self, function: Callable[[], T], *, what: str) -> T:
-        return await self._trainer.call(function, what=what, on="disk")
-
-    async def _trim(self, *, through: int) -> None:
-        """Trim the log. If a full disk prevents this now, the next checkpoint does it. through 0: remove only pieces
-        that no entry of the log refers to."""
-        try:
-            await self._bus.trim(TRAJECTORIES, through=through, is_over=self._is_over)
-        except BusError as error:
-            log.warning("the log is not trimmed: %s", error)
 
     def _is_over(self, name: str) -> bool:
         """Return whether answers to this group can have no effect any more, or can never have been asked for."""

@@ -230,8 +230,8 @@ class PromptSource(Actor):
     async def _fill(self, progress: Progress) -> None:
         """Publish prompts until the window is full."""
         # Window 12 (bound 2, batches of 4), step 5 done: 32 groups may have been published by now. If 30 are, 2 follow.
-        # They ask for the version of now, or for the newest one that is announced: 5 is trained, but may only be offered
-        # a moment later, and a learner that dies in between would leave prompts that no engine can begin.
+        # They ask for version 5, or for the newest one that is announced: a learner that dies before it has announced 5
+        # would leave prompts that no engine can begin.
         self._policy_version = progress.policy_version
         obtainable = self._obtainable
         oldest = progress.policy_version if obtainable is None else min(progress.policy_version, obtainable)
