@@ -242,7 +242,7 @@ class EvaluationSource(Source):
         """Hold the evaluated version until cancelled."""
         async with self._lease(evaluation):
             await self._slots.until_unreserved()  # no await between this and ``hold``
-            async with self._engine.follower.gate.hold(evaluation.weights):
+            async with self._engine.gate.hold(evaluation.weights):
                 self.current = evaluation
                 self._held_since = time.monotonic()
                 self.update()

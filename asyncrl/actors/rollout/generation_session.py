@@ -110,7 +110,7 @@ class GenerationSession:
         self, call: int, tokens: NDArray[np.int32], sampling: SamplingParams, *, partial: PartialGeneration | None
     ) -> Generation:
         with self._own_time.pause(), self._pause_user_wait():
-            async with self._engine.follower.gate.sampling(self._need, waits=self._engine.waits):
+            async with self._engine.gate.sampling(self._need, waits=self._engine.waits):
                 self._begin_at(self._engine.version[1])
                 return await self._engine.sample(tokens, sampling, seed=self._seed(call), partial=partial)
 

@@ -261,7 +261,7 @@ class Source(abc.ABC):
         """While open, ``next`` may be called. Leaving abandons everything unfinished."""
         async with self._bus.consume(self._topic) as self._deliveries, asyncio.TaskGroup() as self._owner:
             self._deliveries.on_unread(self._attempts.note_unread)
-            with self._slots.watch(self.update), self._engine.follower.gate.watch(self.update):
+            with self._slots.watch(self.update), self._engine.gate.watch(self.update):
                 self.update()
                 self._owner.create_task(self._fetch(self._deliveries), name=f"{self._worker}.fetch-{self._topic.name}")
                 yield

@@ -38,6 +38,7 @@ class SharedEngine:
     ) -> None:
         self.engine = engine
         self.follower = follower
+        self.gate = follower.gate
         self.context_tokens = context_tokens
         self.request_tokens = min(request_tokens, context_tokens)
         self.slots = SampleSlots(max_running)

@@ -96,7 +96,7 @@ class RolloutWorker(Actor):
     async def _drain_stages(self) -> None:
         """consumes: nothing    waits for: ``drain``    woken by: ``drain``"""
         await self.draining.wait()
-        self._engine.follower.gate.drain()
+        self._engine.gate.drain()
         for stage in self._stages:
             stage.drain()
 
