@@ -1,4 +1,4 @@
-"""The timeline of a recorded run: rows of timeline.jsonl, or rows derived from metrics.jsonl."""
+"""The timeline of a recorded run: rows of timeline.jsonl, and evaluations of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.actors.learner.timeline import SECONDS
-from asyncrl.audit.metric_rows import rows_of_newest_history
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.errors import ConfigError
 from asyncrl.messages.validation import MOST_SECONDS
-from asyncrl.metrics.trace import from_metrics
 
 TIMELINE_FILE: Final = "timeline.jsonl"
 OLDER_FILE: Final = "timeline.1.jsonl"
@@ -28,27 +25,20 @@ _SHAPES: Final[Mapping[str, tuple[type, ...]]] = {
 """Types of the items in a row."""
 
 
-def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows in the order of their steps, and the name of their file.
+def read_rows(directory: Path) -> list[dict[str, Any]]:
+    """Return the rows in the order of their steps; empty if none were recorded.
 
     For a step that a resumed learner trained again, only the last row is included. Raises ConfigError if the folder
     holds no run or cannot be read.
     """
-    recorded = RecordedRun(directory)
-    if not recorded.is_run:
+    if not RecordedRun(directory).is_run:
         raise ConfigError(f"{directory}: holds no run")
     rows: dict[int, dict[str, Any]] = {}
     for name in (OLDER_FILE, TIMELINE_FILE):
         for line in _bytes(directory / name).split(b"\n"):
             if (row := _row(line)) is not None:
                 rows[row["step"]] = row
-    if rows:
-        return [rows[step] for step in sorted(rows)], TIMELINE_FILE
-    said: list[str] = []
-    metrics = rows_of_newest_history(recorded.metrics(say=said.append))
-    if said and not metrics:
-        raise ConfigError(f"{directory}: {said[0]}")
-    return [from_metrics(row, SECONDS) for row in metrics], "metrics.jsonl"
+    return [rows[step] for step in sorted(rows)]
 
 
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:

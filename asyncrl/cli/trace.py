@@ -2,8 +2,7 @@
 
 The source is RUN_DIR/timeline.jsonl, which the learner writes (metrics.timeline_max_bytes). It shows steps, waits,
 weights and checkpoints of the learner; groups, reward calls, loads and waits of each worker; and the path of each group
-from its prompt to the step that trained it. Evaluations come from metrics.jsonl, and so do the learner's lanes if there
-is no timeline.jsonl. The run may be running.
+from its prompt to the step that trained it. Evaluations come from metrics.jsonl. The run may be running.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ def run(options: argparse.Namespace) -> int:
     first, last = arguments.step_range(options.steps, flag="--steps")
     directory: Path = options.run_directory
 
-    from asyncrl.audit.timeline import evaluations_of, rows_of
+    from asyncrl.audit.timeline import evaluations_of, read_rows
     from asyncrl.metrics.trace import num_evaluations, trace  # imports numpy; --help works without
 
-    rows, source = rows_of(directory)
+    rows = read_rows(directory)
     if not rows:
-        raise ConfigError(f"{directory}: no step is recorded there")
+        raise ConfigError(f"{directory}: no step is recorded there (metrics.timeline_max_bytes)")
     chosen = [row for row in rows if first <= row["step"] <= last] if options.steps else rows[-200:]
     if not chosen:
         raise ConfigError(
-            f"--steps {options.steps}: {source} has steps {rows[0]['step']} to {rows[-1]['step']}; the oldest are "
-            "gone if it is over metrics.timeline_max_bytes"
+            f"--steps {options.steps}: timeline.jsonl has steps {rows[0]['step']} to {rows[-1]['step']}; the oldest "
+            "are gone if it is over metrics.timeline_max_bytes"
         )
     out = options.out or directory / "trace.json"
     made = trace(chosen, evaluations_of(directory))
@@ -45,16 +44,13 @@ def run(options: argparse.Namespace) -> int:
         out.write_text(json.dumps(made))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
-    _say(options.json, out, made, chosen, source, num_evaluations=num_evaluations(made))
+    _say(options.json, out, made, chosen, num_evaluations=num_evaluations(made))
     return 0
 
 
-def _say(
-    as_json: bool, out: Path, made: dict[str, Any], rows: list[dict[str, Any]], source: str, *, num_evaluations: int
-) -> None:
+def _say(as_json: bool, out: Path, made: dict[str, Any], rows: list[dict[str, Any]], *, num_evaluations: int) -> None:
     found = {
         "out": str(out),
-        "from": source,
         "first_step": rows[0]["step"],
         "last_step": rows[-1]["step"],
         "events": len(made["traceEvents"]),
@@ -66,6 +62,6 @@ def _say(
         return
     print(
         f"{out}: steps {found['first_step']} to {found['last_step']}, {found['groups']:,} groups, "
-        f"{num_evaluations:,} evaluation{'s' * (num_evaluations != 1)}, {found['events']:,} events, from {source}; "
+        f"{num_evaluations:,} evaluation{'s' * (num_evaluations != 1)}, {found['events']:,} events; "
         "open it at ui.perfetto.dev or chrome://tracing"
     )

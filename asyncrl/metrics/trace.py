@@ -72,17 +72,6 @@ def rank_tokens(metrics: Mapping[str, Any]) -> list[int]:
     return [round(_number(found[rank])) for rank in sorted(found)]
 
 
-def from_metrics(row: Mapping[str, Any], seconds: Mapping[str, str]) -> dict[str, Any]:
-    """Build a timeline row from a row of metrics, for a run without a timeline. ``seconds``: name -> metric."""
-    return {
-        "step": row["step"],
-        "incarnation": int(_number(row.get("learner/incarnation"))),
-        "time": _number(row.get("time")),
-        "seconds": {name: _number(row.get(metric)) for name, metric in seconds.items()},
-        **({"ranks": tokens} if (tokens := rank_tokens(row)) else {}),
-    }
-
-
 class _Trace:
     def __init__(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
         self._rows, self._evaluations = rows, evaluations

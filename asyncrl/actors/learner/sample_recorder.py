@@ -73,8 +73,7 @@ class SampleWriter:
         self._load_decode = load_decode
         self._decode: Decode | None = None
         self._room = threading.Semaphore(most_waiting)
-        self._left_out = 0
-        self._is_said = False
+        self._has_warned = False
         self._recent: deque[GroupSample] = deque(maxlen=most_kept)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
 
@@ -82,15 +81,18 @@ class SampleWriter:
         """Decode and write the result of ``make`` soon. ``make`` is called in the writer's thread."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._work, make)
-            return
-        self._left_out += 1
-        self._file.num_lost += 1
-        if self._left_out == 1:
-            log.warning("%s: groups are left out: they come faster than their text can be decoded", self._file.name)
+        else:
+            self._lose("they come faster than their text can be decoded")
 
     def lose(self) -> None:
         """Count a group that should have been written but was not available."""
         self._file.num_lost += 1
+
+    def _lose(self, problem: str) -> None:
+        self.lose()
+        if not self._has_warned:
+            log.warning("%s: groups are left out: %s", self._file.name, problem)
+        self._has_warned = True
 
     def take(self) -> Sequence[GroupSample]:
         """Return groups decoded since the last call, at most the newest ``most_kept``."""
@@ -108,8 +110,8 @@ class SampleWriter:
     async def stop(self) -> None:
         """Stop after writing all waiting groups."""
         await asyncio.to_thread(self._thread.shutdown, wait=True)
-        if self._left_out:
-            log.warning("%s: %d groups in all were left out", self._file.name, self._left_out)
+        if self._file.num_lost:
+            log.warning("%s: %d groups in all were left out", self._file.name, self._file.num_lost)
 
     def _work(self, make: Callable[[], GroupSample]) -> None:
         try:
@@ -118,12 +120,8 @@ class SampleWriter:
             sample = decoded(make(), self._decode)
             self._recent.append(sample)
             self._file.write(sample)
-            self._is_said = False
         except Exception as error:  # a tokenizer or disk may raise anything, and samples must not end a run
-            self._file.num_lost += 1
-            if not self._is_said:
-                log.warning("%s: a group is left out: %s: %s", self._file.name, type(error).__name__, error)
-            self._is_said = True
+            self._lose(f"{type(error).__name__}: {error}")
         finally:
             self._room.release()
 

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.sample_files import RotatedLines
 from asyncrl.actors.learner.timeline import MOST_ACTORS, Timeline
-from asyncrl.audit.timeline import OLDER_FILE, TIMELINE_FILE, rows_of
+from asyncrl.audit.timeline import OLDER_FILE, TIMELINE_FILE, read_rows
 from asyncrl.messages import Heartbeat, Wait
 from tests.harness import fakes
 from tests.harness.command import asyncrl
@@ -32,8 +32,8 @@ async def test_every_group_has_its_times_in_their_order(
     monkeypatch.setattr(fakes, "MetricsReporter", reporter)
     loop = Loop(await bus_factory(), tmp_path, steps=3)
     await run_all(loop, worker(await bus_factory(), Engine()))
-    rows, source = rows_of(tmp_path)
-    assert source == TIMELINE_FILE and [row["step"] for row in rows] == [1, 2, 3]
+    rows = read_rows(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert len(row["groups"]) == 2
         assert {"wait", "train", "prepare", "export"} <= row["seconds"].keys()
@@ -53,16 +53,16 @@ async def test_loads_are_told_once_and_what_is_no_number_is_none(tmp_path: Path)
     await recorded.record(1, {"learner/step_seconds": math.nan}, (), [beat("w0", 1, waits=waits), beat("w1", 0)])
     await recorded.record(2, {}, (), [beat("w0", 1), beat("w1", 1)])
     await recorded.record(3, {}, (), [beat(f"w{number}", 2) for number in range(2 * MOST_ACTORS)])
-    rows, _ = rows_of_text(tmp_path)
+    rows = rows_of_text(tmp_path)
     assert [[load[:3] for load in row["loads"]] for row in rows[:2]] == [[["w0", 3, 50.0]], [["w1", 3, 50.0]]]
     assert rows[0]["loads"][0][3:] == [0.0, 0.0]
     assert [wait[:3] for wait in rows[0]["waits"]] == [["w0", "prompts", "learner"]]
     assert len(rows[2]["loads"]) == MOST_ACTORS
 
 
-def rows_of_text(directory: Path) -> tuple[list[dict[str, Any]], str]:
+def rows_of_text(directory: Path) -> list[dict[str, Any]]:
     (directory / "metrics.jsonl").touch()  # marks the folder as a run's
-    return rows_of(directory)
+    return read_rows(directory)
 
 
 def test_the_command_shows_the_evaluations_that_are_recorded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.metrics.trace import from_metrics, trace
+from asyncrl.metrics.trace import trace
 
 SECONDS = {"wait": 1.0, "train": 2.0, "export": 0.25, "publish": 0.5, "checkpoint": 0.0}
 
@@ -98,5 +98,3 @@ def test_each_rank_of_the_learner_has_a_lane_with_what_it_trained() -> None:
     assert slices(made, "step 7") == [("rank 1", 1.0, 2.0), ("steps", 1.0, 2.0)]
     told = [event["args"]["tokens"] for event in made["traceEvents"] if event["name"] == "step 7"]
     assert told == [300, 500]
-    metrics = {"step": 7, "time": 103.0, "learner/rank1/tokens": 300.0, "learner/rank0/tokens": 500.0}
-    assert from_metrics(metrics, {})["ranks"] == [500, 300]
