@@ -28,7 +28,6 @@ from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.weights.port import WeightChannel
 
 if TYPE_CHECKING:
-    from asyncrl.adapters.routing_replay import RoutingReplay
     from asyncrl.backends.adapter import BackendAdapter
     from asyncrl.backends.port import StepResult
     from asyncrl.engines.adapter import EngineAdapter
@@ -242,17 +241,56 @@ def context_tokens(run: RunConfig) -> int:
     return engine_class(run).context_tokens(run, of_model=check_model(Path(run.model.path)).context_tokens)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingReplay:
+    """Whether the learner replays the engine's experts (rollout.routing_replay).
+
+    reason     why replay is off; empty if it is on
+    num_bytes  maximum size of a group's experts in a message; 0 if off
+    """
+
+    reason: str
+    num_bytes: int = 0
+
+    @property
+    def is_on(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return f"on, up to {self.num_bytes:,} bytes a group" if self.is_on else f"off: {self.reason}"
+
+
 def routing_replay(run: RunConfig) -> RoutingReplay:
     """Decide on routing replay. Raises ConfigError if it is required but not possible."""
-    from asyncrl.adapters.routing_replay import decide
-
-    return decide(
-        run,
-        check_model(Path(run.model.path)).experts,
-        samples=rollout_functions.traits(run.rollout.function).samples,
-        engine=engine_class,
-        backend=backend_class,
-    )
+    wanted = run.rollout.routing_replay
+    if wanted == "off":
+        return RoutingReplay(reason='rollout.routing_replay = "off"')
+    if wanted == "auto" and run.algorithm.correction == "none":
+        return RoutingReplay(reason='algorithm.correction = "none" needs no agreement with the engine')
+    experts = check_model(Path(run.model.path)).experts
+    tokens = run.rollout.group_size * (run.data.max_prompt_tokens + run.rollout.max_new_tokens)
+    num_bytes = 0 if experts is None else tokens * experts.bytes_per_token
+    needed = run.largest_group_bytes + num_bytes
+    limits = ("max_group_bytes", "max_message_bytes") if wanted == "auto" else ("max_group_bytes",)
+    too_small = next((f"bus.{name} ({limit:,})" for name in limits if needed > (limit := getattr(run.bus, name))), "")
+    if experts is None:
+        reason = f"the model at {run.model.path} has no experts"
+    elif not rollout_functions.traits(run.rollout.function).samples:
+        reason = f'rollout.function = "{run.rollout.function}" samples nothing'
+    elif not engine_class(run).reports_experts(run):
+        reason = f'engine.kind = "{run.engine.kind}" does not report its experts here'
+    elif not backend_class(run).replays_experts:
+        reason = f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'
+    elif too_small:
+        reason = (
+            f"a group with its experts may take {needed:,} bytes ({num_bytes:,} of them the experts), over {too_small}"
+            "; raise it, or lower rollout.group_size or rollout.max_new_tokens"
+        )
+    else:
+        return RoutingReplay(reason="", num_bytes=num_bytes)
+    if wanted == "on":
+        raise ConfigError(f'rollout.routing_replay: "on" cannot be: {reason}')
+    return RoutingReplay(reason=reason)
 
 
 # -- bus ---------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes import gpus
 
 if TYPE_CHECKING:
-    from asyncrl.adapters.routing_replay import RoutingReplay  # imports torch
     from asyncrl.policies import parts
 
 
@@ -60,7 +59,7 @@ class Summary:
     has_labels: bool
     evaluation: Mapping[str, int]
     gpus: str
-    routing_replay: RoutingReplay
+    routing_replay: registry.RoutingReplay
 
     @property
     def max_staleness(self) -> int:

@@ -40,6 +40,7 @@ log = logging.getLogger("asyncrl.learner")
 
 HISTORY_FILE: Final = "history.jsonl"
 
+_MALFORMED: Final = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _SEALED: Final = re.compile(rb'(\{.*), "crc": "([0-9a-f]{8})"\}\n', re.DOTALL)
 
 
@@ -181,16 +182,12 @@ def read(path: Path) -> list[HistoryEntry]:
     An unreadable line becomes an entry of kind "damaged", with the incarnation and step of the entry before it.
     """
     entries: list[HistoryEntry] = []
-    first_seen: dict[int, int] = {}  # by the hash of a line: no two are alike
     position = 0
     for number, line in enumerate(_lines(path), 1):
         if line.endswith(b"\n"):  # otherwise it is being written right now
             try:
-                entry = _entry(_unseal(line), position=position)
-                if (before := first_seen.setdefault(hash(line), number)) != number:
-                    raise ValueError(f"it is a copy of line {before}")
-                entries.append(entry)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                entries.append(_entry(_unseal(line), position=position))
+            except _MALFORMED as error:
                 incarnation, step = (entries[-1].incarnation, entries[-1].step) if entries else (0, 0)
                 problem = f"line {number} cannot be read: {error}"
                 entries.append(
@@ -212,7 +209,7 @@ def parse(line: bytes, *, position: int) -> HistoryEntry | None:
     """Parse one complete line, for readers that follow a growing history. None for a damaged line."""
     try:
         return _entry(_unseal(line), position=position)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except _MALFORMED:
         return None
 
 
@@ -233,7 +230,7 @@ def settings_of_incarnations(path: Path) -> list[Mapping[str, Any]]:
         return []
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        with contextlib.suppress(*_MALFORMED):
             found.append(_entry(_unseal(line), position=0).settings)
     return [settings for settings in found if settings]
 

@@ -34,7 +34,7 @@ from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.environments.port import Tokenizer
-from asyncrl.errors import BusFull, EngineError, MessageError, MessageTooLarge, WeightsError
+from asyncrl.errors import BusFull, MessageError, MessageTooLarge, WeightsError
 from asyncrl.messages import PromptGroup, TrajectoryGroup, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers, label_text
 from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER
@@ -293,8 +293,7 @@ class EvaluationSink:
     async def publish(self, group: TrajectoryGroup, *, prompt: PromptGroup | None) -> None:
         """Publish answers, even if other versions sampled part of them: the learner counts those and asks again.
 
-        Returns once the answers are in the log or no longer needed. Raises EngineError if this worker drains and the
-        log is full: another worker answers then.
+        Returns once the answers are in the log or no longer needed.
         """
         dataset = "" if prompt is None else prompt.dataset
         evaluation = self._needed_by(group.group_id)
@@ -336,25 +335,12 @@ class EvaluationSink:
                 await self._bus.publish(EVALUATION_ANSWERS, answers, key=key)
                 return
             except BusFull:
-                if answers.group is not None:  # counted answers must not wait for tokens that are only for reading
-                    answers = replace(answers, group=None)
-                    continue
-                if self._source.is_draining:
-                    raise EngineError("the log of answers is full, and this worker ends") from None
                 with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):
                     await asyncio.sleep(FULL_LOG_SECONDS)
             except (MessageTooLarge, MessageError) as error:
-                if answers.group is not None:
-                    self._log.warning("the answers to group %d are counted and not recorded: %s", group_id, error)
-                    answers = replace(answers, group=None)
-                    continue
-                answers = EvaluationAnswers(
-                    number=answers.number,
-                    group_id=group_id,
-                    dataset=answers.dataset,
-                    error=str(error),
-                    worker=self._worker,
-                )
+                self._log.warning("the answers to group %d are not recorded: %s", group_id, error)
+                failed = replace(answers, answers=(), error=str(error))
+                answers = replace(answers, group=None) if answers.group is not None else failed
 
 
 def _whole(group: TrajectoryGroup) -> TrajectoryGroup:

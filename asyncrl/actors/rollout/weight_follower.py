@@ -307,7 +307,7 @@ class Loader:
     """Brings the tracker's target into the engine: one attempt per call.
 
     Weights sent from the learner's memory are preferred to its folder. If sending fails, the folder is loaded once it
-    exists; after ATTEMPTS failures in a row, only folders are loaded.
+    exists.
     """
 
     def __init__(
@@ -332,7 +332,6 @@ class Loader:
         self._waits = waits
         self._takes_turns = takes_turns
         self._log = logging.getLogger(f"asyncrl.{worker}")
-        self._failed_transfers = 0
         self.receiver: Receiver | None = None
         self.last = LoadReport(pause_seconds=0.0, load_seconds=0.0)
         self.loads = 0
@@ -345,7 +344,9 @@ class Loader:
             try:
                 return await self.receive(self.receiver)
             except WeightsError as error:
-                self._note_failed_transfer(sent, error)
+                self._log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
+                if self._versions.sent is sent:
+                    self._versions.sent = None
         stored = pinned or self._versions.stored
         if stored is None or (pinned is None and stored.order <= self._engine.version):
             return False  # the folder is still being written
@@ -375,15 +376,6 @@ class Loader:
         if offer.problem:
             raise WeightsError(f"the learner sends no weights: {offer.problem}")
         return offer
-
-    def _note_failed_transfer(self, sent: WeightVersion, error: WeightsError) -> None:
-        self._failed_transfers += 1
-        self._log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
-        if self._failed_transfers == ATTEMPTS:
-            self._log.warning("transfers failed %d times in a row; using weight folders from now on", ATTEMPTS)
-            self.receiver = None
-        if self._versions.sent is sent or self.receiver is None:
-            self._versions.sent = None
 
     async def _load_folder(self, weights: WeightVersion) -> bool:
         pinned = self._versions.pinned
@@ -506,8 +498,6 @@ class WeightFollower(Actor):
     async def _watch(self, *, is_sent: bool) -> None:
         async with self.bus.watch(WEIGHTS, key=SENT if is_sent else "") as versions:
             async for version in versions:
-                if is_sent and self.loader.receiver is None:
-                    return  # sending has failed too often
                 self.versions.update(version, is_sent=is_sent)
                 self.gate.notify()
 

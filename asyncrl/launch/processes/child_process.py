@@ -94,8 +94,6 @@ class ChildProcess:
     process: LaunchedProcess | None = None
     since: float = 0.0
     """Monotonic time of the last start or exit."""
-    _pending_signal: int = field(default=0, repr=False)
-    """A signal that was sent while there was no process to receive it."""
 
     @property
     def name(self) -> str:
@@ -132,9 +130,6 @@ class ChildProcess:
             if self.process is None:
                 return Exit(code=INTERRUPTED, reason=f"{self.name} was not started", uptime_seconds=0.0)
             self.starts += 1
-            if self._pending_signal:
-                self.process.signal(self._pending_signal)
-                self._pending_signal = 0
             code = await self.process.wait()
             reason = f"{self.name} ended with {self._describe(code)}"
         except AsyncRLError as error:
@@ -174,8 +169,6 @@ class ChildProcess:
         self.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, or to the next one if none is up."""
+        """Send a signal to the process, if it is up."""
         if self.process is not None:
             self.process.signal(number)
-        else:
-            self._pending_signal = number

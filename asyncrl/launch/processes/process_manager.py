@@ -189,7 +189,7 @@ class ProcessManager:
             self._over.set()
         else:
             for child in self.fleet.children:  # they would end by themselves unless they hang
-                if child.spec.role == LEARNER_RANK and child.process is not None:
+                if child.spec.role == LEARNER_RANK:
                     child.signal(signal.SIGKILL)
 
     async def _keep_server_up(self, server: BusServer) -> None:
