@@ -92,17 +92,17 @@ def run(options: argparse.Namespace) -> int:
         else EvaluationSamples(run_config, folder, token=token, dataset=options.evaluation)
     )
     shown = _Printer(source, as_json=options.json)
-    is_wanted = _wanted(pattern, options.step, shown, place=options.group if source.is_of_evaluations else None)
+    is_wanted = _make_filter(pattern, options.step, shown, place=options.group if source.is_of_evaluations else None)
     if options.follow:
         source.require_dataset()
         _follow(source, shown, is_wanted, limit=options.limit)
         return 0
     if options.group is not None and options.evaluation is None:
-        return _one(source, shown, options.group)
-    chosen = _chosen(options, is_wanted)
+        return _show_one(source, shown, options.group)
+    best = _choose(options, is_wanted)
     is_all_read = options.worst or options.random or pattern or options.step is not None or options.group is not None
-    _collect(source, shown, chosen, newest=0 if is_all_read else 4 * chosen.limit)
-    if not (groups := chosen.groups()):
+    _collect(source, shown, best, newest=0 if is_all_read else 4 * best.limit)
+    if not (groups := best.groups()):
         source.require_dataset()
     for group in groups:
         shown.show(group)
@@ -113,11 +113,13 @@ def run(options: argparse.Namespace) -> int:
 # -- which groups ------------------------------------------------------------------------------------------------------
 
 
-class _Chosen:
+class _Best:
     """Keeps at most ``limit`` of the offered groups that are wanted: those with the smallest ``rank``."""
 
     def __init__(self, rank: Callable[[GroupSample], float], is_wanted: Callable[[GroupSample], bool], limit: int):
-        self._rank, self._is_wanted, self.limit = rank, is_wanted, limit
+        self._rank = rank
+        self._is_wanted = is_wanted
+        self.limit = limit
         self._heap: list[tuple[float, int, int, GroupSample]] = []  # largest rank first
         self._count = itertools.count()
         self._seen: set[Hashable] = set()
@@ -142,18 +144,18 @@ class _Chosen:
         return [group for *_, group in sorted(self._heap, key=lambda entry: entry[:3])]
 
 
-def _chosen(options: argparse.Namespace, is_wanted: Callable[[GroupSample], bool]) -> _Chosen:
+def _choose(options: argparse.Namespace, is_wanted: Callable[[GroupSample], bool]) -> _Best:
     limit = options.limit or LIMIT
     if options.worst:
-        return _Chosen(lambda group: group.worst, is_wanted, limit)
+        return _Best(lambda group: group.worst, is_wanted, limit)
     if options.random:
-        return _Chosen(lambda group: random.Random(f"{options.seed}/{group.identity}").random(), is_wanted, limit)
+        return _Best(lambda group: random.Random(f"{options.seed}/{group.identity}").random(), is_wanted, limit)
     if options.evaluation is not None:  # saved models are evaluated in any order, and each starts at prompt 0
-        return _Chosen(lambda group: -group.time, is_wanted, limit)
-    return _Chosen(lambda group: -group.group_id, is_wanted, limit)
+        return _Best(lambda group: -group.time, is_wanted, limit)
+    return _Best(lambda group: -group.group_id, is_wanted, limit)
 
 
-def _wanted(
+def _make_filter(
     pattern: re.Pattern[str] | None, step: int | None, shown: _Printer, *, place: int | None
 ) -> Callable[[GroupSample], bool]:
     """place: position of a prompt in its data set"""
@@ -172,9 +174,9 @@ def _wanted(
     return is_wanted
 
 
-def _collect(source: RunSamples, shown: _Printer, chosen: _Chosen, *, newest: int) -> None:
+def _collect(source: RunSamples, shown: _Printer, best: _Best, *, newest: int) -> None:
     for group in source.read_file():
-        chosen.offer(group)
+        best.offer(group)
     with source.bus_address() as there:
         if there is None:
             return
@@ -185,16 +187,16 @@ def _collect(source: RunSamples, shown: _Printer, chosen: _Chosen, *, newest: in
                 contextlib.aclosing(source.read_log(bus, newest=newest)) as groups,
             ):
                 async for group in groups:
-                    chosen.offer(group)
+                    best.offer(group)
 
         asyncio.run(read())
 
 
-def _one(source: RunSamples, shown: _Printer, group_id: int) -> int:
+def _show_one(source: RunSamples, shown: _Printer, group_id: int) -> int:
     """Show one group, or what is known about it."""
-    chosen = _Chosen(lambda group: 0.0, lambda group: group.group_id == group_id, 1)
-    _collect(source, shown, chosen, newest=0)
-    if found := chosen.groups():
+    best = _Best(lambda group: 0.0, lambda group: group.group_id == group_id, 1)
+    _collect(source, shown, best, newest=0)
+    if found := best.groups():
         shown.show(found[0])
         return 0
     if (fate := source.fates.of.get(group_id)) is None:
@@ -210,25 +212,21 @@ def _one(source: RunSamples, shown: _Printer, group_id: int) -> int:
 def _follow(
     source: RunSamples, shown: _Printer, is_wanted: Callable[[GroupSample], bool], *, limit: int | None
 ) -> None:
-    left = limit
     if source.directory is not None:
         with contextlib.closing(source.follow_file()) as growing:
-            for group in filter(is_wanted, growing):
+            for group in itertools.islice(filter(is_wanted, growing), limit):
                 shown.show(group)
-                left = None if left is None else left - 1
-                if left == 0:
-                    return
         return
 
     async def read() -> None:
-        nonlocal left
+        count = 0
         async with source.connect(source.run) as bus, contextlib.aclosing(source.follow_log(bus)) as groups:
             async for group in groups:
                 if is_wanted(group):
                     shown.show(group)
-                    left = None if left is None else left - 1
-                    if left == 0:
-                        return
+                    count += 1
+                if count == limit:
+                    return
 
     asyncio.run(read())
 
