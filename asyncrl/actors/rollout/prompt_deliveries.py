@@ -204,8 +204,8 @@ class Source(abc.ABC):
     Normally a group is fetched when a slot becomes free and begins at once. It waits here only if the slot was taken in
     between, by another stage or by a group that needs the worker for itself; then it is given back.
 
-    Example with 4 slots and groups of 2: two groups are fetched and begun. When one sample of each has ended, 2 slots
-    are free, so a third group is fetched; it begins although the first two groups still run.
+    Example with 4 slots and groups of 2: two groups are fetched and begun. When one of the 4 samples has ended, a third
+    group is fetched and begun. It takes one slot more than are free, because most samples of a group end soon.
     """
 
     def __init__(
