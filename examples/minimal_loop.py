@@ -38,8 +38,8 @@ from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.adapters import registry
+from asyncrl.backends import reference
 from asyncrl.backends.optimizer_settings import OptimizerSettings
-from asyncrl.backends.reference import backend as reference
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.data import demo_task
 from asyncrl.data.prompts import PromptDataset

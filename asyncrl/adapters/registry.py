@@ -45,7 +45,7 @@ ENGINES = {
 BACKENDS = {
     "megatron": "asyncrl.backends.megatron.backend:MegatronBackend",
     "none": "asyncrl.backends.null:NullBackend",
-    "reference": "asyncrl.backends.reference.backend:ReferenceBackend",
+    "reference": "asyncrl.backends.reference:ReferenceBackend",
 }
 CHANNELS = {
     "files": "asyncrl.weights.files:FilesChannel",

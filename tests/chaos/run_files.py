@@ -177,7 +177,7 @@ ANSWERS: Final[Mapping[str, Answers]] = {
     "long": Answers(
         run_file=COMMON + LONG,
         write=_long,
-        modules=("tests.chaos.metered_model", "asyncrl.data.demo_task", "asyncrl.backends.reference.backend"),
+        modules=("tests.chaos.metered_model", "asyncrl.data.demo_task", "asyncrl.backends.reference"),
     ),
     "ranks": Answers(
         run_file=COMMON + RANKS,

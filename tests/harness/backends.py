@@ -15,12 +15,11 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from asyncrl.backends import weight_cuts
+from asyncrl.backends import reference, weight_cuts
 from asyncrl.backends.megatron import backend as megatron
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.port import Backend
-from asyncrl.backends.reference import backend as reference
 from asyncrl.config.layout import Layout
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.policies.algorithms.objective import ValueInputs

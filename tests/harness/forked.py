@@ -57,7 +57,7 @@ _IMPORTED: Final = (
 )
 """Modules that every run imports, including late imports. A module missing here is imported again by every process."""
 MODELS: Final = (
-    "asyncrl.backends.reference.backend",
+    "asyncrl.backends.reference",
     "asyncrl.data.demo_task",
     "asyncrl.engines.inprocess.engine",
     "transformers.models.auto.modeling_auto",

@@ -27,7 +27,7 @@ import torch
 from asyncrl.actors.learner import checkpoint, manifest
 from asyncrl.backends import huggingface, weight_cuts, weight_places
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.reference.models import STATE_FILE
+from asyncrl.backends.reference import STATE_FILE
 from asyncrl.backends.weight_map import Mapping, Part, weight_map
 from asyncrl.data.model_folder import check_weights, copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError

@@ -28,7 +28,7 @@ PARTS = '''
 import asyncio, time
 from pathlib import Path
 from asyncrl.environments.builtin import single_turn
-from asyncrl.backends.reference.backend import ReferenceBackend
+from asyncrl.backends.reference import ReferenceBackend
 from asyncrl.data import demo_task
 from asyncrl.engines.inprocess.engine import InProcessEngine, Options
 from asyncrl.weights.files import FilesChannel

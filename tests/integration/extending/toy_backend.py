@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.backends.port import StepResult
-from asyncrl.backends.reference.backend import ReferenceBackend
+from asyncrl.backends.reference import ReferenceBackend
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.backends.reference.models import read_state
+from asyncrl.backends.reference import read_state
 from asyncrl.errors import CheckpointError
 
 

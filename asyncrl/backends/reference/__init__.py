@@ -1,1 +1,0 @@
-"""The reference backend: plain PyTorch, one process. Other backends are tested against it."""
