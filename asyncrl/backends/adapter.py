@@ -35,22 +35,15 @@ class BackendAdapter(Adapter):
     @classmethod
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
-        if run.learner.ranks > 1:
-            raise ConfigError(
-                f'learner.ranks: backend = "{run.learner.backend}" runs in one process; use "megatron" or ranks = 1'
-            )
-        if run.learner.machines > 1:
-            raise ConfigError(
-                f'learner.machines: backend = "{run.learner.backend}" runs in one process; use "megatron" or remove it'
-            )
-        if run.learner.megatron:
-            raise ConfigError(f'learner.megatron: needs backend = "megatron", but this is "{run.learner.backend}"')
-        if run.weights.quantization:
-            raise ConfigError(
-                f'weights.quantization: backend = "{run.learner.backend}" quantizes nothing; use "megatron"'
-            )
-        if run.learner.lora.rank:
-            raise ConfigError(f'learner.lora: backend = "{run.learner.backend}" has no adapters; use "megatron"')
+        for key, is_set, problem in (
+            ("learner.ranks", run.learner.ranks > 1, 'runs in one process; use "megatron" or ranks = 1'),
+            ("learner.machines", run.learner.machines > 1, 'runs in one process; use "megatron" or remove it'),
+            ("learner.megatron", run.learner.megatron, 'is not Megatron; use "megatron" or remove it'),
+            ("learner.lora", run.learner.lora.rank, 'has no adapters; use "megatron"'),
+            ("weights.quantization", run.weights.quantization, 'quantizes nothing; use "megatron"'),
+        ):
+            if is_set:
+                raise ConfigError(f'{key}: backend = "{run.learner.backend}" {problem}')
         frozen.check(run, are_fused=False)
 
     @classmethod

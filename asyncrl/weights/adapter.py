@@ -11,7 +11,15 @@ from asyncrl.config.adapter import Adapter, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.weight_transfer import TransferRequest
+from asyncrl.tensors import weight_files
 from asyncrl.weights.port import Ask, Intake, LoadReport, Receiver, Sender, Source, WeightChannel
+
+
+def verify_folder(weights: WeightVersion) -> Path:
+    """Return the folder of a version after checking sizes and checksums. Raises WeightsError."""
+    folder = Path(weights.uri)
+    weight_files.verify(folder, sha256=weights.sha256, num_bytes=weights.num_bytes)
+    return folder
 
 
 class ChannelAdapter(Adapter):
@@ -51,6 +59,9 @@ class ChannelAdapter(Adapter):
     def learner_environment(cls, run: RunConfig) -> Mapping[str, str]:
         """Environment variables to set in the learner's process unless already set."""
         return {}
+
+    def verify(self, weights: WeightVersion) -> Path:
+        return verify_folder(weights)
 
     def retain(self, weights: WeightVersion) -> None:
         """See WeightChannel. A channel that keeps every version for the length of an evaluation may do nothing."""

@@ -100,10 +100,6 @@ class FilesChannel(ChannelAdapter):
             incarnation=incarnation, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
         )
 
-    def verify(self, weights: WeightVersion) -> Path:
-        """Return the folder of a version after checking size and checksum. Raises WeightsError."""
-        return verified(weights)
-
     def retain(self, weights: WeightVersion) -> None:
         self._retained.add(weights.order)
 
@@ -238,13 +234,6 @@ def _collect_adapters(snapshot: Snapshot) -> Snapshot:
     """Collect the adapters of all ranks in this process."""
     answers = snapshot.run_on_parts(PartReader(), [b""] * (1 + len(snapshot.others)))
     return Snapshot.from_tensors(item for answer in answers for item in sorted(safetensors.torch.load(answer).items()))
-
-
-def verified(weights: WeightVersion) -> Path:
-    """Return the folder of a version after checking sizes and checksums. Raises WeightsError."""
-    folder = Path(weights.uri)
-    weight_files.verify(folder, sha256=weights.sha256, num_bytes=weights.num_bytes)
-    return folder
 
 
 def _complete(folder: Path, files: Sequence[WeightFile]) -> str:

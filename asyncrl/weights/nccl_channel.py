@@ -16,11 +16,8 @@ from typing import Final
 from asyncrl.bus.port import Bus
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError, MessageError, WeightsError
-from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.weights.adapter import ChannelAdapter
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.nccl import CUMEM, CollectiveOffer, CollectiveRequest, Sender, group_of_part
 from asyncrl.weights.port import Ask, Collectives, Intake, LoadReport
@@ -44,11 +41,11 @@ class Options:
             raise ConfigError(f"bucket_megabytes must be 1 to 2048, got {self.bucket_megabytes}")
 
 
-class NCCLChannel(ChannelAdapter):
-    """See WeightChannel. Stores folders as FilesChannel does, and has a sender."""
+class NCCLChannel(FilesChannel):
+    """Stores folders, and has a sender."""
 
     options_type = Options
-    takes_parts = True
+    takes = frozenset()
     sends_from_memory = True
 
     @classmethod
@@ -68,22 +65,8 @@ class NCCLChannel(ChannelAdapter):
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str, bucket_bytes: int) -> None:
         """See Sender."""
-        self._files = FilesChannel(directory, keep=keep, model_path=model_path)
+        super().__init__(directory, keep=keep, model_path=model_path)
         self._sender = Sender(host, bucket_bytes=bucket_bytes)
-
-    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        return self._files.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
-
-    def verify(self, weights: WeightVersion) -> Path:
-        return self._files.verify(weights)
-
-    @property
-    def progress(self) -> int:
-        return self._files.progress
-
-    @property
-    def published_bytes(self) -> int:
-        return self._files.published_bytes
 
     @property
     def sender(self) -> Sender:

@@ -27,7 +27,8 @@ from asyncrl.bus.port import ObjectStore
 from asyncrl.errors import BusError, ObjectGone, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.weights import delta
-from asyncrl.weights.files import add_companions, verified
+from asyncrl.weights.adapter import verify_folder
+from asyncrl.weights.files import add_companions
 
 _TEMPORARY: Final = ".tmp-"
 _LOOK_SECONDS: Final = 0.05
@@ -136,7 +137,7 @@ class FetchedVersions:
             with self._alone():
                 if folder.exists():
                     with contextlib.suppress(WeightsError):
-                        return verified(replace(weights, uri=str(folder)))
+                        return verify_folder(replace(weights, uri=str(folder)))
                     shutil.rmtree(folder)
                 self._fetch(weights, folder)
                 self._collect(fetched=weights.order)
@@ -193,7 +194,7 @@ class FetchedVersions:
             for name, _ in description.files:
                 shutil.copyfile(self._path(base) / name, temporary / name)
             self._apply(description, links[at_hand[-1] + 1 :], temporary)
-            verified(replace(weights, uri=str(temporary)))
+            verify_folder(replace(weights, uri=str(temporary)))
         except (WeightsError, ObjectGone, FileNotFoundError):  # a delta is gone or wrong, or the base is
             shutil.rmtree(temporary)
             return False
@@ -210,7 +211,7 @@ class FetchedVersions:
                 for block in self._blocks(description.links[number].full_name(index)):
                     stream.write(block)
         self._apply(description, description.links[number + 1 :], temporary)
-        verified(replace(weights, uri=str(temporary)))
+        verify_folder(replace(weights, uri=str(temporary)))
 
     def _apply(self, description: Description, links: Sequence[Link], folder: Path) -> None:
         """Apply the deltas of ``links`` to the weight files in ``folder``."""
