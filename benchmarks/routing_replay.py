@@ -30,8 +30,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.megatron.backend import MegatronBackend
+from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.job import Options as MegatronOptions
+from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.config.layout import Layout
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess import engine as inprocess
@@ -148,16 +151,17 @@ def _packed(answers: Sequence[Generation]) -> MicroBatch:
 
 @contextmanager
 def _trainer(folder: Path, dtype: str) -> Iterator[MegatronBackend]:
-    backend = MegatronBackend(
-        folder,
-        algorithm=resolve(ALGORITHMS["grpo"]),
-        optimizer=OptimizerSettings(),
+    policy = AuxiliaryModel(path=folder, objective=resolve(ALGORITHMS["grpo"]), optimizer=OptimizerSettings())
+    job = Job(
+        models={POLICY: policy},
         temperature=1.0,
         device="cpu",
         dtype=dtype,
         threads=1,
         options=MegatronOptions(),
+        layout=Layout(),
     )
+    backend = MegatronBackend(job)
     try:
         backend.start()
         yield backend

@@ -19,8 +19,9 @@ import torch
 
 from asyncrl.backends import flops, huggingface
 from asyncrl.backends.megatron.backend import MegatronBackend
-from asyncrl.backends.megatron.job import Options
+from asyncrl.backends.megatron.job import Job, Options
 from asyncrl.backends.megatron.rank_group import RankInfo
+from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout
 from asyncrl.policies.algorithms.spec import resolve
@@ -135,10 +136,9 @@ def shares(variant: Variant, batch: Sequence[Document]) -> list[list[MicroBatch]
 
 def made(variant: Variant, folder: Path, *, device: str, dtype: str, info: RankInfo | None = None) -> MegatronBackend:
     """Return the backend, not started.  info: this process among its ranks if the other ranks are started separately"""
-    return MegatronBackend(
-        folder,
-        algorithm=resolve(ALGORITHMS["grpo"]),
-        optimizer=OptimizerSettings(),
+    policy = AuxiliaryModel(path=folder, objective=resolve(ALGORITHMS["grpo"]), optimizer=OptimizerSettings())
+    job = Job(
+        models={POLICY: policy},
         temperature=1.0,
         device=device,
         dtype=dtype,
@@ -151,8 +151,8 @@ def made(variant: Variant, folder: Path, *, device: str, dtype: str, info: RankI
             timeout_seconds=TIMEOUT_SECONDS,
         ),
         layout=variant.layout,
-        info=info,
     )
+    return MegatronBackend(job, info=info)
 
 
 @contextlib.contextmanager

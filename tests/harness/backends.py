@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from asyncrl.backends import reference, weight_cuts
 from asyncrl.backends.megatron import backend as megatron
-from asyncrl.backends.models import AuxiliaryModel
+from asyncrl.backends.megatron.job import Job
+from asyncrl.backends.models import AuxiliaryModel, with_policy
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.port import Backend
 from asyncrl.config.layout import Layout
@@ -151,7 +152,9 @@ def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
         backend = adapter(folder, options=adapter.options_type(), **arguments)
     else:
         made = megatron.Options(**({"timeout_seconds": 60.0} | options))
-        backend = megatron.MegatronBackend(folder, options=made, layout=LAYOUTS[kind], **arguments)
+        policy = AuxiliaryModel(path=folder, objective=arguments.pop("algorithm"), optimizer=arguments.pop("optimizer"))
+        models = with_policy(policy, arguments.pop("auxiliary", {}))
+        backend = megatron.MegatronBackend(Job(models=models, options=made, layout=LAYOUTS[kind], **arguments))
     try:
         backend.start()
         yield backend

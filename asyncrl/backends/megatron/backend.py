@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from asyncrl.backends import flops, frozen, huggingface, lora, models
-from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
+from asyncrl.backends.adapter import BackendAdapter, optimizer_settings
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import refusals, shared_settings
 from asyncrl.backends.megatron.background_save import SavedModel, SavedPart, complete
@@ -44,13 +44,13 @@ from asyncrl.backends.megatron.rank_process import ChildRanks, serve
 from asyncrl.backends.megatron.refusals import require_tensors_of_engines, require_trainable
 from asyncrl.backends.megatron.remote_parts import RemotePart
 from asyncrl.backends.models import POLICY, AuxiliaryModel
-from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.port import StepResult
-from asyncrl.config.adapter import Layout, RunConfig
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import AsyncRLError, BackendError, CheckpointError, ConfigError
 from asyncrl.messages import codec
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch, of_one_length
+from asyncrl.tensors.device import resolve_device
 from asyncrl.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -69,13 +69,23 @@ class MegatronBackend(BackendAdapter):
 
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:
-        return cls(
-            **constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary),
+        policy = AuxiliaryModel(path=Path(run.model.path), objective=algorithm, optimizer=optimizer_settings(run))
+        settings = shared_settings.shared_settings(run, options=cls.options(run))
+        job = cls.make_job(run, models.with_policy(policy, auxiliary))
+        return cls(job, info=cls._rank_info(run), settings=settings)
+
+    @classmethod
+    def make_job(cls, run: RunConfig, models: Mapping[str, AuxiliaryModel]) -> Job:
+        return Job(
+            models=models,
+            temperature=run.rollout.temperature,
+            device=resolve_device(run.learner.device, section="learner"),
+            dtype=run.model.dtype,
+            threads=run.learner.threads,
             layout=run.learner.layout,
+            options=cls.options(run),
             transformer=run.learner.megatron,
             quantization=run.weights.quantization,
-            info=cls._rank_info(run),
-            settings=shared_settings.shared_settings(run, options=cls.options(run)),
         )
 
     @classmethod
@@ -102,16 +112,7 @@ class MegatronBackend(BackendAdapter):
         if run.learner.megatron:
             from asyncrl.backends.megatron.transformer_config import refuse_options  # takes seconds
 
-            job = Job(
-                models={},
-                temperature=run.rollout.temperature,
-                device="cpu",
-                dtype=run.model.dtype,
-                threads=0,
-                layout=run.learner.layout,
-                options=cls.options(run),
-                transformer=run.learner.megatron,
-            )
+            job = cls.make_job(run, models={})
             for key, folder in run.model_paths.items():
                 refuse_options(job, huggingface.read_shape(folder, where=key), where=key)
 
@@ -130,45 +131,14 @@ class MegatronBackend(BackendAdapter):
         frozen.check(run, are_fused=True)
         lora.check(run)
 
-    def __init__(
-        self,
-        model_path: Path,
-        *,
-        algorithm: Algorithm,
-        optimizer: OptimizerSettings,
-        temperature: float,
-        device: str,
-        dtype: str,
-        threads: int,
-        options: Options,
-        layout: Layout | None = None,
-        transformer: Mapping[str, Any] | None = None,
-        quantization: str = "",
-        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
-        info: RankInfo | None = None,
-        settings: Mapping[str, object] | None = None,
-    ) -> None:
+    def __init__(self, job: Job, *, info: RankInfo | None = None, settings: Mapping[str, object] | None = None) -> None:
         """
-        transformer  extra fields of Megatron's TransformerConfig
-        quantization format of exports (tensors/quantized_model.py); empty: the folder's dtype
-        info         this process among its ranks, if each of them is started separately
-        settings     settings by name that all ranks must share
+        info      this process among its ranks, if each of them is started separately
+        settings  settings by name that all ranks must share
         """
-        layout = layout or Layout()
-        policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
-        self._job = Job(
-            models=models.with_policy(policy, auxiliary or {}),
-            temperature=temperature,
-            device=device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
-            dtype=dtype,
-            threads=threads,
-            layout=layout,
-            options=options,
-            transformer=dict(transformer or {}),
-            quantization=quantization,
-        )
-        self._layout = layout
-        self._info = info or RankInfo(ranks=layout.ranks, timeout_seconds=options.timeout_seconds)
+        self._job = job
+        self._layout = job.layout
+        self._info = info or RankInfo(ranks=job.layout.ranks, timeout_seconds=job.options.timeout_seconds)
         self._settings = settings or {}
         self._shape: ModelShape | None = None
         self._group: RankGroup | None = None
@@ -293,11 +263,10 @@ class MegatronBackend(BackendAdapter):
 
     def begin_save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)  # once, and before other ranks access it
-        self._run_on_all_ranks([Command(name="save", folder=str(folder))] * self._layout.ranks)
+        self._run_on_all_ranks(Command(name="save", folder=str(folder)))
 
     def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:
-        command = Command(name="finish_save", folder=str(folder), waits=wait)
-        parts = self._run_on_all_ranks([command] * self._layout.ranks, SavedPart)
+        parts = self._run_on_all_ranks(Command(name="finish_save", folder=str(folder), waits=wait), SavedPart)
         if not all(part.is_done for part in parts):
             return None
         for rank, part in enumerate(parts):
@@ -311,12 +280,11 @@ class MegatronBackend(BackendAdapter):
 
     def offload(self) -> None:
         # Who gets the GPUs next needs the memory of all of them, so the answers of all ranks are awaited.
-        command = Command(name="offload", held=self._held())
-        reports = self._run_on_all_ranks([command] * self._layout.ranks, StepResult)
+        reports = self._run_on_all_ranks(Command(name="offload", held=self._held()), StepResult)
         self._offload_metrics = {name: value for report in reports for name, value in report.metrics.items()}
 
     def onload(self) -> None:
-        self._run_on_all_ranks([Command(name="onload")] * self._layout.ranks)
+        self._run_on_all_ranks(Command(name="onload"))
 
     def restore(self, folder: Path) -> None:
         models.require_saved(folder, self._job.trained)
@@ -324,7 +292,7 @@ class MegatronBackend(BackendAdapter):
             saved = models.saved_in(folder, name)
             lora.require_base(saved, model, base=SavedModel(saved).base)
         self._started().require_restorable(folder)
-        self._run_on_all_ranks([Command(name="restore", folder=str(folder))] * self._layout.ranks)
+        self._run_on_all_ranks(Command(name="restore", folder=str(folder)))
 
     def close(self) -> None:
         if self._group:
@@ -337,14 +305,16 @@ class MegatronBackend(BackendAdapter):
             self._children.close()
             self._children = None
 
-    def _run_on_all_ranks(self, commands: Sequence[Command | None], result: type = Done) -> list[Any]:
-        """Execute commands[i] on rank i unless it is None. Returns the ranks' results, rank 0's first.
+    def _run_on_all_ranks(self, commands: Command | Sequence[Command | None], result: type = Done) -> list[Any]:
+        """Execute a command on all ranks, or commands[i] on rank i unless it is None. Returns their results.
 
         result  type of the other ranks' results
 
         Raises BackendError that names a rank which is gone or has failed: all ranks then end. An error of a lone rank
         is raised as it is.
         """
+        if isinstance(commands, Command):
+            commands = [commands] * self._layout.ranks
         rank, group, own = self._started(), self._group, commands[0]
         assert own is not None
         others = [(number, command) for number, command in enumerate(commands) if command is not None and number]
