@@ -30,7 +30,17 @@ class BackendAdapter(Adapter):
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:
         """Create the backend without starting it. ``auxiliary``: the algorithm's models besides the policy, by name."""
-        return cast(Any, cls)(**constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary))  # type: ignore[no-any-return]
+        return cast(Any, cls)(  # type: ignore[no-any-return]
+            model_path=Path(run.model.path),
+            algorithm=algorithm,
+            optimizer=optimizer_settings(run),
+            temperature=run.rollout.temperature,
+            device=resolve_device(run.learner.device, section="learner"),
+            dtype=run.model.dtype,
+            threads=run.learner.threads,
+            options=cls.options(run),
+            **({"auxiliary": auxiliary} if auxiliary else {}),
+        )
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -78,23 +88,6 @@ class BackendAdapter(Adapter):
     def serve(self) -> None:
         """Run as a rank other than the learner, until the learner says goodbye. Raises ConfigError when refused."""
         raise NotImplementedError
-
-
-def constructor_arguments(
-    adapter: type[BackendAdapter], run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]
-) -> dict[str, Any]:
-    """Return the constructor arguments common to all backends. ``auxiliary`` is omitted when empty."""
-    arguments: dict[str, Any] = {
-        "model_path": Path(run.model.path),
-        "algorithm": algorithm,
-        "optimizer": optimizer_settings(run),
-        "temperature": run.rollout.temperature,
-        "device": resolve_device(run.learner.device, section="learner"),
-        "dtype": run.model.dtype,
-        "threads": run.learner.threads,
-        "options": adapter.options(run),
-    }
-    return arguments | ({"auxiliary": auxiliary} if auxiliary else {})
 
 
 def optimizer_settings(run: RunConfig) -> OptimizerSettings:
