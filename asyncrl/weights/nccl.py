@@ -191,7 +191,7 @@ class PartSender(PartWorker):
     def _begin(self, snapshot: Snapshot, order: PartOrder, request: TransferRequest) -> CollectiveOffer:
         """Prepare a transfer: of our part, or only of the name and address of the group to join."""
         name = group_of_part(request.group, order.number)
-        kind = "nccl" if snapshot.buckets[0].data.is_cuda else "gloo"
+        kind = _kind_of(snapshot)
         at_once = _buckets_at_once(request) if kind == "nccl" else 1
         snapshot = snapshot.cut(max(1, order.bucket_bytes // at_once))
         with self._lock:
@@ -328,6 +328,10 @@ class _Group:
             self._collective.abort()
         if self._kind == "gloo":
             self._collective = None  # closes its connections
+
+
+def _kind_of(snapshot: Snapshot) -> str:
+    return "nccl" if snapshot.buckets[0].data.is_cuda else "gloo"
 
 
 def _buckets_at_once(request: TransferRequest) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from typing import Any, Final
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -124,13 +125,31 @@ _NOT_OURS: Final = re.compile(
 learner.options."""
 
 
+_KINDS: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: ""}
+
+
+def _expected_instead(annotation: Any, value: object) -> str:
+    """Describe the values that a field takes; "" if ``value`` is one of them, or only Megatron can tell."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    types = [kind for kind in kinds if get_origin(kind) is not Literal]
+    if (
+        not _KINDS.keys() >= set(types)
+        or value in words
+        or type(value) in types
+        or (type(value) is int and float in types)
+    ):
+        return ""
+    return " or ".join([*(f'"{word}"' for word in words), *filter(None, (_KINDS[kind] for kind in types))])
+
+
 def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") -> None:
     """Raise ConfigError unless ``job.transformer`` holds valid values for fields of TransformerConfig that users may
     set.
 
     where: the run file's key for the model
     """
-    known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    known = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
     own = _own_fields(job, shape, job.torch_dtype)
     for name, value in job.transformer.items():
         if name not in known:
@@ -148,9 +167,8 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") ->
                 f"learner.megatron: {name} is for a feature that asyncrl does not support or sets by another key; "
                 "remove it"
             )
-        kind = type(known[name])
-        if kind in (bool, int, float, str) and type(value) is not kind and not (kind is float and type(value) is int):
-            raise ConfigError(f"learner.megatron: {name} must be of the type of {known[name]!r}, got {value!r}")
+        if expected := _expected_instead(known[name], value):
+            raise ConfigError(f"learner.megatron: {name} must be {expected}, got {value!r}")
     first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
     if job.layout.virtual_pipeline > 1 and job.layout.pipeline == 2 and {first, last} <= job.transformer.keys():
         raise ConfigError(

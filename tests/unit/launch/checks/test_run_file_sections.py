@@ -106,7 +106,7 @@ def test_refuses_mistakes_about_optimizer_steps(run_file: Path, overrides: list[
             "learner.options.*aux_loss_coefficient must be 0 or more, got -1",
         ),
         (["learner.options={timeout_seconds=0}"], "learner.options.*timeout_seconds must be 1 to 1000000, got 0"),
-        (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
+        (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], '"reference" is not Megatron'),
     ],
 )
 def test_refuses_mistakes_about_what_is_trained(run_file: Path, overrides: list[str], problem: str) -> None:
