@@ -20,7 +20,7 @@ from aiohttp import web
 from asyncrl.audit.run_observer import POLL_SECONDS, RunObserver, RunView
 from asyncrl.board.file_tail import RowTail
 from asyncrl.board.group_index import GroupIndex
-from asyncrl.board.lanes import Doing, doing
+from asyncrl.board.lanes import Activity, activity_of
 from asyncrl.board.run_state import Change, RunState
 from asyncrl.board.watched_run import WatchedRun, row_of
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
@@ -36,7 +36,7 @@ class Hub:
     def __init__(self) -> None:
         self.browsers: set[Browser] = set()
 
-    def tell(self, run: int, change: dict[str, Any]) -> None:
+    def broadcast(self, run: int, change: dict[str, Any]) -> None:
         """Send a change of one run to all browsers."""
         if not self.browsers:
             return
@@ -203,7 +203,7 @@ class RunFeed:
                 why = ""
             except ConfigError as error:  # the bus refuses the connection
                 why = str(error)
-            self._say(self.state.is_away(why, now=time.time()))
+            self._say(self.state.set_away(why, now=time.time()))
             await asyncio.sleep(AWAY_SECONDS)
 
     async def _watch(self, observer: RunObserver) -> None:
@@ -220,7 +220,7 @@ class RunFeed:
                     events = asyncio.create_task(self._follow_events())
                 if self._tail is None:
                     self._take_newest(view)
-                self._hear(view)
+                self._update(view)
                 if observer.is_connecting and not await asyncio.to_thread(self.watched.is_up):
                     return
                 await asyncio.sleep(POLL_SECONDS)
@@ -237,13 +237,13 @@ class RunFeed:
                 self._newest[name] = newest.step
                 self._say(self.state.add_rows([row_of(newest)]))
 
-    def _hear(self, view: RunView) -> None:
+    def _update(self, view: RunView) -> None:
         seen = view.observation
         status = "finished" if seen.is_finished else "up"
         if seen.bus_silent:
             why = f": {seen.bus_problem}" if seen.bus_problem else ""
             status = f"its bus has not answered for {seen.bus_silent:.0f} s{why}"
-        self._say(self.state.hear(actors_of(view), findings=view.findings, status=status, now=time.time()))
+        self._say(self.state.update(actors_of(view), findings=view.findings, status=status, now=time.time()))
 
     async def _follow_events(self) -> None:
         while True:
@@ -260,9 +260,9 @@ class RunFeed:
             self._tell(change)
 
 
-def actors_of(view: RunView) -> Mapping[str, tuple[Any, Doing]]:
+def actors_of(view: RunView) -> Mapping[str, tuple[Any, Activity]]:
     """Return name -> (heartbeat, current activity)."""
     return {
-        name: (seen.beat, doing(seen.beat, silent_seconds=seen.seconds if seen.is_silent else 0.0))
+        name: (seen.beat, activity_of(seen.beat, silent_seconds=seen.seconds if seen.is_silent else 0.0))
         for name, seen in view.observation.actors.items()
     }

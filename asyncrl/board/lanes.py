@@ -42,38 +42,38 @@ _WRITES: Final = frozenset({"disk", "room"})
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class Activity:
     """state: one of STATES;  text: what the actor waits for, and from whom"""
 
     state: str
     text: str = ""
 
 
-def doing(beat: Any, *, silent_seconds: float = 0.0) -> Doing:
+def activity_of(beat: Any, *, silent_seconds: float = 0.0) -> Activity:
     """Derive an actor's activity from its heartbeat.
 
     silent_seconds: time without a heartbeat, if too long; otherwise 0
     """
     if silent_seconds:
-        return Doing("silent")
+        return Activity("silent")
     if beat.phase in ("starting", "quarantined", "draining"):
-        return Doing(beat.phase, _text(beat.waits[0]) if beat.waits else "")
+        return Activity(beat.phase, _text(beat.waits[0]) if beat.waits else "")
     if beat.role in ("rollout-worker", "evaluation-worker"):
         return _of_worker(beat)
     for state, parts in (("training", _TRAINS), ("writing", _WRITES)):
         if (wait := _first(beat.waits, parts)) is not None:
-            return Doing(state, wait.what[:LONGEST_TEXT])
-    return Doing("waiting", _text(beat.waits[0])) if beat.waits else Doing("working")
+            return Activity(state, wait.what[:LONGEST_TEXT])
+    return Activity("waiting", _text(beat.waits[0])) if beat.waits else Activity("working")
 
 
-def _of_worker(beat: Any) -> Doing:
+def _of_worker(beat: Any) -> Activity:
     if (wait := _first(beat.waits, _LOADS)) is not None:
-        return Doing("loading", wait.what[:LONGEST_TEXT])
+        return Activity("loading", wait.what[:LONGEST_TEXT])
     if beat.numbers.get("rollout/running", 0) > 0:
-        return Doing("generating")
+        return Activity("generating")
     if (wait := _first(beat.waits, frozenset({"reward"}))) is not None:
-        return Doing("rewarding")
-    return Doing("waiting", _text(beat.waits[0])) if beat.waits else Doing("waiting")
+        return Activity("rewarding")
+    return Activity("waiting", _text(beat.waits[0])) if beat.waits else Activity("waiting")
 
 
 def _first(waits: Iterable[Any], parts: frozenset[str]) -> Any:
@@ -113,7 +113,9 @@ class Lanes:
         """Time of the last look."""
         self._next = 0
 
-    def hear(self, actors: Mapping[str, tuple[Any, Doing]], *, now: float) -> tuple[list[Lane], list[Lane], list[str]]:
+    def update(
+        self, actors: Mapping[str, tuple[Any, Activity]], *, now: float
+    ) -> tuple[list[Lane], list[Lane], list[str]]:
         """Record one look, given name -> (heartbeat, activity).
 
         Returns (new lanes, changed lanes, names of restarted actors).
@@ -144,7 +146,7 @@ class Lanes:
         self._forget(now - WINDOW_SECONDS)
         return new, changed, restarted
 
-    def _note(self, lane: Lane, does: Doing, *, version: int, now: float) -> bool:
+    def _note(self, lane: Lane, does: Activity, *, version: int, now: float) -> bool:
         lane.is_gone = False
         is_other = not lane.segments or lane.now != (does.state, does.text)
         if is_other:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
-from asyncrl.board.lanes import Doing, Lanes, change, head
+from asyncrl.board.lanes import Activity, Lanes, change, head
 from asyncrl.board.recorded_lanes import rank_name, recorded_lanes
 from asyncrl.metrics.trace import rank_tokens
 
@@ -243,8 +243,8 @@ class RunState:
         changes: list[Change] = [{"kind": "rows", "rows": sent}] if len(rows) <= MOST_ROWS else [{"kind": "reload"}]
         return [*changes, self.summary(), *_of_marks(marks)]
 
-    def hear(
-        self, actors: Mapping[str, tuple[Any, Doing]], *, findings: Iterable[Any], status: str, now: float
+    def update(
+        self, actors: Mapping[str, tuple[Any, Activity]], *, findings: Iterable[Any], status: str, now: float
     ) -> list[Change]:
         """Record one look at a run that is up. actors: name -> (heartbeat, activity);  now: Unix seconds"""
         ranks = [rank_name(rank) for rank in range(1, self._ranks)] if LEARNER in actors else []
@@ -252,7 +252,7 @@ class RunState:
         of_ranks = {name: actors[LEARNER] for name in ranks}
         lanes = {**actors, **of_ranks}
         self.beats = {name: beat for name, (beat, _) in lanes.items()}
-        new, changed, restarted = self.lanes.hear(lanes, now=now)
+        new, changed, restarted = self.lanes.update(lanes, now=now)
         restarted = [name for name in restarted if name not in ranks]
         marks = [*self.marks.faults(findings, now=now), *self.marks.restarts(restarted, now=now)]
         is_other, self.status = status != self.status, status
@@ -270,14 +270,14 @@ class RunState:
     def add_event(self, event: Any) -> list[Change]:
         return _of_marks(self.marks.event(event))
 
-    def is_away(self, why: str, *, now: float) -> list[Change]:
+    def set_away(self, why: str, *, now: float) -> list[Change]:
         """Record that the run is not up, or cannot be heard for the reason ``why``. All actors are removed."""
         is_done = 0 < self.steps <= self._last.get("step", 0)
         status = why or ("done" if is_done else "not up")
         if status == self.status:
             return []
         if self.beats:
-            return self.hear({}, findings=(), status=status, now=now)
+            return self.update({}, findings=(), status=status, now=now)
         self.status = status
         return [self.summary()]
 

@@ -50,7 +50,7 @@ class Board:
     def __init__(self, runs: Sequence[WatchedRun], *, host: str, port: int, token: str = "") -> None:
         self.hub = Hub()
         self.feeds = [
-            RunFeed(run, tell=lambda change, number=number: self.hub.tell(number, change))  # type: ignore[misc]
+            RunFeed(run, tell=lambda change, number=number: self.hub.broadcast(number, change))  # type: ignore[misc]
             for number, run in enumerate(runs)
         ]
         self._host, self._port, self._token = host, port, token

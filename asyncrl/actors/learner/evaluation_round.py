@@ -86,7 +86,7 @@ class EvaluationRound:
         """Take in answers, in the log's order. Return (prompt to ask again, why), or (None, "")."""
         index = None if answers.group_id is None else self.evaluation.index(answers.group_id)
         its, place = (None, 0) if index is None else self._places[index]
-        found, why = self._verdicts.of(answers, num_samples=0 if its is None else its.measured.num_samples)
+        found, why = self._verdicts.judge(answers, num_samples=0 if its is None else its.measured.num_samples)
         if found == "unable":
             self.unable[answers.worker] = why
         if found in ("unable", "passed") or index is None or its is None:
@@ -246,7 +246,7 @@ class AnswerCollector:
     def _note_engine(self, answers: EvaluationAnswers) -> None:
         group_id = answers.group_id
         if group_id is not None and self._asked.evaluation.index(group_id) is not None:
-            self._engine_time.heard(answers.worker, held_seconds=answers.held_seconds, now=time.monotonic())
+            self._engine_time.record(answers.worker, held_seconds=answers.held_seconds, now=time.monotonic())
 
     async def _hopeless(self) -> str:
         """Return why no worker can answer: the version is gone, or no live worker can load it. "" if one may."""

@@ -48,7 +48,7 @@ _FROZEN_SECONDS: Final = 60
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 60.0
-_NOBODY_SECONDS: Final = 30.0
+_NO_RESPONDER_SECONDS: Final = 30.0
 """How long a request without a responder is repeated. A server that just started may still be opening its streams, and
 a cluster may be electing their leaders."""
 _LEAVE_SECONDS: Final = 5.0
@@ -115,7 +115,7 @@ class Busy(BusError):
         super().__init__(f"{what}: {remedy} ({error.get('description', '')}, JetStream error {code})")
 
 
-class Nobody(Unanswered):
+class NoResponder(Unanswered):
     """No responder listens at this subject."""
 
 
@@ -173,13 +173,13 @@ class Connection:
         self._over = asyncio.Event()
         self._is_starting = True
         self._is_closing = False
-        self._nobody_seconds = 0.0
+        self._no_responder_seconds = 0.0
         self._last_error = ""
         self._prefix = self._inbox = self._answers = ""  # subjects of replies: from JetStream, from other clients
         self._requests: dict[str, _Request] = {}  # that wait for a reply, by the last token of its subject
         self._waiting_bytes = 0  # of these requests
-        self._deaf = ""  # why no replies can arrive
-        self._hears_clients = False
+        self._inbox_problem = ""  # why no replies can arrive
+        self._hears_answers = False
         self._num_busy = 0  # requests waiting while JetStream is temporarily unavailable
         self._listeners: set[Callable[[], None]] = set()
         self._leaving: set[asyncio.Future[None]] = set()
@@ -228,12 +228,12 @@ class Connection:
             await self.api("INFO")
         except Forbidden as error:
             raise ConfigError(str(error)) from None
-        except (Nobody, Refused) as error:
+        except (NoResponder, Refused) as error:
             raise ConfigError(
                 f"bus.url {self.name}: JetStream is off there ({error}); start the server as `nats-server -js`; "
                 "after bin/nats-config, reload it twice"
             ) from None
-        self._nobody_seconds = _NOBODY_SECONDS
+        self._no_responder_seconds = _NO_RESPONDER_SECONDS
 
     @property
     def max_payload(self) -> int:
@@ -279,18 +279,19 @@ class Connection:
                 generation, since = self.generation, time.monotonic()
             message = await self._request_once(subject, data, headers)
             asked += 1
-            is_nobody = message is not None and (message.headers or {}).get("Status") == "503"
-            if message is not None and not is_nobody:
+            has_no_responder = message is not None and (message.headers or {}).get("Status") == "503"
+            if message is not None and not has_no_responder:
                 return Reply(message.data, message.headers or {}, asked > 1)
             waited = time.monotonic() - since
-            if not self._over.is_set() and waited >= min(patience, self._nobody_seconds if is_nobody else patience):
-                if is_nobody and stream:
+            limit = min(patience, self._no_responder_seconds) if has_no_responder else patience
+            if not self._over.is_set() and waited >= limit:
+                if has_no_responder and stream:
                     is_there = not await self._is_gone(stream)
                     if not (is_there and was_there):  # missing, or created again since the last check
                         was_there, since = is_there, time.monotonic()
                         continue
-                if is_nobody:
-                    raise Nobody(f"bus {self.name}: no responder for {subject}; was the server's store deleted?")
+                if has_no_responder:
+                    raise NoResponder(f"bus {self.name}: no responder for {subject}; was the server's store deleted?")
                 raise Unanswered(
                     f"bus {self.name}: no answer at {subject} for {waited:.0f} s; "
                     f"is the server's disk full? See its log"  # with a full disk the server does not answer
@@ -303,9 +304,9 @@ class Connection:
         try:
             async with asyncio.timeout(seconds):
                 await self.online()
-                if not self._hears_clients:
+                if not self._hears_answers:
                     await self.subscribe(f"{self._answers}.*", self._on_answer)
-                    self._hears_clients = True
+                    self._hears_answers = True
                 message = await self._request_once(subject, data, None, seconds=seconds, inbox=self._answers)
         except TimeoutError:
             return None
@@ -393,8 +394,8 @@ class Connection:
         self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = 0.0, inbox: str = ""
     ) -> Any:
         """Return the reply; None if it is late or the connection is lost. ``seconds``: 0 takes the default timeout."""
-        if self._deaf:
-            raise Forbidden(self._deaf)
+        if self._inbox_problem:
+            raise Forbidden(self._inbox_problem)
         # Clients of one role may listen to each other's inboxes, but learn a random subject only with the reply.
         place = secrets.token_hex(8)
         request = self._requests[place] = _Request(subject, asyncio.get_running_loop().create_future())
@@ -426,7 +427,7 @@ class Connection:
         """
         is_inbox = what == "subscription" and subject == f"{self._inbox}.*".lower()
         if is_inbox:
-            self._deaf = problem
+            self._inbox_problem = problem
         waiting = [request for request in self._requests.values() if not request.answer.done()]
         failed = [one for one in waiting if is_inbox or (what == "publish" and one.subject.lower() == subject)]
         for request in failed:

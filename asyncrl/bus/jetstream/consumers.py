@@ -146,7 +146,7 @@ class PullConsumer:
                     self._requests = await self._listening()
                 await self._requests.top_up(max(1, self._wanted))
                 await self._requests.until(self._changed)
-                self._look(self._requests)
+                self._note_answers(self._requests)
         except BaseException:
             await self.stop()
             raise
@@ -160,9 +160,9 @@ class PullConsumer:
             while self._arrived:
                 await self._give_back(self._arrived.popleft())
 
-    def _look(self, requests: _PullRequests) -> None:
-        if requests.was_heard:
-            self._pause, requests.was_heard = 0.0, False
+    def _note_answers(self, requests: _PullRequests) -> None:
+        if requests.has_answered:
+            self._pause, requests.has_answered = 0.0, False
         if requests.problem:
             logger.debug("%s: looks for its consumer again: %s", self._stream, requests.problem)
             self._is_lost = True
@@ -198,9 +198,9 @@ class PullConsumer:
 class _PullRequests:
     """Pull requests that share one inbox.
 
-    problem     why to look for the consumer again; "" if there is no reason
-    was_heard   whether the consumer sent something
-    is_awaited  whether arriving messages are kept
+    problem       why to look for the consumer again; "" if there is no reason
+    has_answered  whether the consumer sent something since the last look
+    is_awaited    whether arriving messages are kept
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class _PullRequests:
         self._subscription: Any = None
         self._unlisten: Callable[[], None] = lambda: None
         self.problem = ""
-        self.was_heard = False
+        self.has_answered = False
         self.is_awaited = True
 
     async def listen(self) -> None:
@@ -248,7 +248,7 @@ class _PullRequests:
     async def _on_message(self, message: Any) -> None:
         headers = message.headers or {}
         status = headers.get("Status")
-        self.was_heard = True
+        self.has_answered = True
         self._due = time.monotonic() + PULL_SILENCE_SECONDS
         if status is None:
             if (item := arrival(message, generation=self._connection.generation)) is None:
@@ -307,7 +307,7 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
             give_back=self._give_back,
         )
         self._held: list[JetStreamDelivery[M]] = []
-        self._tell_unread: Callable[[Delivery[M]], Awaitable[None]] | None = None
+        self._on_unread: Callable[[Delivery[M]], Awaitable[None]] | None = None
 
     async def start(self) -> None:
         await self._consumer.start()
@@ -323,7 +323,7 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
         self._consumer.want(count)
 
     def on_unread(self, tell: Callable[[Delivery[M]], Awaitable[None]]) -> None:
-        self._tell_unread = tell
+        self._on_unread = tell
 
     async def stop(self) -> None:
         await self._consumer.stop()
@@ -344,8 +344,8 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
     async def _give_back(self, item: Arrival) -> None:
         """Return a message that arrived but was not taken."""
         try:
-            if self._tell_unread is not None:
-                await self._tell_unread(self._delivery(item))
+            if self._on_unread is not None:
+                await self._on_unread(self._delivery(item))
         finally:
             await self._connection.send(item.reply, _GIVE_BACK, reply="")
 

@@ -81,7 +81,7 @@ class Watch:
                 return newest
             await self._connection.online()
             if self._generation != self._connection.generation:
-                await self._ask()
+                await self._ask_leader()
                 continue
             try:
                 async with asyncio.timeout(REFRESH_SECONDS):
@@ -94,14 +94,14 @@ class Watch:
         if self._subscription is not None:
             await self._connection.unsubscribe(self._subscription, drain=False)
 
-    async def _ask(self) -> None:
+    async def _ask_leader(self) -> None:
         generation, seen = self._connection.generation, self._seen
         stored = await last_stored(self._connection, stream=self._stream, subject=self._subject)
         last = stored.sequence if stored is not None else 0
         if self._seen == seen and last < seen:
             self._seen = 0  # a resumed run made the stream again, or it went back to an earlier state
         if stored is not None and stored.sequence > self._seen:
-            self._hear(stored)
+            self._update(stored)
         self._generation = generation
 
     async def _on_message(self, message: Any) -> None:
@@ -110,9 +110,9 @@ class Watch:
         # (test_nobody_is_told_what_was_not_stored).
         if (headers.get("Nats-Stream"), headers.get("Nats-Subject")) == (self._stream, self._subject):
             stored = nanoseconds(headers["Nats-Time-Stamp"]) if "Nats-Time-Stamp" in headers else 0
-            self._hear(StoredMessage(int(headers.get("Nats-Sequence", 0)), message.data, headers, stored=stored))
+            self._update(StoredMessage(int(headers.get("Nats-Sequence", 0)), message.data, headers, stored=stored))
 
-    def _hear(self, stored: StoredMessage) -> None:
+    def _update(self, stored: StoredMessage) -> None:
         if stored.sequence > self._seen:
             self._seen, self._newest = stored.sequence, stored
             self._changed.set()
@@ -152,35 +152,35 @@ class Lease:
         self._seconds = self.TOPIC.seconds_to_live
         self._revision = 0  # of our message; 0 if we do not hold the lease
         self._released = 0  # revision of the announced release mark; 0 if there is none
-        self._news = asyncio.Event()  # for a waiter: the lease may be free
+        self._may_be_free = asyncio.Event()  # for a waiter: the lease may be free
         self._releasing = asyncio.Event()
-        self._keeping: asyncio.Future[None] | None = None
+        self._renewing: asyncio.Future[None] | None = None
 
     async def take(self) -> None:
         """waits for: the lease     woken by: its release, a reconnect, the clock"""
-        if not await self._try():
+        if not await self._try_to_acquire():
             await self._wait()
-        self._keeping = asyncio.ensure_future(self._keep())
+        self._renewing = asyncio.ensure_future(self._renew())
 
     async def release(self) -> None:
         """Release the lease if the server answers in time; otherwise it expires."""
         self._releasing.set()
         try:
-            if self._keeping is not None:
-                await asyncio.wait((self._keeping,), timeout=_LEAVE_SECONDS)
-                self._keeping.cancel()
+            if self._renewing is not None:
+                await asyncio.wait((self._renewing,), timeout=_LEAVE_SECONDS)
+                self._renewing.cancel()
         finally:
             await self._free()
 
     async def _wait(self) -> None:
-        unlisten: Callable[[], None] = self._connection.listen(self._news.set)
+        unlisten: Callable[[], None] = self._connection.listen(self._may_be_free.set)
         subscription = await self._connection.subscribe(self._freed, self._on_message, queue=_WAITING)
         try:
-            while not await self._try():
+            while not await self._try_to_acquire():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._seconds + _EXPIRY_SECONDS):
-                        await self._news.wait()
-                self._news.clear()
+                        await self._may_be_free.wait()
+                self._may_be_free.clear()
         except BaseException:  # pass the announcement on to another waiter
             await self._connection.send(self._freed, b"%d" % self._released, reply="")
             raise
@@ -190,9 +190,9 @@ class Lease:
 
     async def _on_message(self, message: Any) -> None:
         self._released = int(message.data) if message.data.isdigit() else 0
-        self._news.set()
+        self._may_be_free.set()
 
-    async def _try(self) -> bool:
+    async def _try_to_acquire(self) -> bool:
         """Try to acquire the lease. A cancellation waits for the reply, so that an acquired lease is released."""
         storing = asyncio.ensure_future(self._store_where_free())
         try:
@@ -242,7 +242,7 @@ class Lease:
             raise Refused(f"lease {self._name}", found["error"])
         return 0
 
-    async def _keep(self) -> None:
+    async def _renew(self) -> None:
         """waits for: the time to renew     woken by: release"""
         try:
             while True:

@@ -255,10 +255,10 @@ class _Deliveries(AsyncIterator[Delivery[M]], Generic[M]):
     async def __anext__(self) -> Delivery[M]:
         while (item := self._work.take()) is None:
             await self._work.changed.wait()
-        self._held = [one for one in self._held if one.is_ours()] + [self._lent(item)]
+        self._held = [one for one in self._held if one.is_ours()] + [self._deliver(item)]
         return self._held[-1]
 
-    def _lent(self, item: Item) -> _Delivery[M]:
+    def _deliver(self, item: Item) -> _Delivery[M]:
         return _Delivery(self._work, item, opened(item.data, self._topic, key=item.key, signatures=self._signatures))
 
     def want(self, count: int) -> None:

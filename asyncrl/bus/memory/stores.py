@@ -31,7 +31,7 @@ class Changed:
         finally:
             self._waiting.discard(future)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
@@ -94,7 +94,7 @@ class Work:
         self._stored[key] = item = Item(key, data)
         self._ready.append(item)
         self.last_sequence += 1
-        self.changed.tell()
+        self.changed.notify()
         return True
 
     def take(self) -> Item | None:
@@ -138,7 +138,7 @@ class Work:
         item.stop_timer()
         if item not in self._ready:
             self._ready.append(item)
-            self.changed.tell()
+            self.changed.notify()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Log:
         self._entries.append(LogEntry(self.last_sequence, key, data, time.monotonic()))
         self._stored.add(key)
         self._num_bytes += len(data)
-        self.changed.tell()
+        self.changed.notify()
         return True
 
     @property
@@ -226,7 +226,7 @@ class States:
     def put(self, key: str, data: bytes) -> None:
         self.revision += 1
         self.values[key] = Value(self.revision, data, time.monotonic())
-        self.changed.tell()
+        self.changed.notify()
 
     def present(self) -> dict[str, Value]:
         if self.seconds_to_live:

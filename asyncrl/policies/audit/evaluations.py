@@ -78,7 +78,7 @@ def _judged(
     for one in answers:
         if one.number != newest.number or one.group_id is None or newest.index(one.group_id) is None:
             continue
-        found, _ = verdicts.of(one, num_samples=counts.get(one.dataset, 0))
+        found, _ = verdicts.judge(one, num_samples=counts.get(one.dataset, 0))
         yield one, found
 
 

@@ -19,7 +19,7 @@ class EngineTime:
         self._began = began
         self._since: dict[str, float] = {}
 
-    def heard(self, worker: str, *, held_seconds: float, now: float) -> None:
+    def record(self, worker: str, *, held_seconds: float, now: float) -> None:
         """Record an answer from a worker that had held the version for ``held_seconds`` when it answered."""
         since = max(self._began, now - held_seconds)
         self._since[worker] = min(since, self._since.get(worker, since))

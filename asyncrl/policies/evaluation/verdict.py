@@ -28,7 +28,7 @@ passed     belongs to another evaluation, or to a prompt that is settled
 
 
 class Verdicts:
-    """The verdicts on the answers of one evaluation. Call ``of`` for each record, in the order of the log."""
+    """The verdicts on the answers of one evaluation. Call ``judge`` for each record, in the order of the log."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -38,7 +38,7 @@ class Verdicts:
     def is_settled(self, group_id: int) -> bool:
         return group_id in self._settled
 
-    def of(self, answers: EvaluationAnswers, *, num_samples: int) -> tuple[Verdict, str]:
+    def judge(self, answers: EvaluationAnswers, *, num_samples: int) -> tuple[Verdict, str]:
         """Return the verdict on ``answers``, and the reason; "" if nothing is wrong.
 
         num_samples  number of samples that were asked for; 0 if the data set is unknown

@@ -89,12 +89,12 @@ async def test_a_run_that_is_resumed_for_more_steps_is_not_done_before_their_end
     _begin(folder, incarnation=0, step=0, steps=3)
     feed = RunFeed(WatchedRun(folder, [], token="", verb="board"), tell=lambda change: None)
     await feed.begin()
-    feed.state.is_away("", now=0.0)
+    feed.state.set_away("", now=0.0)
     assert (feed.state.steps, feed.state.status) == (3, "done")
     _begin(folder, incarnation=1, step=3, steps=60)
     write_rows(folder, row(4, **{"learner/incarnation": 1.0}))
     await feed.begin()
-    feed.state.is_away("", now=1.0)
+    feed.state.set_away("", now=1.0)
     assert (feed.state.steps, feed.state.status) == (60, "not up")
 
 
@@ -316,7 +316,7 @@ async def test_a_browser_that_fell_behind_is_told_to_read_everything_anew(
 ) -> None:
     async with open_board(recorded) as board, stalled(board) as reader:
         for _ in range(10 * MOST_WAITING):  # far more than the buffers on both sides take
-            board.hub.tell(0, LARGE)
+            board.hub.broadcast(0, LARGE)
             await asyncio.sleep(0)
         async with asyncio.timeout(120):
             while b'"kind":"restart"' not in await reader.read(2**16):
@@ -332,7 +332,7 @@ async def test_a_browser_that_reads_nothing_is_hung_up_on(
     async with open_board(recorded) as board, stalled(board) as reader:
         async with asyncio.timeout(120):
             while board.hub.browsers:
-                board.hub.tell(0, LARGE)
+                board.hub.broadcast(0, LARGE)
                 await asyncio.sleep(0)
             with contextlib.suppress(ConnectionError):
                 while await reader.read(2**16):

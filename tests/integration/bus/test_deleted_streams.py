@@ -157,7 +157,7 @@ async def test_run_ends_when_something_is_deleted_and_resume_completes_it(
 async def test_a_worker_waits_for_the_learner_that_makes_deleted_streams_again(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.bus.jetstream.connection._NOBODY_SECONDS", 0.0)
+    monkeypatch.setattr("asyncrl.bus.jetstream.connection._NO_RESPONDER_SECONDS", 0.0)
     bus = await connect(nats_server)
     worker_bus = await worker_of(bus, nats_server, connect)
     await worker_bus.put(ACTORS, heartbeat("w0"), key="w0")

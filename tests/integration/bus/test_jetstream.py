@@ -215,7 +215,7 @@ async def test_removed_store_is_an_error_to_an_observer(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner and its workers wait for the store instead: test_deleted_streams.py."""
-    monkeypatch.setattr("asyncrl.bus.jetstream.connection._NOBODY_SECONDS", 0.0)
+    monkeypatch.setattr("asyncrl.bus.jetstream.connection._NO_RESPONDER_SECONDS", 0.0)
     run = (await connect(own_server, storage="memory"))._layout.run
     onlooker = await connect(own_server, run=run, access=Credentials(role="operator", token=own_server.token))
     await restart(own_server)  # the memory store is now empty

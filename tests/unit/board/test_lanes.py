@@ -8,10 +8,10 @@ import pytest
 
 from asyncrl.board.lanes import (
     WINDOW_SECONDS,
-    Doing,
+    Activity,
     Lanes,
+    activity_of,
     change,
-    doing,
     number_of,
 )
 from asyncrl.board.recorded_lanes import recorded_lanes
@@ -39,25 +39,25 @@ TRAJECTORIES = Wait(what="trajectories", on="rollout-worker")
 @pytest.mark.parametrize(
     ("beat", "expected"),
     [
-        (worker("w", DECODES, running=3.0), Doing("generating")),
-        (worker("w", LOADS, running=3.0), Doing("loading", "its engine to load weights")),
-        (worker("w", PROMPTS), Doing("waiting", "prompts, from prompt-source")),
-        (worker("w", REWARD), Doing("rewarding")),
-        (worker("w", phase="quarantined"), Doing("quarantined")),
-        (worker("w", STARTS, phase="starting"), Doing("starting", "its engine to start, from start")),
-        (learner(STEP), Doing("training", "a training step")),
-        (learner(TRAJECTORIES), Doing("waiting", "trajectories, from rollout-worker")),
-        (learner(), Doing("working")),
+        (worker("w", DECODES, running=3.0), Activity("generating")),
+        (worker("w", LOADS, running=3.0), Activity("loading", "its engine to load weights")),
+        (worker("w", PROMPTS), Activity("waiting", "prompts, from prompt-source")),
+        (worker("w", REWARD), Activity("rewarding")),
+        (worker("w", phase="quarantined"), Activity("quarantined")),
+        (worker("w", STARTS, phase="starting"), Activity("starting", "its engine to start, from start")),
+        (learner(STEP), Activity("training", "a training step")),
+        (learner(TRAJECTORIES), Activity("waiting", "trajectories, from rollout-worker")),
+        (learner(), Activity("working")),
     ],
 )
-def test_heartbeat_sets_the_state_of_a_lane(beat: Heartbeat, expected: Doing) -> None:
-    assert doing(beat) == expected
-    assert doing(beat, silent_seconds=7.0) == Doing("silent")
+def test_heartbeat_sets_the_state_of_a_lane(beat: Heartbeat, expected: Activity) -> None:
+    assert activity_of(beat) == expected
+    assert activity_of(beat, silent_seconds=7.0) == Activity("silent")
 
 
 def heard(lanes: Lanes, now: float, **doings: str) -> tuple[list[str], list[str], list[str]]:
-    actors = {name: (worker(name), Doing(state)) for name, state in doings.items()}
-    new, changed, restarted = lanes.hear(actors, now=now)
+    actors = {name: (worker(name), Activity(state)) for name, state in doings.items()}
+    new, changed, restarted = lanes.update(actors, now=now)
     return [lane.name for lane in new], [lane.name for lane in changed], restarted
 
 
@@ -76,7 +76,7 @@ def test_a_lane_has_a_segment_for_each_change_and_only_changes_are_told() -> Non
 def test_new_incarnation_of_an_actor_is_a_restart() -> None:
     lanes = Lanes()
     for life, expected in (("a", []), ("a", []), ("b", ["w0"])):
-        assert lanes.hear({"w0": (worker(life=life), Doing("waiting"))}, now=1.0)[2] == expected
+        assert lanes.update({"w0": (worker(life=life), Activity("waiting"))}, now=1.0)[2] == expected
 
 
 def test_departed_actor_is_dropped_after_the_window() -> None:

@@ -176,8 +176,8 @@ async def test_everybody_gets_what_is_new_in_one_piece() -> None:
     hub = Hub()
     one, other = hub.join(), hub.join()
     assert one is not None and other is not None
-    hub.tell(0, {"kind": "rows"})
-    hub.tell(1, {"kind": "marks"})
+    hub.broadcast(0, {"kind": "rows"})
+    hub.broadcast(1, {"kind": "marks"})
     expected = b'data: {"run":0,"kind":"rows"}\n\ndata: {"run":1,"kind":"marks"}\n\n'
     assert one.take() == other.take() == expected
 
@@ -187,7 +187,7 @@ async def test_slow_browser_reloads_the_state() -> None:
     browser = hub.join()
     assert browser is not None
     for _ in range(MOST_WAITING + 1):
-        hub.tell(0, {"kind": "rows"})
+        hub.broadcast(0, {"kind": "rows"})
     assert browser.take() == b'data: {"kind":"restart"}\n\n'
 
 

@@ -111,16 +111,16 @@ def test_no_more_than_the_share_is_held_but_one_at_least(share: float, workers: 
 
 def test_each_worker_counts_from_when_it_had_the_version_until_the_end() -> None:
     time = EngineTime(began=100.0)
-    time.heard("w0", held_seconds=3.0, now=105.0)  # since 102
-    time.heard("w0", held_seconds=6.0, now=108.0)
-    time.heard("w1", held_seconds=1.0, now=106.0)  # since 105
+    time.record("w0", held_seconds=3.0, now=105.0)  # since 102
+    time.record("w0", held_seconds=6.0, now=108.0)
+    time.record("w1", held_seconds=1.0, now=106.0)  # since 105
     assert time.share(num_engines=4, now=110.0) == (8.0 + 5.0) / (4 * 10.0)
 
 
 def test_engines_that_nobody_heard_of_are_no_share_over_one() -> None:
     time = EngineTime(began=0.0)
     for name in ("w0", "w1", "w2"):
-        time.heard(name, held_seconds=9.0, now=1.0)
+        time.record(name, held_seconds=9.0, now=1.0)
     assert time.share(num_engines=1, now=2.0) == 1.0
     assert EngineTime(began=2.0).share(num_engines=1, now=2.0) == 0.0
 
