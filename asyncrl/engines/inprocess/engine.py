@@ -1,8 +1,8 @@
 """An engine that runs a Hugging Face model in this process: for tests, demos, and models that no server supports.
 
 The event loop owns all requests. The task ``engine-decode`` runs one pass of the model after the other in the thread
-``engine-decode``: a load of weights, the prefill of new requests, or tokens for every sequence. The thread
-``engine-read`` reads weight files, so decoding pauses only while weights are copied.
+``engine-decode``: the prefill of new requests, or tokens for every sequence. A load copies weights between two passes,
+which the thread ``engine-read`` has read, so decoding pauses only for the copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors
@@ -77,13 +76,6 @@ class _Request:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Load:
-    tensors: Mapping[str, torch.Tensor]
-    version: Version
-    future: asyncio.Future[float]
-
-
 class InProcessEngine(EngineAdapter):
     """See Engine and Intake in the ports."""
 
@@ -119,13 +111,16 @@ class InProcessEngine(EngineAdapter):
         self._stops = StopReader(model_path, self._reader)
         self._loading = asyncio.Lock()
         self._has_news = asyncio.Event()
-        """Set when a request, a cancel or a load came, so that the pass in progress ends after its token."""
+        """Set when a request or a cancel comes, so that the pass in progress ends after its token."""
         self._end: Exception | None = None
         self._waiting: deque[_Request] = deque()
         self._running: dict[RunningSequence, _Request] = {}
         self._leaving: set[RunningSequence] = set()
         """Sequences that still have a row in the decoder but are finished or cancelled."""
-        self._load: _Load | None = None
+        self._between_passes = asyncio.Lock()
+        """Held during a pass, and while weights are copied."""
+        self._is_load_waiting = False
+        """Ends the pass in progress after its token."""
 
     async def start(self) -> None:
         """Load the model. Raises ConfigError."""
@@ -197,17 +192,18 @@ class InProcessEngine(EngineAdapter):
 
     async def _switch(self, version: Version, read: Callable[[], Mapping[str, torch.Tensor]]) -> LoadReport:
         asked = time.monotonic()
+        run, decoder = asyncio.get_running_loop().run_in_executor, self._alive()
         async with self._loading:
-            loop = asyncio.get_running_loop()
-            tensors = await loop.run_in_executor(self._reader, read)
-            self._alive()
-            self._load = load = _Load(tensors, version, loop.create_future())
-            self._has_news.set()
-            try:
-                pause_seconds = await load.future
-            finally:
-                self._load = None
-        return LoadReport(pause_seconds=pause_seconds, load_seconds=time.monotonic() - asked)
+            tensors = await run(self._reader, read)
+            self._is_load_waiting = True
+            async with self._between_passes:
+                self._is_load_waiting = False
+                self._alive()
+                began = time.monotonic()
+                await run(self._thread, decoder.load, tensors, version)
+                self._alive()
+        now = time.monotonic()
+        return LoadReport(pause_seconds=now - began, load_seconds=now - asked)
 
     @property
     def version(self) -> Version:
@@ -257,28 +253,23 @@ class InProcessEngine(EngineAdapter):
         )
 
     async def _decode(self, decoder: Decoder) -> None:
-        """consumes: requests and loads    waits for: either    woken by: ``generate``, ``_switch``
+        """consumes: requests    waits for: one    woken by: ``generate``
 
         However it ends, it settles all requests.
         """
         end = EngineDied("the in-process engine was closed")
-        run = asyncio.get_running_loop().run_in_executor
-        load: _Load | None = None
         try:
             while True:
-                while not (self._running or self._waiting or self._load):
+                while not (self._running or self._waiting):
                     self._has_news.clear()
                     await self._has_news.wait()
-                self._has_news.clear()
-                leaving, self._leaving = self._leaving, set()
-                if (load := self._load) is not None:
-                    self._load = None
-                    seconds = await run(self._thread, self._swap, decoder, leaving, load)
-                    if not load.future.done():
-                        load.future.set_result(seconds)
-                    continue
-                admitted = self._choose()
-                await run(self._thread, self._pass, decoder, leaving, admitted)
+                async with self._between_passes:
+                    self._has_news.clear()
+                    leaving, self._leaving = self._leaving, set()
+                    admitted = self._choose()
+                    await asyncio.get_running_loop().run_in_executor(
+                        self._thread, self._pass, decoder, leaving, admitted
+                    )
                 self._deliver()
         except asyncio.CancelledError:
             raise
@@ -289,10 +280,8 @@ class InProcessEngine(EngineAdapter):
         finally:
             self._end = end
             for request in (*self._running.values(), *self._waiting):
-                _fail(request.future, end)
-            for unfinished in (load, self._load):
-                if unfinished is not None:
-                    _fail(unfinished.future, end)
+                if not request.future.done():
+                    request.future.set_exception(end)
 
     def _choose(self) -> list[RunningSequence]:
         """Return the waiting requests to prefill now: all that fit."""
@@ -307,13 +296,6 @@ class InProcessEngine(EngineAdapter):
             chosen.append(request.answer)
         return chosen
 
-    def _swap(self, decoder: Decoder, leaving: set[RunningSequence], load: _Load) -> float:
-        """Load weights, in the decode thread. Return the seconds that it took."""
-        began = time.monotonic()
-        decoder.remove(leaving)
-        decoder.load(load.tensors, load.version)
-        return time.monotonic() - began
-
     def _pass(self, decoder: Decoder, leaving: set[RunningSequence], admitted: list[RunningSequence]) -> None:
         """Prefill, or sample the next tokens of every sequence, in the decode thread.
 
@@ -326,7 +308,11 @@ class InProcessEngine(EngineAdapter):
             return
         while decoder.answers:
             self._step(decoder)
-            if self._has_news.is_set() or self._waiting or any(answer.finish_reason for answer in decoder.answers):
+            if (
+                self._is_load_waiting
+                or self._has_news.is_set()
+                or any(answer.finish_reason for answer in decoder.answers)
+            ):
                 return
 
     def _step(self, decoder: Decoder) -> None:
@@ -343,11 +329,6 @@ class InProcessEngine(EngineAdapter):
                 request.future.set_result(request.so_far())
             else:
                 request.future.set_exception(EngineError("the model returned NaN logprobs: its weights are broken"))
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Tensor]:
