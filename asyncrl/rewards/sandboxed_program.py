@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import selectors
+import select
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO, Final, Literal
 
 from asyncrl.errors import ConfigError
 
@@ -68,7 +69,6 @@ WATCH_SECONDS: Final = 0.05
 """Interval between two checks of the process tree."""
 ENVIRONMENT: Final[Mapping[str, str]] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
 """The environment of every program; nothing is inherited."""
-_CHUNK: Final = 65_536
 _MOST_ROUNDS: Final = 100
 """Limit of rounds to kill a tree that keeps starting processes."""
 _WITH_LIMITS: Final = (
@@ -100,53 +100,65 @@ def run_program(
     inherited  file descriptors to pass on
     """
     began = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env=dict(environment),
-        pass_fds=inherited,
-        start_new_session=True,
-    )
-    pipes = _Pipes(process, stdin, most=limits.output_kib * 1024)
-    try:
-        stopped = _until_end(process, pipes, limits, deadline=began + limits.seconds)
-    finally:
-        _end(process)
-        overflows = pipes.drain()
-        pipes.close()
-    if overflows and not stopped:
-        stopped = "output"
-    return Outcome(
-        code=process.returncode,
-        stdout=bytes(pipes.stdout),
-        stderr=bytes(pipes.stderr),
-        stopped=stopped,
-        seconds=time.monotonic() - began,
-    )
+    most = limits.output_kib * 1024
+    # Output goes to files, so that a process that outlives the program holds up nobody. Input comes from a pipe, which
+    # can be read only once: it may hold a secret of the tests after the program.
+    with _file() as stdout, _file() as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=folder,
+            env=dict(environment),
+            pass_fds=inherited,
+            start_new_session=True,
+        )
+        threading.Thread(target=_feed, args=(process.stdin, stdin), name="sandbox-input", daemon=True).start()
+        try:
+            stopped = _until_end(process.pid, limits, deadline=began + limits.seconds, outputs=(stdout, stderr))
+        finally:
+            _end(process)
+        if not stopped and _is_longer((stdout, stderr), most):
+            stopped = "output"
+        return Outcome(
+            code=process.returncode,
+            stdout=os.pread(stdout, most, 0),
+            stderr=os.pread(stderr, most, 0),
+            stopped=stopped,
+            seconds=time.monotonic() - began,
+        )
 
 
-def _until_end(process: subprocess.Popen[bytes], pipes: _Pipes, limits: Limits, *, deadline: float) -> Stopped:
-    """Wait until the process ends by itself (returns "") or exceeds a limit (returns its name)."""
-    ended = os.pidfd_open(process.pid)
-    look_at = time.monotonic() + WATCH_SECONDS
+@contextlib.contextmanager
+def _file() -> Iterator[int]:
+    """Yield an empty file in memory."""
+    with open(os.memfd_create("asyncrl-sandbox"), "w+b", buffering=0) as file:
+        yield file.fileno()
+
+
+def _feed(pipe: IO[bytes], data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), pipe:  # the program may close its input, or end
+        pipe.write(data)
+
+
+def _is_longer(outputs: Iterable[int], most: int) -> bool:
+    return any(os.fstat(output).st_size > most for output in outputs)
+
+
+def _until_end(pid: int, limits: Limits, *, deadline: float, outputs: Sequence[int]) -> Stopped:
+    """Wait until the process ends by itself (returns "") or exceeds a limit (returns its name). Does not reap it."""
+    ended, poll = os.pidfd_open(pid), select.poll()
+    poll.register(ended, select.POLLIN)
     try:
-        pipes.selector.register(ended, selectors.EVENT_READ)
-        while True:
-            now = time.monotonic()
-            if now >= deadline:
-                return "time"
-            if now >= look_at:
-                if excess := _excess(process.pid, limits):
-                    return excess
-                look_at = time.monotonic() + WATCH_SECONDS
-            for key, _ in pipes.selector.select(max(0.0, min(deadline, look_at) - now)):
-                if key.fd == ended:
-                    return ""
-                if not pipes.move(key.fd):
-                    return "output"
+        while (left := deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * min(left, WATCH_SECONDS)):
+                return ""
+            if _is_longer(outputs, limits.output_kib * 1024):
+                return "output"
+            if excess := _excess(pid, limits):
+                return excess
+        return "time"
     finally:
         os.close(ended)
 
@@ -201,72 +213,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the pid cannot have been reused
     process.wait()
-
-
-class _Pipes:
-    """The three pipes of a process. At most ``most`` bytes of each output are kept."""
-
-    def __init__(self, process: subprocess.Popen[bytes], stdin: bytes, *, most: int) -> None:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self.stdout, self.stderr = bytearray(), bytearray()
-        self.selector = selectors.DefaultSelector()
-        self._files = (process.stdin, process.stdout, process.stderr)
-        self._in = process.stdin.fileno()
-        self._outputs = {process.stdout.fileno(): self.stdout, process.stderr.fileno(): self.stderr}
-        self._left = memoryview(stdin)
-        self._most = most
-        for file in self._files:
-            os.set_blocking(file.fileno(), False)
-        for descriptor in self._outputs:
-            self.selector.register(descriptor, selectors.EVENT_READ)
-        self.selector.register(self._in, selectors.EVENT_WRITE)
-
-    def move(self, descriptor: int) -> bool:
-        """Move the data that is ready at ``descriptor``. Return False if an output has become too long."""
-        if descriptor == self._in:
-            self._feed()
-            return True
-        return self._read(descriptor) <= self._most
-
-    def drain(self) -> bool:
-        """Read what is left in the pipes of an ended process. Return whether an output is too long.
-
-        Does not wait for the end of the pipes, because processes left running may hold them open forever.
-        """
-        for descriptor, kept in self._outputs.items():
-            length = -1
-            while length != len(kept) and len(kept) <= self._most:
-                length = len(kept)
-                self._read(descriptor)
-        return any(len(kept) > self._most for kept in self._outputs.values())
-
-    def close(self) -> None:
-        for kept in (self.stdout, self.stderr):
-            del kept[self._most :]
-        self.selector.close()
-        for file in self._files:
-            with contextlib.suppress(BrokenPipeError):
-                file.close()
-
-    def _feed(self) -> None:
-        try:
-            self._left = self._left[os.write(self._in, self._left[:_CHUNK]) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:  # the program closed its input
-            self._left = self._left[:0]
-        if not self._left:
-            self.selector.unregister(self._in)
-            self._files[0].close()
-
-    def _read(self, descriptor: int) -> int:
-        kept = self._outputs[descriptor]
-        try:
-            data = os.read(descriptor, _CHUNK)
-        except BlockingIOError:
-            return len(kept)
-        if not data:
-            with contextlib.suppress(KeyError):  # already unregistered
-                self.selector.unregister(descriptor)
-        kept += data
-        return len(kept)
