@@ -32,23 +32,16 @@ INSTALL_HINT = (
 )
 
 
-def check_pause(pause: str, *, url: str, version: str) -> None:
-    """Check that this server can retract requests if ``pause`` needs it. Raises ConfigError."""
-    if pause == "retract" and _number(version) < _FIRST_SAFE_RETRACT:
-        raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
+def check_version(options: Options, *, url: str, version: str) -> None:
+    """Check that a server of this version does what the options ask of it. Raises ConfigError.
 
-
-def check_spans(version_source: str, *, url: str, version: str) -> None:
-    """Check that this server reports version spans if ``version_source`` needs them. Raises ConfigError.
-
-    A server built from source may not know its version.
+    A server built from source may not know its version: "0.0.0" passes for spans, and its first answer shows them.
     """
-    if version_source == "spans" and (0, 0, 0) < _number(version) < _FIRST_WITH_SPANS:
+    number = tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
+    if options.pause == "retract" and number < _FIRST_SAFE_RETRACT:
+        raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
+    if options.version_source == "spans" and (0, 0, 0) < number < _FIRST_WITH_SPANS:
         raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {url} is {version}")
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
 
 
 def check_attached(run: RunConfig) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import functools
 import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -28,15 +29,16 @@ from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.port import EngineStats
+from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.adapters import Adapters
+from asyncrl.engines.sglang.adapters import server_arguments as lora_arguments
 from asyncrl.engines.sglang.checks import (
     check_architecture,
     check_attached,
     check_dtype,
     check_installed,
     check_memory_saver,
-    check_pause,
-    check_spans,
+    check_version,
     context_before_start,
     context_of_server,
     is_whole,
@@ -46,7 +48,7 @@ from asyncrl.engines.sglang.client import Places, ServerClient, first_answer, li
 from asyncrl.engines.sglang.options import MEMORY_SAVER, check_arguments, check_intake_arguments
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request
-from asyncrl.engines.sglang.server import ServedModel, make_server, read_model
+from asyncrl.engines.sglang.server import ServedModel, read_model
 from asyncrl.engines.sglang.versions import SettledVersion, Stamps, new_owner
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
@@ -296,16 +298,32 @@ class SGLangEngine(EngineAdapter):
     # -- start ---------------------------------------------------------------------------------------------------------
 
     async def _launch(self) -> None:
-        self._client.server, self._client.url = make_server(
-            self._model,
+        """Start a server, which responds half a minute later, or more. Another server may take its port before, so
+        ``_ask_server`` looks for our stamp. Raises ConfigError."""
+        options = self._options
+        check_installed()
+        check_arguments(options.server_arguments)
+        check_dtype(self._dtype, device=self._device, server_arguments=options.server_arguments)
+        port = server.free_port()
+        command = server.server_command(
+            self._model.path,
             device=self._device,
             dtype=self._dtype,
-            stamp=self._stamps.format(self._first_version),
-            lora=self._lora,
-            options=self._options,
-            log_path=self._log_path,
+            port=port,
+            weight_version=self._stamps.format(self._first_version),
+            tensor_parallel=options.tensor_parallel,
+            quantization=self._model.quantization,
+            stream_interval=options.stream_interval,
+            server_arguments={
+                **lora_arguments(self._lora, self._model.shapes, device=self._device),
+                **options.server_arguments,
+            },
             reports_experts=self._reports_experts,
         )
+        log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
+        environment = server.server_environment(os.environ, device=self._device, options=options)
+        self._client.url = f"http://127.0.0.1:{port}"
+        self._client.server = server.ServerProcess(command, environment=environment, log_path=self._log_path)
         await self._client.server.start()
 
     async def _ask_server(self) -> None:
@@ -329,8 +347,7 @@ class SGLangEngine(EngineAdapter):
         if self._reports_experts and not info.get(EXPERTS_OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{EXPERTS_OPTION} of the server at {self.url}')
         version = str(info.get("version", "0"))
-        check_pause(self._options.pause, url=self.url, version=version)
-        check_spans(self._options.version_source, url=self.url, version=version)
+        check_version(self._options, url=self.url, version=version)
         self._intake = SGLangIntake(
             self._client.order,
             self._loader,

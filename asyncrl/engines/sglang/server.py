@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import logging
 import os
 import random
 import socket
@@ -20,16 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.config.learner import LoraSection
 from asyncrl.data.model_folder import ExpertCounts, experts_of
-from asyncrl.engines.sglang.adapters import server_arguments as lora_arguments
-from asyncrl.engines.sglang.checks import check_dtype, check_installed
 from asyncrl.engines.sglang.options import (
     CPU_ARGUMENTS,
     LOADER,
     QUANTIZATIONS,
     Options,
-    check_arguments,
     option_name,
     prefill_arguments,
 )
@@ -38,8 +33,6 @@ from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.program import Program
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,41 +228,3 @@ class ServerProcess:
         except OSError as error:
             return f"(no log: {error})"
         return f"end of {self.log_path}:\n{text}"
-
-
-def make_server(
-    model: ServedModel,
-    *,
-    device: str,
-    dtype: str,
-    stamp: str,
-    lora: LoraSection | None,
-    options: Options,
-    log_path: Path,
-    reports_experts: bool,
-) -> tuple[ServerProcess, str]:
-    """Return the process, which is not started, and its URL, where it responds half a minute after the start, or later.
-
-    Another server may take the port before. So the caller must check ``stamp``, which is unique: the server reports it
-    as the version of its weights. The other arguments are those of SGLangEngine. Raises ConfigError.
-    """
-    check_installed()
-    given = dict(options.server_arguments)
-    check_arguments(given)
-    check_dtype(dtype, device=device, server_arguments=given)
-    port = free_port()
-    command = server_command(
-        model.path,
-        device=device,
-        dtype=dtype,
-        port=port,
-        weight_version=stamp,
-        tensor_parallel=options.tensor_parallel,
-        quantization=model.quantization,
-        stream_interval=options.stream_interval,
-        server_arguments=lora_arguments(lora, model.shapes, device=device) | given,
-        reports_experts=reports_experts,
-    )
-    log.info("starting SGLang, output in %s: %s", log_path, " ".join(command))
-    environment = server_environment(os.environ, device=device, options=options)
-    return ServerProcess(command, environment=environment, log_path=log_path), f"http://127.0.0.1:{port}"
