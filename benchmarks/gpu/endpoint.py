@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
-from asyncrl.environments.agent.endpoint.chat_format import Template, TemplateFormat
-from asyncrl.environments.agent.endpoint.parsers import PlainParser
+from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.messages import SamplingParams
@@ -148,11 +147,11 @@ class Scene:
 class Load:
     """Samples of one engine, on either path."""
 
-    def __init__(self, engine: SGLangEngine, template: Template, scene: Scene) -> None:
+    def __init__(self, engine: SGLangEngine, chat_format: TemplateFormat, scene: Scene) -> None:
         self._engine = engine
-        self._template = template
+        self._chat_format = chat_format
         self._scene = scene
-        self._follow_up = template.encode(
+        self._follow_up = chat_format.encode(
             f"<|im_end|>\n<|im_start|>user\n{_FOLLOW_UP}<|im_end|>\n<|im_start|>assistant\n"
         )
 
@@ -162,7 +161,7 @@ class Load:
 
         async def play(number: int) -> None:
             text = f"<|im_start|>user\n{question(number)['content']}<|im_end|>\n<|im_start|>assistant\n"
-            tokens = self._template.encode(text)
+            tokens = self._chat_format.encode(text)
             generate = Calls(self._engine, num_tokens=self._scene.each(number))
             for _ in range(self._scene.calls):
                 answer = await generate(np.array(tokens, np.int32))
@@ -194,7 +193,7 @@ class Load:
         generate = Calls(self._engine, num_tokens=self._scene.each(number))
         return Session(
             generate,
-            chat_format=TemplateFormat(self._template, PlainParser(self._template.source)),
+            chat_format=self._chat_format,
             name=str(number),
             max_tokens=10**9,
             context_tokens=generate.context_tokens,
@@ -287,7 +286,7 @@ async def measure(options: argparse.Namespace, model: Path) -> AsyncGenerator[di
     await engine.start()
     try:
         started = time.monotonic() - began
-        template = Template(make_tokenizer(SHAPES[options.shape].vocabulary))
+        chat_format = TemplateFormat(make_tokenizer(SHAPES[options.shape].vocabulary))
         for calls in options.calls:
             scene = Scene(
                 places=options.requests,
@@ -295,7 +294,7 @@ async def measure(options: argparse.Namespace, model: Path) -> AsyncGenerator[di
                 tokens=options.tokens,
                 calls=calls,
             )
-            load = Load(engine, template, scene)
+            load = Load(engine, chat_format, scene)
             await load.plain()  # compiles the kernels of these batch sizes
             turns = [await load.plain() | await load.agents() for _ in range(options.turns)]
             ratios = [turn["tokens_per_second"] / turn["plain_tokens_per_second"] for turn in turns]

@@ -15,8 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, Template, TemplateFormat
-from asyncrl.environments.agent.endpoint.parsers import PlainParser
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.messages import VersionSpan
@@ -135,8 +134,7 @@ class Scripted:
 
 
 def chat_format(tokenizer: Any = TOKENIZER, *, keeps_thinking: bool = True) -> ChatFormat:
-    template = Template(tokenizer)
-    return TemplateFormat(template, PlainParser(template.source), keeps_thinking=keeps_thinking)
+    return TemplateFormat(tokenizer, keeps_thinking=keeps_thinking)
 
 
 def session(engine: Any, **changes: Any) -> Session:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, Template, TemplateFormat
-from asyncrl.environments.agent.endpoint.parsers import Parser, PlainParser, SGLangParser
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
+from asyncrl.environments.agent.endpoint.parsers import SGLangParser
 from asyncrl.environments.agent.endpoint.renderer import check_renderer, load_renderer
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
@@ -186,14 +186,18 @@ def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[in
 
 def _chat_format(tokenizer: Any, options: Options) -> ChatFormat:
     """Return the chat format that the options choose. Raises ConfigError."""
-    template = Template(tokenizer, chat_template=options.chat_template, options=options.chat_template_options)
     keeps = options.thinking == "keep"
     if options.renderer:
-        return load_renderer(options.renderer, template, keeps_thinking=keeps, options=options.chat_template_options)
-    parser: Parser = PlainParser(template.source)
-    if options.tool_parser or options.reasoning_parser:
-        parser = SGLangParser(options.tool_parser, options.reasoning_parser)
-    return TemplateFormat(template, parser, keeps_thinking=keeps)
+        return load_renderer(options.renderer, tokenizer, keeps_thinking=keeps, options=options.chat_template_options)
+    return TemplateFormat(
+        tokenizer,
+        parser=SGLangParser(options.tool_parser, options.reasoning_parser)
+        if options.tool_parser or options.reasoning_parser
+        else None,
+        chat_template=options.chat_template,
+        options=options.chat_template_options,
+        keeps_thinking=keeps,
+    )
 
 
 def _seed(group_id: int, index: int) -> int:

@@ -14,48 +14,27 @@ from __future__ import annotations
 
 import functools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.agent.endpoint.parsers import Parsed, Parser
+from asyncrl.environments.agent.endpoint.parsers import Parsed, Parser, PlainParser
 from asyncrl.environments.agent.endpoint.request import Json, Refused
 from asyncrl.environments.agent.endpoint.turns import Tokens, Turn
 from asyncrl.errors import ConfigError
 
-# -- a tokenizer's chat template ---------------------------------------------------------------------------------------
-
-SENTINEL: Final = "\u241eTURN\u241e"
+_SENTINEL: Final = "\u241eTURN\u241e"
 _THINK: Final = "<think>"
 _TAIL_TOKENS: Final = 8
 """Number of tokens at the end of a prompt that show whether it ends inside the reasoning."""
 
 
-class Template:
-    """The chat template of one tokenizer."""
+class ChatFormat(ABC):
+    """How a model's conversations are written, continued and read."""
 
-    def __init__(self, tokenizer: Any, *, chat_template: str = "", options: Mapping[str, Any] | None = None) -> None:
-        """chat_template   Jinja; empty: the tokenizer's. Raises ConfigError if the template is missing or broken."""
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._options = dict(options or {}) | ({"chat_template": chat_template} if chat_template else {})
-        self.source = chat_template or getattr(tokenizer, "chat_template", None) or ""
-        if not self.source:
-            raise ConfigError("the model's tokenizer has no chat template; set rollout.options.chat_template")
-        self.close, self.close_id = self._closer()
-
-    def _closer(self) -> tuple[str, int | None]:
-        """Return the special token that ends an assistant's turn, as text and id; "" and None if there is none."""
-        import jinja2  # comes with transformers, which rendering needs anyway
-
-        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
-        try:
-            text = self._text(asked, (), asks=False)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"the chat template cannot render an answer to a user: {error}") from None
-        after = self.encode(text.partition(SENTINEL)[2])
-        if not after or after[0] not in self.tokenizer.all_special_ids:
-            return "", None
-        return self.tokenizer.convert_ids_to_tokens(after[0]), after[0]
 
     @property
     def num_tokens(self) -> int:
@@ -74,8 +53,82 @@ class Template:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def text_of(self, answer: Generation) -> str:
+        """Return an answer's text without its end token. Other special tokens stay in the text."""
+        tokens = answer.tokens.tolist()
+        if tokens and tokens[-1] in self.tokenizer.all_special_ids:
+            tokens = tokens[:-1]
+        return self.decode(tokens)
+
+    @abstractmethod
+    def check(self, tools: Sequence[Json]) -> None:
+        """Raise Refused if calls of these tools cannot be parsed."""
+
+    @abstractmethod
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
         """Return the prompt tokens of a conversation. Raises Refused."""
+
+    @abstractmethod
+    def bridge(
+        self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]
+    ) -> list[int] | None:
+        """Return the tokens between a turn's answer and the next answer; None if the conversation must be rendered.
+
+        before  messages that the turn answered
+        new     messages after the turn's answer
+        """
+
+    @abstractmethod
+    def parse(self, answer: Generation, *, context: Tokens, tools: Sequence[Json]) -> Parsed:
+        """Parse an answer.  context: the tokens that the engine was given"""
+
+
+class TemplateFormat(ChatFormat):
+    """A chat template writes conversations, and a parser reads the text of answers."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        parser: Parser | None = None,
+        chat_template: str = "",
+        options: Mapping[str, Any] | None = None,
+        keeps_thinking: bool = True,
+    ) -> None:
+        """
+        parser          None: the plain parser
+        chat_template   Jinja; empty: the tokenizer's
+        keeps_thinking  keep reasoning in the prompt after a new question, even if the template drops it
+
+        Raises ConfigError if the template is missing or broken.
+        """
+        super().__init__(tokenizer)
+        self._options = dict(options or {}) | ({"chat_template": chat_template} if chat_template else {})
+        source = chat_template or getattr(tokenizer, "chat_template", None) or ""
+        if not source:
+            raise ConfigError("the model's tokenizer has no chat template; set rollout.options.chat_template")
+        self._parser = parser or PlainParser(source)
+        self._keeps_thinking = keeps_thinking
+        self._close, self._close_id = self._closer()
+
+    def _closer(self) -> tuple[str, int | None]:
+        """Return the special token that ends an assistant's turn, as text and id; "" and None if there is none."""
+        import jinja2  # comes with transformers, which rendering needs anyway
+
+        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SENTINEL}]
+        try:
+            text = self._text(asked, (), asks=False)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"the chat template cannot render an answer to a user: {error}") from None
+        after = self.encode(text.partition(_SENTINEL)[2])
+        if not after or after[0] not in self.tokenizer.all_special_ids:
+            return "", None
+        return self.tokenizer.convert_ids_to_tokens(after[0]), after[0]
+
+    def check(self, tools: Sequence[Json]) -> None:
+        self._parser.check(tools)
+
+    def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
         import jinja2
 
         try:
@@ -91,15 +144,15 @@ class Template:
         return ids
 
     def bridge(
-        self, before: Sequence[Json], said: Json, new: Sequence[Json], tools: Sequence[Json], *, last: int | None
+        self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]
     ) -> list[int] | None:
-        """Return the tokens between the sampled answer ``said`` and the next answer; None if the template prevents it.
-
-        last  the answer's last token; None if it has none
-        """
         import jinja2
 
-        fake: Json = {"role": "assistant", "content": SENTINEL}
+        said = turn.message
+        has_new_question = any(message["role"] == "user" for message in new)
+        if not self._keeps_thinking and has_new_question and "reasoning_content" in said:
+            return None
+        fake: Json = {"role": "assistant", "content": _SENTINEL}
         if said.get("tool_calls"):  # some templates refuse a tool message without a call before it
             fake["tool_calls"] = said["tool_calls"]
         try:
@@ -107,33 +160,28 @@ class Template:
             text.encode()
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
             return None
-        _, found, tail = text.partition(SENTINEL)
-        if not found or SENTINEL in tail or (said.get("tool_calls") and not self.close):
+        _, found, tail = text.partition(_SENTINEL)
+        if not found or _SENTINEL in tail or (said.get("tool_calls") and not self._close):
             return None
-        if self.close:
-            at = tail.find(self.close)  # after the fake answer's calls
+        if self._close:
+            at = tail.find(self._close)  # after the fake answer's calls
             if at < 0:
                 return None
             tail = tail[at:]
         ids, special = self.encode(tail), self.tokenizer.all_special_ids
+        last = int(turn.answer.tokens[-1]) if len(turn.answer.tokens) else None
         if last not in special:  # the answer was cut
             return ids
         if ids and ids[0] == last:
             return ids[1:]
-        if last == self.close_id or (ids and ids[0] in special and not self.close):
+        if last == self._close_id or (ids and ids[0] in special and not self._close):
             return None  # the template ends the turn in another way than the model
         return ids
 
-    def text_of(self, answer: Generation) -> str:
-        """Return an answer's text without its end token. Other special tokens stay in the text."""
-        tokens = answer.tokens.tolist()
-        if tokens and (tokens[-1] == self.close_id or tokens[-1] in self.tokenizer.all_special_ids):
-            tokens = tokens[:-1]
-        return self.decode(tokens)
-
-    def ends_in_thought(self, context: Sequence[int]) -> bool:
-        """Whether the prompt opens the answer's reasoning, as templates of models that always think do."""
-        return self.decode(context[-_TAIL_TOKENS:]).rstrip().endswith(_THINK)
+    def parse(self, answer: Generation, *, context: Tokens, tools: Sequence[Json]) -> Parsed:
+        # Templates of models that always think open the answer's reasoning in the prompt.
+        in_thought = self.decode(context[-_TAIL_TOKENS:].tolist()).rstrip().endswith(_THINK)
+        return self._parser(self.text_of(answer), tools=tools, in_thought=in_thought)
 
     def _text(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
         more: Json = {"tools": list(tools)} if tools else {}
@@ -163,78 +211,3 @@ def _arguments(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-# -- formats -----------------------------------------------------------------------------------------------------------
-
-
-class ChatFormat(Protocol):
-    @property
-    def num_tokens(self) -> int:
-        """Upper bound of token ids, exclusive."""
-        ...
-
-    @property
-    def longest_token(self) -> int:
-        """Most characters of one token."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def check(self, tools: Sequence[Json]) -> None:
-        """Raise Refused if calls of these tools cannot be parsed."""
-        ...
-
-    def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
-        """Return the prompt tokens of a conversation. Raises Refused."""
-        ...
-
-    def bridge(
-        self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]
-    ) -> list[int] | None:
-        """Return the tokens between a turn's answer and the next answer; None if the conversation must be rendered.
-
-        before  messages that the turn answered
-        new     messages after the turn's answer
-        """
-        ...
-
-    def parse(self, answer: Generation, *, context: Tokens, tools: Sequence[Json]) -> Parsed:
-        """Parse an answer.
-
-        context  the tokens that the engine was given
-        """
-        ...
-
-
-class TemplateFormat:
-    """A chat template writes conversations, and a parser reads the text of answers."""
-
-    def __init__(self, template: Template, parser: Parser, *, keeps_thinking: bool = True) -> None:
-        """keeps_thinking   keep reasoning in the prompt after a new question, even if the template drops it"""
-        self._template, self._parser = template, parser
-        self._keeps_thinking = keeps_thinking
-        self.decode = template.decode
-        self.render = template.render
-        self.check = parser.check
-
-    @property
-    def num_tokens(self) -> int:
-        return self._template.num_tokens
-
-    @property
-    def longest_token(self) -> int:
-        return self._template.longest_token
-
-    def bridge(
-        self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]
-    ) -> list[int] | None:
-        has_new_question = any(message["role"] == "user" for message in new)
-        if not self._keeps_thinking and has_new_question and "reasoning_content" in turn.message:
-            return None
-        last = int(turn.answer.tokens[-1]) if len(turn.answer.tokens) else None
-        return self._template.bridge(before, turn.message, new, tools, last=last)
-
-    def parse(self, answer: Generation, *, context: Tokens, tools: Sequence[Json]) -> Parsed:
-        in_thought = self._template.ends_in_thought(context[-8:].tolist())
-        return self._parser(self._template.text_of(answer), tools=tools, in_thought=in_thought)

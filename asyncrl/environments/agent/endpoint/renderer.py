@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.agent.endpoint.chat_format import Template, shown
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, shown
 from asyncrl.environments.agent.endpoint.parsers import Parsed, sound_call, sound_json
 from asyncrl.environments.agent.endpoint.request import Json, Refused
 from asyncrl.environments.agent.endpoint.turns import Tokens, Turn
@@ -29,21 +29,11 @@ REFUSALS: Final = (ValueError, TypeError, LookupError, AttributeError, Assertion
 """Errors that renderers raise for unexpected messages or sampled tokens."""
 
 
-class RendererFormat:
-    """The ChatFormat of a renderer."""
-
-    def __init__(self, renderer: Any, name: str, template: Template) -> None:
-        """template   chat template of the same tokenizer"""
-        self._renderer, self.name, self._template = renderer, name, template
-        self.decode = template.decode
-
-    @property
-    def num_tokens(self) -> int:
-        return self._template.num_tokens
-
-    @property
-    def longest_token(self) -> int:
-        return self._template.longest_token
+class RendererFormat(ChatFormat):
+    def __init__(self, renderer: Any, name: str, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._renderer = renderer
+        self._name = name
 
     def check(self, tools: Sequence[Json]) -> None:
         """Accept all tools: a renderer can parse every call that it writes."""
@@ -85,7 +75,7 @@ class RendererFormat:
         history  the messages with the calls that the tool results answer
         """
         made = [dict(shown(message)) for message in messages]
-        if self.name in _WRITE_NAMES:
+        if self._name in _WRITE_NAMES:
             names = {call["id"]: call["function"]["name"] for one in history for call in one.get("tool_calls", ())}
             for message in made:
                 if message["role"] == "tool" and message.get("tool_call_id") in names:
@@ -98,7 +88,7 @@ class RendererFormat:
                 answer.tokens.tolist(), tools=list(tools) or None, prompt_ids=context.tolist()
             )
         except REFUSALS:
-            return Parsed(content=self._template.text_of(answer))
+            return Parsed(content=self.text_of(answer))
         content, calls = str(found.content or ""), found.tool_calls
         cut = [one for one in calls if one.status == "unclosed_block"]
         closed = [one for one in calls if one.status != "unclosed_block"]
@@ -163,7 +153,7 @@ def check_renderer(name: str) -> None:
     _config_of(name)
 
 
-def load_renderer(name: str, template: Template, *, keeps_thinking: bool, options: Mapping[str, Any]) -> RendererFormat:
+def load_renderer(name: str, tokenizer: Any, *, keeps_thinking: bool, options: Mapping[str, Any]) -> RendererFormat:
     """Create a renderer by name. Raises ConfigError if it does not fit the model.
 
     options  options of the chat template
@@ -173,15 +163,13 @@ def load_renderer(name: str, template: Template, *, keeps_thinking: bool, option
 
     settings = {"thinking_retention": "all"} if keeps_thinking else {}
     try:
-        made = renderers.create_renderer(
-            template.tokenizer, config(**settings), chat_template_kwargs=dict(options) or None
-        )
+        made = renderers.create_renderer(tokenizer, config(**settings), chat_template_kwargs=dict(options) or None)
     except (*REFUSALS, ImportError, OSError) as error:
         # renderers treats a special token that equals the tokenizer's unk_token as missing
-        unknown = getattr(template.tokenizer, "unk_token", None)
+        unknown = getattr(tokenizer, "unk_token", None)
         hint = f"; the tokenizer's unk_token, {unknown}, counts as missing" if unknown else ""
         raise ConfigError(f"{_KEY}: {name!r} does not fit the model: {said(error)}{hint}") from None
-    return RendererFormat(made, name, template)
+    return RendererFormat(made, name, tokenizer)
 
 
 def _config_of(name: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 
@@ -38,16 +38,7 @@ class Task:
     seed: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        messages = [dict(message) for message in self.messages] or [{"role": "user", "content": self.prompt}]
-        return {
-            "prompt": self.prompt,
-            "messages": messages,
-            "label": self.label,
-            "metadata": dict(self.metadata),
-            "group_id": self.group_id,
-            "index": self.index,
-            "seed": self.seed,
-        }
+        return asdict(self) | {"messages": self.messages or [{"role": "user", "content": self.prompt}]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +55,7 @@ class Endpoint:
     model: str
 
     def as_json(self) -> dict[str, Any]:
-        return {"base_url": self.base_url, "api_key": self.api_key, "model": self.model}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +76,7 @@ class Outcome:
     finish_reason: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "reward": self.reward,
-            "reward_parts": dict(self.reward_parts),
-            "turn_rewards": list(self.turn_rewards),
-            "metrics": dict(self.metrics),
-            "finish_reason": self.finish_reason,
-        }
+        return asdict(self)
 
 
 class Harness(Protocol):

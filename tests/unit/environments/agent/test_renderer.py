@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.agent.endpoint.chat_format import Template, TemplateFormat
-from asyncrl.environments.agent.endpoint.parsers import PlainParser
+from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
 from asyncrl.environments.agent.endpoint.renderer import RendererFormat, check_renderer, load_renderer
 from asyncrl.environments.agent.endpoint.turns import Turn
 from asyncrl.environments.agent.function import Agent, Options
@@ -67,23 +66,23 @@ QWEN3 = """
 """
 
 
-def qwen3(folder: str = "/models/Qwen3-8B", **options: Any) -> Template:
+def qwen3(folder: str = "/models/Qwen3-8B", **options: Any) -> TemplateFormat:
     from renderers import qwen3 as theirs
 
     made = tokenizer()
     made.name_or_path = folder
     head, foot = json.dumps(theirs._TOOLS_HEADER), json.dumps(theirs._TOOLS_FOOTER)
     made.chat_template = QWEN3.replace("HEADER", head).replace("FOOTER", foot)
-    return Template(made, options=options)
+    return TemplateFormat(made, options=options)
 
 
-def chosen(template: Template | None = None, **changes: Any) -> RendererFormat:
+def chosen(template: TemplateFormat | None = None, **changes: Any) -> RendererFormat:
     settings: dict[str, Any] = {"keeps_thinking": True, "options": {}}
-    return load_renderer("qwen3", template or qwen3(), **(settings | changes))
+    return load_renderer("qwen3", (template or qwen3()).tokenizer, **(settings | changes))
 
 
-def by_template(template: Template, **changes: Any) -> TemplateFormat:
-    return TemplateFormat(template, PlainParser(template.source), **changes)
+def by_template(template: TemplateFormat, **changes: Any) -> TemplateFormat:
+    return TemplateFormat(template.tokenizer, **changes)
 
 
 def turn(tokens: Sequence[int], answer: Sequence[int], said: dict[str, Any] | None = None) -> Turn:
@@ -191,7 +190,7 @@ def test_a_name_that_no_renderer_has_is_refused_in_one_line(name: str) -> None:
 @needs_package
 def test_a_renderer_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="'glm-4.5' does not fit the model"):  # its tokens are missing
-        load_renderer("glm-4.5", qwen3(), keeps_thinking=True, options={})
+        load_renderer("glm-4.5", qwen3().tokenizer, keeps_thinking=True, options={})
 
 
 def test_without_the_package_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +246,7 @@ class Theirs:
 
 
 def kept(theirs: Theirs, name: str = "some") -> RendererFormat:
-    return RendererFormat(theirs, name, Template(tokenizer()))
+    return RendererFormat(theirs, name, tokenizer())
 
 
 @pytest.mark.parametrize(

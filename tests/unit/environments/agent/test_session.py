@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from asyncrl.environments.agent.endpoint.chat_format import Template
+from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
 from asyncrl.errors import EngineDied, EngineError
 from tests.harness.agents import ANSWER, CALL, CALLED, TOKENIZER, TOOLS, Client, Scripted, chat_format
 
@@ -75,7 +75,7 @@ async def test_what_the_next_turn_is_given_is_what_the_template_would_write() ->
     """Except for the thinking, which is kept."""
     async with Client(Scripted(SAID)) as client:
         messages = await conversation(client)
-    rendered = TOKENIZER.decode(Template(TOKENIZER).render(messages[:-1], TOOLS))
+    rendered = TOKENIZER.decode(TemplateFormat(TOKENIZER).render(messages[:-1], TOOLS))
     given = TOKENIZER.decode(client.engine.given[2])
     thought = "<think>\nUse the tool.\n</think>\n\n", "<think>\nThe tool says 42.\n</think>\n\n"
     for one in thought:
