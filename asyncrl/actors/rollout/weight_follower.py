@@ -504,28 +504,27 @@ class WeightFollower(Actor):
     async def _wait_to_retry(self, target: tuple[int, int], error: WeightsError) -> None:
         """Wait before the next attempt, but not if another version is wanted. Raises the error of a broken engine."""
         # Version 4 could not be read because 5 is announced, and its folder was removed: no fault, load 5 at once.
-        is_overtaken = self.versions.target != target
-        self.failed_attempts += 1
-        self._failed_loads = 0 if isinstance(error, Unreadable) or is_overtaken else self._failed_loads + 1
-        if str(error) != self.problem:
-            level = logging.INFO if is_overtaken else logging.WARNING
-            self.log.log(level, "version %d, attempt %d: %s", target[1], self.failed_attempts, error)
-        self.problem = str(error)
-        if is_overtaken:
+        if self.versions.target != target:
+            self.log.info("version %d: %s", target[1], error)
             return
+        self.failed_attempts += 1
+        self._failed_loads = 0 if isinstance(error, Unreadable) else self._failed_loads + 1
+        if str(error) != self.problem:
+            self.log.warning("version %d, attempt %d: %s", target[1], self.failed_attempts, error)
+        self.problem = str(error)
         if self.versions.pinned is not None and self.failed_attempts >= ATTEMPTS:
             self.failed_attempts = self._failed_loads = 0
             self.gate.give_up_hold(str(error))  # the learner evaluates the version on another worker
             return
         if self._failed_loads >= ATTEMPTS:
             raise error
-        tried = self._wanted
+        tried = self._candidates
         seconds = min(self.failed_attempts * RETRY_SECONDS, LAST_RETRY_SECONDS)
         with self.waits.waiting("weights that it can read", on=LEARNER, note=f"of version {target[1]}"):
-            await self.gate.wait_for(lambda: self._wanted != tried, seconds=seconds)
+            await self.gate.wait_for(lambda: self._candidates != tried, seconds=seconds)
 
     @property
-    def _wanted(self) -> tuple[WeightVersion | None, ...]:
+    def _candidates(self) -> tuple[WeightVersion | None, ...]:
         """The versions that could be loaded; also differ if one is announced again at another place."""
         return self.versions.pinned, self.versions.sent, self.versions.stored
 

@@ -14,7 +14,7 @@ from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.actors.presence import heartbeat_id
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
-from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
+from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.roles import LEARNER, LEARNERS_ACTORS
 from asyncrl.messages.topics import ACTORS, PROGRESS
@@ -28,16 +28,10 @@ SECOND_BEAT_SECONDS: Final = 5.0
 def in_folder(directory: Path) -> Iterator[None]:
     """Hold the lock of the run's folder; the lock ends with its process.
 
-    Raises ConfigError while another process holds it, and DiskError if the lock file cannot be opened now.
+    Raises ConfigError while another process holds it.
     """
     path = directory / "learner.lock"
-    try:
-        opened = path.open("a+")
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        raise DiskError(f"{path}: cannot be opened: {error.strerror}") from error
-    with opened as lock:
+    with path.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

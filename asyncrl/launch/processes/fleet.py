@@ -131,11 +131,7 @@ class Fleet:
 
 
 class FleetScaler:
-    """consumes: fleet, metrics    publishes: fleet_status, fleet    waits for: a new size, a changed fleet, a step
-
-    If there is not enough room for a requested size, the request is corrected to the actual size, so that a resumed run
-    starts with that size.
-    """
+    """consumes: fleet, metrics    publishes: fleet_status, fleet    waits for: a new size, a changed fleet, a step"""
 
     def __init__(self, connect: Callable[[], Awaitable[Bus]], fleet: Fleet, *, rule: FleetSizer | None = None) -> None:
         """connect: opens the bus, retried until it works;  rule: None leaves the size to `asyncrl scale`"""
@@ -198,7 +194,6 @@ class FleetScaler:
             await bus.put(FLEET_STATUS, status)
             if requested is not None and requested.request == status.request:
                 actual = FleetSize(rollout_workers=status.rollout_workers, request=status.request)
-                newest = (await bus.states(FLEET)).get("")  # an operator may have requested another size since
-                if actual != requested and newest == requested:
+                if actual != requested:  # it was refused: a resumed run starts with the actual size
                     await bus.put(FLEET, actual)
             await self._fleet.changed.wait()
