@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
         raise OSError(number, os.strerror(number), str(path))
 
     if is_hashed:
-        monkeypatch.setattr(manifest, "_sha256", fail)
+        monkeypatch.setattr(manifest, "_hash_one", fail)
     else:
         monkeypatch.setattr(manifest, "find_damage", lambda folder, **_: "")
         monkeypatch.setattr(Path, "read_text", fail)
