@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
@@ -135,14 +135,13 @@ class Intake(Protocol):
         """
         ...
 
-    @property
-    def collectives(self) -> Collectives | None:
-        """Joins broadcasts of the learner; None if the engine does not support broadcasts."""
-        ...
 
+@runtime_checkable
+class BroadcastIntake(Intake, Protocol):
+    """The intake of an engine that also takes broadcasts of the learner.
 
-class Collectives(Protocol):
-    """An engine's processes as ranks 1 and up of torch.distributed groups, with a rank of the learner as rank 0."""
+    Its processes are ranks 1 and up of torch.distributed groups, with a rank of the learner as rank 0.
+    """
 
     @property
     def buckets_at_once(self) -> int:

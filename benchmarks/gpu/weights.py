@@ -94,7 +94,7 @@ class Bench:
         self._version = 0
         self._empty_pause = float("nan")
         assert engine.intake is not None
-        self._receiver = CollectiveReceiver(engine.intake, engine="w0", num_ranks=engine.intake.num_ranks)
+        self._receiver = CollectiveReceiver(engine.intake, engine="w0")
 
     async def pause_without_load(self) -> None:
         """Measure the pauses of updates that load nothing: how long the server needs to finish what it has begun."""

@@ -14,7 +14,7 @@ from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, Transf
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.nccl import CollectiveOffer
 from asyncrl.weights.nccl_channel import CollectiveReceiver
-from asyncrl.weights.port import Ask, LoadReport, Receiver, Sender
+from asyncrl.weights.port import Ask, BroadcastIntake, LoadReport, Receiver, Sender
 from tests.harness.engines import Model
 
 BUCKET_BYTES = 20_000
@@ -79,5 +79,5 @@ def _ask(sender: Sender, group: asyncio.TaskGroup) -> Ask:
 
 def receiver_of(engine: Engine, name: str = "w0") -> CollectiveReceiver:
     """Return a started engine's end of an nccl channel."""
-    assert engine.intake is not None and engine.intake.collectives is not None
-    return CollectiveReceiver(engine.intake.collectives, engine=name, num_ranks=engine.intake.num_ranks)
+    assert isinstance(engine.intake, BroadcastIntake)
+    return CollectiveReceiver(engine.intake, engine=name)

@@ -82,7 +82,6 @@ class InProcessEngine(EngineAdapter):
     options_type = Options
     shares_gpus = True
     num_ranks = 1
-    collectives = None
 
     @classmethod
     def reports_experts(cls, run: RunConfig) -> bool:

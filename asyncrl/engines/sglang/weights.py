@@ -232,7 +232,7 @@ class WeightLoader:
 
 
 class SGLangIntake:
-    """See Intake and Collectives in weights/port.py."""
+    """See BroadcastIntake in weights/port.py."""
 
     def __init__(
         self, post: Post, loader: WeightLoader, *, num_ranks: int, shapes: Shapes, optional: frozenset[str]
@@ -244,10 +244,6 @@ class SGLangIntake:
         self._optional = optional
         self._kinds: dict[str, str] = {}  # by name of a joined group
         self.num_ranks = num_ranks
-
-    @property
-    def collectives(self) -> SGLangIntake:
-        return self
 
     @property
     def buckets_at_once(self) -> int:
