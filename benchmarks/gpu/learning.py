@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.learning --gpus 4 --json docs/results/gpu/learning.jsonl
     python -m benchmarks.gpu.learning --arms sync async-4-tis --seeds 0 --steps 30     two arms side by side
     python -m benchmarks.gpu.learning --rehearse                                       two steps on a CPU
-    python -m benchmarks.gpu.learning_table docs/results/gpu/learning.jsonl
+    python -m benchmarks.gpu.plot_learning docs/results/gpu/learning.jsonl docs/results/gpu/learning.png
 
 An arm is a real run of learner, rollout worker, nats-server and SGLang. All arms have the same prompts, algorithm,
 learning rate and steps. They differ in the allowed age of samples, and in whether token-level truncated importance

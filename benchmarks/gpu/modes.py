@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.arm import REPOSITORY
+from benchmarks.gpu.estimate import arm_seconds, speeds
 from benchmarks.gpu.fleet import Fleet, FleetError, has_gpu
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.plans import KINDS, Plan, parse_arm, plans
@@ -117,6 +118,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of lengths and data")
     add("--out", type=Path, default=Path("runs/modes"), help="logs, metrics and timelines (default runs/modes)")
     add("--json", type=Path, metavar="FILE", help="rows are added there, one object a line")
+    add("--estimate", action="store_true", help="print what to expect and how long it takes, start nothing")
     add(
         "--rehearse", action="store_true", help="tiny model, short answers, one engine: what a machine without GPUs can"
     )
@@ -187,6 +189,31 @@ def scene(options: argparse.Namespace, scratch: Path) -> Scene:
     )
 
 
+def estimate(options: argparse.Namespace) -> None:
+    """Print the estimated result and duration of each arm on H200s."""
+    total = 0.0
+    for plan, speed, step_seconds in speeds(
+        options.plans,
+        shape=options.shape,
+        groups_per_batch=options.groups,
+        group_size=options.group_size,
+        max_staleness=options.max_staleness,
+        running=options.running,
+        length_mean=options.length_mean,
+        length_max=options.length_max,
+        seed=options.seed,
+    ):
+        warmup = options.warmup or plan.warmup(options.max_staleness)
+        seconds = arm_seconds(step_seconds=step_seconds, warmup=warmup, window_seconds=options.window)
+        total += seconds
+        print(
+            f"{plan.arm:14s}  {plan.split:>5s}  {speed:8,.0f} tok/s  step {step_seconds:5.1f} s"
+            f"  warm-up {warmup * step_seconds:4.0f} s  arm {seconds:4.0f} s",
+            flush=True,
+        )
+    print(f"{total:.0f} s, and the start of the engines (35 to 95 s)")
+
+
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Return SGLang's options, with room for the sequences of the fullest arm, decoded with CUDA graphs."""
     if not has_gpu():
@@ -213,6 +240,9 @@ def engine_gpus(arms: Sequence[Plan]) -> list[int]:
 def main(given: Sequence[str] | None = None) -> int:
     """Exit code 1 if the staleness bound was exceeded, an arm failed, or the servers do not start."""
     options = arguments(given)
+    if options.estimate:
+        estimate(options)
+        return 0
     room = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > _ROOM_BYTES
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-modes-", dir=_SHARED_MEMORY if room else None))
     rows: list[Row] = []

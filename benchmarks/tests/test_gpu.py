@@ -14,6 +14,7 @@ from asyncrl.engines.generation import Generation
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
 from asyncrl.policies.metric import histogram
 from benchmarks.gpu import lengths, plans, shapes, window
+from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.learner import layout_of
 from benchmarks.gpu.learner_step import Variant, documents
 
@@ -226,6 +227,11 @@ def test_a_split_that_cannot_be_is_refused(text: str) -> None:
 def test_with_a_barrier_every_engine_gets_an_even_part_of_the_batch() -> None:
     assert plans.parse_arm("sync@1+3", gpus=4).running(64, 8, of_async=256) == 22 * 8
     assert plans.parse_arm("async@1+3", gpus=4).running(64, 8, of_async=256) == 256
+
+
+def test_an_estimate_counts_whole_steps() -> None:
+    # start 15, one step of warm-up, then ceil(20 / 8) = 3 steps
+    assert arm_seconds(step_seconds=8.0, warmup=1, window_seconds=20.0) == 15 + 4 * 8
 
 
 # -- layouts of a learner ----------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncrl import config
 from asyncrl.adapters import registry
-from benchmarks.gpu import learning, learning_arms, learning_table, reasoning
+from benchmarks.gpu import learning, learning_arms, plot_learning, reasoning
 from benchmarks.gpu.arm import ArmResult, settings
 from benchmarks.gpu.learning import arguments, places
 from benchmarks.gpu.learning_arms import ARMS, Job, Outcome, Scene
@@ -137,7 +138,7 @@ def test_a_broken_staleness_bound_is_told() -> None:
     assert list(learning_arms.broken_promises([made])) == ["sync-seed0: staleness 1.0 over the bound 0"]
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
+# -- table and picture -------------------------------------------------------------------------------------------------
 
 
 def written(path: Path, *, arm: str, seed: int, rewards: list[float], staleness: float, held_out: float) -> None:
@@ -152,6 +153,14 @@ def written(path: Path, *, arm: str, seed: int, rewards: list[float], staleness:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def test_a_reward_belongs_to_the_weights_that_earned_it(tmp_path: Path) -> None:
+    """Staleness 0, 1, 2, 2: steps 1 to 3 were answered by version 0, step 4 by version 1, trained on 10 samples."""
+    path = tmp_path / "rows.jsonl"
+    written(path, arm="async-4-tis", seed=0, rewards=[0.1, 0.2, 0.3, 0.4], staleness=2.0, held_out=0.5)
+    (curve,) = plot_learning.read([path])["async-4-tis"]
+    np.testing.assert_allclose(curve.learned(), [0, 0, 0, 10])
+
+
 def test_the_table_compares_the_exams_with_their_errors(tmp_path: Path) -> None:
     """Exams 0.5, 0.6 and 0.7, 0.8: 0.2 apart, each with a standard error of 0.05, together 0.071."""
     path = tmp_path / "rows.jsonl"
@@ -159,6 +168,8 @@ def test_the_table_compares_the_exams_with_their_errors(tmp_path: Path) -> None:
         written(path, arm="sync", seed=seed, rewards=[0.5] * 10, staleness=0.0, held_out=0.5 + 0.1 * seed)
         written(path, arm="async-4-tis", seed=seed, rewards=[0.5] * 10, staleness=4.0, held_out=0.7 + 0.1 * seed)
     written(path, arm="async-0", seed=0, rewards=[0.5] * 3, staleness=0.0, held_out=0.1)  # cut short
-    arms = learning_table.read([path])
+    arms = plot_learning.read([path])
     assert list(arms) == ["sync", "async-4-tis"]
-    assert "+0.200 ± 0.071  above" in list(learning_table.table(arms))[2]
+    assert "+0.200 ± 0.071  above" in list(plot_learning.table(arms))[2]
+    plot_learning.draw(arms, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -1,0 +1,1 @@
+"""asyncrl and a peer on the same two GPUs: one trains, one generates."""
