@@ -37,13 +37,13 @@ from asyncrl.config.staleness import StalenessSection
 from asyncrl.environments.builtin import single_turn
 from asyncrl.launch.assembly.build_learner import assemble_learner
 from asyncrl.messages import SamplingParams
+from asyncrl.planning.simulation import Plan, Timing
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.metric import Histogram, Metric
-from benchmarks.ideal_run import Plan, Timing
 from benchmarks.simulated import EvenLength, Lengths, NoText, NullChannel, PromptRows, SimulatedEngine, TimedBackend
 
 Row = dict[str, Any]

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.port import StepResult
+from asyncrl.planning.simulation import Timing
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.tensors.snapshot import Snapshot
-from benchmarks.ideal_run import Timing
 from benchmarks.simulated import TimedBackend
 
 

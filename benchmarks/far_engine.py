@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.ideal_run import Timing
+from asyncrl.planning.simulation import Timing
 from benchmarks.simulated import Lengths, SimulatedEngine
 
 

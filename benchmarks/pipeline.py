@@ -34,8 +34,8 @@ from typing import Final, Literal
 import uvloop
 
 from asyncrl.config.run import Mode
+from asyncrl.planning.simulation import Ideal, Plan, Timing
 from benchmarks.arm import Row, run_arm
-from benchmarks.ideal_run import Ideal, Plan, Timing
 from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, group_lengths
 
 MODES: Final[tuple[Mode, ...]] = ("sync", "one_step_off", "async")

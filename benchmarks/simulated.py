@@ -4,7 +4,7 @@ A decode step takes ``a + b x running`` seconds and gives every running sequence
 optimizer step takes ``tokens / rate`` seconds plus a constant. The length of an answer depends on its sample's seed, so
 every mode and split has the same lengths. All other parts of a run (bus, actors, policies) are real.
 
-``Decoding`` is the one of ideal_run.py, here on the wall clock.
+``Decoding`` is the simulation of `asyncrl plan` (asyncrl/planning), here on the wall clock.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
 from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.planning.simulation import Decoding, Finished, GroupLengths, Timing, version_spans
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.rewards.port import Reward, Sample
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.port import Intake, LoadReport, WeightChannel
-from benchmarks.ideal_run import Decoding, Finished, GroupLengths, Timing, version_spans
 
 LengthKind = Literal["lognormal", "pareto", "constant"]
 LENGTH_KINDS: Final = ("lognormal", "pareto", "constant")

@@ -49,7 +49,7 @@ class MetricsSection:
     (staleness.eviction) while the engines are idle; 0 is off."""
     split_alarm: float = 0.3
     """Warn if the learner or the engines were busy for nearly all of ten steps while the other side was idle for more
-    than this share of the time; 0 is off."""
+    than this share of the time; 0 is off. `asyncrl plan` measures which split of the GPUs is best."""
 
     def __post_init__(self) -> None:
         for key in ("samples_per_step", "samples_per_evaluation"):

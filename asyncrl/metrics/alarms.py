@@ -202,7 +202,8 @@ class SplitAlarm(Alarm):
         if self._begins(most > self._threshold or (self.is_on and most >= self._threshold / 2)):
             self._warn(
                 "in the last %d steps the learner was idle for %.0f %% of the time and engines for %.0f %%: give "
-                "GPUs of the %s to the %s (learner.ranks, rollout.workers; metrics.split_alarm)",
+                "GPUs of the %s to the %s (learner.ranks, rollout.workers; metrics.split_alarm; `asyncrl plan` "
+                "measures the best split)",
                 STEPS,
                 100 * learner_idle,
                 100 * engines_idle,

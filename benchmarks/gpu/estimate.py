@@ -1,6 +1,6 @@
 """Estimate the result and the duration of a comparison before any GPU is used; modes.py --estimate prints it.
 
-Simulates the rules of the loop (benchmarks/ideal_run.py) with the decoding and training speeds of an H200,
+Simulates the rules of the loop (asyncrl/planning/simulation.py) with the decoding and training speeds of an H200,
 from short measurements. Bus, actors and Python take no time in the simulation, so the real arms are slower. async_drain
 is much slower, because the simulation does not drain engines before they load. Answers that get too old are not
 simulated either, so async_drop is estimated as async.
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from benchmarks import ideal_run
+from asyncrl.planning import simulation
+from asyncrl.planning.simulation import Timing
 from benchmarks.gpu.plans import Plan
-from benchmarks.ideal_run import Timing
 from benchmarks.simulated import Lengths, group_lengths
 
 START_SECONDS: Final = 15.0
@@ -54,7 +54,7 @@ def speeds(
     of_group = group_lengths(lengths, group_size=group_size, seed=seed)
     for plan in plans:
         bound = plan.max_staleness(max_staleness)
-        simulated = ideal_run.Plan(
+        simulated = simulation.Plan(
             mode=plan.kind.mode,
             workers=plan.workers,
             learner_machines=plan.learners,
@@ -66,7 +66,7 @@ def speeds(
             seed=seed,
             is_colocated=plan.is_colocated,
         )
-        found = ideal_run.Ideal(simulated, timing, of_group).tokens_per_second()
+        found = simulation.Ideal(simulated, timing, of_group).tokens_per_second()
         yield plan, found, groups_per_batch * group_size * lengths.mean / found
 
 

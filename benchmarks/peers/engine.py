@@ -26,7 +26,7 @@ import uvloop
 from aiohttp import web
 
 from asyncrl.actors.rollout.generation_session import sample_seed
-from benchmarks.ideal_run import Decoding, Timing, version_spans
+from asyncrl.planning.simulation import Decoding, Timing, version_spans
 from benchmarks.peers.learner import starved_seconds
 from benchmarks.peers.scene import PROMPT_TOKENS, Job, Scene, index_and_version, sampled_token
 from benchmarks.simulated import DecodingTimer, LengthKind, Lengths

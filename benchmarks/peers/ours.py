@@ -11,8 +11,8 @@ import uvloop
 
 from asyncrl.config.run import Mode
 from asyncrl.config.staleness import TooOld
+from asyncrl.planning.simulation import Plan
 from benchmarks.arm import run_arm
-from benchmarks.ideal_run import Plan
 from benchmarks.peers.engine import lengths_of, timing_of
 from benchmarks.peers.scene import PROMPT_TOKENS, Row, Scene
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.run import Mode
+from asyncrl.planning.simulation import Plan, Timing
 from benchmarks.arm import Evaluating, run_arm
-from benchmarks.ideal_run import Plan, Timing
 from benchmarks.simulated import Lengths
 
 FAST = Timing(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.messages import SamplingParams, WeightVersion
-from benchmarks.ideal_run import Timing
+from asyncrl.planning.simulation import Timing
 from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, SimulatedEngine
 
 PROMPT = np.array([1], np.int32)

@@ -51,7 +51,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "split",
         1,
         "or its engines are often idle: another split of the GPUs would train more (metrics.split_alarm)",
-        "change learner.ranks and rollout.workers as learner.log says",
+        "change learner.ranks and rollout.workers as learner.log says; `asyncrl plan` measures the best split",
     ),
     "alarm/standstill": Condition(
         "standstill",

@@ -1,0 +1,179 @@
+"""`asyncrl plan RUN.toml --gpus N`: recommends how to split N GPUs between learner and engines.
+
+It starts one engine, then one copy of the learner's model, on this machine, and measures each for a while. Then it
+simulates the loop for every split that may be the best, with several staleness bounds. The printed keys go into the run
+file. The simulation leaves out the time to load new weights (0.1 s each), evaluations, checkpoints and the bus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.planning.allocation import Predicted
+    from asyncrl.planning.plan import Allocation
+
+
+MOST_GPUS: Final = 4096
+"""Simulating more takes too long."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run_file(parser)
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="number of GPUs to split; on CPUs, number of processes"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="time to measure the engine, and then the learner (default: 60)",
+    )
+    arguments.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if not 1 <= options.gpus <= MOST_GPUS:
+        raise ConfigError(f"--gpus {options.gpus}: must be in 1..{MOST_GPUS}")
+    if not 1 <= options.seconds <= 3600:
+        raise ConfigError(f"--seconds {options.seconds:g}: must be in [1, 3600]")
+    run_config = arguments.load(options)
+
+    from asyncrl.planning.plan import plan  # imports torch
+
+    found = plan(run_config, gpus=options.gpus, seconds=options.seconds, tells=_told)
+    print(json.dumps(_as_json(run_config, found)) if options.json else "\n".join(_lines(run_config, found)))
+    return 0
+
+
+def _told(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
+    timing, best, full = found.timing, found.best, round(found.engine.most_running)
+    lengths = _lengths(found)
+    yield (
+        f"engine    a decode step takes {1e3 * timing.decode_step(1):.1f} ms with one sequence and "
+        f"{1e3 * timing.decode_step(full):.1f} ms with {full}, the most that ran at once; answers have "
+        f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
+    )
+    yield (
+        f"learner   {found.units.copy} of the GPUs {'trains' if found.units.copy == 1 else 'train'} "
+        f"{timing.train_tokens_per_second:,.0f} tokens/s, prompts included, plus {timing.train_seconds:.2f} s a step"
+    )
+    yield "learner+engines  max_staleness  trained tokens/s  learner busy  engines busy"
+    for one in sorted(found.found, key=lambda one: (one.split, one.max_staleness)):
+        marks = [" best"] if one == best else []
+        marks += [" run file"] if found.now is not None and one == found.now else []
+        yield (
+            f"{_split(one, found):>15}  {one.max_staleness:13d}  {one.reached.tokens_per_second:16,.0f}  "
+            f"{one.reached.learner_busy:12.0%}  {one.reached.engines_busy:12.0%} {','.join(marks)}"
+        )
+    yield from (f"note: {note}" for note in notes(run_config, found))
+    yield ""
+    for section, key, value in settings(run_config, found):
+        yield f"--set {section}.{key}={value}"
+
+
+def _lengths(found: Allocation) -> list[int]:
+    """Lengths of rollouts, in tokens."""
+    from asyncrl.planning.plan import lengths_of
+
+    return [length for group in found.engine.groups for length in lengths_of(group)]
+
+
+def _split(one: Predicted, found: Allocation) -> str:
+    return f"{one.split.copies * found.units.copy}+{one.split.engines * found.units.engine}"
+
+
+def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, int | str]]:
+    """Return (section, key, value) for the recommended keys of the run file."""
+    best = found.best
+    keys: list[tuple[str, str, int | str]] = [
+        ("learner", "ranks", best.split.copies * found.units.copy),
+        ("rollout", "workers", best.split.engines),
+    ]
+    keys += [(section, "gpus", "[]") for section in ("learner", "rollout") if getattr(run_config, section).gpus]
+    if run_config.run.mode == "async":
+        keys.append(("staleness", "max_staleness", best.max_staleness))
+    if found.learner.larger is not None and found.learner.larger > 1.05:
+        from asyncrl.planning.learner_probe import LARGER_ROWS
+
+        keys.append(("learner", "micro_batch_tokens", LARGER_ROWS * run_config.learner.micro_batch_tokens))
+    return keys
+
+
+def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
+    """Yield what the numbers leave out, and how they may be wrong."""
+    engine = found.engine
+    if run_config.algorithm.filters:
+        yield f"algorithm.filters keep {found.kept:.0%} of the groups"
+    for key, is_set in (
+        ("rollout.extra_samples", run_config.rollout.extra_samples),
+        ("rollout.load", run_config.load == "drain"),
+    ):
+        if is_set:
+            yield f"{key} is not simulated"
+    if engine.num_failed:
+        yield f"{engine.num_failed} of {engine.num_failed + len(engine.groups)} groups failed"
+    if engine.num_unfinished:
+        yield (
+            f"{engine.num_unfinished} answers were unfinished when time was up, so the longest are missing; "
+            "give more --seconds"
+        )
+    if engine.most_running < 0.5 * run_config.rollout.max_running:
+        yield few_running(run_config, engine.most_running)
+    if found.learner.larger == 0.0:
+        yield f"learner.micro_batch_tokens: twice {run_config.learner.micro_batch_tokens:,} does not fit"
+
+
+def few_running(run_config: RunConfig, most_running: float) -> str:
+    """Say why the engine ran at most ``most_running`` sequences at once, fewer than rollout.max_running."""
+    most, window = run_config.rollout.max_running, run_config.window * run_config.rollout.group_size
+    if window < most:
+        return (
+            f"rollout.max_running is {most}, but the window (groups_per_batch x (max_staleness + 1) groups) has only "
+            f"{window} samples"
+        )
+    return (
+        f"rollout.max_running is {most}, but no more than {most_running:.0f} samples ran at once: they ended as fast "
+        "as others began. Times of steps with more sequences are not measured"
+    )
+
+
+def _as_json(run_config: RunConfig, found: Allocation) -> dict[str, Any]:
+    lengths = _lengths(found)
+    return {
+        "units": dataclasses.asdict(found.units),
+        "timing": dataclasses.asdict(found.timing),
+        "num_groups": len(found.engine.groups),
+        "length_mean": sum(lengths) / len(lengths),
+        "length_max": max(lengths),
+        "most_running": found.engine.most_running,
+        "decode": [dataclasses.asdict(one) for one in found.engine.readings],
+        "train": [dataclasses.asdict(one) for one in found.learner.readings],
+        "micro_batch_tokens_gain": found.learner.larger,
+        "splits": [_row(one) for one in found.found],
+        "best": _row(found.best),
+        "now": None if found.now is None else _row(found.now),
+        "settings": {f"{section}.{key}": value for section, key, value in settings(run_config, found)},
+        "notes": list(notes(run_config, found)),
+    }
+
+
+def _row(one: Predicted) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(one.split),
+        "max_staleness": one.max_staleness,
+        **dataclasses.asdict(one.reached),
+    }

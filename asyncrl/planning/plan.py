@@ -1,0 +1,222 @@
+"""Measures one engine and one copy of the model, each in a separate process, and simulates every split of the GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final, TypeVar
+
+from asyncrl.actors.learner.group_filters import ask
+from asyncrl.adapters import registry
+from asyncrl.config import RunConfig
+from asyncrl.environments.load import traits
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.os_process import signal_on_parent_death
+from asyncrl.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
+from asyncrl.planning.engine_probe import EngineMeasured, measure_engine
+from asyncrl.planning.learner_probe import LearnerMeasured, measure_learner
+from asyncrl.planning.simulation import Plan, Timing, fit_decode, fit_training
+
+LOAD_SECONDS: Final = 0.1
+"""Assumed pause of an engine for a new version; not measured, because a step takes many times as long."""
+END_SECONDS: Final = 10.0
+"""Time for a measuring process to end the processes that it started."""
+MOST_BOUNDED: Final = 2
+"""Number of best splits that are also tried with other staleness bounds."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Measurements of a run, and the resulting predictions.
+
+    kept   share of the sampled groups that algorithm.filters keep
+    found  every simulated split and bound;  best: the best of them;  now: the run file's own, if it uses as many GPUs
+    """
+
+    units: Units
+    timing: Timing
+    engine: EngineMeasured
+    learner: LearnerMeasured
+    kept: float
+    found: tuple[Predicted, ...]
+    best: Predicted
+    now: Predicted | None
+
+
+def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], None]) -> Allocation:
+    """Measure engine and learner for about ``seconds`` each, then simulate.
+
+    Blocks for minutes; ``tells`` is called with progress.
+
+    Raises ConfigError if the run file or this machine does not allow it.
+    """
+    _require_split(run)
+    check(run)
+    units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_worker(run))
+    try:
+        splits = units.splits(gpus)
+    except ValueError as error:
+        raise ConfigError(f"--gpus {gpus}: {error}") from None
+    there, needed = num_gpus(), max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)
+    if 0 < there < needed:  # without GPUs, everything runs on the CPU
+        raise ConfigError(f"asyncrl plan measures on this machine, which has {there} of the {needed} GPUs needed")
+    with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
+        alone = _alone(run, units, Path(folder))
+        tells(f"starting an engine, then sampling for up to {2 * seconds:.0f} s ...")
+        engine = in_process(measure_engine, alone, seconds=seconds)
+        tells(f"{len(engine.groups)} groups sampled; starting the learner, then training for {seconds:.0f} s ...")
+        learner = in_process(measure_learner, alone, engine.groups, seconds=seconds)
+    timing = timing_of(run, engine, learner)
+    lengths = [lengths_of(group) for group in engine.groups]
+    asked = plan_of(run, engine)
+    now = Split(max(1, run.learner.layout.ranks // units.copy), run.rollout.workers)
+    tried = likely(_possible(run, units, splits), asked, timing, lengths)
+    tells(f"simulating {', '.join(f'{one.copies * units.copy}+{one.engines * units.engine}' for one in tried)} ...")
+    found = predict(asked, timing, lengths, splits=tried, bounds=[run.max_staleness])
+    if run.run.mode == "async":
+        fast = sorted(found, key=lambda one: -one.reached.tokens_per_second)[:MOST_BOUNDED]
+        others = [bound for bound in BOUNDS if bound != run.max_staleness]
+        found += predict(asked, timing, lengths, splits=[one.split for one in fast], bounds=others)
+    own = [one for one in found if one.split == now and one.max_staleness == run.max_staleness]
+    if not own and now in splits:
+        own = predict(asked, timing, lengths, splits=[now], bounds=[run.max_staleness])
+        found += own
+    return Allocation(
+        units=units,
+        timing=timing,
+        engine=engine,
+        learner=learner,
+        kept=asked.kept,
+        found=tuple(found),
+        best=recommended(found),
+        now=own[0] if own else None,
+    )
+
+
+def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) -> Timing:
+    step, sequence = fit_decode(engine.readings)
+    rate, constant = fit_training(learner.readings)
+    return Timing(
+        seconds_per_token=step,
+        seconds_per_sequence=sequence,
+        capacity=run.rollout.max_running,
+        load_seconds=LOAD_SECONDS,
+        train_tokens_per_second=rate,
+        train_seconds=constant,
+    )
+
+
+def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
+    """Return the run as a Plan for simulation. Its split and number of steps are placeholders."""
+    filters = registry.filters(run).values()
+    kept = [group for group in engine.groups if all(ask(function, group) for function in filters)]
+    if not kept:
+        raise ConfigError(f"algorithm.filters drop each of the {len(engine.groups)} groups that were sampled")
+    packed = sum(len(group.prompt_of(one)) + len(one.tokens) for group in engine.groups for one in group.trajectories)
+    sampled = [length for group in engine.groups for length in lengths_of(group)]
+    return Plan(
+        mode=run.run.mode,
+        workers=1,
+        learner_machines=1,
+        groups_per_batch=run.learner.groups_per_batch,
+        group_size=run.rollout.group_size,
+        max_staleness=run.max_staleness,
+        steps=1,
+        warmup=0,
+        seed=run.run.seed,
+        prompt_tokens=(packed - sum(sampled)) / len(sampled),
+        eviction="wait" if run.staleness.waits else "drop",
+        too_old=run.staleness.parts,
+        kept=len(kept) / len(engine.groups),
+    )
+
+
+def lengths_of(group: TrajectoryGroup) -> list[int]:
+    """Return the number of tokens that the engine sampled for each rollout, over all parts and turns; at least 1."""
+    return [max(1, sum(int(part.response_mask.sum()) for part in parts)) for parts in group.rollouts]
+
+
+def _possible(run: RunConfig, units: Units, splits: Sequence[Split]) -> Sequence[Split]:
+    """Return the splits whose learner the backend supports; some backends support only one rank."""
+    two = dataclasses.replace(run, learner=dataclasses.replace(run.learner, ranks=2 * units.copy, gpus=()))
+    try:
+        registry.backend_class(run).check(two)
+    except ConfigError:
+        return splits[:1]
+    return splits
+
+
+def _require_split(run: RunConfig) -> None:
+    if run.run.colocated:
+        raise ConfigError("run.colocated: learner and engines share all GPUs, so there is no split to plan; remove it")
+    if not traits(run.rollout.function).samples:
+        raise ConfigError(f'rollout.function: "{run.rollout.function}" samples nothing, so there is no split to plan')
+    for name, kind in (("engine.kind", run.engine.kind), ("learner.backend", run.learner.backend)):
+        if kind == "none":
+            raise ConfigError(f'{name}: "none" takes no GPUs, so there is no split to plan')
+    if run.learner.machines > 1 and gpus_of_learner(run) > num_gpus():
+        raise ConfigError("learner.machines: plan on a machine that holds a copy of the model, with machines = 1")
+
+
+def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
+    """Return the run with one copy of the model and one engine, in a separate folder, and only training."""
+    return dataclasses.replace(
+        run,
+        run=dataclasses.replace(run.run, directory=str(folder), name="plan"),
+        bus=dataclasses.replace(run.bus, kind="memory", url="", options={}),
+        learner=dataclasses.replace(run.learner, ranks=units.copy, machines=1, gpus=(), profile_steps=()),
+        rollout=dataclasses.replace(run.rollout, workers=1, gpus=()),
+        weights=dataclasses.replace(run.weights, channel="files", options={}, models_every=0),
+        evaluation=dataclasses.replace(run.evaluation, datasets=(), every_steps=0),
+        checkpoint=dataclasses.replace(run.checkpoint, best=""),
+    )
+
+
+def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, seconds: float) -> T:
+    """Run ``measure`` in a fresh process, whose end frees all memory.
+
+    Raises its errors; AsyncRLError if it was killed.
+    """
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(sender, measure, run, *arguments), kwargs={"seconds": seconds})
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv()
+    except EOFError:
+        raise AsyncRLError(
+            f"{measure.__name__}: its process was killed; memory may have run out. See what `asyncrl run` says"
+        ) from None
+    finally:  # after Ctrl-C too
+        process.terminate()
+        process.join(END_SECONDS)
+        process.kill()
+        process.join()
+    if isinstance(found, BaseException):
+        raise found
+    measured: T = found
+    return measured
+
+
+def _tell(sender: Connection, measure: Callable[..., object], *arguments: object, seconds: float) -> None:
+    """Send the result or the error of ``measure``."""
+    signal_on_parent_death(signal.SIGKILL)
+    try:
+        sender.send(measure(*arguments, seconds=seconds))
+    except Exception as error:
+        try:
+            sender.send(error)
+        except Exception:  # some errors cannot be pickled
+            sender.send(AsyncRLError(f"{type(error).__name__}: {error}"))

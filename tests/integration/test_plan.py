@@ -1,0 +1,113 @@
+"""`asyncrl plan` on a small model: measurements, output, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.cli import main
+from asyncrl.errors import AsyncRLError
+from asyncrl.planning.command import few_running
+from asyncrl.planning.engine_probe import measure_engine
+from asyncrl.planning.learner_probe import measure_learner
+from asyncrl.planning.plan import in_process
+from tests import ROOT
+
+BACKEND = ("learner.backend=reference", "learner.device=cpu", "bus.kind=memory")
+
+
+def overrides(demo: Path, folder: Path) -> list[str]:
+    paths = (f"model.path={demo / 'model'}", f"data.path={demo / 'prompts.jsonl'}", f"run.directory={folder}")
+    return [*BACKEND, *paths]
+
+
+def plan(demo: Path, folder: Path, *arguments: str) -> int:
+    given = [word for item in overrides(demo, folder) for word in ("--set", item)]
+    return main.main(["plan", str(ROOT / "examples" / "demo.toml"), *given, *arguments])
+
+
+def test_every_group_that_an_engine_begins_is_seen_to_its_end_and_trained(demo: Path, tmp_path: Path) -> None:
+    run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
+    engine = measure_engine(run, seconds=1.0, dry_seconds=600.0)
+    assert (engine.num_failed, engine.num_unfinished) == (0, 0)
+    assert sorted(group.group_id for group in engine.groups) == list(range(len(engine.groups)))
+    assert all(len(group.trajectories) == run.rollout.group_size for group in engine.groups)
+    sampled = sum(int(one.response_mask.sum()) for group in engine.groups for one in group.trajectories)
+    assert 0 < sum(reading.tokens for reading in engine.readings) <= sampled
+    learner = measure_learner(run, engine.groups, seconds=0.1)
+    assert all(reading.tokens > 0 and reading.seconds > 0 for reading in learner.readings)
+    assert learner.larger is None  # one batch does not fill larger rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_plan_says_the_keys_to_set_and_what_to_expect(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(demo, tmp_path, "--gpus", "3", "--seconds", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["learner.ranks"] + found["settings"]["rollout.workers"] == 3
+    assert found["best"] in found["splits"]
+    assert found["now"]["copies"] == 1 and found["now"]["engines"] == 2  # the run file's own
+    assert all(row["tokens_per_second"] > 0 for row in found["splits"])
+    assert not list(tmp_path.iterdir())  # nothing of a run is left
+
+
+def test_the_window_is_named_only_where_it_holds_fewer_samples_than_may_run() -> None:
+    run = config.load(ROOT / "examples" / "demo.toml", ["rollout.max_running=128", "learner.device=cpu"])
+    assert run.window * run.rollout.group_size == 640
+    assert "no more than 10 samples ran at once" in few_running(run, 10.4)
+    larger = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_running=1000))
+    assert "the window (groups_per_batch x (max_staleness + 1) groups) has only 640 samples" in few_running(
+        larger, 10.4
+    )
+
+
+def test_where_nothing_can_be_split_is_said_in_one_line(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, problem in (
+        (("--gpus", "1"), "--gpus 1: there is no room for a learner of 1 and an engine of 1; give --gpus 2 at least"),
+        (("--gpus", "0"), "--gpus 0: must be in 1..4096"),
+        (("--gpus", "2", "--seconds", "0"), "--seconds 0: must be in [1, 3600]"),
+        (("--gpus", "2", "--set", "learner.backend=none"), 'learner.backend: "none" takes no GPUs'),
+        (("--gpus", "2", "--set", "rollout.function=given"), 'rollout.function: "given" samples nothing'),
+    ):
+        assert plan(demo, tmp_path, *arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert problem in line
+
+
+def _dies(run: config.RunConfig, *, seconds: float) -> None:
+    import os
+
+    os._exit(9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_measurement_that_is_killed_is_said(demo: Path, tmp_path: Path) -> None:
+    run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
+    with pytest.raises(AsyncRLError, match="_dies: its process was killed"):
+        in_process(_dies, run, seconds=1.0)
+
+
+class _Unusual(Exception):
+    def __reduce__(self) -> str:
+        raise TypeError("not to be pickled")
+
+
+def _raises(run: config.RunConfig, *, seconds: float) -> None:
+    raise _Unusual("the engine's own")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_a_measurement_raises_is_raised_here(demo: Path, tmp_path: Path) -> None:
+    run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
+    with pytest.raises(AsyncRLError, match="_Unusual: the engine's own"):
+        in_process(_raises, run, seconds=1.0)

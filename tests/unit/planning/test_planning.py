@@ -1,0 +1,293 @@
+"""The planner: splits of GPUs, the decoding it assumes, ideal runs, and speeds fitted to measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.layout import Layout
+from asyncrl.config.run import Mode
+from asyncrl.messages import VersionSpan
+from asyncrl.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
+from asyncrl.planning.simulation import (
+    DecodeReading,
+    Decoding,
+    Ideal,
+    Reached,
+    Timing,
+    TrainReading,
+    fit_decode,
+    fit_training,
+    version_spans,
+)
+from tests.harness.planning import plan
+
+ONE = Units(copy=1, engine=1)
+PLAN = plan(groups_per_batch=8, group_size=4, prompt_tokens=0, eviction="wait")
+LENGTHS = [[50, 100, 100, 150], [80, 80, 120, 120]]
+
+
+def timing(*, decode: float, train: float) -> Timing:
+    """An engine samples ``decode`` tokens per second for any number of sequences; a model copy trains ``train``."""
+    return Timing(
+        seconds_per_token=0.0,
+        seconds_per_sequence=1 / decode,
+        capacity=64,
+        load_seconds=0.0,
+        train_tokens_per_second=train,
+        train_seconds=0.0,
+    )
+
+
+@given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 9))
+def test_every_split_has_a_learner_and_an_engine_and_no_gpu_twice(gpus: int, copy: int, engine: int) -> None:
+    units = Units(copy=copy, engine=engine)
+    if gpus < copy + engine:
+        with pytest.raises(ValueError, match=f"give --gpus {copy + engine} at least"):
+            units.splits(gpus)
+        return
+    for split in units.splits(gpus):
+        assert split.copies >= 1 and split.engines >= 1
+        assert gpus - engine < split.copies * copy + split.engines * engine <= gpus
+
+
+def test_the_smallest_learner_keeps_the_layout() -> None:
+    layout = Layout(ranks=16, tensor=2, pipeline=2, expert=1)
+    assert Units.of(layout, gpus_per_engine=0) == Units(copy=4, engine=1)
+    assert Units.of(Layout(ranks=8, expert=4), gpus_per_engine=2) == Units(copy=4, engine=2)
+
+
+@pytest.mark.parametrize(("decode", "train"), [(1000, 3000), (1000, 1000), (3000, 1000), (1000, 7000)])
+def test_engines_and_learner_that_are_equally_fast_are_found(decode: float, train: float) -> None:
+    """On 8 GPUs; the rates are whole numbers of GPUs."""
+    given = timing(decode=decode, train=train)
+    splits = ONE.splits(8)
+    found = predict(PLAN, given, LENGTHS, splits=splits, bounds=[4])
+    best = recommended(found).split
+    assert best == Split(round(8 * decode / (decode + train)), 8 - round(8 * decode / (decode + train)))
+    assert best in likely(splits, PLAN, given, LENGTHS)
+
+
+def test_of_bounds_that_train_as_much_the_lowest_is_recommended() -> None:
+    def of(bound: int, rate: float) -> Predicted:
+        reached = Reached(tokens_per_second=rate, learner_busy=1.0, engines_busy=1.0)
+        return Predicted(split=Split(1, 1), max_staleness=bound, reached=reached)
+
+    assert recommended([of(1, 50), of(2, 98), of(4, 100), of(8, 99)]).max_staleness == 2
+
+
+def test_answers_to_one_prompt_stay_together() -> None:
+    of = drawn(LENGTHS, group_size=4, seed=3)
+    groups = [of(group_id) for group_id in range(50)]
+    assert {tuple(group) for group in groups} == {tuple(group) for group in LENGTHS}
+    assert [of(group_id) for group_id in range(50)] == groups
+
+
+def test_filters_that_drop_half_of_the_groups_ask_for_twice_the_engines() -> None:
+    """Both sides are equally fast: of nine GPUs, six sample and three train, instead of five and four."""
+    dropping = dataclasses.replace(PLAN, kept=0.5)
+    given = timing(decode=1000, train=1000)
+    found = predict(dropping, given, LENGTHS, splits=ONE.splits(9), bounds=[8])
+    assert recommended(found).split == Split(3, 6)
+    assert Split(3, 6) in likely(ONE.splits(9), dropping, given, LENGTHS)
+
+
+TIMING = Timing(
+    seconds_per_token=1.0,
+    seconds_per_sequence=0.25,
+    capacity=2,
+    load_seconds=3.0,
+    train_tokens_per_second=100.0,
+    train_seconds=5.0,
+)
+
+
+def test_a_decode_step_takes_longer_the_more_sequences_run() -> None:
+    alone, together = Decoding(TIMING), Decoding(TIMING)
+    alone.add(0, 4)
+    together.add(0, 4)
+    together.add(1, 8)
+    assert alone.next_finish() == 4 * (1 + 0.25)
+    assert together.next_finish() == 4 * (1 + 0.5)
+
+
+def test_remaining_sequences_speed_up_when_one_ends() -> None:
+    decoding = Decoding(TIMING)
+    decoding.add(0, 4)
+    decoding.add(1, 8)
+    # Both run for 4 steps of 1.5 s, then one runs alone for 4 steps of 1.25 s.
+    assert [ended.number for ended in decoding.advance(10.999)] == [0]
+    assert [ended.number for ended in decoding.advance(11.0)] == [1]
+    assert decoding.advance(20.0) == []
+    assert decoding.busy_seconds == 11.0
+
+
+def test_waiting_sequence_starts_when_a_slot_is_free() -> None:
+    decoding = Decoding(TIMING)
+    for number in range(3):
+        decoding.add(number, 4)
+    assert (decoding.running, decoding.queued) == (2, 1)
+    ended = decoding.advance(100.0)
+    # Two run for 4 steps of 1.5 s; the third enters at step 4 and needs another 4 x 1.25 s.
+    assert [(e.number, e.entered) for e in ended] == [(0, 0.0), (1, 0.0), (2, 4.0)]
+    assert decoding.busy_seconds == 6.0 + 5.0
+
+
+def test_decoding_stops_while_weights_load() -> None:
+    decoding = Decoding(TIMING)
+    decoding.add(0, 4)
+    decoding.advance(2.5)
+    decoding.is_paused = True
+    assert decoding.advance(50.0) == []
+    decoding.is_paused = False
+    assert decoding.next_finish() == 52.5
+
+
+def test_every_token_knows_which_version_sampled_it() -> None:
+    changes = [(-1.0, (0, 0)), (10.5, (0, 1)), (12.0, (0, 2)), (14.0, (0, 3))]
+    spans = version_spans(changes, entered=10.0, length=4)
+    assert spans == (
+        VersionSpan(start=0, incarnation=0, policy_version=0),
+        VersionSpan(start=1, incarnation=0, policy_version=1),
+        VersionSpan(start=2, incarnation=0, policy_version=2),
+    )
+
+
+@pytest.mark.parametrize("load_seconds", [0.0, 3.0])
+def test_the_ideal_synchronous_run_is_the_formula(load_seconds: float) -> None:
+    simulated = plan(mode="sync", workers=2, learner_machines=4, max_staleness=0, warmup=2, steps=5)
+    timing = Timing(
+        seconds_per_token=1.0,
+        seconds_per_sequence=0.25,
+        capacity=8,
+        load_seconds=load_seconds,
+        train_tokens_per_second=100.0,
+        train_seconds=5.0,
+    )
+    lengths = drawn([[10]], group_size=1, seed=0)
+    # Each of the 2 workers decodes 2 answers of 10 tokens: 10 x (1 + 2 x 0.25) = 15 s. The step trains 4 x (10 + 16
+    # prompt) tokens on 4 machines: 104 / 400 + 5 = 5.26 s.
+    step_seconds = load_seconds + 15 + 5.26
+    assert Ideal(simulated, timing, lengths).tokens_per_second() == pytest.approx(40 / step_seconds)
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_an_ideal_run_cannot_train_faster_than_its_learner(mode: Mode) -> None:
+    bound = 1 if mode == "one_step_off" else 4
+    simulated = plan(mode=mode, workers=7, group_size=2, max_staleness=bound, warmup=10, steps=30)
+    slow_learner = Timing(
+        seconds_per_token=0.01,
+        seconds_per_sequence=0.0,
+        capacity=8,
+        load_seconds=0.0,
+        train_tokens_per_second=10.0,
+        train_seconds=0.0,
+    )
+    lengths = drawn([[10]], group_size=2, seed=0)
+    # 8 x 10 response tokens are 8 x 26 tokens with their prompts: 20.8 s per step. Generation never delays it.
+    reached = Ideal(simulated, slow_learner, lengths).run()
+    assert reached.tokens_per_second == pytest.approx(80 / 20.8)
+    assert reached.learner_busy == pytest.approx(1.0)
+
+
+def with_late_groups(**changes: Any) -> Ideal:
+    """One answer in eight is so long that it spans more versions than the bound allows."""
+    timing = Timing(
+        seconds_per_token=0.1,
+        seconds_per_sequence=0.0,
+        capacity=64,
+        load_seconds=0.0,
+        train_tokens_per_second=1e6,
+        train_seconds=1.0,
+    )
+    simulated = dataclasses.replace(plan(warmup=6, steps=30, seed=1), **changes)
+    return Ideal(simulated, timing, drawn([[10]] * 7 + [[120]], group_size=1, seed=1))
+
+
+def test_a_run_that_waits_for_late_groups_loses_none_where_one_that_drops_does() -> None:
+    waits, drops = (with_late_groups(eviction=way) for way in ("wait", "drop"))
+    waits.run(), drops.run()
+    assert (waits.lost, drops.lost > 0) == (0, True)
+
+
+def test_a_run_that_leaves_out_old_tokens_neither_waits_nor_loses_a_group() -> None:
+    """With the same long answers, their trained tokens count, and the learner waits for none of them."""
+    waits, tokens = with_late_groups(eviction="wait"), with_late_groups(too_old="tokens")
+    waited, left_out = waits.run(), tokens.run()
+    assert tokens.lost == 0
+    assert left_out.learner_busy > waited.learner_busy
+    assert left_out.tokens_per_second > waited.tokens_per_second
+
+
+def test_prompt_waiting_in_an_engine_does_not_age() -> None:
+    """One engine with two slots serves a window of twelve groups. If age counted from the prompt, every group would be
+    late, and the learner would hold each step for groups that no worker has begun."""
+    timing = Timing(
+        seconds_per_token=0.1,
+        seconds_per_sequence=0.0,
+        capacity=2,
+        load_seconds=0.0,
+        train_tokens_per_second=1e6,
+        train_seconds=0.1,
+    )
+    lengths = drawn([[10]] * 7 + [[20]], group_size=1, seed=1)
+    ideal = Ideal(plan(warmup=6, steps=30, seed=1, eviction="wait"), timing, lengths)
+    reached = ideal.run()
+    assert ideal.lost == 0
+    assert reached.engines_busy == pytest.approx(1.0)
+    assert len(ideal.buffer) < ideal.plan.groups_per_batch
+
+
+SECONDS = st.floats(1e-6, 0.1)
+
+
+def reading(running: float, *, step: float, sequence: float, steps: float = 100) -> DecodeReading:
+    return DecodeReading(running=running, tokens=running * steps, seconds=steps * (step + sequence * running))
+
+
+@given(step=SECONDS, sequence=SECONDS, levels=st.sets(st.integers(1, 512), min_size=2, max_size=12))
+def test_fits_an_engine_that_follows_the_formula_exactly(step: float, sequence: float, levels: set[int]) -> None:
+    found = fit_decode(reading(running, step=step, sequence=sequence) for running in levels)
+    assert found == pytest.approx((step, sequence), rel=1e-3)
+
+
+@given(
+    st.lists(
+        st.builds(
+            DecodeReading,
+            running=st.just(0.0) | st.floats(0.5, 512),
+            tokens=st.just(0.0) | st.floats(1, 1e6),
+            seconds=st.floats(1e-3, 60),
+        ),
+        max_size=12,
+    )
+)
+def test_fitted_times_are_never_negative_and_sum_to_the_measured_time(
+    readings: list[DecodeReading],
+) -> None:
+    counted = [one for one in readings if one.running > 0]
+    steps = [one.tokens / one.running for one in counted]
+    if not sum(steps) > 0:
+        with pytest.raises(ValueError, match="sampled no token"):
+            fit_decode(readings)
+        return
+    step, sequence = fit_decode(readings)
+    assert step >= 0 and sequence >= 0
+    took = sum(count * (step + sequence * one.running) for count, one in zip(steps, counted, strict=True))
+    assert took == pytest.approx(sum(one.seconds for one in counted), rel=1e-6)
+
+
+def test_readings_of_one_size_give_its_speed() -> None:
+    step, sequence = fit_decode([reading(8, step=0.01, sequence=0.001)])
+    assert step + 8 * sequence == pytest.approx(0.018)
+    rate, constant = fit_training([TrainReading(tokens=1000, seconds=2.0)] * 3)
+    assert 1000 / rate + constant == pytest.approx(2.0)
+
+
+def test_fits_a_learner_that_follows_the_formula_exactly() -> None:
+    readings = [TrainReading(tokens=tokens, seconds=0.5 + tokens / 20_000) for tokens in (1000, 4000, 1000, 4000)]
+    assert fit_training(readings) == pytest.approx((20_000, 0.5))
