@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.engines.sglang.prefill_delay import ARGUMENTS
+from asyncrl.engines.sglang.options import PREFILL_DELAY
 from asyncrl.engines.sglang.server import free_port
 from benchmarks.gpu.arm import REPOSITORY, read_rows
 from benchmarks.gpu.fleet import running_and_waiting
@@ -48,7 +48,7 @@ _FLEET_SECONDS: Final = 150.0
 SERVER_OPTIONS: Final = {
     "grammar_backend": "none",
     "skip_server_warmup": True,
-    **{name.replace("-", "_"): value for name, value in ARGUMENTS.items()},
+    **{name.replace("-", "_"): value for name, value in PREFILL_DELAY.items()},
 }
 """AReaL's server gets what ours has by default (benchmarks.gpu.arrivals)."""
 
