@@ -161,14 +161,14 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
             prompts[name] = {int(key): value for key, value in prompts[name].items()}
         table["forks"] = {int(key): value for key, value in table["forks"].items()}
         state = LearnerState(prompts=PromptState(**prompts), **table)
+        if folder.name != (name := _name(state)):
+            raise ValueError(f"it is of {name}")
     except (OSError, *manifest.UNREADABLE) as error:
         if isinstance(error, OSError) and not manifest.is_damage(error):
             raise
         raise CheckpointDamaged(
             f"{folder}: is damaged: {_STATE_FILE} cannot be read: {type(error).__name__} {error}"
         ) from error
-    if folder.name != _name(state):
-        raise CheckpointDamaged(f"{folder}: is damaged: {_STATE_FILE} is of {_name(state)}")
     return state, folder / "backend"
 
 
