@@ -88,12 +88,6 @@ async def until_waiting(bus: Bus, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def until_acked(bus: Bus, topic: Topic[Any]) -> None:
-    """Wait until no message of the topic is left: whoever answers one acks it afterwards."""
-    while await bus.depth(topic):
-        await asyncio.sleep(0.01)
-
-
 async def first_event(bus: Bus, kind: str) -> Event:
     async with bus.read(EVENTS) as records:
         events = (record.message async for record in records)

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from asyncrl.engines.sglang import loader, receiving
 from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
-from asyncrl.tensors.snapshot import Bucket, Snapshot, TensorEntry
+from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.nccl import CollectiveRequest, Sender, group_of_part
 from tests.harness.nccl import PATIENCE, join_group
 from tests.harness.transfers import collective_of
@@ -251,40 +251,6 @@ def test_a_model_may_keep_tensors_and_few_buckets_are_in_memory(monkeypatch: pyt
     assert max(broadcast.at_once) <= receiving.AT_ONCE
     if keeps == 0:
         assert network.calls == 1  # one call has less to do in Python
-
-
-def test_broadcasts_run_ahead_of_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the model gets the first tensor of bucket n, bucket n + 2 is on its way."""
-    given = {f"t{n}": torch.full((8,), float(n)) for n in range(12)}
-    snapshot = Snapshot.from_tensors(given.items(), bucket_bytes=2 * 32)  # six buckets of two tensors
-    broadcast = Broadcasts(snapshot.buckets)
-    monkeypatch.setattr(receiving.dist, "broadcast", broadcast)
-    begun = []
-
-    class Watched(Network):
-        def _copy(self, item: tuple[str, torch.Tensor]) -> None:
-            begun.append(len(broadcast.at_once))
-            super()._copy(item)
-
-    arriving(snapshot.buckets).load_into(Watched(0))
-    assert begun == [3, 3, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6]
-
-
-def test_blocks_have_one_size_except_for_larger_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the allocator could not use the block of one bucket for the next."""
-    sizes: list[int] = []
-
-    def broadcast(data: torch.Tensor, *, src: int, group: Any) -> None:
-        sizes.append(data.untyped_storage().nbytes())
-
-    monkeypatch.setattr(receiving.dist, "broadcast", broadcast)
-    entries = [[10, 20], [25], [4, 9], [100], [30, 2], [1]]
-    buckets = [
-        Bucket.empty([TensorEntry(name=f"{n}.{size}", dtype=torch.uint8, shape=(size,)) for size in one], CPU)
-        for n, one in enumerate(entries)
-    ]
-    arriving(buckets).load_into(Network(0))
-    assert sizes == [32, 32, 32, 100, 32, 32]
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """A renderer writes, continues and reads like the chat template, and is used where it is named.
 
-The renderer itself is tested where its package is installed. Our code around it is tested everywhere, with a stand-in.
+It is tested where its package is installed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -213,71 +212,3 @@ def test_an_agent_takes_the_renderer_that_is_named() -> None:
     made = qwen3().tokenizer
     assert isinstance(Agent(made, Options(harness=HARNESS, renderer="qwen3"))._chat_format, RendererFormat)
     assert isinstance(Agent(made, Options(harness=HARNESS))._chat_format, TemplateFormat)
-
-
-# -- our code around any renderer --------------------------------------------------------------------------------------
-
-
-class Theirs:
-    """A renderer that returns the answers of the test."""
-
-    def __init__(self, **answers: Any) -> None:
-        self._answers = answers
-        self.asked: list[Any] = []
-
-    def _answer(self, name: str, *arguments: Any) -> Any:
-        self.asked.append(arguments)
-        answer = self._answers[name]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def render_ids(self, messages: Any, *, tools: Any, add_generation_prompt: bool) -> Any:
-        return self._answer("render", messages)
-
-    def bridge_to_next_turn(self, prompt: Any, completion: Any, new: Any, *, tools: Any) -> Any:
-        return self._answer("bridge", prompt, completion, new)
-
-    def parse_response(self, tokens: Any, *, tools: Any, prompt_ids: Any) -> Any:
-        return self._answer("parse")
-
-    def get_stop_token_ids(self) -> list[int]:
-        return [2]
-
-
-def kept(theirs: Theirs, name: str = "some") -> RendererFormat:
-    return RendererFormat(theirs, name, tokenizer())
-
-
-@pytest.mark.parametrize(
-    "made", [None, [], [1, 2, 9], [1, 2, 3], [1, 2, 3, 5, 4], [1, 9, 3, 4, 5, 6], ValueError("no"), AssertionError()]
-)
-def test_a_bridge_that_does_not_begin_with_the_turns_tokens_is_none(made: Any) -> None:
-    answer = made if isinstance(made, Exception | None) else SimpleNamespace(token_ids=made)
-    assert kept(Theirs(bridge=answer)).bridge(turn([1, 2], [3, 4]), [], [{"role": "user", "content": "x"}], []) is None
-
-
-def test_a_bridge_gives_the_tokens_behind_the_turns() -> None:
-    theirs = Theirs(bridge=SimpleNamespace(token_ids=[1, 2, 3, 4, 5, 6]))
-    assert kept(theirs).bridge(turn([1, 2], [3, 4]), [], [{"role": "user", "content": "x"}], []) == [5, 6]
-    assert theirs.asked[0][:2] == ([1, 2], [3, 4])
-
-
-@pytest.mark.parametrize(
-    ("ids", "wanted"),
-    [
-        (["functions.add:0", "functions.add:1"], ("functions.add:0", "functions.add:1")),
-        (["functions.add:0", "functions.add:0"], ()),
-        (["functions.add:0", None], ()),
-    ],
-)
-def test_ids_that_the_model_wrote_are_the_calls_if_they_tell_them_apart(
-    ids: list[str | None], wanted: tuple[str, ...]
-) -> None:
-    calls = [
-        SimpleNamespace(status="ok", name="add", arguments={}, raw="", token_span=(0, 1), id=identity)
-        for identity in ids
-    ]
-    theirs = Theirs(parse=SimpleNamespace(content="", reasoning_content=None, tool_calls=calls))
-    found = kept(theirs).parse(generation([2]), context=np.array([1], np.int32), tools=TOOLS)
-    assert (len(found.calls), found.call_ids) == (2, wanted)
