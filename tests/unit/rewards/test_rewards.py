@@ -29,9 +29,9 @@ def patient_math() -> GuardedReward:
 # -- built-in kinds ----------------------------------------------------------------------------------------------------
 
 
-async def test_math_judges_what_is_equal_not_what_looks_equal() -> None:
+async def test_math_judges_what_is_equal_and_reads_the_whole_label() -> None:
     pytest.importorskip("math_verify")
-    cases = [
+    answers = [
         ("The answer is 42.", "42", 1.0),
         ("so we get \\boxed{\\frac{1}{2}}", "0.5", 1.0),
         ("first 3, then 4, so 7", "7", 1.0),
@@ -43,13 +43,7 @@ async def test_math_judges_what_is_equal_not_what_looks_equal() -> None:
         ("I do not know", "42", 0.0),
         ("", "42", 0.0),
     ]
-    got = await values(patient_math(), *(sample(text, label=label) for text, label, _ in cases))
-    assert got == [value for _, _, value in cases]
-
-
-async def test_math_reads_the_whole_label_with_and_without_dollars() -> None:
-    pytest.importorskip("math_verify")
-    cases = [
+    labels = [  # and an answer that is right, and one that is wrong
         ("36\\pi", "\\pi \\cdot 36", "36"),
         ("5\\sqrt{3}", "\\sqrt{75}", "5"),
         ("2^{10}", "1024", "2"),
@@ -66,8 +60,10 @@ async def test_math_reads_the_whole_label_with_and_without_dollars() -> None:
         ("She has 12 + 5 = 17 eggs in 2 days.\n#### 17", "17", "2"),
         ("The total is 12 + 5 = 17", "17", "12"),
     ]
-    pairs = [sample(f"\\boxed{{{answer}}}", label=label) for label, *answers in cases for answer in answers]
-    assert await values(patient_math(), *pairs) == [1.0, 0.0] * len(cases)
+    samples = [sample(text, label=label) for text, label, _ in answers]
+    samples += [sample(f"\\boxed{{{answer}}}", label=label) for label, *both in labels for answer in both]
+    expected = [value for _, _, value in answers] + [1.0, 0.0] * len(labels)
+    assert await values(patient_math(), *samples) == expected
 
 
 async def test_math_gives_up_on_expressions_that_take_too_long() -> None:
