@@ -51,7 +51,7 @@ def end_with_parent() -> bool:
     nothing.
     """
     parent = os.environ.pop(PARENT, "")
-    if parent and sys.platform.startswith("linux"):
+    if parent:
         signal_on_parent_death(signal.SIGKILL)
         if os.getppid() != int(parent):  # the parent died before the prctl call
             os.kill(os.getpid(), signal.SIGKILL)
@@ -60,34 +60,26 @@ def end_with_parent() -> bool:
 
 def signal_on_parent_death(number: int) -> None:
     """Have the kernel send us signal ``number`` when the thread that started us ends."""
-    if (ask := asks_for_signal_on_parent_death(number)) is not None:
-        ask()
+    asks_for_signal_on_parent_death(number)()
 
 
-def asks_for_signal_on_parent_death(number: int) -> Callable[[], object] | None:
-    """Return ``signal_on_parent_death`` as a ``preexec_fn`` for subprocess.Popen; None off Linux.
+def asks_for_signal_on_parent_death(number: int) -> Callable[[], object]:
+    """Return ``signal_on_parent_death`` as a ``preexec_fn`` for subprocess.Popen.
 
     The C function is looked up here because the child of a fork should do as little as possible.
     """
-    if not sys.platform.startswith("linux"):
-        return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def process_space() -> str:
-    """Return where a process id means what it means here: the host, since its boot, and the container's PID namespace.
-
-    Off Linux only the host is known.
-    """
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
-    return " ".join(parts)
+    """Identify the PID namespace: host, boot id, container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def state_letter(pid: int) -> str:
-    """Return the state of a process on this machine as in proc(5); "" if it is gone or hidden, and off Linux."""
+    """Return the state of a process on this machine as in proc(5); "" if it is gone or hidden."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -95,8 +87,8 @@ def state_letter(pid: int) -> str:
 
 
 def process_state(pid: int) -> Literal["", "running", "stopped", "gone"]:
-    """Return the state of a process on this machine; "" for pid 0 and off Linux."""
-    if not pid or not os.path.isdir("/proc/self"):
+    """Return the state of a process on this machine; "" for pid 0."""
+    if not pid:
         return ""
     letter = state_letter(pid)
     return "stopped" if letter in ("T", "t") else "gone" if letter in ("", "Z", "X") else "running"
@@ -139,8 +131,6 @@ def exit_within(seconds: float, code: int) -> None:
 
 
 def age_seconds() -> float:
-    """Return seconds since this process was started, imports included; off Linux, the CPU seconds it has used."""
-    if not sys.platform.startswith("linux"):
-        return time.process_time()
+    """Return seconds since this process was started, imports included."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
