@@ -49,7 +49,7 @@ class HealthMonitor:
         self._name = f"{WATCHER}-{uuid.uuid4().hex[:12]}"
         self._beats = 0
         self._polled = time.monotonic()  # end of the last poll
-        self._heard: float | None = None  # monotonic time of the last successful poll; None: it failed
+        self._last_answer: float | None = None  # monotonic time of the last successful poll; None: it failed
         self._bus_silent = self._bus_refuses = 0.0
         self._listened = self._leaderless = 0.0
         self._is_finished = False
@@ -78,14 +78,14 @@ class HealthMonitor:
             passed = min(time.monotonic() - self._polled, MOST_SECONDS + 2 * ANSWER_SECONDS)
             self._bus_silent = 0.0 if does_answer else self._bus_silent + passed
             self._bus_refuses += passed if does_answer else 0.0
-            if self._heard is not None:
-                self._heard = None
+            if self._last_answer is not None:
+                self._last_answer = None
                 self._presence.restart_silences()
         else:
             self.error, self._bus_silent, self._bus_refuses = None, 0.0, 0.0
             now = time.monotonic()
-            seconds = 0.0 if self._heard is None else min(now - self._heard, MOST_SECONDS)
-            self._heard = now
+            seconds = 0.0 if self._last_answer is None else min(now - self._last_answer, MOST_SECONDS)
+            self._last_answer = now
             self._listened += seconds
             self._presence.update(beats, seconds=seconds, own=self._own_processes())
             has_learner = any(one.beat.role == LEARNER for one in self._presence.statuses().values())

@@ -118,8 +118,8 @@ def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float
         helps[_name(name)] = schema.SCHEMA.get(name, "")
 
     for name, value in numbers.items():
-        if judged := _EVALUATION.fullmatch(name):
-            dataset, tag, metric = judged.groups(default="")
+        if evaluation := _EVALUATION.fullmatch(name):
+            dataset, tag, metric = evaluation.groups(default="")
             add("evaluation", float(value), actor="learner", dataset=dataset, tag=tag, metric=metric)
         elif name.count("/") < 2:  # numbers of one worker are served by that worker
             add(name, float(value), actor="learner")

@@ -27,9 +27,9 @@ def account_of(directory: Path, *, token: str = "") -> Account:
     run = recorded.bus_settings()
     with recorded.server(run, token=token) as address:
         if address is None:
-            said: list[str] = []
-            saved = _read_checkpoint(recorded, say=said.append)
-            made = _account(recorded, saved=saved, bus=None, said=said, bus_not_asked=recorded.why_no_log(run))
+            problems: list[str] = []
+            saved = _read_checkpoint(recorded, say=problems.append)
+            made = _account(recorded, saved=saved, bus=None, problems=problems, bus_not_asked=recorded.why_no_log(run))
             return made.with_evaluations(account_of_evaluations(recorded.metrics()))
 
         async def look() -> Account:
@@ -50,13 +50,13 @@ async def account_with(recorded: RecordedRun, bus: Bus) -> Account:
                 trajectories = () if record.message is None else record.message.trajectories
                 spans = tuple(spans for trajectory in trajectories if (spans := sampled_spans(trajectory)))
                 log.append(Logged(sequence=record.sequence, group_id=group_id, spans=spans))
-    said: list[str] = []
-    saved = _read_checkpoint(recorded, say=said.append)
+    problems: list[str] = []
+    saved = _read_checkpoint(recorded, say=problems.append)
     last = await bus.last_sequence(TRAJECTORIES)
     facts = BusFacts(
         prompts=await bus.last_sequence(PROMPTS), queued=queued, log=log, first=first or last + 1, last=last
     )
-    made = _account(recorded, saved=saved, bus=facts, said=said)
+    made = _account(recorded, saved=saved, bus=facts, problems=problems)
     return made.with_evaluations(await _evaluations(recorded, bus, training_groups=[one.group_id for one in log]))
 
 
@@ -76,7 +76,7 @@ def _account(
     *,
     saved: SavedFacts | None,
     bus: BusFacts | None,
-    said: list[str],
+    problems: list[str],
     bus_not_asked: str = "",
 ) -> Account:
     try:
@@ -85,8 +85,8 @@ def _account(
         if not recorded.is_run:
             raise
         entries, is_there = [], False
-    staleness = _staleness_by_metrics(recorded, say=said.append)
-    said += [
+    staleness = _staleness_by_metrics(recorded, say=problems.append)
+    problems += [
         f"{name} was damaged, and is not used" for name in checkpoint.list_damaged(recorded.directory / "checkpoints")
     ]
     has_worked = bool(saved or staleness) or (recorded.directory / "checkpoints").exists()
@@ -97,7 +97,7 @@ def _account(
         bus=bus,
         recorded_staleness=staleness,
         size=recorded.history_bytes,
-        damage_elsewhere=said,
+        damage_elsewhere=problems,
         bus_not_asked=bus_not_asked,
     )
 

@@ -49,7 +49,7 @@ class EvaluationSamples(RunSamples):
         yield self.run if self.directory is None else None
 
     async def read_log(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
-        await self._look(bus)
+        await self._read_evaluation(bus)
         if self._evaluation is None:
             self.why_no_log = "The run has evaluated nothing yet"
             return
@@ -77,7 +77,7 @@ class EvaluationSamples(RunSamples):
                     done = record.sequence
                     number = None if self._evaluation is None else self._evaluation.number
                     if record.message is not None and record.message.number != number:  # another one has begun
-                        await self._look(bus)
+                        await self._read_evaluation(bus)
                     if (sample := self._of_answers(record)) is not None:
                         yield sample
         finally:
@@ -107,7 +107,7 @@ class EvaluationSamples(RunSamples):
         self._datasets.add(row.dataset)
         return self._dataset in ("", row.dataset)
 
-    async def _look(self, bus: Bus) -> None:
+    async def _read_evaluation(self, bus: Bus) -> None:
         self._evaluation = (await bus.states(EVALUATION)).get("")
 
     def _of_answers(self, record: Record[EvaluationAnswers]) -> GroupSample | None:

@@ -77,10 +77,10 @@ def run(options: argparse.Namespace) -> int:
         of_all = dataclasses.replace(run_config.metrics, samples_per_evaluation=MOST_PROMPTS)
         run_config = dataclasses.replace(run_config, metrics=of_all)
     results = Results(options.where)
-    asked = questions(run_config, models[-1]) if is_run else ""
+    digest = questions(run_config, models[-1]) if is_run else ""
     rows, is_complete, is_interrupted = [], True, False
     for model in models:
-        if is_run and not (options.again or options.answers) and results.has(model, questions=asked):
+        if is_run and not (options.again or options.answers) and results.has(model, questions=digest):
             print(f"{model.folder}: evaluated already (--again repeats it)", file=sys.stderr)
             continue
         metrics = evaluate(run_config, model, answers=answers)
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
             again = "; the next call evaluates it again" if is_run else ""
             print(f"asyncrl evaluate: {model.folder}: some prompts have no answer{again}", file=sys.stderr)
         if is_run:
-            results.add(model, run_config, metrics, questions=asked)
+            results.add(model, run_config, metrics, questions=digest)
         rows.append({"model": str(model.folder), "step": model.step, **metrics})
         if not options.json:
             print("\n".join(_lines(model.folder, metrics)), flush=True)

@@ -176,11 +176,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _refuse(name: str, unknown: Sequence[str]) -> NoReturn:
     """Exit with an error for the first unknown argument, and suggest the closest option."""
-    asked = _Parser(prog=f"asyncrl {name}")
-    load(name).add_arguments(asked)
-    known = re.findall(r"--[a-z][a-z-]+", asked.format_help())
+    subparser = _Parser(prog=f"asyncrl {name}")
+    load(name).add_arguments(subparser)
+    known = re.findall(r"--[a-z][a-z-]+", subparser.format_help())
     near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
-    asked.error(f"unknown argument {unknown[0]}{f', did you mean {near[0]}' if near else ''}")
+    subparser.error(f"unknown argument {unknown[0]}{f', did you mean {near[0]}' if near else ''}")
 
 
 def load(name: str) -> Verb:

@@ -66,19 +66,19 @@ class EvaluationRound:
 
     def prompt(self, index: int) -> PromptGroup:
         its, place = self._places[index]
-        asked, weights = its.questions[place], self.evaluation.weights
+        question, weights = its.questions[place], self.evaluation.weights
         return PromptGroup(
             group_id=self.evaluation.group_id(index),
-            prompt_tokens=asked.tokens,
+            prompt_tokens=question.tokens,
             group_size=its.measured.num_samples,
             sampling=its.sampling,
-            prompt=asked.prompt,
-            label=asked.label,
-            metadata=asked.metadata,
+            prompt=question.prompt,
+            label=question.label,
+            metadata=question.metadata,
             policy_version=weights.policy_version,
             incarnation=weights.incarnation,
             dataset=its.name,
-            messages=asked.messages,
+            messages=question.messages,
             recorded_place=place if place in self._recorded.get(its.name, ()) else -1,
         )
 
@@ -146,7 +146,7 @@ class AnswerCollector:
     def __init__(
         self,
         bus: Bus,
-        asked: EvaluationRound,
+        evaluation_round: EvaluationRound,
         *,
         engine_time: EngineTime,
         channel: WeightChannel,
@@ -158,7 +158,7 @@ class AnswerCollector:
         role         role of the workers that answer
         """
         self._bus = bus
-        self._asked = asked
+        self._round = evaluation_round
         self._engine_time = engine_time
         self._channel = channel
         self._role = role
@@ -171,7 +171,7 @@ class AnswerCollector:
     async def run(self) -> str:
         """Run until every prompt is settled. Return "", or why no more answers can come."""
         through = await self._bus.last_sequence(EVALUATION_ANSWERS)
-        if through <= self._asked.evaluation.after:
+        if through <= self._round.evaluation.after:
             self._has_read.set()
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(self._read(through), name="evaluation.read")
@@ -189,7 +189,7 @@ class AnswerCollector:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ASK_AGAIN_SECONDS):
                 await self._has_read.wait()
-        for index in self._asked.missing:
+        for index in self._round.missing:
             await self._publish(index)
         while True:
             self._wanted.clear()
@@ -204,18 +204,18 @@ class AnswerCollector:
     async def _ask_again(self) -> None:
         """Publish prompts with bad answers again. This works once their worker has acked them."""
         for index in sorted(self._again):
-            if self._asked.is_settled(index) or await self._publish(index, again=True):
+            if self._round.is_settled(index) or await self._publish(index, again=True):
                 self._again.discard(index)
 
     async def _ask_for_lost(self) -> None:
         kept = await self._bus.keys(EVALUATION_PROMPTS)
-        for index in self._asked.missing:
-            if str(self._asked.evaluation.group_id(index)) not in kept:
+        for index in self._round.missing:
+            if str(self._round.evaluation.group_id(index)) not in kept:
                 await self._publish(index, again=True)
 
     async def _publish(self, index: int, *, again: bool = False) -> bool:
         """Publish a prompt. Return False if the bus has it already."""
-        prompt = self._asked.prompt(index)
+        prompt = self._round.prompt(index)
         while True:
             try:
                 return await self._bus.publish(EVALUATION_PROMPTS, prompt, key=str(prompt.group_id), again=again)
@@ -224,20 +224,20 @@ class AnswerCollector:
 
     async def _read(self, through: int) -> None:
         """consumes: evaluation answers    waits for: the next answer    woken by: workers"""
-        async with self._bus.read(EVALUATION_ANSWERS, after=self._asked.evaluation.after) as records:
-            while not self._asked.is_done and not self._problem:
+        async with self._bus.read(EVALUATION_ANSWERS, after=self._round.evaluation.after) as records:
+            while not self._round.is_done and not self._problem:
                 record = await anext(records)
                 if record.message is None:
                     self._bus.rejections.note(EVALUATION_ANSWERS.name, record.problem)
                 else:
-                    num_unable = len(self._asked.unable)
+                    num_unable = len(self._round.unable)
                     self._note_engine(record.message)
-                    index, problem = self._asked.take(record.message)
+                    index, problem = self._round.take(record.message)
                     if index is not None:
                         self._bus.rejections.note(EVALUATION_ANSWERS.name, problem, kind="answers")
                         self._again.add(index)
                         self._wanted.set()
-                    if len(self._asked.unable) > num_unable:
+                    if len(self._round.unable) > num_unable:
                         self._problem = await self._hopeless()
                 if record.sequence >= through:
                     self._has_read.set()
@@ -245,16 +245,16 @@ class AnswerCollector:
 
     def _note_engine(self, answers: EvaluationAnswers) -> None:
         group_id = answers.group_id
-        if group_id is not None and self._asked.evaluation.index(group_id) is not None:
+        if group_id is not None and self._round.evaluation.index(group_id) is not None:
             self._engine_time.record(answers.worker, held_seconds=answers.held_seconds, now=time.monotonic())
 
     async def _hopeless(self) -> str:
         """Return why no worker can answer: the version is gone, or no live worker can load it. "" if one may."""
         try:
-            await asyncio.to_thread(self._channel.verify, self._asked.evaluation.weights)
+            await asyncio.to_thread(self._channel.verify, self._round.evaluation.weights)
         except (AsyncRLError, OSError) as error:
             return f"its weights are gone: {error}"
-        unable, workers = self._asked.unable, await live_actors(self._bus, self._role)
+        unable, workers = self._round.unable, await live_actors(self._bus, self._role)
         if not workers or not workers <= unable.keys():
             return ""
         return f"no worker can load it; {(name := next(iter(unable)))}: {unable[name]}"

@@ -207,10 +207,12 @@ class Evaluator:
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
         began = time.monotonic()
-        asked = self._round = EvaluationRound(evaluation, self._sets, recorder=self._recorder)
+        evaluation_round = self._round = EvaluationRound(evaluation, self._sets, recorder=self._recorder)
         engine_time = EngineTime(began=began)
         role = WORKER if self._section.place == "shared" else EVALUATION_WORKER
-        collector = AnswerCollector(self._bus, asked, engine_time=engine_time, channel=self._channel, role=role)
+        collector = AnswerCollector(
+            self._bus, evaluation_round, engine_time=engine_time, channel=self._channel, role=role
+        )
         try:
             async with asyncio.timeout(self._section.timeout_seconds or None):
                 problem = await collector.run()
@@ -220,34 +222,34 @@ class Evaluator:
             log.error(
                 "evaluation of version %d is incomplete (%d of %d prompts have no answer): %s",
                 evaluation.weights.policy_version,
-                len(asked.missing),
+                len(evaluation_round.missing),
                 evaluation.num_prompts,
                 problem,
             )
         now = time.monotonic()
         engines = len(await live_actors(self._bus, WORKER, EVALUATION_WORKER))
         share = engine_time.share(num_engines=engines, now=now)
-        await self._end(asked, seconds=now - began, engine_share=share)
+        await self._end(evaluation_round, seconds=now - began, engine_share=share)
 
-    async def _end(self, asked: EvaluationRound, *, seconds: float, engine_share: float) -> None:
+    async def _end(self, evaluation_round: EvaluationRound, *, seconds: float, engine_share: float) -> None:
         """Report the result, then mark the evaluation as over: a learner killed in between counts the answers again."""
-        evaluation = asked.evaluation
+        evaluation = evaluation_round.evaluation
         version = evaluation.weights.policy_version
         ended = time.time()
-        row = await asyncio.to_thread(asked.metrics, seed=self._seed)
+        row = await asyncio.to_thread(evaluation_round.metrics, seed=self._seed)
         row |= {
-            "evaluation/complete": float(asked.is_complete),
+            "evaluation/complete": float(evaluation_round.is_complete),
             "evaluation/lag_steps": float(max(0, self._table.policy_version - version)),
             "evaluation/seconds": seconds,
             "evaluation/time": ended,
-            "evaluation/tokens": float(asked.num_tokens),
+            "evaluation/tokens": float(evaluation_round.num_tokens),
             "evaluation/engine_share": engine_share,
-            "evaluation/mixed": float(asked.num_mixed),
+            "evaluation/mixed": float(evaluation_round.num_mixed),
             "evaluation/skipped": float(self._skipped),
         }
-        for index, reason in list(asked.failed.items())[:3]:
+        for index, reason in list(evaluation_round.failed.items())[:3]:
             log.warning("evaluation of version %d: prompt %d has no answer: %s", version, index, reason)
-        if self._best is not None and asked.is_complete:
+        if self._best is not None and evaluation_round.is_complete:
             await self._keep_best(evaluation.weights, row)
         row["learner/incarnation"] = float(evaluation.weights.incarnation)
         await self._metrics.report_evaluation(version, row, disk=self._disk)

@@ -323,10 +323,10 @@ class Learner(Actor):
         """
         groups = [one.group for one in batch]
         suspects = Suspects()
-        if (asked := self._validator.choose(prepared.batch.documents, groups, step=self.step)) is not None:
-            scores = await self._trainer.score(asked.documents)
-            without_experts = await self._trainer.score(list(asked.without_experts.values()))
-            suspects = self._validator.check_scores(asked, scores, without_experts)
+        if (to_score := self._validator.choose(prepared.batch.documents, groups, step=self.step)) is not None:
+            scores = await self._trainer.score(to_score.documents)
+            without_experts = await self._trainer.score(list(to_score.without_experts.values()))
+            suspects = self._validator.check_scores(to_score, scores, without_experts)
         has_quarantined = any(group.worker in self._validator.quarantined for group in groups)
         if not suspects.workers and not suspects.documents and not has_quarantined:
             return False

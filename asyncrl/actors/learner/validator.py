@@ -238,19 +238,19 @@ class Validator:
 
     def check_scores(
         self,
-        asked: ToScore,
+        to_score: ToScore,
         scores: Sequence[NDArray[np.float32]],
         scores_without_experts: Sequence[NDArray[np.float32]],
     ) -> Suspects:
-        """Return who and what is not to be trained, by the trainer's logprobs f32[T] of the documents in ``asked``."""
-        logprobs = dict(zip(asked.indices, scores, strict=True))
-        if asked.without_experts:
-            replayed = {index: logprobs[index] for index in asked.without_experts}
-            documents = dict(zip(asked.indices, asked.documents, strict=True))
-            own = dict(zip(asked.without_experts, scores_without_experts, strict=True))
+        """Return who and what is not to be trained, by the trainer's logprobs f32[T] of ``to_score``."""
+        logprobs = dict(zip(to_score.indices, scores, strict=True))
+        if to_score.without_experts:
+            replayed = {index: logprobs[index] for index in to_score.without_experts}
+            documents = dict(zip(to_score.indices, to_score.documents, strict=True))
+            own = dict(zip(to_score.without_experts, scores_without_experts, strict=True))
             self.routing = routing_mismatch(documents, replayed, own)
-        found, guilty = self._rescoring.judge(asked.chosen, asked.own, logprobs)
-        if asked.chosen:
+        found, guilty = self._rescoring.judge(to_score.chosen, to_score.own, logprobs)
+        if to_score.chosen:
             self.mismatch = {worker: of.mean for worker, of in found.items()}
         return Suspects(
             workers={
@@ -258,7 +258,7 @@ class Validator:
                 f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
                 for worker in guilty
             },
-            documents=resumed_tokens.spoiled(asked.taken_over, logprobs, bound=self._rescoring.bound),
+            documents=resumed_tokens.spoiled(to_score.taken_over, logprobs, bound=self._rescoring.bound),
         )
 
     # -- quarantine ----------------------------------------------------------------------------------------------------

@@ -158,19 +158,19 @@ class WeightSender(Actor):
                 group.create_task(self._answer(request), name=f"{self.name}.{request.question.engine}")
 
     async def _answer(self, request: Request[TransferRequest, TransferOffer]) -> None:
-        asked = request.question
+        question = request.question
         try:
-            transfer = await asyncio.to_thread(self._sender.begin, asked)
+            transfer = await asyncio.to_thread(self._sender.begin, question)
         except WeightsError as error:
             await request.answer(TransferOffer(problem=str(error)))
             return
         await request.answer(transfer.offer)
-        if not asked.has_joined:  # a joining engine: also drop engines that are gone
+        if not question.has_joined:  # a joining engine: also drop engines that are gone
             await asyncio.to_thread(self._sender.forget, engines=set(await self.bus.states(ACTORS)))
         try:
-            await _in_daemon_thread(transfer.send, name=f"send-{asked.engine}")
+            await _in_daemon_thread(transfer.send, name=f"send-{question.engine}")
         except WeightsError as error:
-            self.log.warning("weights of version %d to %s: %s", transfer.offer.policy_version, asked.engine, error)
+            self.log.warning("weights of version %d to %s: %s", transfer.offer.policy_version, question.engine, error)
 
 
 async def _in_daemon_thread(function: Callable[[], None], *, name: str) -> None:

@@ -202,7 +202,7 @@ class GroupProgress:
         self.num_tried = 2 if recorded else 1
         """How often the group's rollout function was run, including this time, as far as is known."""
         self._recorded = dict(recorded or {})
-        self._begun: dict[Key, PartialGeneration] = {}
+        self._calls: dict[Key, PartialGeneration] = {}
         self._occurrences: Counter[tuple[int, bytes]] = Counter()
         self._saved: dict[Key, int] = {}  # number of tokens in segments of this attempt
         self._num_segments = 0
@@ -224,7 +224,7 @@ class GroupProgress:
 
     @property
     def _num_tokens(self) -> int:
-        return count_tokens(self._recorded) + sum(partial.num_tokens for partial in self._begun.values())
+        return count_tokens(self._recorded) + sum(partial.num_tokens for partial in self._calls.values())
 
     def begin(self, index: int, tokens: NDArray[np.int32], sampling: SamplingParams) -> tuple[Key, PartialGeneration]:
         """Begin a call of sample ``index`` that continues ``tokens``; return its key and recorded tokens.
@@ -242,7 +242,7 @@ class GroupProgress:
                 partial = PartialGeneration(found)
             else:
                 self._discard({key: found})
-        self._begun[key] = partial
+        self._calls[key] = partial
         return key, partial
 
     def note_version(self, policy_version: int) -> None:
@@ -252,7 +252,7 @@ class GroupProgress:
 
     def finish(self, key: Key, generation: Generation) -> None:
         """Complete a call."""
-        partial = self._begun[key]
+        partial = self._calls[key]
         known = partial.prefix
         if not np.array_equal(generation.tokens[: len(known.tokens)], known.tokens):  # the engine ignored the prefix
             self._discard({key: known})
@@ -304,7 +304,7 @@ class GroupProgress:
             self._saved[_key(call)] = call.start + len(call.tokens)
 
     def _new_segments(self) -> Iterator[CallSegment]:
-        for key, partial in self._begun.items():
+        for key, partial in self._calls.items():
             yield from self._unsaved_segments(key, partial)
         for key, call in self._recorded.items():
             yield from self._unsaved_segments(key, PartialGeneration(call))

@@ -76,7 +76,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     """Return the learner and the other actors of its process, ready to be supervised."""
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = await _starting_point(
-        run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation
+        run, bus=bus, resume=resume, newest_on_bus=-1 if progress is None else progress.incarnation
     )
     rows = await asyncio.to_thread(data.open_rows, run)
     digests = await asyncio.to_thread(resume_checks.digest_data, run)
@@ -344,12 +344,12 @@ def _are_sampled(run: RunConfig) -> bool:
 
 
 async def _starting_point(
-    run: RunConfig, *, bus: Bus, resume: bool, last_heard: int
+    run: RunConfig, *, bus: Bus, resume: bool, newest_on_bus: int
 ) -> tuple[LearnerState, Path | None]:
-    """Return the learner's starting state and the backend folder to restore.  last_heard: newest incarnation on the
+    """Return the learner's starting state and the backend folder to restore.  newest_on_bus: newest incarnation on the
     bus, or -1"""
     if not resume:
-        if checkpoint.list_complete(run.run_directory / "checkpoints") or last_heard >= 0:
+        if checkpoint.list_complete(run.run_directory / "checkpoints") or newest_on_bus >= 0:
             raise ConfigError(
                 f"run.name: {run.run.name!r} already has a run in {run.run_directory} or on its bus; go on with "
                 "--resume, or start another with --set run.name=NAME"
@@ -365,7 +365,7 @@ async def _starting_point(
             f"counts in it. Resume with that, not {run.learner.groups_per_batch}, or start another run"
         )
     recorded = last_incarnation(run.run_directory / HISTORY_FILE)
-    incarnation = max(state.incarnation, last_heard, recorded) + 1
+    incarnation = max(state.incarnation, newest_on_bus, recorded) + 1
     forks = state.forks | {incarnation: state.policy_version}
     return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
 

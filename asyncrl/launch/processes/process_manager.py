@@ -229,8 +229,8 @@ class ProcessManager:
         is_refused = refusal(self._monitor.error) is not None  # a wrong token will not become right
         if not is_refused and any(finding.fault in BUS_FAULTS for finding in findings):
             self._bus_was_away = time.monotonic()
-        begun, ended = self._faults.update(findings)
-        for finding in begun if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway
+        new, ended = self._faults.update(findings)
+        for finding in new if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway
             self.say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
         for finding, seconds in ended:
             self.say(f"over after {seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
