@@ -19,12 +19,13 @@ from ray.cluster_utils import Cluster
 from tests import ROOT
 from tests.chaos.run_files import ANSWERS
 from tests.harness.audits import audited
+from tests.harness.forked import ForkServer
 
 RUN: Final = (
     "run.restarts=3",
     "rollout.workers=1",
     'engine.kind="tests.harness.tiny.engine:TinyEngine"',
-    "engine.options={step_seconds=0.05}",
+    "engine.options={step_seconds=0.1}",
 )
 """Overrides of the storms' run file. The engine has no meter, because nothing reads it here."""
 CPUS = 4
@@ -122,8 +123,12 @@ def _started(head: dict[str, Any]) -> Cluster:
 class RayRun:
     """`asyncrl run --launcher ray` of the tiny task, in a folder of its own."""
 
-    def __init__(self, folder: Path, cluster: TwoNodes, *overrides: str, name: str = "storm") -> None:
+    def __init__(
+        self, folder: Path, cluster: TwoNodes, forks: ForkServer, *overrides: str, name: str = "storm"
+    ) -> None:
+        """forks: starts other commands than the run itself without imports"""
         self.folder = folder
+        self._forks = forks
         self._overrides = [f"run.name={name}", *RUN, *overrides]
         self._env = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
         self._output = folder / f"{name}.txt"
@@ -148,25 +153,23 @@ class RayRun:
 
     def start(self, *arguments: str, steps: int = 1_000_000) -> None:
         with self._output.open("ab") as output:
-            command = self._command("run", "--launcher", "ray", "--set", f"run.steps={steps}", *arguments)
+            words = self._words("run", "--launcher", "ray", "--set", f"run.steps={steps}", *arguments)
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=self._env, stdout=output, stderr=output, start_new_session=True
+                [sys.executable, "-m", "asyncrl", *words],
+                cwd=ROOT,
+                env=self._env,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
-    def scale(self, count: int) -> None:
-        command = self._command("scale", "--rollout-workers", str(count))
-        done = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    def scale(self, count: int, *arguments: str) -> int:
+        """Return the exit code of `asyncrl scale`."""
+        return self.call("scale", "--rollout-workers", str(count), *arguments)[0]
 
-    def scale_and_forget(self, count: int) -> None:
-        """Request a size without waiting for it."""
-        subprocess.run(
-            self._command("scale", "--rollout-workers", str(count), "--timeout", "1"),
-            cwd=ROOT,
-            env=self._env,
-            capture_output=True,
-            check=False,
-        )
+    def call(self, verb: str, *arguments: str) -> tuple[int, str]:
+        """Return the exit code and the output of a command on the run file."""
+        return self._forks.call(*self._words(verb, *arguments), environment=self._env)
 
     def signal(self, number: int) -> None:
         assert self._process is not None
@@ -222,9 +225,9 @@ class RayRun:
     def audit(self) -> dict[str, Any]:
         return audited(self.directory)
 
-    def _command(self, verb: str, *arguments: str) -> list[str]:
+    def _words(self, verb: str, *arguments: str) -> list[str]:
         sets = [word for item in self._overrides for word in ("--set", item)]
-        return [sys.executable, "-m", "asyncrl", verb, str(self.folder / "run.toml"), *sets, *arguments]
+        return [verb, str(self.folder / "run.toml"), *sets, *arguments]
 
 
 def kill(pid: int) -> None:

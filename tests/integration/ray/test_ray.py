@@ -27,6 +27,7 @@ from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.launchers.ray import Options, RayLauncher, Role
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK, WORKER
+from tests.harness.forked import ForkServer
 from tests.harness.ray import CPUS, SECONDS, RayRun, TwoNodes, kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -51,11 +52,11 @@ def assert_nothing_is_left(cluster: TwoNodes, run: RayRun) -> None:
 
 
 @pytest.fixture(scope="class")
-def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes) -> Iterator[RayRun]:
+def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes, forks: ForkServer) -> Iterator[RayRun]:
     two_nodes.mend()
     gpus = ("launcher.options.learner.gpus=1", "launcher.options.rollout_worker.gpus=0.5")
-    where = (LEARNER_ON_A, WORKERS_ON_B, *gpus)
-    run = RayRun(tmp_path_factory.mktemp("up"), two_nodes, *where, "rollout.workers=2", "run.restarts=6")
+    where = (LEARNER_ON_A, WORKERS_ON_B, "launcher.options.wait_for_nodes=true", *gpus)
+    run = RayRun(tmp_path_factory.mktemp("up"), two_nodes, forks, *where, "rollout.workers=2", "run.restarts=6")
     run.start()
     run.until_trained()
     yield run
@@ -89,20 +90,19 @@ class TestARunThatIsUp:
         assert cluster.places() == where
 
     def test_a_fleet_grows_and_shrinks_during_training_and_gives_room_back(self, cluster: TwoNodes, up: RayRun) -> None:
-        up.scale(3)
+        assert up.scale(3) == 0
         up.until(lambda: up.has_loaded("w2"), "the third at work")
         assert set(cluster.places()) == {"learner", "w0", "w1", "w2"}
-        up.scale(1)
+        assert up.scale(1) == 0
         up.until(lambda: set(cluster.places()) == {"learner", "w0"}, "their room")
         assert "w1 has left" in up.said and "w2 has left" in up.said
         assert set(up.processes()) == {"run", "nats-server", "learner", "w0"}
         up.until_trained()
 
-    def test_a_name_is_taken_once(self, cluster: TwoNodes, up: RayRun, tmp_path: Path) -> None:
-        second = RayRun(tmp_path, cluster, f"run.directory={tmp_path / 'elsewhere'}")
-        second.start()
-        assert second.wait() == 2
-        assert 'run.name: a run "storm" is up on this Ray cluster' in second.said
+    def test_a_name_is_taken_once(self, up: RayRun, tmp_path: Path) -> None:
+        code, said = up.call("run", "--launcher", "ray", "--set", f"run.directory={tmp_path}")
+        assert code == 2
+        assert 'run.name: a run "storm" is up on this Ray cluster' in said
 
     def test_a_killed_nodes_work_is_redelivered_and_its_worker_waits_aloud_for_another_one(
         self, cluster: TwoNodes, up: RayRun
@@ -127,7 +127,7 @@ class TestARunThatIsUp:
     ) -> None:
         other = ray.util.placement_group([{"CPU": CPUS - 1}], bundle_label_selector=[{"site": "b"}], name="other")
         assert other.wait(SECONDS)
-        up.scale_and_forget(2)
+        up.scale(2, "--timeout", "1")
         up.until(lambda: "w1 waits for room" in up.said, "that it waits")
         secret = token(up)
         up.signal(signal.SIGINT)
@@ -144,14 +144,15 @@ def token(run: RayRun) -> str:
     return str(json.loads((run.directory / "bus.json").read_text())["token"])
 
 
-def test_what_can_never_run_is_refused_in_a_line_and_at_once(cluster: TwoNodes, tmp_path: Path) -> None:
-    run = RayRun(tmp_path, cluster, "rollout.workers=9")
-    run.start()
-    assert run.wait() == 2
-    (complaint,) = [line for line in run.said.splitlines() if line.startswith("asyncrl")]
+def test_what_can_never_run_is_refused_in_a_line_and_at_once(
+    cluster: TwoNodes, tmp_path: Path, forks: ForkServer
+) -> None:
+    code, said = RayRun(tmp_path, cluster, forks, "rollout.workers=9").call("run", "--launcher", "ray")
+    assert code == 2
+    (complaint,) = [line for line in said.splitlines() if line.startswith("asyncrl")]
     assert "10 processes (learner ... w8) need 10 CPU; the cluster has 8 CPU on 2 machines" in complaint
-    assert "Traceback" not in run.said
-    assert_nothing_is_left(cluster, run)
+    assert "Traceback" not in said
+    assert cluster.left_behind() == []
 
 
 @pytest.fixture
@@ -249,8 +250,10 @@ def test_an_address_without_a_cluster_is_refused(address: str, reason: str) -> N
 
 
 @pytest.mark.parametrize("section", ["learner", "rollout"])
-def test_numbers_of_gpus_are_for_one_machine(cluster: TwoNodes, tmp_path: Path, section: str) -> None:
-    run = RayRun(tmp_path, cluster)
+def test_numbers_of_gpus_are_for_one_machine(
+    cluster: TwoNodes, tmp_path: Path, section: str, forks: ForkServer
+) -> None:
+    run = RayRun(tmp_path, cluster, forks)
     made = config.load(run.folder / "run.toml", ["launcher.kind=ray", f"{section}.gpus=[0]"])
     with pytest.raises(ConfigError, match=f"{section}.gpus: numbers are of one machine"):
         check(made)
