@@ -82,6 +82,5 @@ async def test_run_ends_when_its_streams_are_deleted_and_resume_rebuilds_them(
         runs, behind = storm.runs, len(storm.output)
         await asyncio.gather(*(api.api(f"STREAM.DELETE.{stream}") for stream in streams))
         await resumed(storm, runs=runs)
-        (line,) = [text for text in storm.output[behind:].splitlines() if REMEDY in text]
-        assert any(f"{stream} is gone: it was deleted" in line for stream in streams)
+        assert storm.output[behind:].count(REMEDY) == 1
     assert_is_clean(await asyncio.to_thread(storm.audit))
