@@ -47,15 +47,12 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
                 f"learner.train_only: {pattern!r} trains nothing, as learner.freeze freezes all its matches; remove one"
             )
     for entry in maps:
-        if are_fused or entry.is_of_experts:
-            _check_fused(entry.huggingface, trained, is_everywhere=entry.is_of_experts)
-
-
-def _check_fused(names: Sequence[str], trained: set[str], *, is_everywhere: bool) -> None:
-    if 0 < len(trained.intersection(names)) < len(names):
-        listed = ", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}"
-        where, remedy = ("every", "") if is_everywhere else ("the megatron", ', or use learner.backend = "reference"')
-        raise ConfigError(
-            f"learner.freeze, train_only: {listed} are one parameter in {where} backend; freeze all of them or none"
-            + remedy
-        )
+        fused = entry.huggingface
+        if (are_fused or entry.is_of_experts) and 0 < len(trained.intersection(fused)) < len(fused):
+            listed = ", ".join(fused) if len(fused) <= 3 else f"{fused[0]} to {fused[-1]}"
+            where = "every" if entry.is_of_experts else "the megatron"
+            remedy = "" if entry.is_of_experts else ', or use learner.backend = "reference"'
+            raise ConfigError(
+                f"learner.freeze, train_only: {listed} are one parameter in {where} backend; freeze all of them or "
+                f"none{remedy}"
+            )

@@ -143,7 +143,11 @@ def open_store(info: RankInfo) -> Any:
     try:
         if info.has_agent:
             agent = _connect_store(info.host, info.port, info.timeout)
-            return _serve_behind(agent, info) if info.rank == 0 else _find_behind(agent, info)
+            if info.rank:
+                return _find_behind(agent, info)
+            store = _serve_store(info.host, 0, info)
+            agent.set(_AGENT_KEY, str(store.port))
+            return store
         if info.rank == 0:
             return _serve_store(info.host, info.port, info)
         return _connect_store(info.host, info.port, info.timeout)
@@ -162,12 +166,6 @@ def _serve_store(host: str, port: int, info: RankInfo, descriptor: int | None = 
 
 def _connect_store(host: str, port: int, timeout: timedelta) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-
-
-def _serve_behind(agent: Any, info: RankInfo) -> Any:
-    store = _serve_store(info.host, 0, info)
-    agent.set(_AGENT_KEY, str(store.port))
-    return store
 
 
 def _find_behind(agent: Any, info: RankInfo) -> Any:
