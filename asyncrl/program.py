@@ -80,7 +80,7 @@ class Program:
     def has_ended(self) -> bool:
         return self._process.returncode is not None
 
-    async def ended(self) -> str:
+    async def wait_for_problem(self) -> str:
         """Wait until the program ends by itself. Return why it failed, in words; "" for exit code 0."""
         code = await self.wait()
         if code == keeper.OUT_OF_MEMORY and self._memory_mib:

@@ -32,10 +32,10 @@ class Calculator:
 
     async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
-        question = turns.answered(await generate(turns.tokens, max_new_tokens=1))
+        question = turns.add_answer(await generate(turns.tokens, max_new_tokens=1))
         result = plus_one(self._tokenizer.decode(question.tokens))
-        turns.observed(self._tokenizer.encode(result, add_special_tokens=False))
-        answer = turns.answered(await generate(turns.tokens, max_new_tokens=1))
+        turns.add_observation(self._tokenizer.encode(result, add_special_tokens=False))
+        answer = turns.add_answer(await generate(turns.tokens, max_new_tokens=1))
         right, share = prompt.label[0], self._options.question_reward
         parts = {
             "asked": share * (result == right),

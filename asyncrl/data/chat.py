@@ -16,7 +16,7 @@ _OURS: Final = ("train",)
 Message = Mapping[str, Any]
 
 
-def problem(message: Any) -> str:
+def find_problem(message: Any) -> str:
     """Return why ``message`` is not a valid chat message; "" if it is."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return "a chat message is an object with text role and content"

@@ -32,7 +32,7 @@ def reward(sample: Sample) -> Reward:
     counted = 0
     previous = sample.prompt[-1:]
     for character in sample.completion:
-        counted += character == following(previous)
+        counted += character == next_digit(previous)
         previous = character
     length = len(sample.completion)
     return Reward(
@@ -41,7 +41,7 @@ def reward(sample: Sample) -> Reward:
     )
 
 
-def following(digit: str) -> str:
+def next_digit(digit: str) -> str:
     """Return the octal digit after ``digit``, without carry: 0 follows 7."""
     return DIGITS[(DIGITS.index(digit) + 1) % len(DIGITS)] if digit and digit in DIGITS else ""
 

@@ -118,7 +118,7 @@ def check_weights(path: Path, shapes: Shapes | None = None) -> dict[str, Any]:
         raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
     if shapes is None:
         shapes = {name: shape for file in _weight_files(path) for name, shape in _safetensors_shapes(file).items()}
-    if problem := size_problem(config, shapes):
+    if problem := find_size_problem(config, shapes):
         raise ConfigError(f"{path / 'config.json'}: {problem}; take this file and the weights from the same model")
     return config
 
@@ -250,7 +250,7 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def size_problem(config: Mapping[str, Any], shapes: Shapes) -> str:
+def find_size_problem(config: Mapping[str, Any], shapes: Shapes) -> str:
     """Return the first inconsistency; "" if there is none.
 
     Missing keys are not checked; transformers has defaults for them.
@@ -262,15 +262,15 @@ def size_problem(config: Mapping[str, Any], shapes: Shapes) -> str:
         if value is not None and (type(value) is not int or value < least):
             return f"{name} must be a whole number >= {least}, got {value!r}"
     return (
-        _of_end(config)
-        or _of_matrix(config, shapes, "model.embed_tokens.weight", ("vocab_size", "hidden_size"))
-        or _of_matrix(config, shapes, "lm_head.weight", ("vocab_size", "hidden_size"))
-        or _of_matrix(config, shapes, "model.layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size"))
-        or _of_layers(config, {int(found[1]) for name in shapes if (found := _LAYER.match(name))})
+        _end_problem(config)
+        or _matrix_problem(config, shapes, "model.embed_tokens.weight", ("vocab_size", "hidden_size"))
+        or _matrix_problem(config, shapes, "lm_head.weight", ("vocab_size", "hidden_size"))
+        or _matrix_problem(config, shapes, "model.layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size"))
+        or _layers_problem(config, {int(found[1]) for name in shapes if (found := _LAYER.match(name))})
     )
 
 
-def _of_end(config: Mapping[str, Any]) -> str:
+def _end_problem(config: Mapping[str, Any]) -> str:
     """Check eos_token_id: a token that the model cannot sample would never end an answer."""
     ends, size = config.get("eos_token_id"), config.get("vocab_size")
     for end in ends if isinstance(ends, list) else [ends]:
@@ -279,14 +279,14 @@ def _of_end(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _of_matrix(config: Mapping[str, Any], shapes: Shapes, weight: str, keys: tuple[str, ...]) -> str:
+def _matrix_problem(config: Mapping[str, Any], shapes: Shapes, weight: str, keys: tuple[str, ...]) -> str:
     for key, length in zip(keys, shapes.get(weight, ()), strict=False):
         if config.get(key) and config[key] != length:
             return f"{key} is {config[key]}, and {weight} has the shape {list(shapes[weight])}"
     return ""
 
 
-def _of_layers(config: Mapping[str, Any], there: Collection[int]) -> str:
+def _layers_problem(config: Mapping[str, Any], there: Collection[int]) -> str:
     """Check the number of layers. DeepSeek-V3 and GLM-4.5 have extra layers at the end that predict further tokens."""
     num_layers, further = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
     if not num_layers or not there:

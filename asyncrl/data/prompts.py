@@ -23,7 +23,7 @@ from asyncrl.errors import ConfigError
 _NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 _NO_MASK: NDArray[np.bool_] = np.zeros(0, np.bool_)
 _SAMPLE = 256
-"""Number of rows of a large file that ``PromptDataset.look`` tokenises."""
+"""Number of rows of a large file that ``PromptDataset.check_first_rows`` tokenises."""
 _LONGEST_TOKEN = 1024
 """Maximum characters of a token in any vocabulary. So a text of megabytes is found too long without tokenising it."""
 
@@ -129,7 +129,7 @@ class PromptDataset:
 
     @property
     def has_labels(self) -> bool:
-        """Whether a row that ``look`` saw has a label."""
+        """Whether a row that ``check_first_rows`` saw has a label."""
         return self._has_labels
 
     @property
@@ -137,7 +137,7 @@ class PromptDataset:
         """Token limit of a prompt: data.max_prompt_tokens, or the context minus an answer, whichever is smaller."""
         return self._most_tokens
 
-    def look(self) -> int:
+    def check_first_rows(self) -> int:
         """Tokenise the first rows that a run would draw, and return their number: all of a small file, else 256.
 
         ``dropped`` then counts those that are too long. Raises ConfigError as ``at`` does, and if all are too long.

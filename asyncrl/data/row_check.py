@@ -171,7 +171,7 @@ class RowCheck:
         if not prompt:
             raise ConfigError(f"{where}: {key!r} is an empty list of messages")
         for message in prompt:
-            if problem := chat.problem(message):
+            if problem := chat.find_problem(message):
                 raise ConfigError(f"{where}: {problem}, got {short(message)}")
         if self._data.conversation_key and not any(map(chat.is_trained, prompt)):
             raise ConfigError(f"{where}: {key!r} has no message of the assistant that is trained")

@@ -41,7 +41,7 @@ def open_rows(spec: str | Path, *, check: Check) -> Rows:
     Raises ConfigError if the data cannot be used.
     """
     path, part = require_data(str(spec))
-    rows = _opened(path)
+    rows = _open(path)
     chosen = range(len(rows))[part]
     if not len(rows):
         raise ConfigError(f"{path}: has no rows")
@@ -73,7 +73,7 @@ def path_and_slice(spec: str) -> tuple[Path, slice]:
 _SLICE: Final = re.compile(r"(.+?)@?\[(-?\d+)?:(-?\d+)?\]")
 
 
-def _opened(path: Path) -> Rows:
+def _open(path: Path) -> Rows:
     if path.suffix in (".jsonl", ".ndjson"):
         return JsonlRows(path)
     if path.suffix == ".parquet":
@@ -166,25 +166,25 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        return _as_written({name: self._table.column(name)[index].as_py() for name in self._table.column_names})
+        return _restore_lists({name: self._table.column(name)[index].as_py() for name in self._table.column_names})
 
     def where(self, index: int) -> str:
         return f"{self._path} row {index + 1}"
 
 
-def _as_written(row: dict[str, Any]) -> dict[str, Any]:
+def _restore_lists(row: dict[str, Any]) -> dict[str, Any]:
     """Return an Arrow row with its lists as they were written.
 
     Messages and tools are lists of structs. Arrow gives each struct the keys of all others, with null for missing
     values, and the chat template would show these to the model.
     """
-    return {name: _without_nulls(value) if isinstance(value, list) else value for name, value in row.items()}
+    return {name: _drop_nulls(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

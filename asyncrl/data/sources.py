@@ -85,7 +85,7 @@ class _Order:
             return np.arange(num_rows)
         known = self._known.get(file)
         if known is None or known[:2] != (epoch, num_rows):
-            known = (epoch, num_rows, shuffled(num_rows, seed=self._seed, epoch=epoch, file=file))
+            known = (epoch, num_rows, shuffle(num_rows, seed=self._seed, epoch=epoch, file=file))
             self._known[file] = known
         return known[2]
 
@@ -107,7 +107,7 @@ class Joined:
             return None
         index = int(self._order.of(epoch, self.num_rows)[place])
         file = int(np.searchsorted(self._ends, index, side="right"))
-        return _found(self._files, self._names, file, index - int(self._ends[file]) + len(self._files[file]), epoch)
+        return _find(self._files, self._names, file, index - int(self._ends[file]) + len(self._files[file]), epoch)
 
 
 class Mixture:
@@ -144,7 +144,7 @@ class Mixture:
         file = int(file_of[place])
         passed, index = divmod(epoch * int(self._counts[file]) + int(number_of[place]), len(self._files[file]))
         index = int(self._order.of(passed, len(self._files[file]), file=file + 1)[index])
-        return _found(self._files, self._names, file, index, epoch)
+        return _find(self._files, self._names, file, index, epoch)
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return for each place of the epoch: the file, and how many rows of that file come before it."""
@@ -204,7 +204,7 @@ def make_source(data: config.DataSection) -> Any:
     return made
 
 
-def _found(files: Sequence[Rows], names: Sequence[str], file: int, index: int, epoch: int) -> Found:
+def _find(files: Sequence[Rows], names: Sequence[str], file: int, index: int, epoch: int) -> Found:
     rows = files[file]
     return Found(row=rows.row(index), where=rows.where(index), epoch=epoch, dataset=names[file], key=(file, index))
 
@@ -218,7 +218,7 @@ def shares(weights: Sequence[float], total: int) -> NDArray[np.int64]:
     return counts
 
 
-def shuffled(num_rows: int, *, seed: int, epoch: int, file: int = 0) -> NDArray[np.int64]:
+def shuffle(num_rows: int, *, seed: int, epoch: int, file: int = 0) -> NDArray[np.int64]:
     """Return the order of one epoch, a permutation i64[num_rows] that is the same on every machine and numpy version.
 
     numpy guarantees the raw stream of PCG64, but not the result of Generator.permutation, so we sort the raw numbers.

@@ -101,7 +101,7 @@ def make_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
     )
-    config = config_type(**(entries | _of_family(architecture, hidden_size, num_heads)))
+    config = config_type(**(entries | _family_entries(architecture, hidden_size, num_heads)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -114,14 +114,14 @@ def make_tiny_model(
     transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(folder)
-    named = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
+    named = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied_names(model)}
     weights = {name: one.contiguous() for name, one in revert_weight_conversion(model, named).items()}  # for experts
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> dict[str, Any]:
+def _family_entries(architecture: Architecture, hidden_size: int, num_heads: int) -> dict[str, Any]:
     """Return further entries of config.json. A token uses two of eight experts, or four of sixteen."""
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
     if architecture == "qwen3_moe":
@@ -208,6 +208,6 @@ def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) ->
     )
 
 
-def _tied(model: Any) -> set[str]:
+def _tied_names(model: Any) -> set[str]:
     """Return the weights that share another weight's storage and are not written."""
     return set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()

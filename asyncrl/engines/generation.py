@@ -79,7 +79,7 @@ class Generation:
             experts=join(self.experts, rest.experts, len(rest.tokens)),
         )
 
-    def left_of(
+    def continue_from(
         self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams
     ) -> tuple[NDArray[np.int32], SamplingParams]:
         """Return arguments to continue from here: prompt and tokens i32[P + T], and the sampling of the remainder."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.environments.load import described
+from asyncrl.environments.load import describe_rollout
 from asyncrl.environments.port import Generate
 from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.messages import ANY_INCARNATION, PromptGroup, Trajectory, VersionSpan
@@ -13,15 +13,15 @@ UNJUDGED = 0.0
 """Placeholder reward of a built-in function's trajectory, until a reward function sets it."""
 
 
-@described(gives_one=True)
+@describe_rollout(gives_one=True)
 async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """Sample one answer and train all of its tokens. The default RolloutFn."""
     turns = TrajectoryBuilder(prompt.prompt_tokens)
-    turns.answered(await generate(turns.tokens))
+    turns.add_answer(await generate(turns.tokens))
     return turns.trajectory(reward=UNJUDGED)
 
 
-@described(samples=False, gives_one=True)
+@describe_rollout(samples=False, gives_one=True)
 async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """Return the answer from the data, or the rest of a conversation, cut to max_new_tokens. Generates nothing.
 

@@ -36,7 +36,7 @@ class Traits:
     gives_one: bool = False
 
 
-def described(*, samples: bool = True, gives_one: bool = False) -> Callable[[F], F]:
+def describe_rollout(*, samples: bool = True, gives_one: bool = False) -> Callable[[F], F]:
     """Decorate a rollout function with its traits."""
 
     def describe(function: F) -> F:
@@ -74,7 +74,7 @@ def load_rollout(section: config.RolloutSection) -> Callable[[Tokenizer], Rollou
     if options_type is None:
         _refuse_options(section)
     arguments = () if options_type is None else (tables.build(options_type, section.options, "rollout.options"),)
-    _check_made(found, name, has_options=bool(arguments))
+    _check_constructor(found, name, has_options=bool(arguments))
     return lambda tokenizer: cast(
         RolloutFn, plugins.make(found, tokenizer, *arguments, where="rollout.function", name=name)
     )
@@ -122,18 +122,18 @@ def _check_call(found: Any, name: str) -> None:
         raise ConfigError(f"{wanted}, it is a class without __call__")
     signature = _signature(call, name)
     if not _takes(signature, *arguments[: arguments.index("*")], index=0):
-        raise ConfigError(f"{wanted}, it takes {_shown(signature)}")
+        raise ConfigError(f"{wanted}, it takes {_show(signature)}")
     if not inspect.iscoroutinefunction(inspect.unwrap(call)):
         raise ConfigError(f"{wanted}, it is not async")
 
 
-def _check_made(kind: type, name: str, *, has_options: bool) -> None:
+def _check_constructor(kind: type, name: str, *, has_options: bool) -> None:
     arguments = ("tokenizer", "options") if has_options else ("tokenizer",)
     signature = _signature(kind, name)
     if not _takes(signature, *arguments):
         raise ConfigError(
             f"rollout.function: {name!r} is made with ({', '.join(arguments)}), as its module has "
-            f"{'an' if has_options else 'no'} Options, it takes {_shown(signature)}"
+            f"{'an' if has_options else 'no'} Options, it takes {_show(signature)}"
         )
 
 
@@ -152,7 +152,7 @@ def _takes(signature: inspect.Signature, *positional: Any, **named: Any) -> bool
     return True
 
 
-def _shown(signature: inspect.Signature) -> str:
+def _show(signature: inspect.Signature) -> str:
     """Return the signature without type annotations."""
     parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))

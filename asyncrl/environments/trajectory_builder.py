@@ -1,9 +1,9 @@
 """Build the trajectory of a conversation between the model and an environment, turn by turn.
 
     turns = TrajectoryBuilder(prompt.prompt_tokens)
-    question = turns.answered(await generate(turns.tokens, max_new_tokens=64))
-    turns.observed(tokenizer.encode(result_of(question), add_special_tokens=False))
-    turns.answered(await generate(turns.tokens, max_new_tokens=prompt.sampling.max_new_tokens - turns.num_tokens))
+    question = turns.add_answer(await generate(turns.tokens, max_new_tokens=64))
+    turns.add_observation(tokenizer.encode(result_of(question), add_special_tokens=False))
+    turns.add_answer(await generate(turns.tokens, max_new_tokens=prompt.sampling.max_new_tokens - turns.num_tokens))
     return turns.trajectory()
 
 The model's tokens are trained, with the logprobs and policy versions from sampling. The environment's tokens are masked
@@ -53,7 +53,7 @@ class TrajectoryBuilder:
         """Number of tokens of all turns so far, without the prompt. Must stay within rollout.max_new_tokens."""
         return len(self._mask)
 
-    def answered(self, answer: Generation) -> Generation:
+    def add_answer(self, answer: Generation) -> Generation:
         """Add a turn of the model, as returned by ``generate``, and return it."""
         for span in answer.version_spans:
             start = self.num_tokens + span.start if self._spans else 0
@@ -65,7 +65,7 @@ class TrajectoryBuilder:
         self._finish_reason = answer.finish_reason
         return answer
 
-    def observed(self, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
+    def add_observation(self, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Add a turn of the environment, [T], possibly empty. Raises ValueError unless it is a flat list of ids."""
         found = np.asarray(token_ids)
         if found.ndim != 1:
@@ -79,14 +79,16 @@ class TrajectoryBuilder:
             self._experts = np.concatenate([self._experts, unrouted_rows(len(tokens), like=self._experts)])
         self._append(tokens, np.zeros(len(tokens), np.float32), is_sampled=False)
 
-    def rewarded(self, reward: float) -> None:
+    def add_reward(self, reward: float) -> None:
         """Add to the reward of the model's last turn, separate from the rollout's reward. Repeated calls add up.
 
         Used by advantages that look at single turns, such as ``gae`` and ``turn_grpo``.
         Raises ValueError before the model's first turn.
         """
         if self._turn < 0:
-            raise ValueError("a turn's reward needs an answer of the model: pass what generate returned to answered()")
+            raise ValueError(
+                "a turn's reward needs an answer of the model: pass what generate returned to add_answer()"
+            )
         self._turn_rewards[self._turn] = self._turn_rewards.get(self._turn, 0.0) + reward
 
     def trajectory(
@@ -103,7 +105,7 @@ class TrajectoryBuilder:
         Raises ValueError if no turn is the model's.
         """
         if not self._spans:
-            raise ValueError("a trajectory needs an answer of the model: pass what generate returned to answered()")
+            raise ValueError("a trajectory needs an answer of the model: pass what generate returned to add_answer()")
         return Trajectory(
             tokens=self._tokens[self._num_prompt_tokens :],
             response_mask=self._mask,

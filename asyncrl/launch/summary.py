@@ -114,7 +114,7 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
     placed = "found by the launcher" if launcher_class(run).places else str(gpus.placement(run))
     algorithm = registry.algorithm(run)
     rows = data.open_rows(run, found)
-    num_looked_at = rows.look()
+    num_looked_at = rows.check_first_rows()
     data.require_batch(run, rows.num_rows, num_too_long=rows.dropped)
     sets = data.open_evaluation_sets(run) if run.evaluation.datasets else []
     return Summary(

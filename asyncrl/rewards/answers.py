@@ -14,7 +14,7 @@ END_OF_THINKING: Final = "</think>"
 def last_boxed(text: str) -> str | None:
     """Return the content of the last \\boxed{} (or \\fbox{}) of ``text``; None if there is none."""
     begins = [match.end() for match in OPEN_BOX.finditer(text)]
-    return _inside(text[begins[-1] :]) if begins else None
+    return _cut_at_brace(text[begins[-1] :]) if begins else None
 
 
 def after_thinking(text: str) -> str:
@@ -31,13 +31,13 @@ def last_block(text: str, *languages: str) -> str | None:
     tagged, plain = None, None
     for indent, language, block in _FENCE.findall(text):
         if language.lower() in languages:
-            tagged = _dedented(block, len(indent))
+            tagged = _dedent(block, len(indent))
         elif not language:
-            plain = _dedented(block, len(indent))
+            plain = _dedent(block, len(indent))
     return plain if tagged is None else tagged
 
 
-def _dedented(block: str, width: int) -> str:
+def _dedent(block: str, width: int) -> str:
     return re.sub(rf"^[ \t]{{1,{width}}}", "", block, flags=re.MULTILINE) if width else block
 
 
@@ -49,7 +49,7 @@ def bare(text: str) -> str:
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 
-def _inside(text: str) -> str:
+def _cut_at_brace(text: str) -> str:
     """Return ``text`` up to the brace that closes one opened before it; all of it if no brace does."""
     depth = 1
     for place, letter in enumerate(text):

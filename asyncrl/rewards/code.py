@@ -175,7 +175,7 @@ class CodeReward:
         for test in tests:
             if seconds <= 0:
                 break
-            is_passed, used = await self._in_turn(program, test, self._options.limits(seconds))
+            is_passed, used = await self._run_in_turn(program, test, self._options.limits(seconds))
             num_passed += is_passed
             seconds -= used
             if not is_passed and self._options.score == "all":
@@ -183,15 +183,15 @@ class CodeReward:
         share = num_passed / len(tests)
         return Reward(value=share if self._options.score == "share" else float(share == 1), parts={"tests": share})
 
-    async def _in_turn(self, program: str, test: Test, limits: Limits) -> tuple[bool, float]:
+    async def _run_in_turn(self, program: str, test: Test, limits: Limits) -> tuple[bool, float]:
         """Run a test in a thread as soon as fewer than at_once run. Return whether it passes, and its seconds."""
         await self._places.acquire()
         run = asyncio.ensure_future(in_thread(lambda _: self._passes(program, test, limits), None))
         # A thread cannot be cancelled: if the group is, the place stays taken until the test ends.
-        run.add_done_callback(self._ended)
+        run.add_done_callback(self._free_place)
         return await asyncio.shield(run)
 
-    def _ended(self, run: asyncio.Future[tuple[bool, float]]) -> None:
+    def _free_place(self, run: asyncio.Future[tuple[bool, float]]) -> None:
         self._places.release()
         if not run.cancelled():
             run.exception()  # seen, even if nobody waits any more
@@ -221,7 +221,7 @@ def tests_of(label: Any, metadata: Mapping[str, Any]) -> list[Test]:
         with contextlib.suppress(ValueError):  # statements may begin with a bracket
             label = json.loads(label)
     if isinstance(label, str) and label.strip():
-        return [Test(statements=_called(_tested(label), metadata.get("entry_point")))]
+        return [Test(statements=_add_call(_check_statements(label), metadata.get("entry_point")))]
     found = list(_tests(label))
     if not found:
         raise ValueError(f"the label holds no tests: {str(label)[:60]!r}")
@@ -235,18 +235,20 @@ def _tests(label: Any) -> Iterator[Test]:
             raise ValueError("the label's tests need inputs and outputs, lists of one length")
         name = label.get("fn_name")
         for given, expected in zip(inputs, outputs, strict=True):
-            yield _call(str(name), given, expected) if name else Test(stdin=_lines(given), expected=_lines(expected))
+            yield (
+                _make_call(str(name), given, expected) if name else Test(stdin=_lines(given), expected=_lines(expected))
+            )
     elif isinstance(label, list | tuple):
         for one in label:
             if isinstance(one, Mapping) and "input" in one and "output" in one:
                 yield Test(stdin=_lines(one["input"]), expected=_lines(one["output"]))
             elif isinstance(one, str):
-                yield Test(statements=_tested(one))
+                yield Test(statements=_check_statements(one))
             else:
                 raise ValueError(f"a test must be a statement or have input and output, is {str(one)[:60]!r}")
 
 
-def _call(name: str, given: Any, expected: Any) -> Test:
+def _make_call(name: str, given: Any, expected: Any) -> Test:
     if not name.isidentifier():
         raise ValueError(f"fn_name must be a function's name, is {name[:60]!r}")
     if not isinstance(given, list | tuple):
@@ -254,7 +256,7 @@ def _call(name: str, given: Any, expected: Any) -> Test:
     return Test(statements=_CALL.format(name=name, arguments=json.dumps(given)), result=json.dumps(expected))
 
 
-def _tested(statements: str) -> str:
+def _check_statements(statements: str) -> str:
     """Return the statements. Raises ValueError if every program would pass them, or none."""
     try:
         parsed = ast.parse(statements)
@@ -265,7 +267,7 @@ def _tested(statements: str) -> str:
     return statements
 
 
-def _called(statements: str, entry_point: Any) -> str:
+def _add_call(statements: str, entry_point: Any) -> str:
     if entry_point and "def check(" in statements:
         return f"{statements}\ncheck({entry_point})\n"
     return statements

@@ -104,7 +104,7 @@ class GuardedReward:
         """
         rewards = await self.judge(samples)
         return [
-            self._checked(Reward(value=reward.value, parts={**sample.trajectory.reward_parts, **reward.parts}))
+            self._check(Reward(value=reward.value, parts={**sample.trajectory.reward_parts, **reward.parts}))
             for sample, reward in zip(samples, rewards, strict=True)
         ]
 
@@ -117,13 +117,13 @@ class GuardedReward:
             if timeout.expired():
                 reason = f"took longer than reward.timeout_seconds = {self._timeout_seconds:g}"
                 raise RewardError(f"reward {self._name}: {reason}") from None
-            raise self._failed(error) from error
+            raise self._wrap(error) from error
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             raise RewardError(f"reward {self._name}: cancelled itself") from error
         except Exception as error:  # an error of a user's function must not crash the worker
-            raise self._failed(error) from error
+            raise self._wrap(error) from error
         if len(values) != len(samples):
             raise RewardError(f"reward {self._name}: returned {len(values)} rewards for {len(samples)} samples")
         return [self._reward(value) for value in values]
@@ -139,7 +139,7 @@ class GuardedReward:
     async def _group(self, samples: Sequence[Sample]) -> Sequence[Any]:
         values = await self._call(samples)
         if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
-            raise RewardError(f"reward {self._name}: must return a list of rewards, returned {_short(values)}")
+            raise RewardError(f"reward {self._name}: must return a list of rewards, returned {_shorten(values)}")
         return list(values)
 
     async def _each(self, samples: Sequence[Sample]) -> Sequence[Any]:
@@ -167,11 +167,11 @@ class GuardedReward:
             reward = _as_reward(value)
         except Exception:  # a user's object raised, or an integer is too large for a float
             raise RewardError(
-                f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_short(value)}"
+                f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_shorten(value)}"
             ) from None
-        return self._checked(reward)
+        return self._check(reward)
 
-    def _checked(self, reward: Reward) -> Reward:
+    def _check(self, reward: Reward) -> Reward:
         for part, number in (("the reward", reward.value), *reward.parts.items()):
             if not math.isfinite(number):
                 raise RewardError(f"reward {self._name}: {part} is {number}")
@@ -187,7 +187,7 @@ class GuardedReward:
                 raise RewardError(f"reward {self._name}: {problem}")
         return reward
 
-    def _failed(self, error: Exception) -> RewardError:
+    def _wrap(self, error: Exception) -> RewardError:
         if isinstance(error, RewardError):
             return error
         return RewardError(f"reward {self._name}: raised {plugins.describe(error)}")
@@ -239,7 +239,7 @@ async def in_thread(function: Callable[..., Any], argument: Any) -> Any:
     return value
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     try:
         text = repr(value)
     except Exception:  # a user's __repr__ raised, or an integer has too many digits

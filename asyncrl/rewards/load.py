@@ -58,9 +58,9 @@ GROUPS: Final = (list, tuple, Collection, Iterable, MutableSequence, Sequence)
 def load_reward(section: config.RewardSection, *, where: str = "reward.kind") -> GuardedReward:
     """Return the reward of the run file, ready to be called. Starts no process. Raises ConfigError naming ``where``."""
     if section.parts or section.kind == PARTS:
-        function: Callable[..., Any] = _of_parts(section)
+        function: Callable[..., Any] = _make_parts(section)
     else:
-        function = _made(plugins.load(section.kind, where=where, table=KINDS), section)
+        function = _make(plugins.load(section.kind, where=where, table=KINDS), section)
     return GuardedReward(
         function,
         name=section.kind,
@@ -101,7 +101,7 @@ def load_rewards(section: config.RewardSection, *, are_by_row: bool) -> RewardFn
     return RowRewards(default, rows)
 
 
-def _of_parts(section: config.RewardSection) -> WeightedParts:
+def _make_parts(section: config.RewardSection) -> WeightedParts:
     """Build the reward of reward.kind = "parts". Raises ConfigError."""
     if not section.parts:
         raise ConfigError('reward.kind: "parts" needs parts, such as [reward.parts.right] with kind = "math"')
@@ -180,7 +180,7 @@ def takes_group(function: Callable[..., Any], *, name: str) -> bool:
     return parameters[0].name == "samples" or _is_sequence(_annotation(function, parameters[0]))
 
 
-def _made(found: Any, section: config.RewardSection) -> Callable[..., Any]:
+def _make(found: Any, section: config.RewardSection) -> Callable[..., Any]:
     """Return ``found``, or an instance if it is a class."""
     options_type = getattr(sys.modules[found.__module__], "Options", None) if inspect.isclass(found) else None
     if options_type is not None:

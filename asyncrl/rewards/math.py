@@ -119,17 +119,17 @@ def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
     boxed = last_boxed(completion)
     if bare(completion if boxed is None else boxed) == bare(label) != "":
         return 1.0
-    gold = next(filter(None, (_parsed(form, timeout_seconds) for form in _forms(label))), None)
+    gold = next(filter(None, (_parse(form, timeout_seconds) for form in _forms(label))), None)
     if gold is None:
         raise LabelError(f"the label {label[:60]!r} holds no number or formula")
     try:
-        found = _parsed(OPEN_BOX.sub(r"\\boxed{", completion), timeout_seconds)
+        found = _parse(OPEN_BOX.sub(r"\\boxed{", completion), timeout_seconds)
         return float(bool(found) and verify(gold, found, timeout_seconds=timeout_seconds))
     except (TimeoutException, RecursionError, MemoryError):
         return 0.0
 
 
-def _parsed(text: str, timeout_seconds: int) -> list[Any]:
+def _parse(text: str, timeout_seconds: int) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     found: list[Any] = parse(text, (LatexExtractionConfig(), ExprExtractionConfig()), parsing_timeout=timeout_seconds)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.sandboxed_program import ENVIRONMENT, MIB, Outcome, limited, run_program
+from asyncrl.rewards.sandboxed_program import ENVIRONMENT, MIB, Outcome, run_program, wrap_with_limits
 from asyncrl.rewards.sandboxed_program import Limits as Limits
 
 _NO_FILES: Final[Mapping[str, bytes]] = {}
@@ -79,7 +79,7 @@ class Bubblewrap:
             *(word for name, file in files.items() for word in ("--file", str(file), f"{FOLDER}/{name}")),
             *("--remount-ro", "/"),  # else the root would be writable memory without a size limit
             *("--chdir", FOLDER, "--"),
-            *limited(command, limits),
+            *wrap_with_limits(command, limits),
         ]
 
     def _mounts(self) -> Iterator[str]:
@@ -138,7 +138,7 @@ class Bare:
                     file.write(data)
             environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
             return run_program(
-                limited(command, limits), limits=limits, stdin=stdin, environment=environment, folder=folder
+                wrap_with_limits(command, limits), limits=limits, stdin=stdin, environment=environment, folder=folder
             )
 
     def check(self) -> None:

@@ -77,7 +77,7 @@ _WITH_LIMITS: Final = (
 """Script for /bin/sh. A Python function between fork and exec (preexec_fn) could hang in a process with threads."""
 
 
-def limited(command: Sequence[str], limits: Limits) -> list[str]:
+def wrap_with_limits(command: Sequence[str], limits: Limits) -> list[str]:
     """Wrap ``command`` so that it runs under rlimits for CPU time, address space, file size and core files (none)."""
     # The CPU limit is for processes that outlive the worker. Otherwise limits.seconds ends them first, except programs
     # with several threads.
@@ -156,14 +156,14 @@ def _until_end(pid: int, limits: Limits, *, deadline: float, outputs: Sequence[i
                 return ""
             if _is_longer(outputs, limits.output_kib * 1024):
                 return "output"
-            if excess := _excess(pid, limits):
+            if excess := _find_excess(pid, limits):
                 return excess
         return "time"
     finally:
         os.close(ended)
 
 
-def _excess(pid: int, limits: Limits) -> Stopped:
+def _find_excess(pid: int, limits: Limits) -> Stopped:
     """Return the limit that the tree under ``pid`` exceeds; "" if none."""
     resident = 0
     for num_processes, one in enumerate(_tree(pid), 1):

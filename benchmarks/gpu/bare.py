@@ -27,10 +27,10 @@ _LIMIT_SECONDS: Final = 90.0
 
 def measure(num_bytes: int, *, bucket_bytes: int, from_gpu: int, to_gpu: int, rounds: int = 10) -> dict[str, Any]:
     """Return bare_seconds, the median time of a broadcast of all bytes. Raises CalledProcessError, TimeoutExpired."""
-    from asyncrl.engines.sglang.server import free_port
+    from asyncrl.engines.sglang.server import find_free_port
 
     words = ["--megabytes", str(num_bytes / 1e6), "--bucket-megabytes", str(bucket_bytes // 2**20)]
-    words += ["--rounds", str(rounds), "--port", str(free_port())]
+    words += ["--rounds", str(rounds), "--port", str(find_free_port())]
     ends = []
     for rank, gpu in enumerate((from_gpu, to_gpu)):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_devices([gpu]), "NCCL_CUMEM_ENABLE": "0"}

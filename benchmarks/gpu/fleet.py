@@ -27,7 +27,7 @@ from typing import Any, Final, TypeVar
 
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.engines.sglang.checks import check_installed
-from asyncrl.engines.sglang.server import ServerProcess, free_port, server_command, server_environment
+from asyncrl.engines.sglang.server import ServerProcess, find_free_port, server_command, server_environment
 from benchmarks.gpu.arm import Arm, ArmResult, BusAddress, run_arm, visible_devices
 
 __all__ = ["Arm", "ArmResult", "BusAddress", "Fleet", "FleetError", "run_arm", "started_bus"]
@@ -195,7 +195,7 @@ class _Server:
         stream_interval: int,
         log_path: Path,
     ) -> None:
-        port = free_port()
+        port = find_free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._model_path = model_path
         self._name = f"SGLang on {'GPU' if device == 'cuda' else 'CPU'} {gpu}"

@@ -190,14 +190,14 @@ def test_a_replay_has_the_same_losses_and_weights_to_the_last_bit_across_a_kill(
 async def with_a_slow_tool(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """One answer has a second turn, from four versions later."""
     turns = TrajectoryBuilder(prompt.prompt_tokens)
-    first = turns.answered(await generate(turns.tokens))
+    first = turns.add_answer(await generate(turns.tokens))
     if (prompt.group_id, index) == (0, 0):
         while True:
             await asyncio.sleep(0.05)
             second = await generate(turns.tokens)
             if second.version_spans[0].policy_version > first.version_spans[0].policy_version + 3:
                 break
-        turns.answered(second)
+        turns.add_answer(second)
     return turns.trajectory(reward=0.0)
 
 

@@ -215,7 +215,7 @@ class Decoder:
         for row, answer in enumerate(answers):
             sampling = answer.sampling
             if sampling.min_new_tokens or sampling.changes or not sampling.temperature:
-                logits[row] = reshape_logits(logits[row], sampling, answer.tokens, ends=self._ends_of(sampling))
+                logits[row] = reshape_logits(logits[row], sampling, answer.tokens, ends=self._end_tokens_of(sampling))
         temperatures = self._column([answer.sampling.temperature or 1.0 for answer in answers])
         logprobs = torch.log_softmax(logits / temperatures, dim=-1)
         cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
@@ -227,12 +227,14 @@ class Decoder:
         for answer, token, logprob in zip(answers, tokens, values, strict=True):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
-            if token in self._ends_of(answer.sampling) or (answer.stop is not None and answer.stop.is_ended_by(token)):
+            if token in self._end_tokens_of(answer.sampling) or (
+                answer.stop is not None and answer.stop.is_ended_by(token)
+            ):
                 answer.finish_reason = "stop"
             elif len(answer.tokens) >= answer.sampling.max_new_tokens:
                 answer.finish_reason = "length"
 
-    def _ends_of(self, sampling: SamplingParams) -> frozenset[int]:
+    def _end_tokens_of(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the token ids that end an answer."""
         if sampling.ignore_eos:
             return frozenset()

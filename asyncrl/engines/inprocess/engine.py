@@ -140,7 +140,7 @@ class InProcessEngine(EngineAdapter):
         uniforms = np.random.default_rng(seed % 2**64).random(sampling.max_new_tokens)[partial.num_tokens :].tolist()
         stop = await self._stops.strings(sampling)
         watch = None if stop is None else stop.watch(partial.prefix.tokens.tolist())
-        prompt_tokens, sampling = partial.prefix.left_of(prompt_tokens, sampling)
+        prompt_tokens, sampling = partial.prefix.continue_from(prompt_tokens, sampling)
         check_prompt(
             prompt_tokens,
             max_new_tokens=sampling.max_new_tokens,

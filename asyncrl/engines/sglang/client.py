@@ -64,7 +64,7 @@ class ServerClient:
         async with self._ask("GET", path, None) as response:
             return await _content(response)
 
-    async def knows(self, path: str) -> bool:
+    async def has_endpoint(self, path: str) -> bool:
         """Return whether the server has this POST endpoint. A GET then fails with "not allowed", not "not found"."""
         async with self._ask("GET", path, None, is_checked=False) as response:
             return response.status != 404
@@ -140,7 +140,7 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 log = logging.getLogger(__name__)
 
 
-async def until_healthy(client: ServerClient, *, seconds: float) -> None:
+async def wait_until_healthy(client: ServerClient, *, seconds: float) -> None:
     """Poll twice a second (SGLang sends no notification). Raises EngineDied, immediately if a launched server dies."""
     server = client.server
     began = reported = time.monotonic()
@@ -159,7 +159,7 @@ async def until_healthy(client: ServerClient, *, seconds: float) -> None:
     log.info("SGLang at %s is up after %.0f s", client.url, time.monotonic() - began)
 
 
-async def first_answer(client: ServerClient, request: Mapping[str, Any], *, seconds: float) -> Any:
+async def ask_first(client: ServerClient, request: Mapping[str, Any], *, seconds: float) -> Any:
     """Return the answer to a first request, which also warms up the server. Raises EngineDied without an answer."""
     try:
         async with asyncio.timeout(seconds), client.post("/generate", request) as response:

@@ -44,7 +44,7 @@ from asyncrl.engines.sglang.checks import (
     is_whole,
     ranks_with_loader,
 )
-from asyncrl.engines.sglang.client import Places, ServerClient, first_answer, lines, until_healthy
+from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
 from asyncrl.engines.sglang.options import MEMORY_SAVER, check_arguments, check_intake_arguments
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request
@@ -199,7 +199,7 @@ class SGLangEngine(EngineAdapter):
         self._client.open(is_ours=is_ours)
         if is_ours:
             await self._launch()
-        await until_healthy(self._client, seconds=self._options.start_seconds)
+        await wait_until_healthy(self._client, seconds=self._options.start_seconds)
         await self._ask_server()
 
     async def generate(
@@ -215,7 +215,7 @@ class SGLangEngine(EngineAdapter):
         check_sampling(sampling)
         is_seen, partial = partial is not None, PartialGeneration() if partial is None else partial
         stop = await self._stops.strings(sampling)
-        prompt_tokens, sampling = partial.prefix.left_of(prompt_tokens, sampling)
+        prompt_tokens, sampling = partial.prefix.continue_from(prompt_tokens, sampling)
         check_prompt(
             prompt_tokens,
             max_new_tokens=sampling.max_new_tokens,
@@ -304,7 +304,7 @@ class SGLangEngine(EngineAdapter):
         check_installed()
         check_arguments(options.server_arguments)
         check_dtype(self._dtype, device=self._device, server_arguments=options.server_arguments)
-        port = server.free_port()
+        port = server.find_free_port()
         command = server.server_command(
             self._model.path,
             device=self._device,
@@ -340,7 +340,7 @@ class SGLangEngine(EngineAdapter):
         if is_ours and stamp != self._stamps.format(self._first_version):
             raise EngineDied(f"the server at {self.url} is not the one started here: it serves weights {stamp!r}")
         self._loader.version = self._first_version
-        self._loader.has_sessions = await self._client.knows("/begin_weight_update")
+        self._loader.has_sessions = await self._client.has_endpoint("/begin_weight_update")
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
         self._loader.is_whole = is_whole(info)
@@ -357,7 +357,7 @@ class SGLangEngine(EngineAdapter):
         )
         if not is_ours and (found := self._other_weights(model)):
             await self._load_model(found)
-        answer = await first_answer(self._client, self._short_request(), seconds=self._options.start_seconds)
+        answer = await ask_first(self._client, self._short_request(), seconds=self._options.start_seconds)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {version}")

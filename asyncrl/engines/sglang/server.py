@@ -176,7 +176,7 @@ def _shares_of_cores(ranks: int) -> str:
     return "|".join(",".join(map(str, cores[start : start + count])) for start in starts)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port outside the system's ephemeral range: the server binds it half a minute later, or more."""
     while True:
         port = _RANDOM.choice(_PORTS)

@@ -79,12 +79,12 @@ class Entry:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Entry]:
         """Listen while the context is open. Raises OSError if the address is not available."""
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._checked])
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._check_key])
         app.router.add_get("/sessions", self._count)
         app.router.add_post("/sessions", self._start)
         app.router.add_post("/sessions/{id}/end", self._end)
         app.router.add_post("/sessions/{id}/abandon", self._abandon)
-        app.router.add_get("/offers", self._offered)
+        app.router.add_get("/offers", self._hold_offer)
         app.on_shutdown.append(self._hang_up)
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
@@ -103,14 +103,14 @@ class Entry:
         wish = await _body(request)
         seconds = wish.get("wait_seconds", 0)
         if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_WAIT_SECONDS:
-            raise _refused(400, f"wait_seconds must be from 0 to {LONGEST_WAIT_SECONDS:g}, got {seconds!r}")
+            raise _error(400, f"wait_seconds must be from 0 to {LONGEST_WAIT_SECONDS:g}, got {seconds!r}")
         if not isinstance(wish.get("metadata", {}), dict):
-            raise _refused(400, "metadata must be an object with values that the task's metadata must have")
+            raise _error(400, "metadata must be an object with values that the task's metadata must have")
         if unknown := sorted(wish.keys() - {"wait_seconds", "metadata", "group_id"}):
-            raise _refused(400, f"unknown {unknown[0]!r}; there are wait_seconds, metadata and group_id")
+            raise _error(400, f"unknown {unknown[0]!r}; there are wait_seconds, metadata and group_id")
         try:
             async with asyncio.timeout(seconds), self._arrived:
-                while (offer := self._next(wish)) is None:
+                while (offer := self._find_offer(wish)) is None:
                     await self._arrived.wait()
         except TimeoutError:
             return web.Response(status=204)
@@ -121,11 +121,11 @@ class Entry:
             await offer.socket.send_json({"started": True})
         except OSError:
             offer.is_started = False
-            raise _refused(503, "its worker has just gone; ask again") from None
+            raise _error(503, "its worker has just gone; ask again") from None
         self.counts["started"] += 1
         return web.json_response({"session": offer.id, **offer.endpoint, "task": offer.task})
 
-    def _next(self, wish: Mapping[str, Any]) -> Offer | None:
+    def _find_offer(self, wish: Mapping[str, Any]) -> Offer | None:
         """Return a waiting offer of the oldest group that fits the wish."""
         fitting = (offer for offer in self._offers.values() if not offer.is_started and _fits(offer, wish))
         return min(fitting, key=lambda offer: offer.order, default=None)
@@ -133,11 +133,11 @@ class Entry:
     async def _end(self, request: web.Request) -> web.Response:
         said = await _body(request)
         if "reward" not in said:
-            raise _refused(400, 'no "reward": give a number, or null to leave it to the run\'s reward function')
+            raise _error(400, 'no "reward": give a number, or null to leave it to the run\'s reward function')
         try:
             outcome = outcome_of(said).as_json()
         except ValueError as error:
-            raise _refused(400, str(error)) from None
+            raise _error(400, str(error)) from None
         return await self._close(request.match_info["id"], {"outcome": outcome}, how=ENDED)
 
     async def _abandon(self, request: web.Request) -> web.Response:
@@ -151,17 +151,17 @@ class Entry:
         offer = self._offers.get(session)
         if offer is None or not offer.is_started:
             if session in self._over:
-                raise _refused(410, f"this session is over: {self._over[session]}")
-            raise _refused(404, "no such session; if its worker has just lost its connection, retry in a moment")
+                raise _error(410, f"this session is over: {self._over[session]}")
+            raise _error(404, "no such session; if its worker has just lost its connection, retry in a moment")
         if offer.end not in ("", how):
-            raise _refused(410, f"this session is over: {offer.end}")
+            raise _error(410, f"this session is over: {offer.end}")
         offer.end = how
         with contextlib.suppress(OSError, TimeoutError):
             await offer.socket.send_json(message)
             await asyncio.wait_for(offer.answered.wait(), TAKEN_SECONDS)
         if not offer.is_taken:
             offer.end = ""
-            raise _refused(503, "its worker did not take it; ask again")
+            raise _error(503, "its worker did not take it; ask again")
         if self._over.get(session) != how:
             self._remember(session, how)
             self.counts[how] += 1
@@ -175,7 +175,7 @@ class Entry:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    async def _offered(self, request: web.Request) -> web.StreamResponse:
+    async def _hold_offer(self, request: web.Request) -> web.StreamResponse:
         """Hold one sample's offer until its worker disconnects.
 
         consumes: the worker's messages    woken by: the worker
@@ -225,10 +225,10 @@ class Entry:
             await offer.socket.close()
 
     @web.middleware
-    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(shown.encode(errors="replace"), self._key):
-            raise _refused(401, "missing or wrong key: send Authorization: Bearer KEY of the key file of asyncrl serve")
+            raise _error(401, "missing or wrong key: send Authorization: Bearer KEY of the key file of asyncrl serve")
         return await handler(request)
 
 
@@ -244,13 +244,13 @@ async def _body(request: web.Request) -> dict[str, Any]:
         found = json.loads(await request.read() or b"{}")
         json.dumps(found, ensure_ascii=False).encode()  # an unpaired surrogate is not valid text
     except (ValueError, RecursionError) as error:
-        raise _refused(400, f"the body is not JSON: {error}") from None
+        raise _error(400, f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise _refused(400, "the body must be an object")
+        raise _error(400, "the body must be an object")
     return found
 
 
-def _refused(status: int, problem: str) -> web.HTTPException:
+def _error(status: int, problem: str) -> web.HTTPException:
     kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound, 410: web.HTTPGone}
     kind = kinds.get(status, web.HTTPServiceUnavailable)
     return kind(text=json.dumps({"error": problem}), content_type="application/json")

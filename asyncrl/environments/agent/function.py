@@ -120,7 +120,7 @@ class Agent:
     def __init__(self, tokenizer: Any, options: Options) -> None:
         """Raises ConfigError."""
         self._options = options
-        self._chat_format = _chat_format(tokenizer, options)
+        self._chat_format = _make_chat_format(tokenizer, options)
         self._harness = options.load_harness()
         self._server = EndpointServer(host=options.host, port=options.port, model=options.model)
 
@@ -144,7 +144,7 @@ class Agent:
             metadata=prompt.metadata,
             group_id=prompt.group_id,
             index=index,
-            seed=_seed(prompt.group_id, index),
+            seed=_make_seed(prompt.group_id, index),
         )
         async with self._server.session(session):
             endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
@@ -167,10 +167,10 @@ def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
     if len(outcome.turn_rewards) > len(turns):
         raise RolloutError(f"the harness gave {len(outcome.turn_rewards)} turn_rewards for {len(turns)} turns")
     of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
-    return [_trajectory(sequence, outcome, of_turn) for sequence in sequences]
+    return [_make_trajectory(sequence, outcome, of_turn) for sequence in sequences]
 
 
-def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[int, float]) -> Trajectory:
+def _make_trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[int, float]) -> Trajectory:
     made: Trajectory = replace(
         sequence.trajectory,
         prompt_tokens=sequence.prompt_tokens,
@@ -184,7 +184,7 @@ def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[in
     return made
 
 
-def _chat_format(tokenizer: Any, options: Options) -> ChatFormat:
+def _make_chat_format(tokenizer: Any, options: Options) -> ChatFormat:
     """Return the chat format that the options choose. Raises ConfigError."""
     keeps = options.thinking == "keep"
     if options.renderer:
@@ -200,5 +200,5 @@ def _chat_format(tokenizer: Any, options: Options) -> ChatFormat:
     )
 
 
-def _seed(group_id: int, index: int) -> int:
+def _make_seed(group_id: int, index: int) -> int:
     return int(np.random.SeedSequence([group_id, index]).generate_state(1, np.uint64)[0] >> 1)

@@ -96,7 +96,7 @@ async def test_whatever_the_order_what_is_left_out_is_as_recorded_and_on_the_log
 async def begins_at_the_start(prompt: PromptGroup, generate: Generate, *, index: int) -> list[Trajectory]:
     """Return a first part sampled by the run's initial weights, and a fresh second part."""
     turns = TrajectoryBuilder(prompt.prompt_tokens)
-    turns.answered(await generate(turns.tokens))
+    turns.add_answer(await generate(turns.tokens))
     fresh = turns.trajectory()
     first = VersionSpan(start=0, incarnation=0, policy_version=0)
     own: NDArray[np.int32] = np.array([1, 2, 3], np.int32)

@@ -147,9 +147,9 @@ async def train_overlong(directory: Path, **worker: Any) -> fakes.Loop:
 
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
-        turns.answered(await generate(turns.tokens))
+        turns.add_answer(await generate(turns.tokens))
         if prompt.group_id < MOST_IMPOSSIBLE:
-            turns.observed(range(CONTEXT))
+            turns.add_observation(range(CONTEXT))
         return turns.trajectory()
 
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
@@ -203,7 +203,7 @@ async def test_group_holds_slots_only_for_unfinished_samples(tmp_path: Path) -> 
 async def test_sample_over_its_time_limit_fails_its_group(tmp_path: Path) -> None:
     async def stuck(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
-        turns.answered(await generate(turns.tokens))
+        turns.add_answer(await generate(turns.tokens))
         if prompt.group_id == index == 0:
             await asyncio.Event().wait()
         return turns.trajectory(reward=1.0)

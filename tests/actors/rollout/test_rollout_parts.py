@@ -39,7 +39,7 @@ async def compacts(prompt: PromptGroup, generate: Generate, *, index: int) -> Se
     parts = []
     for tokens in (prompt.prompt_tokens, *[np.array(OWN_PROMPT, np.int32)] * 2)[: 3 if index == 0 else 1]:
         turns = TrajectoryBuilder(tokens)
-        turns.answered(await generate(turns.tokens))
+        turns.add_answer(await generate(turns.tokens))
         parts.append(turns.trajectory())
     return parts
 

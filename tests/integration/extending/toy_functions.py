@@ -22,5 +22,5 @@ def keep(group: TrajectoryGroup) -> bool:
 async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """One answer, like rollout.function = "single_turn"."""
     builder = TrajectoryBuilder(prompt.prompt_tokens)
-    builder.answered(await generate(builder.tokens))
+    builder.add_answer(await generate(builder.tokens))
     return builder.trajectory()

@@ -14,7 +14,7 @@ import pytest
 from asyncrl import config
 from asyncrl.data.prompts import PromptDataset, PromptRow
 from asyncrl.data.row_check import RowLimits
-from asyncrl.data.sources import shuffled
+from asyncrl.data.sources import shuffle
 from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer
 from asyncrl.errors import ConfigError
 
@@ -84,9 +84,9 @@ def test_every_epoch_has_every_row_once_in_its_own_order(open_rows: Open) -> Non
 
 def test_the_order_never_changes() -> None:
     # A run resumed with a newer numpy must keep its order, so the expected values are written down, not computed.
-    assert shuffled(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
-    assert shuffled(8, seed=7, epoch=3).tolist() == [2, 4, 7, 3, 5, 1, 0, 6]
-    assert sorted(shuffled(5, seed=-1, epoch=0).tolist()) == [0, 1, 2, 3, 4]
+    assert shuffle(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+    assert shuffle(8, seed=7, epoch=3).tolist() == [2, 4, 7, 3, 5, 1, 0, 6]
+    assert sorted(shuffle(5, seed=-1, epoch=0).tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_the_epochs_end(open_rows: Open) -> None:
@@ -246,11 +246,11 @@ def test_a_row_without_the_label_that_its_reward_compares_with_is_refused(open_r
 
 def test_prompts_that_leave_no_room_for_an_answer_are_dropped(open_rows: Open) -> None:
     dataset = open_rows([{"prompt": "1" * 5}, {"prompt": "1" * 9}], limits=RowLimits(prompt_tokens=8), shuffle=False)
-    assert (dataset.look(), dataset.dropped, dataset.most_tokens) == (2, 1, 8)
+    assert (dataset.check_first_rows(), dataset.dropped, dataset.most_tokens) == (2, 1, 8)
     with pytest.raises(
         ConfigError, match="all 1 prompts have more than 8 tokens, which is what rollout.max_new_tokens"
     ):
-        open_rows([{"prompt": "1" * 9}], limits=RowLimits(prompt_tokens=8)).look()
+        open_rows([{"prompt": "1" * 9}], limits=RowLimits(prompt_tokens=8)).check_first_rows()
 
 
 def test_a_missing_or_unknown_file_is_refused(open_rows: Open, tmp_path: Path, tokenizer: Any) -> None:

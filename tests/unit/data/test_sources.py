@@ -117,7 +117,7 @@ def test_a_source_of_ones_own_gives_rows_by_position() -> None:
     assert dataset.at(5) is None
     assert dataset.num_rows == 0
     with pytest.raises(ConfigError, match=r"Squares' at\(3\): 'prompt' is empty"):
-        dataset.look()
+        dataset.check_first_rows()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_source_of_ones_own_gives_rows_by_position() -> None:
 )
 def test_bad_source_is_refused_in_one_line(source: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
-        opened(source=source).look()
+        opened(source=source).check_first_rows()
     assert "\n" not in str(caught.value)
 
 

@@ -144,9 +144,9 @@ async def test_the_reward_of_a_rollout_function_stands_where_there_is_no_other(t
 
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
-        turns.answered(await generate(turns.tokens))
-        turns.observed([5, 6])
-        turns.answered(await generate(turns.tokens))
+        turns.add_answer(await generate(turns.tokens))
+        turns.add_observation([5, 6])
+        turns.add_answer(await generate(turns.tokens))
         return turns.trajectory(reward=0.25 + 0.5 * index, reward_parts={"index": float(index)})
 
     metrics = await trained_on(rollout, tmp_path)
@@ -159,7 +159,7 @@ async def test_a_rollout_function_that_sets_no_reward_fails_its_group_with_the_r
 
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
-        turns.answered(await generate(turns.tokens))
+        turns.add_answer(await generate(turns.tokens))
         return turns.trajectory() if prompt.group_id == index == 0 else turns.trajectory(reward=1.0)
 
     metrics = await trained_on(rollout, tmp_path)

@@ -34,9 +34,9 @@ def starts_and_versions(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
 
 def test_what_the_model_said_is_trained_and_what_it_observed_is_not() -> None:
     turns = TrajectoryBuilder(PROMPT)
-    turns.answered(answer([1, 2], (0, 3), logprob=-0.5))
-    turns.observed([3])
-    turns.answered(answer([4], (0, 3), logprob=-0.25))
+    turns.add_answer(answer([1, 2], (0, 3), logprob=-0.5))
+    turns.add_observation([3])
+    turns.add_answer(answer([4], (0, 3), logprob=-0.25))
     made = turns.trajectory()
     assert made.tokens.tolist() == [1, 2, 3, 4]
     assert made.response_mask.tolist() == [True, True, False, True]
@@ -48,8 +48,8 @@ def test_what_to_continue_is_the_prompt_and_all_turns() -> None:
     turns = TrajectoryBuilder(PROMPT)
     before = turns.tokens
     said = answer([1, 2], (0, 0))
-    assert turns.answered(said) is said
-    turns.observed(np.array([3], np.int64))
+    assert turns.add_answer(said) is said
+    turns.add_observation(np.array([3], np.int64))
     assert (turns.tokens.tolist(), turns.tokens.dtype, turns.num_tokens) == ([9, 8, 1, 2, 3], np.int32, 3)
     assert before.tolist() == PROMPT.tolist() == [9, 8]
 
@@ -57,19 +57,19 @@ def test_what_to_continue_is_the_prompt_and_all_turns() -> None:
 def test_versions_move_to_where_their_answer_is() -> None:
     """Version 3 samples 1 2. Version 4 takes over in the second answer: at 3 (after 1 2 and the observation) + 1."""
     turns = TrajectoryBuilder(PROMPT)
-    turns.answered(answer([1, 2], (0, 3)))
-    turns.observed([7])
-    turns.answered(answer([4, 5, 6], (0, 3), (1, 4), (2, 5)))
+    turns.add_answer(answer([1, 2], (0, 3)))
+    turns.add_observation([7])
+    turns.add_answer(answer([4, 5, 6], (0, 3), (1, 4), (2, 5)))
     assert starts_and_versions(turns.trajectory().version_spans) == [(0, 3), (4, 4), (5, 5)]
 
 
 def test_an_observation_has_no_version_of_its_own() -> None:
     """Observed, answered by 2, observed, answered by 5: at version 6 the tokens are 4, 4, 4 and 1 versions old."""
     turns = TrajectoryBuilder(PROMPT)
-    turns.observed([1])
-    turns.answered(answer([2], (0, 2)))
-    turns.observed([3])
-    turns.answered(answer([4], (0, 5)))
+    turns.add_observation([1])
+    turns.add_answer(answer([2], (0, 2)))
+    turns.add_observation([3])
+    turns.add_answer(answer([4], (0, 5)))
     made = turns.trajectory()
     assert starts_and_versions(made.version_spans) == [(0, 2), (3, 5)]
     assert per_token(made.version_spans, length=4, policy_version=6, forks={}).tolist() == [4, 4, 4, 1]
@@ -77,10 +77,10 @@ def test_an_observation_has_no_version_of_its_own() -> None:
 
 def test_a_conversation_may_end_with_an_observation_or_an_empty_one() -> None:
     turns = TrajectoryBuilder(PROMPT)
-    turns.answered(answer([1], (0, 0), finish_reason="length"))
-    turns.observed([])
+    turns.add_answer(answer([1], (0, 0), finish_reason="length"))
+    turns.add_observation([])
     assert turns.trajectory().tokens.tolist() == [1]
-    turns.observed([2, 3])
+    turns.add_observation([2, 3])
     made = turns.trajectory()
     assert made.response_mask.tolist() == [True, False, False]
     assert made.finish_reason == "length"
@@ -88,15 +88,15 @@ def test_a_conversation_may_end_with_an_observation_or_an_empty_one() -> None:
 
 def test_the_last_answer_says_how_it_ended_unless_somebody_knows_better() -> None:
     turns = TrajectoryBuilder(PROMPT)
-    turns.answered(answer([1], (0, 0), finish_reason="length"))
-    turns.answered(answer([1], (0, 0), finish_reason="stop"))
+    turns.add_answer(answer([1], (0, 0), finish_reason="length"))
+    turns.add_answer(answer([1], (0, 0), finish_reason="stop"))
     assert turns.trajectory().finish_reason == "stop"
     assert turns.trajectory(finish_reason="length").finish_reason == "length"
 
 
 def test_a_reward_is_kept_and_there_is_none_until_somebody_gives_one() -> None:
     turns = TrajectoryBuilder(PROMPT)
-    turns.answered(answer([1], (0, 0)))
+    turns.add_answer(answer([1], (0, 0)))
     assert math.isnan(turns.trajectory().reward) and turns.trajectory().reward_parts == {}
     made = turns.trajectory(reward=0.5, reward_parts={"asked": 0.5})
     assert (made.reward, made.reward_parts) == (0.5, {"asked": 0.5})
@@ -105,7 +105,7 @@ def test_a_reward_is_kept_and_there_is_none_until_somebody_gives_one() -> None:
 @pytest.mark.parametrize("observed", [[], [1, 2]], ids=["nothing", "observations"])
 def test_conversation_without_an_answer_is_refused_in_one_line(observed: list[int]) -> None:
     turns = TrajectoryBuilder(PROMPT)
-    turns.observed(observed)
+    turns.add_observation(observed)
     with pytest.raises(ValueError, match="needs an answer of the model") as caught:
         turns.trajectory()
     assert "\n" not in str(caught.value)
@@ -115,4 +115,4 @@ def test_conversation_without_an_answer_is_refused_in_one_line(observed: list[in
 def test_what_is_no_token_id_is_refused(ids: list[int]) -> None:
     turns = TrajectoryBuilder(np.array([1], np.int32))
     with pytest.raises(ValueError, match="an observation must be a list of token ids"):
-        turns.observed(ids)
+        turns.add_observation(ids)

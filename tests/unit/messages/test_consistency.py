@@ -153,9 +153,9 @@ def test_joining_two_halves_of_an_answer_gives_its_experts(cut: int) -> None:
 
 def test_observations_between_turns_are_unrouted() -> None:
     turns = TrajectoryBuilder(PROMPT)
-    turns.answered(answer(2, 1, 2, 3, NONE))
-    turns.observed([7])
-    turns.answered(answer(1, 6, 6, 6, 4, 5, NONE))
+    turns.add_answer(answer(2, 1, 2, 3, NONE))
+    turns.add_observation([7])
+    turns.add_answer(answer(1, 6, 6, 6, 4, 5, NONE))
     assert numbers(turns.trajectory().experts) == [1, 2, 3, 4, 5, NONE]
 
 

@@ -109,15 +109,15 @@ class TemplateFormat(ChatFormat):
             raise ConfigError("the model's tokenizer has no chat template; set rollout.options.chat_template")
         self._parser = parser or PlainParser(source)
         self._keeps_thinking = keeps_thinking
-        self._close, self._close_id = self._closer()
+        self._close, self._close_id = self._find_closer()
 
-    def _closer(self) -> tuple[str, int | None]:
+    def _find_closer(self) -> tuple[str, int | None]:
         """Return the special token that ends an assistant's turn, as text and id; "" and None if there is none."""
         import jinja2  # comes with transformers, which rendering needs anyway
 
         asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SENTINEL}]
         try:
-            text = self._text(asked, (), asks=False)
+            text = self._apply(asked, (), asks=False)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"the chat template cannot render an answer to a user: {error}") from None
         after = self.encode(text.partition(_SENTINEL)[2])
@@ -132,7 +132,7 @@ class TemplateFormat(ChatFormat):
         import jinja2
 
         try:
-            text = self._text(messages, tools)
+            text = self._apply(messages, tools)
             text.encode()
         except UnicodeError:
             raise Refused("a message holds half of a surrogate pair: that is not text") from None
@@ -156,7 +156,7 @@ class TemplateFormat(ChatFormat):
         if said.get("tool_calls"):  # some templates refuse a tool message without a call before it
             fake["tool_calls"] = said["tool_calls"]
         try:
-            text = self._text([*before, fake, *new], tools)
+            text = self._apply([*before, fake, *new], tools)
             text.encode()
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
             return None
@@ -183,10 +183,10 @@ class TemplateFormat(ChatFormat):
         in_thought = self.decode(context[-_TAIL_TOKENS:].tolist()).rstrip().endswith(_THINK)
         return self._parser(self.text_of(answer), tools=tools, in_thought=in_thought)
 
-    def _text(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
+    def _apply(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
         more: Json = {"tools": list(tools)} if tools else {}
         made = self.tokenizer.apply_chat_template(
-            [shown(message) for message in messages],
+            [with_parsed_arguments(message) for message in messages],
             tokenize=False,
             add_generation_prompt=asks,
             **more,
@@ -195,7 +195,7 @@ class TemplateFormat(ChatFormat):
         return str(made)
 
 
-def shown(message: Json) -> Json:
+def with_parsed_arguments(message: Json) -> Json:
     """Return a message in the form that templates expect, with a call's arguments as an object."""
     if not message.get("tool_calls"):
         return message

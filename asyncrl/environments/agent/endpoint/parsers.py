@@ -60,17 +60,17 @@ class PlainParser:
             )
 
     def __call__(self, text: str, *, tools: Sequence[Json], in_thought: bool) -> Parsed:
-        reasoning, text = thought(text, in_thought=in_thought)
+        reasoning, text = split_reasoning(text, in_thought=in_thought)
         calls = []
         if tools:
             for found in _CALL.finditer(text):
-                if (call := _call(found[1])) is None:
+                if (call := _parse_call(found[1])) is None:
                     return Parsed(content=text, reasoning=reasoning)  # an invalid call: keep the whole text
                 calls.append(call)
         return Parsed(content=_CALL.sub("", text) if calls else text, reasoning=reasoning, calls=tuple(calls))
 
 
-def thought(text: str, *, in_thought: bool) -> tuple[str | None, str]:
+def split_reasoning(text: str, *, in_thought: bool) -> tuple[str | None, str]:
     """Split a text into its reasoning (None if there is none) and the text after it."""
     before, closed, after = text.partition(_CLOSE)
     if not closed and (begun := text.lstrip()).startswith(_OPEN):
@@ -80,17 +80,17 @@ def thought(text: str, *, in_thought: bool) -> tuple[str | None, str]:
     return before.rpartition(_OPEN)[2].strip("\n"), after.lstrip("\n")
 
 
-def _call(text: str) -> tuple[str, str] | None:
+def _parse_call(text: str) -> tuple[str, str] | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict):
         return None
-    return sound_call(found.get("name"), found.get("arguments", {}))
+    return normalize_call(found.get("name"), found.get("arguments", {}))
 
 
-def sound_call(name: Any, arguments: Any) -> tuple[str, str] | None:
+def normalize_call(name: Any, arguments: Any) -> tuple[str, str] | None:
     """Return a call in a form that every client can read and send back: (name, arguments as JSON text).
 
     None if the call has no name, or holds values that JSON or Unicode lacks (NaN, an unpaired surrogate).
@@ -105,10 +105,10 @@ def sound_call(name: Any, arguments: Any) -> tuple[str, str] | None:
     return name, text
 
 
-def sound_json(text: str) -> bool:
+def is_portable_json(text: str) -> bool:
     """Whether every client's JSON library can read the text."""
     try:
-        return sound_call("a", json.loads(text)) is not None
+        return normalize_call("a", json.loads(text)) is not None
     except (ValueError, RecursionError):
         return False
 
@@ -132,8 +132,8 @@ class SGLangParser:
         self._function_parser: Any = FunctionCallParser
         self._reasoning_parser: Any = ReasoningParser
         self._names = (tool_parser, reasoning_parser)
-        _known(tool_parser, FunctionCallParser.ToolCallParserEnum, "tool_parser")
-        _known(reasoning_parser, ReasoningParser.DetectorMap, "reasoning_parser")
+        _require_known(tool_parser, FunctionCallParser.ToolCallParserEnum, "tool_parser")
+        _require_known(reasoning_parser, ReasoningParser.DetectorMap, "reasoning_parser")
 
     def check(self, tools: Sequence[Json]) -> None:
         if not tools:
@@ -151,12 +151,12 @@ class SGLangParser:
             ).parse_non_stream(text)
             reasoning, text = reasoning or None, text or ""
         else:
-            reasoning, text = thought(text, in_thought=in_thought)
+            reasoning, text = split_reasoning(text, in_thought=in_thought)
         if not tools or not tool_parser:
             return Parsed(content=text, reasoning=reasoning)
         content, items = self._function_parser(self._tools(tools), tool_parser).parse_non_stream(text)
         calls = tuple((item.name or "", item.parameters) for item in items)
-        if not all(name and sound_json(parameters) for name, parameters in calls):
+        if not all(name and is_portable_json(parameters) for name, parameters in calls):
             return Parsed(content=text, reasoning=reasoning)  # an invalid call: keep the whole text
         # SGLang drops invalid calls (unknown tool, broken JSON); keep the text so that the answer is not empty
         return Parsed(content=content if calls or content.strip() else text, reasoning=reasoning, calls=calls)
@@ -168,6 +168,6 @@ class SGLangParser:
             raise Refused(f"tools: {' '.join(str(error).split())[:300]}") from None
 
 
-def _known(name: str, table: Any, key: str) -> None:
+def _require_known(name: str, table: Any, key: str) -> None:
     if name and name not in table:
         raise ConfigError(f"rollout.options.{key}: SGLang has no {name!r}; known: {', '.join(sorted(table))}")

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, shown
-from asyncrl.environments.agent.endpoint.parsers import Parsed, sound_call, sound_json
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, with_parsed_arguments
+from asyncrl.environments.agent.endpoint.parsers import Parsed, is_portable_json, normalize_call
 from asyncrl.environments.agent.endpoint.request import Json, Refused
 from asyncrl.environments.agent.endpoint.turns import Tokens, Turn
 from asyncrl.errors import ConfigError
@@ -42,12 +42,12 @@ class RendererFormat(ChatFormat):
         try:
             json.dumps([*messages, *tools], ensure_ascii=False).encode()
             ids: list[int] = self._renderer.render_ids(
-                self._shown(messages, messages), tools=list(tools) or None, add_generation_prompt=True
+                self._for_renderer(messages, messages), tools=list(tools) or None, add_generation_prompt=True
             )
         except UnicodeError:
             raise Refused("a message holds half of a surrogate pair: that is not text") from None
         except REFUSALS as error:
-            raise Refused(f"the model's renderer refuses these messages: {said(error)}") from None
+            raise Refused(f"the model's renderer refuses these messages: {one_line(error)}") from None
         if not ids:
             raise Refused("the model's renderer makes no token of these messages")
         return ids
@@ -59,7 +59,7 @@ class RendererFormat(ChatFormat):
         context = known[: len(known) - len(answer)]
         try:
             json.dumps(new, ensure_ascii=False).encode()
-            shown = self._shown(new, [*before, turn.message, *new])
+            shown = self._for_renderer(new, [*before, turn.message, *new])
             made = self._renderer.bridge_to_next_turn(context, answer, shown, tools=list(tools) or None)
         except REFUSALS:  # includes UnicodeError; rendering then reports it
             return None
@@ -69,12 +69,12 @@ class RendererFormat(ChatFormat):
             return None
         return ids[len(known) :]
 
-    def _shown(self, messages: Sequence[Json], history: Sequence[Json]) -> list[Json]:
+    def _for_renderer(self, messages: Sequence[Json], history: Sequence[Json]) -> list[Json]:
         """Return messages in the form that renderers expect.
 
         history  the messages with the calls that the tool results answer
         """
-        made = [dict(shown(message)) for message in messages]
+        made = [dict(with_parsed_arguments(message)) for message in messages]
         if self._name in _WRITE_NAMES:
             names = {call["id"]: call["function"]["name"] for one in history for call in one.get("tool_calls", ())}
             for message in made:
@@ -122,9 +122,9 @@ def _call(found: Any) -> tuple[str, str] | None:
     if found.status != "ok" or not isinstance(found.name, str) or not found.name:
         return None
     arguments = {} if found.arguments is None else found.arguments
-    if isinstance(arguments, str) and sound_json(arguments):
+    if isinstance(arguments, str) and is_portable_json(arguments):
         return found.name, arguments
-    return sound_call(found.name, arguments)
+    return normalize_call(found.name, arguments)
 
 
 def _ids(calls: Sequence[Any]) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ def _ids(calls: Sequence[Any]) -> tuple[str, ...]:
     return tuple(ids) if all(isinstance(one, str) and one for one in ids) and len({*ids}) == len(ids) else ()
 
 
-def said(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return the message of another package's error as one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
@@ -168,7 +168,7 @@ def load_renderer(name: str, tokenizer: Any, *, keeps_thinking: bool, options: M
         # renderers treats a special token that equals the tokenizer's unk_token as missing
         unknown = getattr(tokenizer, "unk_token", None)
         hint = f"; the tokenizer's unk_token, {unknown}, counts as missing" if unknown else ""
-        raise ConfigError(f"{_KEY}: {name!r} does not fit the model: {said(error)}{hint}") from None
+        raise ConfigError(f"{_KEY}: {name!r} does not fit the model: {one_line(error)}{hint}") from None
     return RendererFormat(made, name, tokenizer)
 
 

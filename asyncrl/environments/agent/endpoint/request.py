@@ -303,7 +303,7 @@ def _part(part: Any, where: str) -> str:
     return text(given["text"], f"{where}.text")
 
 
-def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
+def sort_tool_results(messages: Sequence[Json]) -> list[Json]:
     """Return the messages with the results of each turn's tool calls in the order of the calls.
 
     Clients match results with calls by their ids and may send them in any order. Most chat templates write no ids, so a
@@ -345,11 +345,11 @@ def digests(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
     """
     found = [hashlib.blake2b(_bytes(list(tools)), digest_size=16).digest()]
     for one in messages:
-        found.append(hashlib.blake2b(found[-1] + _bytes(_normal(one)), digest_size=16).digest())
+        found.append(hashlib.blake2b(found[-1] + _bytes(_normalize(one)), digest_size=16).digest())
     return found
 
 
-def _normal(one: Json) -> list[Any]:
+def _normalize(one: Json) -> list[Any]:
     calls = [[made["function"]["name"], as_object(made["function"]["arguments"])] for made in one.get("tool_calls", ())]
     return [one["role"], one["content"].strip(), calls]
 

@@ -94,10 +94,10 @@ class EndpointServer:
                 return await _stream(request, dialect, model_request, record, session)
             turns = await session.replies(record)
             reply = _json(dialect.write(model_request, turns, session))
-            reply.headers.update(_not_obeyed(model_request))
+            reply.headers.update(_overridden_header(model_request))
         except Refused as error:
             return _json(dialect.refuse(error), status=error.status)
-        record.is_delivered = record.is_delivered or _listens(request)()
+        record.is_delivered = record.is_delivered or _listening(request)()
         return reply
 
     async def _record(
@@ -109,7 +109,7 @@ class EndpointServer:
                 request.path.encode() + b"\n" + raw,
                 model_request,
                 is_retry=_retries(request) > 0,
-                is_listening=_listens(request),
+                is_listening=_listening(request),
             )
         except RecursionError:
             raise Refused("the body is nested too deeply") from None
@@ -169,13 +169,13 @@ def _retries(request: web.Request) -> int:
     return int(said) if said.isascii() and said.isdigit() and len(said) < 9 else 0
 
 
-def _listens(request: web.Request) -> Callable[[], bool]:
+def _listening(request: web.Request) -> Callable[[], bool]:
     """Return a function that says whether the request's client is still connected."""
     transport = request.transport
     return lambda: transport is not None and not transport.is_closing()
 
 
-def _not_obeyed(model_request: ModelRequest) -> dict[str, str]:
+def _overridden_header(model_request: ModelRequest) -> dict[str, str]:
     """Return a header with the names of requested settings that the run overrides."""
     return {"x-not-obeyed": ", ".join(sorted(model_request.overridden))} if model_request.overridden else {}
 
@@ -192,7 +192,7 @@ async def _stream(
     A refusal before the stream starts keeps its HTTP status; a later one becomes an error event.
     """
     response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | _not_obeyed(model_request)
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | _overridden_header(model_request)
     )
     try:
         while not record.replies.done():

@@ -28,8 +28,8 @@ from asyncrl.environments.agent.endpoint.request import (
     Refused,
     call,
     digests,
-    in_order_of_calls,
     num_characters,
+    sort_tool_results,
 )
 from asyncrl.environments.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
 from asyncrl.environments.port import Generate
@@ -134,7 +134,7 @@ class Session:
             raise Refused("this sample is over", status=401, code="invalid_api_key")
         key = hashlib.blake2b(body, digest_size=16).digest()
         records = self._records.setdefault(key, [])
-        if (record := _undelivered(records, is_retry=is_retry)) is not None:
+        if (record := _find_undelivered(records, is_retry=is_retry)) is not None:
             record.is_listening = is_listening
             return record
         prepared = [self.prepare(request)] * request.count
@@ -163,9 +163,9 @@ class Session:
         is_limited  refuse a prompt that leaves no room for an answer
         """
         self.chat_format.check(request.tools)
-        request = replace(request, messages=in_order_of_calls(request.messages))
+        request = replace(request, messages=sort_tool_results(request.messages))
         self._refuse_huge(request)
-        tokens, parent, begin = self._prompt(request)
+        tokens, parent, begin = self._make_prompt(request)
         left = (self._max_tokens - self._num_sampled) // request.count
         room = min(left, self.context_tokens - len(tokens))
         if room < 1 and is_limited:  # harnesses know this error: they compact, or stop
@@ -193,16 +193,16 @@ class Session:
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def _prompt(self, request: ModelRequest) -> tuple[Tokens, Turn | None, int]:
+    def _make_prompt(self, request: ModelRequest) -> tuple[Tokens, Turn | None, int]:
         """Return the prompt tokens, the turn that they continue, and how many of them belong to that turn."""
         if request.tokens is not None:
             return (request.tokens, *self.turns.longest_prefix(request.tokens))
-        if (bridged := self._bridged(request)) is not None:
-            return bridged
+        if (continued := self._bridge(request)) is not None:
+            return continued
         tokens = np.array(self.chat_format.render(request.messages, request.tools), np.int32)
         return (tokens, *self.turns.longest_prefix(tokens))
 
-    def _bridged(self, request: ModelRequest) -> tuple[Tokens, Turn, int] | None:
+    def _bridge(self, request: ModelRequest) -> tuple[Tokens, Turn, int] | None:
         """Like ``_prompt``, by continuing the conversation's last answer. None if the conversation must be rendered.
 
         Works if the conversation up to its last assistant message is one that the session answered.
@@ -239,9 +239,9 @@ class Session:
         message: Json = {}
         stopped_by = ""
         if request.tokens is None:
-            message = _message(self.chat_format.parse(answer, context=prepared.tokens, tools=request.tools), tag)
+            message = _make_message(self.chat_format.parse(answer, context=prepared.tokens, tools=request.tools), tag)
             if request.stop and answer.finish_reason == "stop":
-                stopped_by = _first(request.stop, self.chat_format.decode(answer.tokens.tolist()))
+                stopped_by = _find_first(request.stop, self.chat_format.decode(answer.tokens.tolist()))
                 _cut(message, stopped_by)
         turn = Turn(
             number=number,
@@ -259,7 +259,7 @@ class Session:
         return turn
 
 
-def _message(parsed: Parsed, tag: str) -> Json:
+def _make_message(parsed: Parsed, tag: str) -> Json:
     message: Json = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning is not None:
         message["reasoning_content"] = parsed.reasoning
@@ -269,7 +269,7 @@ def _message(parsed: Parsed, tag: str) -> Json:
     return message
 
 
-def _first(stop: Sequence[str], text: str) -> str:
+def _find_first(stop: Sequence[str], text: str) -> str:
     """Return the stop string that begins first in ``text``; "" if there is none."""
     return min((one for one in stop if one in text), key=text.index, default="")
 
@@ -281,7 +281,7 @@ def _cut(message: Json, stop: str) -> None:
         message[name] = message[name].partition(stop)[0]
 
 
-def _undelivered(records: Sequence[Record], *, is_retry: bool) -> Record | None:
+def _find_undelivered(records: Sequence[Record], *, is_retry: bool) -> Record | None:
     """Return the record that a repeated request asks for: one that was not delivered, or with ``is_retry`` the last."""
     for record in records:
         if not record.is_delivered and not record.is_listening():

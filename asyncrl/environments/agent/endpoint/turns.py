@@ -148,10 +148,10 @@ def _sequence(own: Sequence[Turn]) -> TrainedSequence:
     places = []
     for turn in own:
         if turn is not own[0]:
-            builder.observed(turn.given)
+            builder.add_observation(turn.given)
         if len(turn.answer.tokens):
             places.append((turn.number, builder.num_tokens))
-            builder.answered(turn.answer)
+            builder.add_answer(turn.answer)
     return TrainedSequence(prompt_tokens=prompt, trajectory=builder.trajectory(), turns=tuple(places))
 
 

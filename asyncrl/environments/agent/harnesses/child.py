@@ -81,27 +81,27 @@ class Runner:
     async def _play(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             if self._harness is None:
-                self._harness = made(self._address, request["options"])
+                self._harness = make_harness(self._address, request["options"])
             task, endpoint = self._protocol.Task(**request["task"]), self._protocol.Endpoint(**request["endpoint"])
-            given = await called(self._harness, task, endpoint)
+            given = await call_harness(self._harness, task, endpoint)
             return {"outcome": self._protocol.outcome_of(given).as_json()}
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # user code may even raise SystemExit
-            reason = in_a_line(error)
+            reason = one_line(error)
             if reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(reason)
                 traceback.print_exc()
             return {"error": reason}
 
 
-def made(address: str, options: dict[str, Any]) -> Any:
+def make_harness(address: str, options: dict[str, Any]) -> Any:
     """Return the user's function, or an instance of the user's class."""
-    found, arguments = looked_up(address, options)
+    found, arguments = look_up(address, options)
     return found(*arguments) if inspect.isclass(found) else found
 
 
-def misfit(found: Any) -> str:
+def find_misfit(found: Any) -> str:
     """Return why ``found`` (for a class: its instances) cannot be called as a harness; "" if it can."""
     is_class = inspect.isclass(found)
     call = (
@@ -120,17 +120,17 @@ def misfit(found: Any) -> str:
     return ""
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def looked_up(address: str, options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def look_up(address: str, options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return the user's function or class, and the constructor arguments. Raises any error of the user's code."""
     name, _, attribute = address.rpartition(":")
     module = load_file("asyncrl_harness", Path(name)) if name.endswith(".py") else importlib.import_module(name)
     found: Any = getattr(module, attribute)
-    if problem := misfit(found):
+    if problem := find_misfit(found):
         raise TypeError(f"{address} {problem}; a harness is called with (task, endpoint)")
     options_type: Any = getattr(module, "Options", None) if inspect.isclass(found) else None
     if options and options_type is None:
@@ -138,7 +138,7 @@ def looked_up(address: str, options: dict[str, Any]) -> tuple[Any, tuple[Any, ..
     return found, () if options_type is None else (options_type(**options),)
 
 
-async def called(harness: Any, task: Any, endpoint: Any) -> Any:
+async def call_harness(harness: Any, task: Any, endpoint: Any) -> Any:
     """Call the harness and return its result. A plain function runs in a thread."""
     call = harness if inspect.isroutine(harness) else harness.__call__
     if inspect.iscoroutinefunction(call):
@@ -167,9 +167,9 @@ def load_file(name: str, path: Path) -> Any:
 def check(address: str) -> int:
     """Return 0 if the harness loads; else print the problem as the last line of standard output and return 1."""
     try:
-        looked_up(address, json.load(sys.stdin))
+        look_up(address, json.load(sys.stdin))
     except BaseException as error:  # user code may even raise SystemExit
-        print("\n" + in_a_line(error), flush=True)
+        print("\n" + one_line(error), flush=True)
         return 1
     return 0
 

@@ -59,11 +59,11 @@ class Options:
         environment.check_names(self.environment)
         environment.check_venv(self.venv)
         environment.check_program(
-            self.command[0], directory=self.directory, path=self.base_environment().get("PATH", os.defpath)
+            self.command[0], directory=self.directory, path=self.base_variables().get("PATH", os.defpath)
         )
 
-    def base_environment(self) -> dict[str, str]:
-        return environment.base(venv=self.venv, inherit=self.inherit, added=self.environment)
+    def base_variables(self) -> dict[str, str]:
+        return environment.base_variables(venv=self.venv, inherit=self.inherit, added=self.environment)
 
 
 class CommandHarness:
@@ -71,11 +71,11 @@ class CommandHarness:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._environment = options.base_environment()
+        self._environment = options.base_variables()
 
     async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
         with contextlib.ExitStack() as stack:
-            variables = self._environment | environment.of_endpoint(endpoint, self._environment)
+            variables = self._environment | environment.endpoint_variables(endpoint, self._environment)
             file: Path | None = None
             if self._options.reward == "file":
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True))
@@ -85,12 +85,12 @@ class CommandHarness:
             try:
                 return self._outcome(output, file)
             except (ValueError, OSError) as error:
-                raise _failed(f"{' '.join(str(error).split())}") from error
+                raise _error(f"{' '.join(str(error).split())}") from error
 
     async def _run(self, task: Task, endpoint: Endpoint, variables: Mapping[str, str]) -> bytes:
         """Run the program and return the end of its output. Raises RolloutError."""
         program = await Program.start(
-            [_filled(part, endpoint) for part in self._options.command],
+            [_fill(part, endpoint) for part in self._options.command],
             environment=variables,
             directory=self._options.directory,
             memory_mib=self._options.memory_mib,
@@ -105,13 +105,13 @@ class CommandHarness:
                 group.create_task(_feed(program.stdin, json.dumps(task.as_json(), default=str).encode() + b"\n"))
                 output = group.create_task(last_bytes(program.stdout, keep=_KEPT_BYTES, most=most))
                 errors = group.create_task(last_bytes(program.stderr, keep=_KEPT_BYTES, most=most))
-            if problem := await program.ended():
+            if problem := await program.wait_for_problem():
                 said = _last_line(errors.result())
-                raise _failed(f"{problem}: {said}" if said else problem)
+                raise _error(f"{problem}: {said}" if said else problem)
         except ExceptionGroup as error:
             first = error.exceptions[0]
             if isinstance(first, ValueError):
-                raise _failed(f"{first} (output_mib = {self._options.output_mib})") from error
+                raise _error(f"{first} (output_mib = {self._options.output_mib})") from error
             raise first from error
         finally:
             await program.end()
@@ -124,9 +124,9 @@ class CommandHarness:
         if file is not None:
             if not file.exists():
                 raise ValueError(f"wrote no reward to the file that {REWARD_FILE} names")
-            found = _json_of(file)
+            found = _read_json(file)
         else:
-            found = _last_json(output)
+            found = _find_last_json(output)
         outcome = outcome_of(found)
         if outcome.reward is None:
             raise ValueError(
@@ -136,17 +136,17 @@ class CommandHarness:
         return outcome
 
 
-def _json_of(file: Path) -> Any:
+def _read_json(file: Path) -> Any:
     """Return the number or table that is the whole file, or the one of its last line. Raises ValueError and OSError."""
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - _KEPT_BYTES))
         text = stream.read()
-    whole = _parsed(text) if size <= _KEPT_BYTES else None
-    return _last_json(text) if whole is None else whole
+    whole = _parse(text) if size <= _KEPT_BYTES else None
+    return _find_last_json(text) if whole is None else whole
 
 
-def _last_json(text: bytes) -> Any:
+def _find_last_json(text: bytes) -> Any:
     """Return the value of the last line that is a JSON number or table; None if no line is.
 
     Raises ValueError if that line is the last element of a value over several lines (json.dumps with indent).
@@ -155,7 +155,7 @@ def _last_json(text: bytes) -> Any:
     for line in reversed(text.splitlines()):
         if not line.strip():
             continue
-        found = _parsed(line)
+        found = _parse(line)
         if found is not None:
             if after.startswith((b"]", b"}")):
                 raise ValueError("its last JSON is spread over several lines; print the reward on one line")
@@ -164,7 +164,7 @@ def _last_json(text: bytes) -> Any:
     return None
 
 
-def _parsed(text: bytes) -> Any:
+def _parse(text: bytes) -> Any:
     """Return the number or table that ``text`` is in JSON, otherwise None."""
     try:
         found = json.loads(text)
@@ -183,7 +183,7 @@ async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
         await stdin.wait_closed()
 
 
-def _filled(part: str, endpoint: Endpoint) -> str:
+def _fill(part: str, endpoint: Endpoint) -> str:
     return part.replace("{model}", endpoint.model).replace("{base_url}", endpoint.base_url)
 
 
@@ -192,5 +192,5 @@ def _last_line(text: bytes) -> str:
     return next((line for line in reversed(lines) if line), "")[:_SHOWN]
 
 
-def _failed(problem: str) -> RolloutError:
+def _error(problem: str) -> RolloutError:
     return RolloutError(f"harness command: {problem}")

@@ -23,7 +23,7 @@ INHERITED: Final = (
 """Variables that a harness inherits from the worker; the option ``inherit`` adds more."""
 
 
-def base(*, venv: str, inherit: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
+def base_variables(*, venv: str, inherit: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that all samples of a harness share.
 
     added   the option ``environment``
@@ -36,7 +36,7 @@ def base(*, venv: str, inherit: Sequence[str], added: Mapping[str, str]) -> dict
     return found | {name: str(value) for name, value in added.items()}
 
 
-def of_endpoint(endpoint: Endpoint, environment: Mapping[str, str]) -> dict[str, str]:
+def endpoint_variables(endpoint: Endpoint, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that OpenAI and Anthropic clients read."""
     host = urlsplit(endpoint.base_url).hostname or ""
     direct = {  # a proxy cannot reach a loopback address

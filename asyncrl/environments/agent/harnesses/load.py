@@ -50,11 +50,11 @@ class Limited:
     async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
         begun = getattr(self._harness, "begun", None)
         if begun is None:
-            return await self._timed(functools.partial(self._harness, task, endpoint))
+            return await self._run_in_time(functools.partial(self._harness, task, endpoint))
         async with begun(task, endpoint) as play:  # may wait long for a producer, so the limit starts later
-            return await self._timed(play)
+            return await self._run_in_time(play)
 
-    async def _timed(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    async def _run_in_time(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:
         try:
             async with asyncio.timeout(self._timeout_seconds) as timeout:
                 return await play()

@@ -112,7 +112,7 @@ class _Talk:
     async def until(self, *names: str) -> dict[str, Any]:
         """Wait for the first message that has one of these names, and return it."""
         while True:
-            socket = self._socket = self._socket or await self._connected()
+            socket = self._socket = self._socket or await self._connect()
             message = await socket.receive()
             if message.type is not aiohttp.WSMsgType.TEXT:
                 await self._disconnect()
@@ -133,7 +133,7 @@ class _Talk:
         if socket is not None:
             await socket.close()
 
-    async def _connected(self) -> aiohttp.ClientWebSocketResponse:
+    async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         """Retry until an entry accepts the offer, and return the socket. Raises RolloutError if it refuses the key."""
         said = ""
         while True:

@@ -113,7 +113,7 @@ class PythonHarness:
             raise ConfigError(f"{self._name!r} cannot be imported{where}: {problem}")
 
     async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
-        member = await self._place()
+        member = await self._choose_child()
         try:
             return await self._play(member, task, endpoint)
         finally:
@@ -127,13 +127,13 @@ class PythonHarness:
 
     def _variables(self) -> dict[str, str]:
         options = self._options
-        return environment.base(venv=options.venv, inherit=options.inherit, added=options.environment)
+        return environment.base_variables(venv=options.venv, inherit=options.inherit, added=options.environment)
 
     async def close(self) -> None:
         while self._children:
             await _end(self._children.pop())
 
-    async def _place(self) -> _Child:
+    async def _choose_child(self) -> _Child:
         """Choose a child for one more sample; start a child if needed."""
         async with self._starting:
             self._children = [one for one in self._children if not one.program.has_ended]
@@ -168,28 +168,28 @@ class PythonHarness:
                 socket.send_fds(member.control, [b"s"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise await self._gone(member) from error
+                raise await self._describe_end(member) from error
         reader, writer = await asyncio.open_connection(sock=ours, limit=child.LARGEST_LINE)
         request = {"task": task.as_json(), "endpoint": endpoint.as_json(), "options": dict(self._options.options)}
         try:
             writer.write(json.dumps(request, default=str).encode() + b"\n")
             line = await reader.readline()
         except OSError as error:
-            raise await self._gone(member) from error
+            raise await self._describe_end(member) from error
         except asyncio.CancelledError:
             await self._cancel(member, reader, writer)
             raise
         finally:
             writer.close()
         if not line:
-            raise await self._gone(member)
+            raise await self._describe_end(member)
         return self._outcome(member, json.loads(line))
 
     def _outcome(self, member: _Child, answer: Mapping[str, Any]) -> Outcome:
         if 0 < self._options.memory_mib < answer["resident_mib"]:
             member.is_leaving = True
         if "error" in answer:
-            raise self._failed(f"raised {answer['error']}")
+            raise self._error(f"raised {answer['error']}")
         return outcome_of(answer["outcome"])
 
     async def _cancel(self, member: _Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -212,24 +212,24 @@ class PythonHarness:
         member.program.kill()
         log.warning("harness %s: process %d hung, and was killed", self._name, member.program.pid)
 
-    async def _gone(self, member: _Child) -> RolloutError:
+    async def _describe_end(self, member: _Child) -> RolloutError:
         """Return the error for a child that no longer answers."""
         member.is_leaving, problem = True, ""
         self._forget(member)
         try:
             async with asyncio.timeout(CANCEL_SECONDS):
-                problem = await member.program.ended()
+                problem = await member.program.wait_for_problem()
         except TimeoutError:
             self._kill(member)
         if member.was_hung:
-            return self._failed(f"its process did not end a sample within {CANCEL_SECONDS:g} s, and was killed")
-        return self._failed(f"its process {problem or 'ended'}; what it printed is in the worker's log")
+            return self._error(f"its process did not end a sample within {CANCEL_SECONDS:g} s, and was killed")
+        return self._error(f"its process {problem or 'ended'}; what it printed is in the worker's log")
 
     def _forget(self, member: _Child) -> None:
         with contextlib.suppress(ValueError):
             self._children.remove(member)
 
-    def _failed(self, problem: str) -> RolloutError:
+    def _error(self, problem: str) -> RolloutError:
         return RolloutError(f"harness {self._name}: {problem}")
 
 

@@ -44,9 +44,9 @@ class Options:
         found = glob.glob(str(Path(self.venv) / "lib" / "python*" / "site-packages" / "verifiers" / "__init__.py"))
         if not found:
             raise ConfigError(f"venv: {self.venv} has no verifiers; install it there: bin/pip install verifiers")
-        self.of_python()
+        self.python_options()
 
-    def of_python(self) -> python_harness.Options:
+    def python_options(self) -> python_harness.Options:
         return python_harness.Options(
             processes=self.processes,
             venv=self.venv,
@@ -61,4 +61,4 @@ class Options:
 class VerifiersHarness(PythonHarness):
     def __init__(self, options: Options) -> None:
         path = Path(__file__).with_name("verifiers_child.py")
-        super().__init__(f"{path}:Harness", options.of_python(), name="verifiers")
+        super().__init__(f"{path}:Harness", options.python_options(), name="verifiers")

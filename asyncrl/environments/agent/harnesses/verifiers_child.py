@@ -69,7 +69,7 @@ class Classic:
         row = {**self._rows[number], "example_id": number}
         output = await self._environment.run_rollout(row, client, endpoint.model, {})
         if output.get("error"):
-            raise RuntimeError(f"the environment failed: {_words(output['error'])}")
+            raise RuntimeError(f"the environment failed: {_one_line(output['error'])}")
         return {
             "reward": output["reward"],
             "metrics": output.get("metrics") or {},
@@ -106,7 +106,7 @@ class New:
         episode = await self._environment.run_episode(self._known[number], context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError(f"the environment failed: {_words(errors[-1]) if errors else 'no trace is complete'}")
+            raise RuntimeError(f"the environment failed: {_one_line(errors[-1]) if errors else 'no trace is complete'}")
         traces = episode.traces
         metrics: dict[str, float] = {"seconds": time.monotonic() - began}
         for trace in traces:
@@ -123,6 +123,6 @@ def _require(number: int, count: int) -> None:
         raise IndexError(f"the environment has {count} tasks, and the row asks for task {number}")
 
 
-def _words(error: Any) -> str:
+def _one_line(error: Any) -> str:
     text = getattr(error, "message", None) or (error.get("message") if isinstance(error, dict) else "") or str(error)
     return " ".join(str(text).split())[:300]

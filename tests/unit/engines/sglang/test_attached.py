@@ -81,7 +81,7 @@ async def test_another_server_at_our_port_is_not_ours(
 ) -> None:
     """It answers while ours still imports torch, or after ours has ended because the port was taken."""
     server, url = fake
-    monkeypatch.setattr(sglang_server, "free_port", lambda: int(url.rpartition(":")[2]))
+    monkeypatch.setattr(sglang_server, "find_free_port", lambda: int(url.rpartition(":")[2]))
     monkeypatch.setattr(sglang_server, "server_command", lambda *_, **__: [sys.executable, "-c", program])
     with pytest.raises(EngineDied, match="not the one started here|exited"):
         await make_engine(model, tmp_path / "log").start()

@@ -130,11 +130,11 @@ def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_ser
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", sglang_server.free_port()))
+        taken.bind(("127.0.0.1", sglang_server.find_free_port()))
         in_use = taken.getsockname()[1]
-        drawn = iter((in_use, in_use, sglang_server.free_port()))
+        drawn = iter((in_use, in_use, sglang_server.find_free_port()))
         monkeypatch.setattr(sglang_server._RANDOM, "choice", lambda ports: next(drawn))
-        assert sglang_server.free_port() != in_use
+        assert sglang_server.find_free_port() != in_use
     assert max(sglang_server._PORTS) < 32_768, "Linux gives connections those from there on, unless told otherwise"
 
 

@@ -181,14 +181,14 @@ async def test_a_program_says_in_words_how_it_ended() -> None:
         "": "",
     }.items():
         program = await Program.start(python(script), environment=ENVIRONMENT)
-        assert await program.ended() == words
+        assert await program.wait_for_problem() == words
         await program.end()
 
 
 async def test_a_program_and_its_children_may_take_so_much_memory_together() -> None:
     hog = "import os, time\nos.fork()\nheld = b'x' * (120 * 2**20)\ntime.sleep(1000)"  # two processes of 120 MiB
     program = await Program.start(python(hog), environment=ENVIRONMENT, memory_mib=200)
-    assert await program.ended() == "took more than memory_mib = 200 of memory"
+    assert await program.wait_for_problem() == "took more than memory_mib = 200 of memory"
     await program.end()
 
 

@@ -17,7 +17,7 @@ from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.sglang import options as sglang_options
 from asyncrl.environments.builtin import given
-from asyncrl.environments.load import described
+from asyncrl.environments.load import describe_rollout
 from asyncrl.environments.port import Generate
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
@@ -343,6 +343,6 @@ def test_own_rollout_function_may_sample_nothing(make_run: RunMaker) -> None:
     check(make_run(*sft, "algorithm.correction=none", "reward.kind=none"))
 
 
-@described(samples=False, gives_one=True)
+@describe_rollout(samples=False, gives_one=True)
 async def copied(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     return await given(prompt, generate, index=index)
