@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import socket
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from asyncrl.adapters import learner_models, registry
 from asyncrl.config import RunConfig, plugins
 from asyncrl.config.addresses import host_and_port
+from asyncrl.config.toml_text import toml_text
 from asyncrl.data.model_folder import ModelFolder, check_model_at
 from asyncrl.data.row_files import require_data
 from asyncrl.data.sources import make_source
@@ -22,14 +24,11 @@ from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated
 from asyncrl.launch.launchers.adapter import launcher_class
+from asyncrl.policies.evaluation.held import num_held
+from asyncrl.policies.evaluation.results import metric_names
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm
-import math
-
-from asyncrl.config.toml_text import toml_text
-from asyncrl.policies.evaluation.held import num_held
-from asyncrl.policies.evaluation.results import metric_names
 
 log = logging.getLogger("asyncrl.check")
 
@@ -137,10 +136,6 @@ def _check_settings(run: RunConfig) -> None:
     registry.backend_class(run).check(run)
     launcher_class(run).check(run)
     _check_filters(run)
-    _check_sinks(run)
-
-
-def _check_sinks(run: RunConfig) -> None:
     from asyncrl.metrics.sinks import check_sinks  # imports torch; other problems are reported before
 
     check_sinks(run)
