@@ -335,6 +335,7 @@ class EvaluationSink:
                 await self._bus.publish(EVALUATION_ANSWERS, answers, key=key)
                 return
             except BusFull:
+                answers = replace(answers, group=None)  # what is counted must not wait for what is only for reading
                 with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):
                     await asyncio.sleep(FULL_LOG_SECONDS)
             except (MessageTooLarge, MessageError) as error:
