@@ -1,6 +1,6 @@
 """Measure the throughput of the bus for trajectory groups, and the latency of a group.
 
-    python benchmarks/bus.py [--quick] [--unsigned] [--json FILE] [--groups 64] [--step-seconds 30] [--sync-seconds 1]
+    python benchmarks/bus.py [--quick] [--json FILE] [--groups 64] [--step-seconds 30] [--sync-seconds 1]
 
 A real nats-server runs on loopback. Publishers share one process, each with its own connection. The reader is another
 process that decodes every group, as the learner does.
@@ -39,7 +39,6 @@ from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer, find_binary
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.codec import encode
-from asyncrl.messages.signing import UNSIGNED, Signatures, SigningKey
 from asyncrl.messages.topics import TRAJECTORIES
 
 SIZES = {"1 kB": 1_000, "64 kB": 64_000, "300 kB": 300_000, "1 MB": 1_000_000, "4 MB": 4_000_000}
@@ -71,7 +70,7 @@ class Share:
     publish_seconds  a worker's time in publish(), all groups in sequence
     read_seconds     the learner's time to take and decode them from a log that holds them all
     share            (publish_seconds + read_seconds) / step_seconds, as if nothing overlapped
-    publish_cpu_milliseconds, read_cpu_milliseconds  the client's CPU time per group: encoding, signing and sockets; and
+    publish_cpu_milliseconds, read_cpu_milliseconds  the client's CPU time per group: encoding and sockets; and
                      reading, checking and decoding. The least of all repeats, because other load only adds to it
     """
 
@@ -145,9 +144,7 @@ async def read_one_load(pipe: Connection, *, address: dict[str, Any], after: int
     pipe.send((latencies, num_bytes, last - first))
 
 
-async def open_bus(*, url: str, token: str, run: str, storage: Storage, is_signed: bool) -> JetStreamBus:
-    key = SigningKey(bytes(32))
-    signed = Signatures(run=run, own=key, learner=key.public, bound=lambda name: key.public)
+async def open_bus(*, url: str, token: str, run: str, storage: Storage) -> JetStreamBus:
     return await JetStreamBus.connect(
         url,
         run=run,
@@ -156,7 +153,6 @@ async def open_bus(*, url: str, token: str, run: str, storage: Storage, is_signe
         max_log_bytes=LOG_BYTES,
         ack_seconds=60.0,
         storage=storage,
-        signatures=signed if is_signed else UNSIGNED,
     )
 
 
@@ -240,10 +236,8 @@ async def measure_row(
     publishers: int,
     seconds: float,
     numbers: Iterator[int],
-    is_signed: bool,
 ) -> dict[str, Any]:
     address: dict[str, Any] = {"url": server.url, "token": server.token, "run": f"bench-{storage}", "storage": storage}
-    address["is_signed"] = is_signed
     group = make_group(num_bytes)
     async with contextlib.AsyncExitStack() as stack:
         buses = [await open_bus(**address) for _ in range(publishers)]
@@ -262,11 +256,8 @@ async def measure_row(
     }
 
 
-async def measure_share(
-    server: EmbeddedServer, *, groups: int, step_seconds: float, repeats: int, is_signed: bool
-) -> Share:
+async def measure_share(server: EmbeddedServer, *, groups: int, step_seconds: float, repeats: int) -> Share:
     address: dict[str, Any] = {"url": server.url, "token": server.token, "run": "bench-file", "storage": "file"}
-    address["is_signed"] = is_signed
     bus, group = await open_bus(**address), make_group(SIZES["300 kB"])
     publish_seconds, read_seconds, publish_cpu, read_cpu = [], [], [], []
     for repeat in range(repeats):
@@ -331,7 +322,6 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=64, help="300 kB groups of a batch (default 64)")
     parser.add_argument("--step-seconds", type=float, default=30.0, help="of a typical step (default 30)")
     parser.add_argument("--sync-seconds", type=float, default=1.0, help="bus.sync_seconds (default 1)")
-    parser.add_argument("--unsigned", action="store_true", help="without signatures (default: as in a run)")
     options = parser.parse_args()
     sizes = ["64 kB", "300 kB"] if options.quick else list(SIZES)
     storages: list[Storage] = ["file"] if options.quick else ["file", "memory"]
@@ -360,7 +350,6 @@ def main() -> None:
                     publishers=publishers,
                     seconds=seconds,
                     numbers=numbers,
-                    is_signed=not options.unsigned,
                 )
             )
             rows.append(row)
@@ -372,7 +361,6 @@ def main() -> None:
                 groups=options.groups,
                 step_seconds=options.step_seconds,
                 repeats=repeats,
-                is_signed=not options.unsigned,
             )
         )
         rows.append({"share": asdict(share)})

@@ -18,16 +18,20 @@ from asyncrl.os_process import is_alive, process_space
 BUS_FILE: Final = "bus.json"
 
 
-def write_address(directory: Path, *, url: str, token: str) -> Path:
-    """Write the address of a server that this process has started, and return the file. Raises OSError."""
+def write_address(directory: Path, *, url: str, token: str, worker_token: str) -> Path:
+    """Write the address of a server that this process has started, and return the file. Raises OSError.
+
+    worker_token  for workers that join
+    """
     path = directory / BUS_FILE
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({"url": url, "token": token, "pid": os.getpid(), "host": process_space()}, file)
+        tokens = {"token": token, "worker_token": worker_token}
+        json.dump({"url": url, **tokens, "pid": os.getpid(), "host": process_space()}, file)
     return path
 
 
-def read_address(directory: Path) -> tuple[str, str]:
+def read_address(directory: Path, *, is_worker: bool = False) -> tuple[str, str]:
     """Return (url, token) of the server that `asyncrl run` started for ``directory``. Raises NoSuchRun."""
     path = directory / BUS_FILE
     remedy = (
@@ -36,7 +40,7 @@ def read_address(directory: Path) -> tuple[str, str]:
     )
     try:
         table = json.loads(path.read_bytes())
-        url, token = table["url"], table["token"]
+        url, token = table["url"], table["worker_token" if is_worker else "token"]
         if not (isinstance(url, str) and isinstance(token, str)):
             raise ValueError("no url and token")
         if not _is_killed(url, pid=table.get("pid"), host=table.get("host")):

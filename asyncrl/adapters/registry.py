@@ -23,8 +23,6 @@ from asyncrl.data.model_folder import check_model
 from asyncrl.engines.port import Engine
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
-from asyncrl.launch.keys import signing_keys
-from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.weights.port import WeightChannel
 
 if TYPE_CHECKING:
@@ -296,14 +294,14 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
 # -- bus ---------------------------------------------------------------------------------------------------------------
 
 
-async def connect(run: RunConfig, *, token: str, role: str = "learner", signatures: Signatures | None = None) -> Bus:
+async def connect(run: RunConfig, *, token: str, role: str = "learner", worker: str = "") -> Bus:
     """Connect to the run's bus: bus.url, or the server that `asyncrl run` started in the run's folder.
 
-    role        role in bus/jetstream/credentials.py; only the learner's creates the run's streams
-    signatures  default: made from the run's keys for the role
+    role    role in bus/jetstream/credentials.py; only the learner's creates the run's streams
+    worker  name of a rollout worker
     """
-    url, token = bus_address(run, token=token)
-    bus = await _connect(run, url, token=token, role=role, signatures=signatures)
+    url, token = bus_address(run, token=token, role=role)
+    bus = await bus_class(run).connect(run, url=url, token=token, role=role, worker=worker)
     if (limit := bus.max_message_bytes) < min(run.bus.max_message_bytes, run.largest_prompt_bytes):
         await bus.close()
         raise ConfigError(
@@ -320,16 +318,16 @@ def largest_group_bytes(run: RunConfig) -> int:
 
 async def own_bus(run: RunConfig) -> Bus:
     """Return the private bus of a run in a single process."""
-    return await _connect(run, "", token="", role="learner", signatures=UNSIGNED)
+    return await bus_class(run).connect(run, url="", token="", role="learner")
 
 
 async def observe(run: RunConfig, *, token: str, role: str = "observer") -> Bus:
     """Connect as an observer or an "operator", without creating anything. Raises ConfigError."""
     url, token = bus_address(run, token=token)
-    return await _connect(run, url, token=token, role=role)
+    return await bus_class(run).connect(run, url=url, token=token, role=role)
 
 
-def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
+def bus_address(run: RunConfig, *, token: str, role: str = "learner") -> tuple[str, str]:
     """Return (url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder.
 
     Raises NoSuchRun.
@@ -341,9 +339,4 @@ def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
         )
     if run.bus.url or run.bus.address:
         return run.bus.url or run.bus.address, token
-    return read_address(run.run_directory)
-
-
-async def _connect(run: RunConfig, url: str, *, token: str, role: str, signatures: Signatures | None = None) -> Bus:
-    signatures = signatures or signing_keys.signatures(run, role=role)
-    return await bus_class(run).connect(run, url=url, token=token, role=role, signatures=signatures)
+    return read_address(run.run_directory, is_worker=role == "rollout-worker")

@@ -10,7 +10,6 @@ from asyncrl.config import RunConfig
 from asyncrl.config.adapter import Adapter
 from asyncrl.config.run import LauncherSection
 from asyncrl.errors import ConfigError
-from asyncrl.messages.signing import Signatures
 
 
 class BusServer(Protocol):
@@ -29,7 +28,11 @@ class BusServer(Protocol):
 
     @property
     def token(self) -> str:
-        """Token that clients must present."""
+        """Token of the learner and of the run's owner, who may do everything."""
+        ...
+
+    def worker_token(self, name: str) -> str:
+        """Return the token of one rollout worker, who may write only under its name; "*": one with any name. Blocks."""
         ...
 
     @property
@@ -72,12 +75,12 @@ class BusAdapter(Adapter):
             _check_one_process(run)
 
     @classmethod
-    async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> Bus:
+    async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, worker: str = "") -> Bus:
         """Connect to the run's bus at ``url``. Raises ConfigError.
 
-        role        learner, rollout-worker, observer or operator (bus/jetstream/credentials.py); only a learner creates
-                    the run's topics
-        signatures  signs published messages and verifies received ones (bus/encoding.py)
+        role    learner, rollout-worker, observer or operator (bus/jetstream/credentials.py); only a learner creates the
+                run's topics
+        worker  name of a rollout worker, with which every key that it writes begins
         """
         raise NotImplementedError
 

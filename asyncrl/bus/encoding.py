@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeVar
 
 from asyncrl.errors import ConfigError, MessageError, MessageTooLarge, OtherSchema
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.signing import Seen, Signatures
 from asyncrl.messages.topics import Topic
 
 M = TypeVar("M")
@@ -25,20 +24,21 @@ class Each(AsyncIterator[T], Generic[T]):
         return await self._take()
 
 
-def encoded(message: object, *, topic: Topic[Any], key: str, limit: int, signatures: Signatures) -> bytes:
-    """Encode and sign a message. Raises MessageTooLarge."""
-    return sealed(encode(message), topic=topic, key=key, limit=limit, signatures=signatures)
+def encoded(message: object, *, topic: Topic[Any], key: str, limit: int) -> bytes:
+    """Encode a message. Raises MessageTooLarge."""
+    data = encode(message)
+    check_size(data, topic=topic, key=key, limit=limit)
+    return data
 
 
-def sealed(data: bytes, *, topic: Topic[Any], key: str, limit: int, signatures: Signatures) -> bytes:
-    """Sign the bytes of a message. Raises MessageTooLarge."""
+def check_size(data: bytes, *, topic: Topic[Any], key: str, limit: int) -> None:
+    """Raise MessageTooLarge if a message is larger than the bus allows."""
     if len(data) > limit:
         raise MessageTooLarge(
             f"{topic.name} {key}: the message has {len(data):,} bytes, the bus allows {limit:,}; raise "
             f"bus.max_message_bytes (max_payload of the nats-server) or lower rollout.group_size or "
             f"rollout.max_new_tokens"
         )
-    return signatures.seal(topic, key, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +55,18 @@ class Opened(Generic[M]):
     is_missing: bool = False
 
 
-def opened(
-    data: bytes,
-    topic: Topic[M],
-    *,
-    key: str,
-    signatures: Signatures,
-    seen: Seen | None = None,
-    body: bytes | None = None,
-) -> Opened[M]:
-    """Verify and decode a message. Raises ConfigError if the learner has another schema.
-
-    seen  as in ``Signatures.open``
-    body  bytes of the message if ``data`` only names its pieces (pieces.py)
-    """
-    content = signatures.open(topic, key, data, seen=seen)
-    if content.problem:
-        return Opened(None, content.problem)
+def opened(data: bytes, topic: Topic[M], *, key: str) -> Opened[M]:
+    """Decode a message. Raises ConfigError if the learner has another schema."""
     try:
-        message = decode(content.data if body is None else body, topic.message_type, is_bounded=not topic.is_learners)
-        if topic.speaker:
-            name = getattr(message, topic.speaker)
-            if problem := signatures.impostor(topic, key, data, name=name):
-                return Opened(None, problem)
-        return Opened(message)
+        message = decode(data, topic.message_type, is_bounded=not topic.is_learners)
     except OtherSchema as error:
         if topic.is_learners:  # the whole run has that schema, so nothing of it can be read here
             raise ConfigError(f"{topic.name} of this run: {error}") from None
         return Opened(None, str(error))
     except MessageError as error:
         return Opened(None, str(error))
+    if topic.sender and (topic.kind == "state" or "/" in key):
+        writer, name = key.partition("/")[0], getattr(message, topic.sender)
+        if name != writer:  # the server lets nobody write under another's name, so the message lies
+            return Opened(None, f"bears the name {name[:100]!r} but was written by {writer[:100]!r}")
+    return Opened(message)

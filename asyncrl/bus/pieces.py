@@ -1,12 +1,11 @@
 """Splits messages that are too large for the server into pieces.
 
-    pieces        GROUP/DIGEST -> Piece    stored first; the key contains the digest of the piece's bytes
-    trajectories  KEY -> InPieces          stored last, signed, and names the pieces; makes the message complete
+    pieces        WORKER/GROUP/DIGEST -> Piece    stored first; the key contains the digest of the piece's bytes
+    trajectories  WORKER/GROUP-TICKET -> InPieces  stored last, names the pieces, and makes the message complete
 
-No piece is overwritten, and a digest is unknown before its bytes are published. So a worker cannot replace another
-worker's piece. The key of a piece does not contain the group's ticket. A writer that is killed halfway leaves pieces
-that no message names. ``Bus.trim`` removes the pieces of a group that is over once the log has no entry for the group.
-A message does not decode if a piece is missing or does not match its digest.
+The key of a piece does not contain the group's ticket. A writer that is killed halfway leaves pieces that no message
+names. ``Bus.trim`` removes a worker's pieces of a group that is over once the log has no entry of the worker for it. A
+message does not decode if a piece is missing or does not match its digest.
 
 Tests: tests/contracts/test_bus_pieces.py, tests/integration/bus/test_pieces.py.
 """
@@ -17,12 +16,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final, TypeVar
 
-from asyncrl.bus.encoding import Opened, opened, sealed
+from asyncrl.bus.encoding import Opened, check_size, opened
 from asyncrl.bus.port import Bus
 from asyncrl.errors import MessageError, MessageTooLarge
 from asyncrl.messages.codec import decode, encode, is_encoded
 from asyncrl.messages.pieces import DIGEST_BYTES, MOST_PIECES, InPieces, Piece, digest_of
-from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import PIECES, Topic, public_part
 
 M = TypeVar("M")
@@ -44,7 +42,6 @@ class Pieces:
         bus: Bus,
         *,
         most: int,
-        signatures: Signatures,
         fetch: Callable[[str], Awaitable[bytes | None]],
         remove: Callable[[Collection[str]], Awaitable[None]],
     ) -> None:
@@ -53,10 +50,10 @@ class Pieces:
         fetch   returns the bytes stored under a key of ``pieces``
         remove  removes keys of ``pieces``
         """
-        self._bus, self._most, self._signatures = bus, most, signatures
+        self._bus, self._most = bus, most
         self._fetch, self._remove = fetch, remove
 
-    async def sealed(self, topic: Topic[M], message: M, *, key: str) -> bytes:
+    async def encoded(self, topic: Topic[M], message: M, *, key: str) -> bytes:
         """Return the bytes to store under ``key``. For a large message, store its pieces first and return their names.
 
         Raises MessageTooLarge, and BusFull if there is no room for all pieces. A retry reuses the pieces stored before.
@@ -64,7 +61,8 @@ class Pieces:
         data, limit = encode(message), self._bus.max_message_bytes
         if topic.is_in_pieces and len(data) > limit:
             data = encode(await self._stored(topic, key, data, piece_bytes=max(1, limit - HEAD_BYTES)))
-        return sealed(data, topic=topic, key=key, limit=limit, signatures=self._signatures)
+        check_size(data, topic=topic, key=key, limit=limit)
+        return data
 
     async def _stored(self, topic: Topic[Any], key: str, data: bytes, *, piece_bytes: int) -> InPieces:
         most = min(self._most, piece_bytes * min(MOST_PIECES, piece_bytes // DIGEST_BYTES))
@@ -86,16 +84,15 @@ class Pieces:
 
     async def opened(self, topic: Topic[M], *, key: str, data: bytes) -> tuple[Opened[M], int]:
         """Decode the entry ``key`` of a log. Return the message and its size in bytes."""
-        content = self._signatures.open(topic, key, data)
-        if content.problem or not (topic.is_in_pieces and is_encoded(content.data, InPieces)):
-            return opened(data, topic, key=key, signatures=self._signatures), len(data)
+        if not (topic.is_in_pieces and is_encoded(data, InPieces)):
+            return opened(data, topic, key=key), len(data)
         try:
-            body = await self._joined(key, decode(content.data, InPieces))
+            body = await self._joined(key, decode(data, InPieces))
         except MessageError as error:
             return Opened(None, str(error)), len(data)
         if body is None:
             return Opened(None, "pieces of it are not on the bus", is_missing=True), len(data)
-        return opened(data, topic, key=key, signatures=self._signatures, body=body), len(body)
+        return opened(body, topic, key=key), len(body)
 
     async def _joined(self, key: str, whole: InPieces) -> bytes | None:
         """Join the pieces; None if a piece is missing. Raises MessageError if a piece is not the published one."""
@@ -106,7 +103,7 @@ class Pieces:
             piece_key = f"{public_part(key)}/{digest}"
             if (data := await self._fetch(piece_key)) is None:
                 return None
-            found = opened(data, PIECES, key=piece_key, signatures=self._signatures)
+            found = opened(data, PIECES, key=piece_key)
             if found.message is None or digest_of(found.message.data).hex() != digest:
                 raise MessageError(f"piece {number} of it is damaged: {found.problem or 'its digest differs'}")
             body += found.message.data
@@ -127,4 +124,4 @@ class Pieces:
 
 
 def _owner(piece_key: str) -> str:
-    return piece_key.partition("/")[0]
+    return piece_key.rpartition("/")[0]

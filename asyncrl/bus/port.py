@@ -168,7 +168,8 @@ class Bus(Protocol):
         ...
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
-        """Return the current state of every key, or of keys that begin with ``under``: "a/" or "a/b/" for "a/b/c"."""
+        """Return the current state of every key, or of keys that begin with ``under``: "a/" or "a/b/" for "a/b/c". "*"
+        in place of a part stands for any part."""
         ...
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
@@ -200,15 +201,12 @@ class Bus(Protocol):
         """Yield requests as they arrive. If a request is left unanswered, ``ask`` returns None."""
         ...
 
-    def lease(self, name: str, *, holder: str, is_namesakes: bool = False) -> AbstractAsyncContextManager[None]:
+    def lease(self, name: str, *, holder: str) -> AbstractAsyncContextManager[None]:
         """A lock over all processes of the run. Entering waits until the lease is free; waiters have no order.
 
         A holder that dies loses the lease within about five seconds. A holder that is cut off from the bus, or blocks
         its event loop, for that long also loses it, without notice. Use a lease to limit load, not to protect data. It
-        is not reentrant.
-
-        holder        name shown to people who inspect the bus; a name that has a key may be used only with that key
-        is_namesakes  only processes with our key can hold the lease; records by other keys are ignored
+        is not reentrant. ``holder``: name shown to people who inspect the bus.
         """
         ...
 

@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 from asyncrl.bus.rejections import Rejections
 from asyncrl.errors import MessageError
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import Service
 
 Q = TypeVar("Q")
@@ -36,9 +35,8 @@ class PendingRequest(Generic[Q, A]):
 class Line(Generic[Q, A]):
     """Pending requests of one server of a service, first in, first out."""
 
-    def __init__(self, service: Service[Q, A], rejections: Rejections, signatures: Signatures) -> None:
+    def __init__(self, service: Service[Q, A], rejections: Rejections) -> None:
         self._service = service
-        self._signatures = signatures
         self._rejections = rejections
         self._waiting: asyncio.Queue[PendingRequest[Q, A]] = asyncio.Queue()
 
@@ -48,26 +46,16 @@ class Line(Generic[Q, A]):
         except MessageError as error:
             self._rejections.note(self._service.name, f"invalid request: {error}")
             return
-
-        async def send_signed(answer: bytes) -> None:
-            await send(self._signatures.seal_answer(self._service, data, answer))
-
-        self._waiting.put_nowait(PendingRequest(question, send_signed))
+        self._waiting.put_nowait(PendingRequest(question, send))
 
     async def take(self) -> PendingRequest[Q, A]:
         return await self._waiting.get()
 
 
-def answer_of(
-    data: bytes, service: Service[Q, A], rejections: Rejections, *, question: bytes, signatures: Signatures
-) -> A | None:
-    """Decode the answer to a question; None if the bytes do not answer this question, as if no process had answered."""
-    content = signatures.open_answer(service, question, data)
-    if content.problem:
-        rejections.note(service.name, f"the answer {content.problem}", kind="signature")
-        return None
+def answer_of(data: bytes, service: Service[Q, A], rejections: Rejections) -> A | None:
+    """Decode the answer to a question; None if the bytes are no answer, as if no process had answered."""
     try:
-        return decode(content.data, service.answer_type, is_bounded=not service.is_answer_signed)
+        return decode(data, service.answer_type, is_bounded=service.served_by != ("learner",))
     except MessageError as error:
         rejections.note(service.name, f"invalid answer: {error}")
         return None

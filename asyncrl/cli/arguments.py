@@ -12,7 +12,6 @@ from typing import Final
 from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.keys.signing_keys import LEARNER_KEY_VARIABLE
 
 MOST_STEPS: Final = 2**53
 
@@ -73,8 +72,7 @@ def bus_token(run_config: RunConfig | None = None) -> str:
 
 
 def with_bus_address(run_config: RunConfig) -> RunConfig:
-    """Add the nats-server's address and the learner's public key, if `asyncrl run` passed them to this process."""
+    """Add the nats-server's address, if `asyncrl run` passed it to this process."""
     bus = run_config.bus
     address = os.environ.get("ASYNCRL_BUS_URL", bus.address)
-    learner_key = os.environ.get(LEARNER_KEY_VARIABLE, bus.learner_key)
-    return dataclasses.replace(run_config, bus=dataclasses.replace(bus, address=address, learner_key=learner_key))
+    return dataclasses.replace(run_config, bus=dataclasses.replace(bus, address=address))

@@ -15,7 +15,6 @@ from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervise_pro
 from asyncrl.config import RunConfig
 from asyncrl.launch.checks import resume_checks, single_learner
 from asyncrl.launch.checks.run_file import check_learner
-from asyncrl.launch.keys import signing_keys
 from asyncrl.os_process import end_with_parent, exit_within
 
 
@@ -62,11 +61,9 @@ async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched
     bus = await connect(run_config, token=token)
     try:
         await single_learner.on_bus(bus, run=run_config.run.name)
-        await single_learner.of_this_key(bus, run_config)
         if resume:
             await resume_checks.require_checkpoint(run_config, bus=bus)
-        async with signing_keys.heard_kept(run_config):
-            code = await train(run_config, bus, resume=resume, run_actors=supervise_process)
+        code = await train(run_config, bus, resume=resume, run_actors=supervise_process)
         exit_within(EXIT_SECONDS, code)
         for number in (signal.SIGTERM, signal.SIGINT):  # a late signal would make a finished run look interrupted
             signal.signal(number, signal.SIG_IGN)

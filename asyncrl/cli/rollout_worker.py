@@ -12,7 +12,6 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check_worker
 from asyncrl.launch.checks.shared_settings import settings_checksum
-from asyncrl.launch.keys.worker_keys import Identity
 from asyncrl.os_process import end_with_parent
 
 
@@ -27,18 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     end_with_parent()
     run_config = arguments.with_bus_address(arguments.load(options))
-    label = options.name or worker_process.default_label()
-    identity = worker_process.identity(options, run_config, label=label)
+    name = worker_process.name_of(options, run_config)
     check_worker(run_config)
     if options.evaluate and not run_config.num_evaluation_workers:
         raise ConfigError(
             'rollout-worker --evaluate: the run file has no evaluation.place = "dedicated" with data sets'
         )
     token = arguments.bus_token(run_config)
-    return in_event_loop(_sample(run_config, identity, token=token, is_dedicated=bool(options.evaluate)))
+    return in_event_loop(_sample(run_config, name, token=token, is_dedicated=bool(options.evaluate)))
 
 
-async def _sample(run_config: RunConfig, identity: Identity, *, token: str, is_dedicated: bool) -> int:
+async def _sample(run_config: RunConfig, name: str, *, token: str, is_dedicated: bool) -> int:
     """Sample until the worker is drained or the run is finished. Raises ConfigError while another worker has its name.
 
     is_dedicated  only evaluate
@@ -47,8 +45,8 @@ async def _sample(run_config: RunConfig, identity: Identity, *, token: str, is_d
     from asyncrl.launch.assembly.build_learner import prometheus
     from asyncrl.launch.assembly.build_worker import build_worker
 
-    async with worker_process.bus_of_worker(run_config, identity, token=token) as bus:
-        worker, follower = await build_worker(run_config, bus=bus, name=identity.name, is_dedicated=is_dedicated)
+    async with worker_process.bus_of_worker(run_config, name, token=token) as bus:
+        worker, follower = await build_worker(run_config, bus=bus, name=name, is_dedicated=is_dedicated)
         gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
         about = settings_checksum(run_config)
         await supervise_process(

@@ -1,4 +1,4 @@
-"""A rollout worker process: its identity and its connection to the bus."""
+"""A rollout worker process: its name and its connection to the bus."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from asyncrl.cli.actor_process import EXIT_SECONDS
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import single_instance
-from asyncrl.launch.keys import signing_keys, worker_keys
-from asyncrl.launch.keys.worker_keys import Identity
 from asyncrl.messages.validation import name_problem
 from asyncrl.os_process import exit_within
 
@@ -28,40 +26,37 @@ def add_name(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name",
         default="",
-        help="prefix of the worker's name; 16 digits of its key follow (default: host and process id)",
+        help="name of the worker, unique in the run (default: host and process id)",
     )
 
 
-def default_label() -> str:
+def _default_name() -> str:
     """Return a name that is unique among the machines and processes of a run, and valid in a subject of the bus."""
     host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
     return f"{host}-{os.getpid()}"
 
 
-def identity(options: argparse.Namespace, run_config: RunConfig, *, label: str) -> Identity:
-    """Return the worker's identity for the whole run, and start to log to LABEL.log. Raises ConfigError."""
-    found = worker_keys.identity(label, os.environ)
-    if problem := name_problem(found.name):
+def name_of(options: argparse.Namespace, run_config: RunConfig) -> str:
+    """Return the worker's name, and start to log to NAME.log. Raises ConfigError."""
+    name = options.name or _default_name()
+    if problem := name_problem(name):
         raise ConfigError(f"{options.verb} --name: {problem}")
-    logs.log_to(run_config.run_directory / "logs" / f"{label}.log")
-    if found.has_own_key:
-        log.info("joins run %s as %s", run_config.run.name, found.name)
-    return found
+    logs.log_to(run_config.run_directory / "logs" / f"{name}.log")
+    log.info("joins run %s as %s", run_config.run.name, name)
+    return name
 
 
 @contextlib.asynccontextmanager
-async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str) -> AsyncIterator[Bus]:
+async def bus_of_worker(run_config: RunConfig, name: str, *, token: str) -> AsyncIterator[Bus]:
     """Connect to the bus, and wait while the run's learner has another message schema.
 
     After the context, the process ends within EXIT_SECONDS.
 
     Raises ConfigError while another worker has its name.
     """
-    signatures = signing_keys.signatures(run_config, role="rollout-worker", own=own.key, life=own.life)
-    bus, run = await connect(run_config, token=token, role="rollout-worker", signatures=signatures), run_config.run.name
-    alone = contextlib.nullcontext() if own.has_own_key else single_instance.worker(bus, own.name, run=run)
+    bus = await connect(run_config, token=token, role="rollout-worker", worker=name)
     try:
-        async with alone:
+        async with single_instance.worker(bus, name, run=run_config.run.name):
             yield bus
         exit_within(EXIT_SECONDS, 0)
     finally:

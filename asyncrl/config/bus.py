@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -28,13 +27,11 @@ class BusSection:
     """Address of the server that `asyncrl run` started. It sets this for its processes (ASYNCRL_BUS_URL); leave it
     empty."""
     token: str = field(default="", repr=False)
-    """Token of the server. Prefer the environment variable ASYNCRL_BUS_TOKEN, which keeps the token out of files."""
+    """Token of the server, or USER:PASSWORD. Prefer the environment variable ASYNCRL_BUS_TOKEN, which keeps it out of
+    files."""
     credentials: str = ""
-    """File with USER:PASSWORD, an NKEY seed, or a .creds file. {role} in the path is replaced by learner,
-    rollout-worker, operator or observer. `bin/nats-config` writes such files."""
-    learner_key: str = ""
-    """Public key with which the learner's messages are verified, in hexadecimal. Empty: keys/learner.pub of the run's
-    folder; without that file, the key of the first learner whose messages arrive."""
+    """File with USER:PASSWORD, an NKEY seed, or a .creds file. {role} in the path is replaced by learner, operator or
+    observer, and in a rollout worker by workers/NAME. `bin/nats-config` writes such files."""
     tls_ca: str = ""
     """PEM file of the CA that signed the server's certificate. The connection uses TLS if this is set or the url starts
     with tls://."""
@@ -85,8 +82,4 @@ class BusSection:
             "credentials, tls_ca and tls_certificate are for a server at url",
         )
         require(bool(self.tls_certificate) or not self.tls_key, "tls_key is of tls_certificate, which is empty")
-        require(
-            bool(re.fullmatch("([0-9a-f]{64})?", self.learner_key)),
-            f"learner_key must be 64 hexadecimal digits, got {self.learner_key[:80]!r}",
-        )
         require(not (self.token and self.credentials), "token and credentials exclude each other: set one of them")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -15,7 +13,7 @@ from asyncrl.environments.agent.function import Options as AgentOptions
 from asyncrl.environments.agent.harnesses.outside import Options
 from asyncrl.environments.load import load_options
 from asyncrl.errors import ConfigError
-from asyncrl.launch.keys import key_files
+from asyncrl.launch import secret_files
 
 _HARNESS: Final = "outside"
 
@@ -57,17 +55,8 @@ def harness_options(run: RunConfig) -> Options:
 
 
 def read_key(file: Path) -> str:
-    """Read the key from the file.
-
-    If there is no file, create one with a new key that only the owner can read. Raises ConfigError.
-    """
-    try:
-        if not file.exists():
-            with contextlib.suppress(FileExistsError):
-                key_files.write(file, secrets.token_urlsafe(32), mode=0o600)
-        key = file.read_text().strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read or made: {error}") from error
+    """Read the key from the file, or create one. Raises ConfigError."""
+    key = secret_files.read_or_create(file)
     if not key or not key.isascii():
         raise ConfigError(f"{file}: has no key; remove it, and another one is made")
     return key

@@ -17,7 +17,8 @@ DIGEST_BYTES: Final = 32
 class Piece:
     """Some of a message's bytes.
 
-    Topic ``pieces``, key GROUP/DIGEST: rollout worker -> learner. DIGEST is the SHA-256 of ``data`` in hexadecimal.
+    Topic ``pieces``, key WORKER/GROUP/DIGEST: rollout worker -> learner. DIGEST is the SHA-256 of ``data``, in
+    hexadecimal.
     """
 
     data: bytes

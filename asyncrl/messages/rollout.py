@@ -407,7 +407,7 @@ class CallSegment:
 class GroupSegment:
     """What was sampled for an unfinished prompt group since its last segment.
 
-    Topic ``segments``, key GROUP/ATTEMPT/SEGMENT: rollout worker -> the worker that takes the prompt over.
+    Topic ``segments``, key WORKER/GROUP/ATTEMPT/SEGMENT: rollout worker -> the worker that takes the prompt over.
 
     proof  shows that the writer received the group's prompt (actors/rollout/partial_rollouts.py); empty if prompts have
            no tickets

@@ -5,6 +5,9 @@ work    each message goes to one consumer, and to the next one until a consumer 
 log     every message is kept; each reader keeps a cursor and does not ack
 state   the last value of each key; a watcher gets the current value, then newer ones, but may skip some
 
+A key of a topic that workers write begins with the name of its writer, "w0/7", and a worker may publish under no other
+name (bus/nats_server/rights.py). So the subject, not the message, proves who wrote it.
+
 To add a topic: define a message type, and add a row here. Streams (bus/jetstream/layout.py), permissions
 (bus/nats_server) and the reference page follow from the row.
 """
@@ -50,8 +53,7 @@ class Topic(Generic[M]):
                          observers may read every log and state. A worker that publishes and reads a state may also
                          remove its keys and use keys with several parts ("a/b/c").
     seconds_to_live      age at which states and log entries expire; 0 keeps them
-    speaker              field of the message that names its sender; if the name has a key, only its owner may use it
-                         (signing.py)
+    sender               field of the message that repeats the name in its key; a message that names another is refused
     most_messages        most messages that a work topic holds at once; 0: as many as the run's window has groups
     is_in_pieces         whether a message larger than the server's limit is stored in ``pieces`` (bus/pieces.py)
     is_watched           for a state that workers publish and read: whether workers only watch single keys
@@ -63,14 +65,14 @@ class Topic(Generic[M]):
     publishers: tuple[Role, ...] = ()
     readers: tuple[Role, ...] = ()
     seconds_to_live: float = 0.0
-    speaker: str = ""
+    sender: str = ""
     most_messages: int = 0
     is_in_pieces: bool = False
     is_watched: bool = False
 
     @property
     def is_learners(self) -> bool:
-        """Whether only the learner publishes here. It signs its messages, and readers check them (signing.py)."""
+        """Whether only the learner publishes here."""
         return self.publishers == ("learner",)
 
 
@@ -79,9 +81,7 @@ class Service(Generic[Q, A]):
     """A question that a serving process answers at once. Nothing is stored.
 
     key       selects one of several servers of the service, such as one per worker
-    is_keyed  whether the service has many keys
-    is_answer_signed  whether only the learner's answers are accepted (signing.py)
-    is_namesakes      whether a process with a key accepts answers only from processes with the same key
+    is_keyed  whether each worker has a server of its own, which only itself may ask and serve; its key is its name
     """
 
     name: str
@@ -91,8 +91,6 @@ class Service(Generic[Q, A]):
     served_by: tuple[Role, ...] = ()
     is_keyed: bool = False
     key: str = ""
-    is_answer_signed: bool = False
-    is_namesakes: bool = False
 
 
 PROMPTS = Topic("prompts", "work", PromptGroup, publishers=("learner",), readers=("rollout-worker",))
@@ -102,7 +100,7 @@ TRAJECTORIES = Topic(
     TrajectoryGroup,
     publishers=("rollout-worker",),
     readers=("learner",),
-    speaker="worker",
+    sender="worker",
     is_in_pieces=True,
 )
 PIECES = Topic("pieces", "log", Piece, publishers=("rollout-worker",), readers=("learner",))
@@ -113,6 +111,7 @@ SEGMENTS = Topic(
     publishers=("rollout-worker",),
     readers=("rollout-worker",),
     seconds_to_live=6 * 3600.0,
+    sender="worker",
 )
 
 EVALUATION = Topic("evaluation", "state", Evaluation, publishers=("learner",), readers=("rollout-worker",))
@@ -130,7 +129,7 @@ EVALUATION_ANSWERS = Topic(
     EvaluationAnswers,
     publishers=("rollout-worker",),
     readers=("learner",),
-    speaker="worker",
+    sender="worker",
 )
 
 WEIGHTS = Topic("weights", "state", WeightVersion, publishers=("learner",), readers=("rollout-worker",))
@@ -145,10 +144,10 @@ ACTORS = Topic(
     publishers=("learner", "rollout-worker"),
     readers=("learner",),
     seconds_to_live=15.0,
-    speaker="actor",
+    sender="actor",
 )
 EVENTS = Topic(
-    "events", "log", Event, publishers=("learner", "rollout-worker"), seconds_to_live=7 * 86_400.0, speaker="actor"
+    "events", "log", Event, publishers=("learner", "rollout-worker"), seconds_to_live=7 * 86_400.0, sender="actor"
 )
 QUARANTINE = Topic("quarantine", "state", Quarantine, publishers=("learner",), readers=("rollout-worker",))
 METRICS = Topic("metrics", "state", StepMetrics, publishers=("learner",), readers=("observer",))
@@ -164,7 +163,6 @@ TRANSFERS = Service(
     TransferOffer,
     asked_by=("rollout-worker",),
     served_by=("learner",),
-    is_answer_signed=True,
 )
 LAUNCHER = Service("launcher", Claim, Claim, asked_by=("learner",), served_by=("learner",))
 WORKERS = Service(
@@ -174,7 +172,6 @@ WORKERS = Service(
     asked_by=("rollout-worker",),
     served_by=("rollout-worker",),
     is_keyed=True,
-    is_namesakes=True,
 )
 
 ALL: Final[tuple[Topic[Any], ...]] = tuple(row for row in tuple(globals().values()) if isinstance(row, Topic))
@@ -188,17 +185,27 @@ def worker_named(name: str) -> Service[Claim, Claim]:
     return dataclasses.replace(WORKERS, key=name)
 
 
-def answer_key(group_id: int, *, ticket: str) -> str:
-    """Key of an answer in ``trajectories``. ``ticket``: that of the group's prompt; "" if prompts have no tickets."""
-    return f"{group_id}-{ticket}" if ticket else str(group_id)
+def answer_key(group_id: int, *, worker: str, ticket: str) -> str:
+    """Key of an answer in ``trajectories``. ``ticket``: that of the group's prompt; "" if prompts have no tickets.
+
+    Example: "w0/7-5f..." is the answer of worker w0 to group 7.
+    """
+    return f"{worker}/{group_id}-{ticket}" if ticket else f"{worker}/{group_id}"
+
+
+def sender_of(key: str) -> str:
+    """The name with which a key begins; "" for the key of a log without a name."""
+    name, slash, _ = key.partition("/")
+    return name if slash else ""
 
 
 def public_part(key: str) -> str:
     """The part of a key of ``trajectories`` that is not secret: all but the ticket."""
-    return key.partition("-")[0]
+    name, slash, rest = key.rpartition("/")
+    return name + slash + rest.partition("-")[0]
 
 
 def group_id_of(key: str) -> int | None:
     """Return the group of a key of ``prompts`` or ``trajectories``; None if the key is malformed."""
-    found = re.fullmatch("(0|[1-9][0-9]{0,15})(-[0-9a-f]{32})?", key)
+    found = re.fullmatch("(?:[^/]*/)?(0|[1-9][0-9]{0,15})(-[0-9a-f]{32})?", key)
     return int(found[1]) if found else None

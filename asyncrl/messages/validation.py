@@ -31,7 +31,8 @@ def name_problem(name: str) -> str:
             f"a worker's name may have {LARGEST_KEY} letters, digits, - and _ (others count three a byte), "
             f"{name[:20]!r}... has {length_on_bus(name)}"
         )
-    return "" if name.isprintable() else f"a worker's name must be printable, got {name[:40]!r}"
+    is_one_part = name.isprintable() and "/" not in name
+    return "" if is_one_part else f"a worker's name must be printable and without /, got {name[:40]!r}"
 
 
 def check_counts(message: Any, *names: str) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl import os_process
-from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 
 Row = dict[str, Any]
 Ended = Literal["done", "enough", "limit", "failed"]
@@ -114,7 +113,6 @@ class Arm:
             **os.environ,
             **(extra_env or {}),
             "ASYNCRL_BUS_TOKEN": bus.token,
-            WORKER_KEY_VARIABLE: "",  # workers have the names that we give them
             os_process.PARENT: str(os.getpid()),  # they end with this process
         }
         gpus = {"CUDA_VISIBLE_DEVICES": visible_devices(learner_gpus)} if learner_gpus else {}

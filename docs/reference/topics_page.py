@@ -20,24 +20,24 @@ What travels on the bus, generated from `asyncrl/messages/topics.py` by `python 
 
 Besides its readers, operators and observers read every log and state; the learner may do everything.
 
-What the learner alone publishes is signed by it and checked by everybody who reads it
-([security](../guides/deploy.md)).
+A key that a worker writes begins with its name, and the server lets it write no other
+([security](../guides/deploy.md#security)).
 
-| topic | kind | message | published by | signed | read by | kept |
-|---|---|---|---|---|---|---|
+| topic | kind | message | published by | read by | kept |
+|---|---|---|---|---|---|
 """
 
 
 def page() -> str:
     rows = [
         f"| `{topic.name}` | {topic.kind} | {_link(topic.message_type)} | {', '.join(topic.publishers)} "
-        f"| {'yes' if topic.is_learners else '-'} | {', '.join(topic.readers) or '-'} | {_kept(topic)} |"
+        f"| {', '.join(topic.readers) or '-'} | {_kept(topic)} |"
         for topic in topics.ALL
     ]
     services = topics.ALL_SERVICES
     asked = [
         f"| `{one.name}` | {_link(one.question_type)} | {_link(one.answer_type)} | {', '.join(one.asked_by)} "
-        f"| {', '.join(one.served_by)} | {'yes' if one.is_answer_signed else '-'} |"
+        f"| {', '.join(one.served_by)} |"
         for one in services
     ]
     types = {topic.message_type for topic in topics.ALL}
@@ -45,7 +45,7 @@ def page() -> str:
     messages = [_message(kind) for kind in sorted(types, key=lambda kind: kind.__name__)]
     service_head = (
         "\n\n## Services\n\nA process that serves a question answers it at once; nothing is stored.\n\n"
-        "| service | question | answer | asked by | served by | answer signed |\n|---|---|---|---|---|---|\n"
+        "| service | question | answer | asked by | served by |\n|---|---|---|---|---|\n"
     )
     message_head = (
         "\n\n## Messages\n\nTypes and meanings of the fields: `asyncrl/messages/`.\n\n"

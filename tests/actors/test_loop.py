@@ -252,7 +252,7 @@ async def test_a_reward_that_fails_buries_the_group_and_the_run_goes_on(loop: Lo
     await run_all(loop, worker(await bus_factory(), Engine(), reward=fakes.Judge(picky)))
     assert loop.trained_groups == 8
     assert loop.recorder.rows[-1]["staleness/failed_groups"] > 0
-    assert any(key.startswith("0-failed") for key in await loop.bus.keys(EVENTS))
+    assert any(key.startswith("learner/0-failed") for key in await loop.bus.keys(EVENTS))
 
 
 async def test_a_rollout_function_that_raises_is_data(

@@ -83,7 +83,7 @@ async def _one(bus: JetStreamBus, deliveries: Any, random: Random, kept: deque[A
     if prompt is None or random.random() < 0.1:
         await delivery.retry()
         return 0
-    key = answer_key(prompt.group_id, ticket=prompt.ticket)
+    key = answer_key(prompt.group_id, worker="evil", ticket=prompt.ticket)
     await _put(bus, "trajectories", key, lies.answer_to(prompt, random, max_bytes=_MAX_BYTES))
     await delivery.ack()
     if random.random() < 0.5:
@@ -95,7 +95,7 @@ async def _one(bus: JetStreamBus, deliveries: Any, random: Random, kept: deque[A
         [
             ("trajectories", key, random.randbytes(50)),
             ("trajectories", str(other.group_id), unlent),  # a group that the liar was usually not lent
-            ("trajectories", answer_key(other.group_id, ticket=random.randbytes(16).hex()), unlent),
+            ("trajectories", answer_key(other.group_id, worker="evil", ticket=random.randbytes(16).hex()), unlent),
             lies.said_elsewhere(random),
         ]
     )

@@ -45,8 +45,9 @@ class Seen:
         async with bus.read(TRAJECTORIES, after=self.sequence) as records:
             async for record in records:
                 self.sequence = record.sequence
-                group, is_first = record.message, record.key not in self.keys
-                self.keys.add(record.key)
+                key = record.key.partition("/")[2]  # of the group, whoever answered it
+                group, is_first = record.message, key not in self.keys
+                self.keys.add(key)
                 if group is None:
                     continue
                 self.published[group.worker] = self.published.get(group.worker, 0) + 1

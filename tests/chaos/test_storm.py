@@ -54,13 +54,15 @@ async def test_a_group_is_an_honest_workers_only_if_nobody_had_answered_it_befor
     """A liar gets the prompts of a worker that was stopped for too long. Both answer, and the log is trimmed in
     between."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20}))
-    keys = [answer_key(group_id, ticket="0" * 32) for group_id in range(3)]
+    keys, evil = (
+        [answer_key(group_id, worker=worker, ticket="0" * 32) for group_id in range(3)] for worker in ("w0", "evil")
+    )
     seen = Seen()
     reading = asyncio.create_task(seen.read_groups(bus))
     for key, data in (
-        (keys[0], b"does not decode"),
-        (keys[1], encode(replace(groups.group(7), worker="evil"))),
-        (answer_key(2, ticket="1" * 32), b"of somebody who was not lent it"),
+        (evil[0], b"does not decode"),
+        (evil[1], encode(replace(groups.group(7), worker="evil"))),
+        (answer_key(2, worker="evil", ticket="1" * 32), b"of somebody who was not lent it"),
     ):
         assert bus._log(TRAJECTORIES).add(key, data)
     await until(lambda: seen.sequence == 3)

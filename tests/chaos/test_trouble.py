@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from asyncrl.bus.nats_server.server import EmbeddedServer
-from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import ACTORS, TRAJECTORIES
 from asyncrl.policies.health.waits import SPACE_IN_LOG
@@ -63,7 +62,7 @@ def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, forks: ForkS
 async def worker(storm: Storm, forks: ForkServer, name: str, *, url: str) -> AsyncIterator[None]:
     """Start a worker that joins by itself. It must exit with code 0 when the run is finished."""
     words = ["rollout-worker", str(storm.run_file), "--name", name, "--set", f'bus.url="{url}"', "--set", MESSAGE_BYTES]
-    environment = storm.environment | {WORKER_KEY_VARIABLE: ""}  # without a key, the worker keeps the name we give it
+    environment = storm.environment
     process = forks.run(words, environment=environment, output=Path(os.devnull))
     try:
         yield

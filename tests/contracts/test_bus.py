@@ -64,7 +64,7 @@ async def test_a_key_is_stored_once_in_a_log(bus: Bus) -> None:
 @pytest.mark.parametrize("key", ["a.b", "with space", "a/b*c>", "ünï", "=41", "A", "", "-_"])
 async def test_any_text_is_a_key(bus: Bus, key: str) -> None:
     await bus.publish(PROMPTS, prompt(1), key=key)
-    await bus.put(ACTORS, heartbeat("x"), key=key)
+    await bus.put(ACTORS, heartbeat(key.partition("/")[0]), key=key)
     assert await bus.keys(PROMPTS) == {key}
     assert set(await bus.states(ACTORS)) == {key}
     async with taken(bus, 1) as (delivery,):

@@ -24,14 +24,18 @@ from asyncrl.bus.nats_server.accounts import account_name
 from asyncrl.bus.nats_server.rights import LEASES, OBJECTS, table
 from asyncrl.messages.topics import ALL, ALL_SERVICES, ROLES, Topic
 from tests.harness.raw_nats import RawNats
-from tests.harness.roles import started
+from tests.harness.roles import access_to, started
 
 RUN = "mine"
+WORKER, OTHER = "w0", "w1"
+"""The worker that attacks, and one in whose name it may not write."""
 OTHERS = ROLES[1:]
 LAYOUT = Layout(run=RUN, max_prompts=64, max_log_bytes=2**20, ack_seconds=30.0, storage="file")
 EVERY = (*ALL, Lease.TOPIC)
 STREAMS = sorted({LAYOUT.stream(topic) for topic in EVERY} | {LAYOUT.objects_stream})
-SERVICES = {f"{one.name} (service)": LAYOUT.service(one) + (".w0" if one.is_keyed else "") for one in ALL_SERVICES}
+SERVICES = {
+    f"{one.name} (service)": LAYOUT.service(one) + (f".{WORKER}" if one.is_keyed else "") for one in ALL_SERVICES
+}
 OPEN = "open"
 """A user without permissions, in the account of each role."""
 
@@ -58,10 +62,26 @@ def key_of(topic: Topic[Any], key: str = "1") -> str:
     return lease_prefix(LAYOUT, role="rollout-worker") + key if topic is Lease.TOPIC else LAYOUT.prefix(topic) + key
 
 
+def keys_of_worker(topic: Topic[Any], worker: str) -> list[str]:
+    """Return subjects of a topic that only this worker may write."""
+    if "rollout-worker" not in topic.publishers:
+        return []
+    return [LAYOUT.prefix(topic) + worker, f"{LAYOUT.prefix(topic)}{worker}.1"]
+
+
+def all_keys_of(topic: Topic[Any]) -> list[str]:
+    return [key_of(topic), *keys_of_worker(topic, WORKER), *keys_of_worker(topic, OTHER)]
+
+
+def told(subject: str) -> str:
+    """Where a state's stream republishes what is stored under a subject."""
+    return f"asyncrl-stored.{subject}"
+
+
 def subjects_of(stream: str) -> list[str]:
     if stream == LAYOUT.objects_stream:
         return [f"$O.{LAYOUT.objects_bucket}.C.x", f"$O.{LAYOUT.objects_bucket}.M.eA=="]  # of "x"
-    found = [key_of(topic) for topic in EVERY if LAYOUT.stream(topic) == stream]
+    found = [key for topic in EVERY if LAYOUT.stream(topic) == stream for key in all_keys_of(topic)]
     return [*found, lease_prefix(LAYOUT, role="learner") + "1"] if stream == LAYOUT.stream(Lease.TOPIC) else found
 
 
@@ -82,10 +102,16 @@ def other_subjects() -> list[str]:
     """Return subjects outside of any stream on which some client or server may listen."""
     states = [topic for topic in ALL if topic.kind == "state"]
     return [
-        *(LAYOUT.republish_subject(topic, "1") for topic in states),
+        *(told(subject) for topic in states for subject in all_keys_of(topic)),
         *SERVICES.values(),
+        *(f"{LAYOUT.service(one)}.{OTHER}" for one in ALL_SERVICES if one.is_keyed),
         *(LAYOUT.freed("load-0", role=role) for role in ROLES),
-        *(f"{kind}.{RUN}.{role}.somebody.1" for kind in ("_INBOX", "asyncrl-answer") for role in ROLES),
+        *(
+            f"{kind}.{RUN}.{role}.{name}.1"
+            for kind in ("_INBOX", "asyncrl-answer")
+            for role in ROLES
+            for name in (WORKER, OTHER)
+        ),
         *(f"$JS.ACK.{stream}.{WORKERS}.1.1.1.1.0" for stream in STREAMS),
         f"$JS.FC.{STREAMS[0]}.x",
         f"$JS.EVENT.ADVISORY.CONSUMER.DELETED.{STREAMS[0]}.{WORKERS}",
@@ -96,9 +122,13 @@ def other_subjects() -> list[str]:
 
 
 class May:
-    """What one role may do, according only to the words of the table."""
+    """What one role may do, according only to the words of the table.
 
-    def __init__(self, role: str) -> None:
+    is_open  its user has no permissions: only the accounts bind it, and a worker has the rights of all workers
+    """
+
+    def __init__(self, role: str, *, is_open: bool = False) -> None:
+        self.names = ("1", WORKER, OTHER) if is_open else (WORKER,)
         lines = [re.split(r" *\| *", line.strip("| ")) for line in table(RUN).splitlines()]
         column = 1 + OTHERS.index(role)
         self.role = role
@@ -110,6 +140,10 @@ class May:
     def publish(self) -> set[str]:
         """Return the stream subjects that the role may publish to."""
         found = {key_of(topic) for topic in ALL if self._has("publish", topic.name)}
+        for topic in ALL:
+            if self._has("publish under its name", topic.name):
+                found |= {one for name in self.names if name != "1" for one in keys_of_worker(topic, name)}
+                found |= {key_of(topic)} if "1" in self.names else set()
         return found | ({key_of(Lease.TOPIC)} if self._has("hold", LEASES) else set())
 
     def remove(self) -> set[str]:
@@ -123,7 +157,8 @@ class May:
             if self._has("read", topic.name):
                 is_brief = topic.kind == "state" and topic.seconds_to_live and self.role == "rollout-worker"
                 is_direct = is_brief and not self._has("follow", topic.name)  # a watch asks the leader
-                found.add(f"DIRECT.GET.{stream}.{key_of(topic)}" if is_direct else f"STREAM.MSG.GET.{stream}")
+                direct = {f"DIRECT.GET.{stream}.{key}" for key in all_keys_of(topic)}
+                found |= direct if is_direct else {f"STREAM.MSG.GET.{stream}"}
             if self._has("take", topic.name):
                 found |= {f"CONSUMER.{verb}.{stream}.{WORKERS}" for verb in ("INFO", "MSG.NEXT")}
             if self._has("remove", topic.name):
@@ -150,16 +185,16 @@ class May:
     def among_themselves(self) -> set[str]:
         """Return the subjects of the role's own account that it may publish to."""
         found = {subject for name, subject in SERVICES.items() if "serve" in self._words[name]}
-        found |= {f"asyncrl-answer.{RUN}.{self.role}.somebody.1"} if found else set()
+        found |= {f"asyncrl-answer.{RUN}.{self.role}.{WORKER}.1"} if found else set()
         return found | ({LAYOUT.freed("load-0", role=self.role)} if self._has("hold", LEASES) else set())
 
     def follow(self) -> set[str]:
-        return {LAYOUT.republish_subject(topic, "1") for topic in ALL if self._has("follow", topic.name)}
+        return {told(key) for topic in ALL if self._has("follow", topic.name) for key in all_keys_of(topic)}
 
     def reach(self) -> set[str]:
         """Return everything that may arrive in the learner's account, including what its streams announce about it."""
         # A log refuses a subject that it holds, so it announces none of what is tried.
-        republished = {f"asyncrl-stored.{one}" for one in self.publish() if one.startswith("$KV.")}
+        republished = {told(one) for one in self.publish() if one.startswith("$KV.")}
         return self.publish() | self.ask() | self.ack() | republished
 
 
@@ -167,13 +202,13 @@ class Attacked:
     """A server with a run, the learner's ear, and users of every role."""
 
     def __init__(self, directory: Path, *, in_one_account: bool = False) -> None:
-        nats_config.main([RUN, "--directory", str(directory), "--listen", "127.0.0.1:-1"])
+        nats_config.main([RUN, "--directory", str(directory), "--listen", "127.0.0.1:-1", "--workers", "2"])
         path = directory / nats_config.CONFIG_FILE
         config = json.loads(path.read_text())
         for role in OTHERS:
             config["accounts"][account_name(RUN, role)]["users"].append({"user": f"{OPEN}-{role}", "password": OPEN})
         if in_one_account:
-            users = [account["users"][0] for account in config["accounts"].values()]
+            users = [user for account in config["accounts"].values() for user in account["users"]]
             config["accounts"] = {RUN: {"jetstream": "enabled", "users": users}}
         path.write_text(json.dumps(config))
         self.directory = directory
@@ -181,12 +216,13 @@ class Attacked:
         self.port: int = urlsplit(url).port or 0
 
     def access(self, role: str, *, run: str = RUN, **more: str) -> Credentials:
-        return Credentials(role=role, credentials=f"{self.directory}/{run}/{{role}}", **more)
+        return access_to(self.directory / run, role, **more)
 
     def raw(self, role: str, *, is_open: bool = False) -> RawNats:
         if is_open:
             return RawNats(self.port, f"{OPEN}-{role}", OPEN)
-        user, _, password = (self.directory / RUN / role).read_text().splitlines()[0].partition(":")
+        name = f"workers/{WORKER}" if role == "rollout-worker" else role
+        user, _, password = (self.directory / RUN / name).read_text().strip().partition(":")
         return RawNats(self.port, user, password)
 
     @contextlib.asynccontextmanager
@@ -247,9 +283,10 @@ async def until(client: RawNats, is_so: Any) -> None:
 async def settled(attacked: Attacked, role: str) -> None:
     """Wait until earlier messages have arrived: later requests on the same route must be answered."""
     async with attacked.raw(role) as client:
-        client.subscribe(f"_INBOX.{RUN}.{role}.>")
+        inbox = f"_INBOX.{RUN}.{role}.{WORKER}"
+        client.subscribe(f"{inbox}.>")
         for number in range(3):
-            client.publish("$JS.API.INFO", reply=f"_INBOX.{RUN}.{role}.settled.{number}")
+            client.publish("$JS.API.INFO", reply=f"{inbox}.settled.{number}")
             await until(client, lambda number=number: len(client.heard) > number)
 
 

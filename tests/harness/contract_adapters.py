@@ -16,7 +16,6 @@ from asyncrl import config
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig, plugins
 from asyncrl.config.staleness import StalenessSection
-from asyncrl.messages.signing import UNSIGNED, Signatures
 
 _TOYS: Final = "tests.integration.extending"
 TOYS: Final = {
@@ -53,14 +52,12 @@ def run_of(*, model: Path = Path(), directory: Path = Path(), **sections: Any) -
     )
 
 
-async def open_bus(name: str, *, max_prompts: int, signatures: Signatures = UNSIGNED, **sizes: Any) -> Bus:
+async def open_bus(name: str, *, max_prompts: int, **sizes: Any) -> Bus:
     """Open a bus with a window of max_prompts groups and these sizes, keys of [bus]."""
     run = run_of(
         bus=config.BusSection(kind=name, **sizes),
         learner=config.LearnerSection(groups_per_batch=1),
         staleness=StalenessSection(max_staleness=max_prompts - 1),
     )
-    bus: Bus = await load(name).connect(
-        run, url=run.bus.url, token=run.bus.token, role="learner", signatures=signatures
-    )
+    bus: Bus = await load(name).connect(run, url=run.bus.url, token=run.bus.token, role="learner")
     return bus

@@ -1,8 +1,7 @@
 """Messages that a malicious worker with valid credentials may publish, such as answers of any shape to its prompts.
 
 Each lie is derived from a ``random.Random``: Hypothesis draws its seed in a property, and a storm has one seed for all.
-No lie uses an honest worker's name. Only a signature could tell such a message from the worker's own, so the quarantine
-would hit the wrong worker.
+The liar writes under its own name, "evil", as the server's permissions make it, whatever name its message bears.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from asyncrl.messages.codec import encode
 from asyncrl.version import SCHEMA
 from tests.harness.packed import Ext, packb
 
-NAMES: Final = ("evil", "evil2", "", "w\n0", "W" * 300, "é" * 80, "\x1b[2J", "learner", "../../etc")
+NAMES: Final = (*["evil"] * 20, "honest", "w0", "", "w\n0", "W" * 300, "é" * 80, "\x1b[2J", "learner", "../../etc")
 
 
 def answer_to(prompt: PromptGroup, random: Random, *, max_bytes: int) -> bytes:
@@ -148,23 +147,23 @@ _WAYS: Final[dict[str, Any]] = {
 def key_of_nobody(random: Random, *, newest: int) -> str:
     """Return the key of a log record that was not requested: no group, a group long done, or a group not issued yet."""
     keys = ["", "x", "-1", "01", "9" * 15, str(max(0, newest - 100)), str(newest + random.randint(500, 10_000))]
-    return random.choice(keys)
+    return f"evil/{random.choice(keys)}"
 
 
 def said_elsewhere(random: Random) -> tuple[str, str, bytes]:
-    """Return (topic, key, bytes) of a heartbeat or an event under the liar's own name, the other topics that workers
+    """Return (topic, key, bytes) of a heartbeat or an event by the liar, the other topics that workers
     write."""
-    name = random.choice(("evil", "evil2", "e" * 150))
+    name = random.choice(("evil", "evil", "honest", "learner"))
     numbers = {random.choice(["rollout/running", "x" * 500]): random.choice([0.0, -1.0, math.nan, 1e308])}
     beat = Heartbeat(actor=name, role="rollout-worker", life="L" * random.choice([1, 5000]), numbers=numbers)
     event = Event(kind=random.choice(["joined", "k" * 1000]), actor=name, time=1e10, data={"worker": "evil"})
-    event_key = f"{name}-{random.random()}"[:60]
+    event_key = f"evil/{random.random()}"
     return random.choice(
         [
-            ("actors", name, encode(beat)),
+            ("actors", "evil", encode(beat)),
             ("events", event_key, encode(event)),
-            ("actors", name, random.randbytes(60)),
-            ("actors", name, _nested(random)),
+            ("actors", "evil", random.randbytes(60)),
+            ("actors", "evil", _nested(random)),
             ("events", event_key, _nested(random)),
         ]
     )

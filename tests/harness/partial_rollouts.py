@@ -128,9 +128,9 @@ class Worker:
         await fakes.until(lambda: len(self.engine.answers) >= count)
 
     async def until_published(self, bus: Bus, count: int) -> list[TrajectoryGroup]:
-        """Decode until ``count`` groups are in the log and their saved segments are deleted."""
+        """Decode until ``count`` groups are in the log and this worker's saved segments are deleted."""
         reading = asyncio.create_task(first(bus, count, topic=TRAJECTORIES))
-        while not reading.done() or await bus.states(SEGMENTS):
+        while not reading.done() or await bus.states(SEGMENTS, under=f"{self._name}/"):
             await self.engine.steps(1)
             await asyncio.sleep(0.0001)
         return [record.message for record in await reading]

@@ -39,6 +39,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def access_to(folder: Path, role: str, *, worker: str = "w0", **more: str) -> Credentials:
+    """The credentials of a role, or of a worker, in the folder of a run that ``bin/nats-config`` wrote."""
+    name = worker if role == "rollout-worker" else ""
+    return Credentials(role=role, worker=name, credentials=f"{folder}/{{role}}", **more)
+
+
 class Server:
     """A nats-server with the configuration of ``bin/nats-config``."""
 
@@ -50,8 +56,8 @@ class Server:
         self.process, url = started(directory / "nats-server.conf", directory / "ports")
         self.port = urlsplit(url).port or 0
 
-    def access(self, role: str, *, run: str = "mine", **more: str) -> Credentials:
-        return Credentials(role=role, credentials=f"{self.directory}/{run}/{{role}}", **more)
+    def access(self, role: str, *, run: str = "mine", worker: str = "w0", **more: str) -> Credentials:
+        return access_to(self.directory / run, role, worker=worker, **more)
 
     def close(self) -> None:
         end(self.process)

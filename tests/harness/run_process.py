@@ -21,7 +21,6 @@ from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError
-from asyncrl.launch.keys.worker_keys import digits_in
 from asyncrl.messages import Event
 from asyncrl.messages.topics import EVENTS
 from tests.harness.audits import audited
@@ -200,17 +199,8 @@ class RunProcess:
             await asyncio.sleep(0.02)
 
     def event(self, kind: str, worker: str) -> Event | None:
-        """Return the newest event of this kind from a worker or about it.
-
-        Digits that a joined worker appended to its name are ignored.
-        """
-
-        def is_its(name: str) -> bool:
-            digits = digits_in(name)
-            return worker == (name.removesuffix(f"-{digits}") if digits else name)
-
-        found = [one for one in self.events if one.kind == kind]
-        found = [one for one in found if is_its(one.actor) or is_its(str(one.data.get("worker")))]
+        """Return the newest event of this kind from a worker or about it."""
+        found = [one for one in self.events if one.kind == kind and worker in (one.actor, str(one.data.get("worker")))]
         return found[-1] if found else None
 
     async def _hear(self) -> None:

@@ -127,7 +127,7 @@ def train_there(run: RunConfig, *, resume: bool = False) -> list[dict[str, Any]]
         finally:
             await bus.close()
 
-    with EmbeddedServer(run.run_directory / "nats") as server:
+    with EmbeddedServer(run.run_directory / "nats", run=run.run.name) as server:
         return asyncio.run(work(server))
 
 

@@ -88,7 +88,8 @@ class ProgressReporter:
         await self.flush()
         event = Event(kind=kind, actor=self._name, time=time.time(), data=data)
         subject = next((data[name] for name in ("group_id", "sequence", "step", "life", "worker") if name in data), "")
-        await self._bus.publish(EVENTS, event, key=f"{self._table.incarnation}-{kind}-{_short(str(subject))}")
+        key = f"{self._name}/{self._table.incarnation}-{kind}-{_short(str(subject))}"
+        await self._bus.publish(EVENTS, event, key=key)
 
     async def publish_progress(self, *, is_finished: bool = False) -> None:
         """Report how far the run is, which admits prompts into the window."""

@@ -27,8 +27,7 @@ from asyncrl.messages import Quarantine, TrajectoryGroup, replace
 from asyncrl.messages.roles import WORKER
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
 from asyncrl.messages.routing import NO_EXPERTS
-from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of
-from asyncrl.messages.validation import name_problem
+from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of, sender_of
 from asyncrl.policies.batching.packing import Document
 from asyncrl.policies.groups import resumed_tokens
 from asyncrl.policies.groups.logprob_mismatch import ChosenAnswer, LogprobMismatch, routing_mismatch
@@ -151,7 +150,7 @@ class Validator:
             if group.group_id != group_id:
                 problem = f"it says it is group {group.group_id}"
         if problem or group is None:
-            return self._impossible_group(group, group_id=group_id, problem=problem)
+            return self._impossible_group(record, group_id=group_id, problem=problem)
         if len(group.error) > LONGEST_ERROR:
             group = replace(group, error=group.error[:LONGEST_ERROR])
         return self._filter(group, table)
@@ -160,16 +159,16 @@ class Validator:
         problem = f"key {record.key!r} names no group that this run requested"
         if (named := group_id_of(record.key)) is not None and table.is_published(named):
             problem = f"group {named} is answered without its ticket, by a client that its prompt was not delivered to"
-        sender = sender_of(record.message)
+        sender = sender_of(record.key)
         is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender)
         return CheckResult(group=None, problem=problem, is_news=is_news)
 
-    def _impossible_group(self, group: TrajectoryGroup | None, *, group_id: int, problem: str) -> CheckResult:
-        sender = sender_of(group)
+    def _impossible_group(self, record: Record[TrajectoryGroup], *, group_id: int, problem: str) -> CheckResult:
+        sender = sender_of(record.key)
         is_news = self._bus.rejections.note(
             TRAJECTORIES.name,
             f"group {group_id}: {problem}",
-            kind="malformed" if group is None else "impossible",
+            kind="malformed" if record.message is None else "impossible",
             sender=sender,
         )
         if sender:
@@ -193,7 +192,7 @@ class Validator:
 
     async def notice_restart(self, record: Record[TrajectoryGroup]) -> None:
         """End the quarantine of the record's worker if it was restarted."""
-        sender = record.message.worker if record.message is not None else ""
+        sender = sender_of(record.key)
         if sender in self.quarantined and await self.end_quarantine_if_restarted(sender):
             log.warning("worker %s was restarted: its quarantine ends", sender)
 
@@ -296,8 +295,3 @@ class Validator:
         """Return worker -> life for workers that send heartbeats."""
         beats = (await self._bus.states(ACTORS)).values()
         return {beat.actor: beat.life for beat in beats if beat.role == WORKER}
-
-
-def sender_of(group: TrajectoryGroup | None) -> str:
-    """Return the worker that a message names; "" if the name is missing or invalid."""
-    return "" if group is None or name_problem(group.worker) else group.worker

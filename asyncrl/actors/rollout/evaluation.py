@@ -236,7 +236,8 @@ class EvaluationSource(Source):
             number=evaluation.number, group_id=None, error=problem[:LONGEST_ERROR], worker=self._worker
         )
         with contextlib.suppress(BusFull):  # the learner then waits for its timeout
-            await self._bus.publish(EVALUATION_ANSWERS, answers, key=f"{evaluation.number}-{uuid.uuid4().hex[:12]}")
+            key = f"{self._worker}/{evaluation.number}-{uuid.uuid4().hex[:12]}"
+            await self._bus.publish(EVALUATION_ANSWERS, answers, key=key)
 
     async def _hold(self, evaluation: Evaluation) -> None:
         """Hold the evaluated version until cancelled."""
@@ -329,7 +330,7 @@ class EvaluationSink:
 
     async def _store(self, answers: EvaluationAnswers, *, group_id: int) -> None:
         """Store the answers under a new key: a prompt with rejected answers is asked again and needs another key."""
-        key = f"{group_id}-{uuid.uuid4().hex[:12]}"
+        key = f"{self._worker}/{group_id}-{uuid.uuid4().hex[:12]}"
         while self._needed_by(group_id) is not None:
             try:
                 await self._bus.publish(EVALUATION_ANSWERS, answers, key=key)

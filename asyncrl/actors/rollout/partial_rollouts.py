@@ -10,6 +10,8 @@ engine, and the engine continues the others.
   P2 Sampled tokens keep their logprobs and versions. Tokens that are too old to be trained are discarded, and so are
      tokens of calls that the function does not repeat. The order of the repeated calls does not matter.
   P3 Each attempt writes its own segments, the first with everything it took over: two workers on one group never mix.
+     Nobody writes under another worker's name, and only who was lent the group can prove it (``_proof``): a worker
+     cannot save invented tokens of a group for whoever takes it over (test_saved_segments.py).
   P4 The last attempt starts from nothing: the segments may contain what killed the earlier workers.
   P5 Generation never waits for a save; a group that cannot be saved is reported once.
 """
@@ -117,7 +119,7 @@ class PartialRollouts:
 
     async def _resume(self, group_id: int, *, attempt: int, ticket: str) -> GroupProgress:
         """Return progress with the calls of those samples that are fresh enough."""
-        found = await self._bus.states(SEGMENTS, under=f"{group_id}/")
+        found = await self._bus.states(SEGMENTS, under=f"*/{group_id}/")
         segments = newest_attempt(found, group_id, before=attempt, ticket=ticket)
         if not segments:
             return GroupProgress(group_id, attempt=attempt, ticket=ticket)
@@ -130,7 +132,7 @@ class PartialRollouts:
         self._log.info("group %d: resumes from %d tokens of %s", group_id, resumed, segments[0].worker)
         data = {"group_id": group_id, "from": segments[0].worker, "tokens": resumed, "too_old_tokens": discarded}
         event = Event(kind="resumed", actor=self._worker, time=time.time(), data=data)
-        await self._bus.publish(EVENTS, event, key=f"resumed-{group_id}-{attempt}")
+        await self._bus.publish(EVENTS, event, key=f"{self._worker}/resumed-{group_id}-{attempt}")
         self.resumed_tokens += resumed
         self.discarded_tokens += discarded
         return GroupProgress(group_id, attempt=attempt, recorded=fresh, ticket=ticket)
@@ -166,7 +168,7 @@ class PartialRollouts:
             if (progress := self._groups.get(key)) is not None:
                 progress.discard_unused()
             if (progress := self.close(key)) is not None:
-                await progress.forget(self._bus)
+                await progress.forget(self._bus, worker=self._worker)
         except BusError as error:  # the segments expire after some hours
             self._log.warning("group %s: its segments stay on the bus: %s", key, error)
 
@@ -288,7 +290,7 @@ class GroupProgress:
     async def _put(self, bus: Bus, calls: tuple[CallSegment, ...], *, worker: str) -> None:
         """Write one segment. Raises MessageTooLarge if a single call does not fit into a message."""
         segment = GroupSegment(group_id=self.group_id, worker=worker, calls=calls)
-        key = _segment_key(self.group_id, self._attempt, self._num_segments)
+        key = _segment_key(worker, self.group_id, self._attempt, self._num_segments)
         proven = replace(segment, proof=_proof(segment, key=key, ticket=self._ticket))
         try:
             await bus.put(SEGMENTS, proven, key=key)
@@ -327,11 +329,14 @@ class GroupProgress:
                 experts=new.experts,
             )
 
-    async def forget(self, bus: Bus) -> None:
-        """Remove all segments of the group from the bus, after a save in progress. Raises BusError."""
+    async def forget(self, bus: Bus, *, worker: str) -> None:
+        """Remove our segments of the group from the bus, after a save in progress; those of others expire.
+
+        Raises BusError.
+        """
         async with self._saving:
             if self._num_segments or self._attempt > 1:
-                await bus.forget(SEGMENTS, key=f"{self.group_id}/")
+                await bus.forget(SEGMENTS, key=f"{worker}/{self.group_id}/")
 
     def close(self) -> None:
         """Save nothing more."""
@@ -365,19 +370,21 @@ def newest_attempt(
 ) -> list[GroupSegment]:
     """Return the segments of the newest attempt below ``before`` that has any, up to the first missing one.
 
-    Segments of a second worker are ignored: a prompt that the bus lost is published again and its attempts are counted
-    from 1, while an earlier worker may still hold it. Segments of anyone who did not receive the prompt are ignored as
-    well: their proof does not match its ``ticket``.
+    Two workers may have made the same attempt: a prompt that the bus lost is published again and its attempts are
+    counted from 1, while an earlier worker may still hold it. Then the one with more segments counts. Segments of
+    anyone who did not receive the prompt are ignored: their proof does not match its ``ticket``.
     """
     found = {key: one for key, one in found.items() if _is_proven(one, key=key, ticket=ticket)}
+    workers = sorted({segment.worker for segment in found.values()})
     for attempt in range(before - 1, 0, -1):
-        segments: list[GroupSegment] = []
-        while (segment := found.get(_segment_key(group_id, attempt, len(segments)))) is not None:
-            if segments and segment.worker != segments[0].worker:
-                break
-            segments.append(segment)
-        if segments:
-            return segments
+        longest: list[GroupSegment] = []
+        for worker in workers:
+            segments: list[GroupSegment] = []
+            while (segment := found.get(_segment_key(worker, group_id, attempt, len(segments)))) is not None:
+                segments.append(segment)
+            longest = max(longest, segments, key=len)
+        if longest:
+            return longest
     return []
 
 
@@ -400,8 +407,8 @@ def _key(call: CallSegment) -> Key:
     return (call.index, call.prompt_digest, call.call)
 
 
-def _segment_key(group_id: int, attempt: int, number: int) -> str:
-    return f"{group_id}/{attempt}/{number}"
+def _segment_key(worker: str, group_id: int, attempt: int, number: int) -> str:
+    return f"{worker}/{group_id}/{attempt}/{number}"
 
 
 def _fits(generation: Generation, sampling: SamplingParams) -> bool:

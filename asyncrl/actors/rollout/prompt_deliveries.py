@@ -37,10 +37,10 @@ _LONGEST_RETURN: Final = 60.0
 class DeliveryAttempts:
     """Counts how often a prompt group was begun. The bus counts deliveries, but not every delivery is begun.
 
-    Each delivery after the first is noted in ``segments`` (GROUP/DELIVERY/begun) before any of it is generated. The
-    first delivery counts as begun without a note, so groups that never fail cost nothing. It does not count if a note
-    says that its worker returned it before beginning it, or even without looking at it (GROUP/1/returned). With
-    ``max_attempts`` = 1 the first delivery is noted like the others.
+    Each delivery after the first is noted in ``segments`` (WORKER/GROUP/DELIVERY/begun) before any of it is generated.
+    The first delivery counts as begun without a note, so groups that never fail cost nothing. It does not count if a
+    note says that its worker returned it before beginning it, or even without looking at it (WORKER/GROUP/1/returned).
+    With ``max_attempts`` = 1 the first delivery is noted like the others.
     """
 
     def __init__(self, bus: Bus, *, worker: str, max_attempts: int) -> None:
@@ -55,7 +55,8 @@ class DeliveryAttempts:
         if delivery.attempt == 1 or delivery.message is None:
             return delivery.attempt
         group_id = delivery.message.group_id
-        found = await self._bus.states(SEGMENTS, under=f"{group_id}/")
+        states = await self._bus.states(SEGMENTS, under=f"*/{group_id}/")
+        found = {key.partition("/")[2] for key in states}  # whoever noted it
         noted = sum(_begun_key(group_id, number) in found for number in range(self._first_noted, delivery.attempt))
         return self._first_noted + noted - (_returned_key(group_id) in found)
 
@@ -73,7 +74,8 @@ class DeliveryAttempts:
             if delivery.attempt < self._first_noted:
                 await self.note_unread(delivery, is_sure=True)
             elif has_begun and delivery.message is not None:
-                await self._bus.forget(SEGMENTS, key=_begun_key(delivery.message.group_id, delivery.attempt))
+                begun = _begun_key(delivery.message.group_id, delivery.attempt)
+                await self._bus.forget(SEGMENTS, key=f"{self._worker}/{begun}")
         except BusError as error:  # the group has one attempt less
             self._log.warning(
                 "group %s: cannot record that it was not started, so it has one attempt less: %s", delivery.key, error
@@ -88,13 +90,13 @@ class DeliveryAttempts:
 
     async def _note(self, prompt: PromptGroup, key: str, *, is_sure: bool = True) -> None:
         note = GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=())
-        await self._bus.put(SEGMENTS, note, key=key, is_sure=is_sure)
+        await self._bus.put(SEGMENTS, note, key=f"{self._worker}/{key}", is_sure=is_sure)
 
     async def forget(self, delivery: Delivery[PromptGroup]) -> None:
         """Forget a published group. Notes of later deliveries go with its segments (PartialRollouts)."""
         if delivery.attempt == self._first_noted == 1 and delivery.message is not None:
             try:
-                await self._bus.forget(SEGMENTS, key=_begun_key(delivery.message.group_id, 1))
+                await self._bus.forget(SEGMENTS, key=f"{self._worker}/{_begun_key(delivery.message.group_id, 1)}")
             except BusError as error:  # the note expires after some hours
                 self._log.warning(
                     "group %s: its start record stays on the bus until it expires: %s", delivery.key, error

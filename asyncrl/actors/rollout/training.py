@@ -86,8 +86,9 @@ class TrainingSink:
 
     async def _try_to_publish(self, group: TrajectoryGroup, ticket: str) -> TrajectoryGroup | None:
         """Publish a group. Return the group to try again if the log is full. A group over bus.max_group_bytes fails."""
+        key = answer_key(group.group_id, worker=self._worker, ticket=ticket)
         try:
-            await self._bus.publish(TRAJECTORIES, group, key=answer_key(group.group_id, ticket=ticket))
+            await self._bus.publish(TRAJECTORIES, group, key=key)
         except BusFull:
             return group
         except (MessageTooLarge, MessageError) as error:

@@ -113,7 +113,7 @@ class RolloutWorker(Actor):
         """Report that the engine is up. The learner reports "first_trained" when it has trained a group of it."""
         event = Event(kind="joined", actor=self.name, time=time.time(), data={"host": socket.gethostname()})
         try:
-            await self.bus.publish(EVENTS, event, key=f"{self.name}-joined-{uuid.uuid4().hex}")
+            await self.bus.publish(EVENTS, event, key=f"{self.name}/joined-{uuid.uuid4().hex}")
         except BusError as error:
             self.log.warning("could not report that it has joined: %s", error)
 

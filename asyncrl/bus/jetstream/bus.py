@@ -49,7 +49,6 @@ from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.config.addresses import servers
 from asyncrl.errors import BusFull
 from asyncrl.messages.codec import encode
-from asyncrl.messages.signing import UNSIGNED, Seen, Signatures
 from asyncrl.messages.topics import ALL, Service, Topic
 
 M = TypeVar("M")
@@ -70,16 +69,14 @@ class JetStreamBus:
         access: Credentials,
         objects: JetStreamObjects,
         most: int = 2**30,
-        signatures: Signatures = UNSIGNED,
     ) -> None:
         """most: largest message in pieces, in bytes"""
         self._connection, self._layout, self._objects = connection, layout, objects
         self._role = access.role
-        self._signatures = signatures
         self._streams = Streams(connection, layout, role=access.role)
         self._stream = self._streams.ensure
         store = PieceStore(connection, layout, stream=self._stream)
-        self._pieces = Pieces(self, most=most, signatures=signatures, fetch=store.fetch, remove=store.remove)
+        self._pieces = Pieces(self, most=most, fetch=store.fetch, remove=store.remove)
         self.rejections = Rejections()
 
     @classmethod
@@ -97,7 +94,6 @@ class JetStreamBus:
         storage: Literal["file", "memory"],
         replicas: int = 1,
         connect_seconds: float = 10.0,
-        signatures: Signatures = UNSIGNED,
     ) -> JetStreamBus:
         """Connect to the bus of one run. Raises ConfigError.
 
@@ -118,7 +114,7 @@ class JetStreamBus:
         connection = await connect()
         most = most_bytes(max_group_bytes=max_group_bytes, max_log_bytes=max_log_bytes)
         objects = JetStreamObjects(connect, layout)
-        bus = cls(connection, layout, access=access, objects=objects, most=most, signatures=signatures)
+        bus = cls(connection, layout, access=access, objects=objects, most=most)
         try:
             await bus._streams.open((*ALL, Lease.TOPIC))
             if access.takes_part:
@@ -131,7 +127,7 @@ class JetStreamBus:
     # -- work and logs ----------------------------------------------------------------------------------------------
 
     async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
-        data = await self._pieces.sealed(topic, message, key=key)
+        data = await self._pieces.encoded(topic, message, key=key)
         subject, stream = self._layout.subject(topic, key), await self._stream(topic)
         # The server remembers the id of a lost message, so ``again`` needs a new id. A log accepts any key not in it.
         identity = subject if topic.kind == "work" and not again else uuid.uuid4().hex
@@ -161,7 +157,6 @@ class JetStreamBus:
             topic,
             self._layout,
             ready=functools.partial(self._until_consumable, topic),
-            signatures=self._signatures,
         )
         try:
             await deliveries.start()
@@ -258,12 +253,11 @@ class JetStreamBus:
             subject=self._layout.subject(topic, key),
             republished=self._layout.republish_subject(topic, key),
         )
-        seen = self._signatures.seen()
 
         async def take() -> M:
             while True:
                 stored = await watch.take()
-                if (message := self._value(topic, key, stored.data, stored.headers, seen)) is not None:
+                if (message := self._value(topic, key, stored.data, stored.headers)) is not None:
                     return message
 
         try:
@@ -274,7 +268,6 @@ class JetStreamBus:
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         found: dict[str, M] = {}
-        seen = self._signatures.seen()  # before the reads: a watcher may see newer states before our replies arrive
         subjects = await self._subjects(topic, under=under)
         for some in batches(subjects):
             lasts = await asyncio.gather(*(self._last(topic, subject) for subject in some))
@@ -282,7 +275,7 @@ class JetStreamBus:
                 key = self._layout.key(topic, subject)
                 if last is None:
                     continue
-                if (message := self._value(topic, key, last.data, last.headers, seen)) is not None:
+                if (message := self._value(topic, key, last.data, last.headers)) is not None:
                     found[key] = message
         return found
 
@@ -310,13 +303,13 @@ class JetStreamBus:
             await asyncio.gather(*(self._set(topic, one, b"", headers) for one in some))
 
     def _encoded(self, topic: Topic[M], message: M, key: str) -> bytes:
-        return encoded(message, topic=topic, key=key, limit=self.max_message_bytes, signatures=self._signatures)
+        return encoded(message, topic=topic, key=key, limit=self.max_message_bytes)
 
-    def _value(self, topic: Topic[M], key: str, data: bytes, headers: Collection[str], seen: Seen) -> M | None:
+    def _value(self, topic: Topic[M], key: str, data: bytes, headers: Collection[str]) -> M | None:
         """Decode a state; None if it was removed or does not decode."""
         if is_removed(headers):
             return None
-        content = opened(data, topic, key=key, signatures=self._signatures, seen=seen)
+        content = opened(data, topic, key=key)
         if content.message is None:
             self.rejections.note(topic.name, f"state {key!r}: {content.problem}")
         return content.message
@@ -331,15 +324,12 @@ class JetStreamBus:
     # -- services ----------------------------------------------------------------------------------------------------
 
     async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
-        asked = encode(question)
-        data = await self._connection.ask(self._layout.service(service), asked, seconds=seconds)
-        if data is None:
-            return None
-        return answer_of(data, service, self.rejections, question=asked, signatures=self._signatures)
+        data = await self._connection.ask(self._layout.service(service), encode(question), seconds=seconds)
+        return None if data is None else answer_of(data, service, self.rejections)
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[PendingRequest[Q, A]]]:
-        line = Line(service, self.rejections, self._signatures)
+        line = Line(service, self.rejections)
 
         async def on_message(message: Any) -> None:
             async def send(data: bytes) -> None:
@@ -357,7 +347,7 @@ class JetStreamBus:
     # -- all --------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def lease(self, name: str, *, holder: str, is_namesakes: bool = False) -> AsyncIterator[None]:
+    async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:
         lease = Lease(
             self._connection,
             self._layout,
@@ -365,9 +355,6 @@ class JetStreamBus:
             name=name,
             holder=holder,
             role=self._role,
-            is_namesakes=is_namesakes,
-            signatures=self._signatures,
-            rejected=functools.partial(self.rejections.note, Lease.TOPIC.name, kind="signature"),
         )
         await lease.take()
         try:

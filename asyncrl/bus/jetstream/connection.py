@@ -143,8 +143,8 @@ async def dial(url: str, *, access: Credentials, run: str, seconds: float) -> Co
         await connection.open(
             url,
             options=access.options(),
-            inbox=inbox(access.role, run=run),
-            answers=answers(access.role, run=run),
+            inbox=inbox(access.role, run=run, worker=access.worker),
+            answers=answers(access.role, run=run, worker=access.worker),
             seconds=seconds,
         )
     except BaseException:

@@ -25,7 +25,6 @@ from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.streams import consumer_exists, remove_message
 from asyncrl.bus.port import Delivery
 from asyncrl.errors import Unanswered
-from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -295,10 +294,8 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
         layout: Layout,
         *,
         ready: Callable[[], Awaitable[None]],
-        signatures: Signatures,
     ) -> None:
         self._connection, self._topic, self._layout = connection, topic, layout
-        self._signatures = signatures
         self._consumer = PullConsumer(
             connection,
             stream=layout.stream(topic),
@@ -338,7 +335,7 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
 
     def _delivery(self, item: Arrival) -> JetStreamDelivery[M]:
         key = self._layout.key(self._topic, item.subject)
-        content = opened(item.data, self._topic, key=key, signatures=self._signatures)
+        content = opened(item.data, self._topic, key=key)
         return JetStreamDelivery(self._connection, item, self._topic, self._layout, content)
 
     async def _give_back(self, item: Arrival) -> None:

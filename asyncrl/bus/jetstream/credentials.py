@@ -1,7 +1,7 @@
 """Authenticates the client by token, password, NKEY or credentials file, and the server by TLS.
 
-A secret is in a separate file named in the run file, or in the environment (ASYNCRL_BUS_TOKEN). It appears in no
-message, log or error (tests/integration/security/test_secrets.py).
+A secret is in a separate file named in the run file, or in the environment (ASYNCRL_BUS_TOKEN, which holds a token or
+USER:PASSWORD). It appears in no message, log or error (tests/integration/security/test_secrets.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.bus.credentials_file import KEY_LINE
+from asyncrl.bus.jetstream.layout import token
 from asyncrl.errors import ConfigError
 from asyncrl.messages.topics import ROLES
 
@@ -21,26 +21,29 @@ _SEED: Final = "SU"
 _SEED_CHARACTERS: Final = 58
 
 
-def inbox(role: str, *, run: str) -> str:
-    """Subject prefix of JetStream's replies. The server's configuration gives each role its own prefix."""
-    return f"_INBOX.{run}.{role}"
+def inbox(role: str, *, run: str, worker: str = "") -> str:
+    """Subject prefix of JetStream's replies. The server's configuration gives each role and worker its own prefix."""
+    return f"_INBOX.{run}.{role}" + (f".{token(worker)}" if worker else "")
 
 
-def answers(role: str, *, run: str) -> str:
+def answers(role: str, *, run: str, worker: str = "") -> str:
     """Subject prefix of replies from other processes. A role that serves may publish here, but not under ``inbox``."""
-    return f"asyncrl-answer.{run}.{role}"
+    return f"asyncrl-answer.{run}.{role}" + (f".{token(worker)}" if worker else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """How one process authenticates. Paths may contain ``{role}``, which is replaced by our role.
+    """How one process authenticates. Paths may contain ``{role}``, which is replaced by our role, or by workers/NAME.
 
+    worker           name of a rollout worker
+    token            a token, or USER:PASSWORD
     credentials      a file with one line USER:PASSWORD, an NKEY seed (SU...), or a .creds file written by `nsc`
     tls_ca           PEM file of the CA of the server's certificate; if empty, a tls:// url uses the system's CAs
     tls_certificate  our client certificate, with ``tls_key``, for a server that requires one
     """
 
     role: str = "learner"
+    worker: str = ""
     token: str = field(default="", repr=False)
     credentials: str = ""
     tls_ca: str = ""
@@ -57,7 +60,8 @@ class Credentials:
 
     def options(self) -> dict[str, Any]:
         """Return arguments for nats-py's ``connect``. Raises ConfigError without secrets in its text."""
-        found: dict[str, Any] = {"token": self.token or None}
+        user, colon, password = self.token.partition(":")
+        found: dict[str, Any] = {"user": user, "password": password} if colon else {"token": self.token or None}
         if self.credentials:
             found = self._credentials(self._path("credentials"))
         if self.tls_ca or self.tls_certificate:
@@ -69,7 +73,8 @@ class Credentials:
             text = path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
-            raise ConfigError(f"bus.credentials: cannot read {path}: {reason}") from None
+            hint = f"; bin/nats-config RUN --join {self.worker} writes one" if self.worker else ""
+            raise ConfigError(f"bus.credentials: cannot read {path}: {reason}{hint}") from None
         is_jwt = text.startswith(_JWT)
         is_seed = text.startswith(_SEED) and len(text) == _SEED_CHARACTERS and ":" not in text
         if (is_jwt or is_seed) and importlib.util.find_spec("nkeys") is None:
@@ -78,11 +83,8 @@ class Credentials:
             return {"user_credentials": str(path)}
         if is_seed:
             return {"nkeys_seed_str": text}
-        text, *keys = text.split("\n")
-        if not all(KEY_LINE.fullmatch(line) for line in keys):
-            text = ""
         user, colon, password = text.partition(":")
-        if not colon or not user or not password:
+        if not colon or not user or not password or "\n" in text:
             raise ConfigError(
                 f"bus.credentials: {path} must hold one line USER:PASSWORD, an NKEY seed, or credentials from `nsc`"
             )
@@ -102,4 +104,4 @@ class Credentials:
         return context
 
     def _path(self, key: str) -> Path:
-        return Path(getattr(self, key).replace("{role}", self.role))
+        return Path(getattr(self, key).replace("{role}", f"workers/{self.worker}" if self.worker else self.role))

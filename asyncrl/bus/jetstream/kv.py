@@ -36,7 +36,6 @@ from asyncrl.bus.jetstream.connection import Connection, Refused
 from asyncrl.bus.jetstream.layout import GONE_SOON, REMOVED, Layout, is_removed, token
 from asyncrl.bus.jetstream.streams import StoredMessage, last_stored, nanoseconds
 from asyncrl.errors import BusError
-from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.messages.topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -125,7 +124,7 @@ class Lease:
     """Call ``take``, then ``release``, once each. ``stream``: the stream of ``Lease.TOPIC``."""
 
     TOPIC: ClassVar[Topic[str]] = Topic("leases", "state", str, seconds_to_live=LEASE_SECONDS)
-    """A value ends with the holder's name in plain text: `nats kv watch` shows which worker is loading."""
+    """A value is the holder's name in plain text: `nats kv watch` shows which worker is loading."""
 
     def __init__(
         self,
@@ -136,16 +135,8 @@ class Lease:
         name: str,
         holder: str,
         role: str,
-        is_namesakes: bool = False,
-        signatures: Signatures = UNSIGNED,
-        rejected: Callable[[str], object] = lambda problem: None,
     ) -> None:
-        """
-        is_namesakes  only a process with our key may hold the lease
-        rejected      called with the reason when a record is rejected
-        """
         self._connection, self._stream, self._name = connection, stream, name
-        self._signatures, self._is_namesakes, self._rejected = signatures, is_namesakes, rejected
         self._subject = lease_prefix(layout, role=role) + token(name)
         self._freed = layout.freed(name, role=role)
         self._holder = holder.encode()
@@ -209,23 +200,13 @@ class Lease:
         if await self._store(released):
             return True
         last = await last_stored(self._connection, stream=self._stream, subject=self._subject)
-        if last is not None and self._is_held(last):
+        if last is not None and not is_removed(last.headers):
             return False
         return await self._store(0 if last is None else last.sequence)
 
-    def _is_held(self, record: StoredMessage) -> bool:
-        """Whether a record holds the lease. A record without its holder's signature, or an old one, is overwritten."""
-        if is_removed(record.headers):
-            return False
-        found = self._signatures.open_held(self.TOPIC, self._name, record.data, is_namesakes=self._is_namesakes)
-        if found.problem:
-            self._rejected(f"lease {self._name!r}: {found.problem}")
-        return not found.problem
-
     async def _store(self, revision: int) -> bool:
         """Acquire or renew the lease. Return False if another process holds it, or our hold expired."""
-        record = self._signatures.seal(self.TOPIC, self._name, self._holder)
-        self._revision = await self._stored(record, over=revision)
+        self._revision = await self._stored(self._holder, over=revision)
         return self._revision > 0
 
     async def _stored(self, data: bytes, *, over: int, **headers: str) -> int:

@@ -7,8 +7,8 @@ state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the 
 state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
 objects     OBJ_asyncrl-RUN-weights    $O.asyncrl-RUN-weights.>             until removed (objects.py)
 
-State streams are key-value buckets for the `nats kv` command. The key a/b of a state is a.b in its subject, so all keys
-under a/ can be queried and removed together. A work or log topic refuses a key that it holds (one message per subject).
+State streams are key-value buckets for the `nats kv` command. The key a/b is a.b in its subject, so all keys under a/
+can be queried and permitted together. A work or log topic refuses a key that it holds (one message per subject).
 It also refuses a key that it held in the last ten minutes (Nats-Msg-Id). All workers share the durable consumer
 ``workers``, because a work-queue stream allows only one.
 """
@@ -71,8 +71,7 @@ class Layout:
         return f"asyncrl.{self.run}.{topic.name}."
 
     def subject(self, topic: Topic[Any], key: str) -> str:
-        parts = key.split("/") if topic.kind == "state" else [key]
-        return self.prefix(topic) + ".".join(map(token, parts))
+        return self.prefix(topic) + ".".join(map(token, key.split("/")))
 
     def republish_subject(self, topic: Topic[Any], key: str = "") -> str:
         """Subject on which the topic's stream republishes the messages of ``key``, or of all keys. No stream stores
@@ -80,8 +79,9 @@ class Layout:
         return _REPUBLISHED + (self.subject(topic, key) if key or topic.kind == "state" else self.prefix(topic) + ">")
 
     def under(self, topic: Topic[Any], under: str) -> str:
-        """Subjects of all keys that begin with ``under``, which is empty or ends in "/"."""
-        return (self.subject(topic, under.removesuffix("/")) + "." if under else self.prefix(topic)) + ">"
+        """Subjects of all keys that begin with ``under``, which is empty or ends in "/", as in Bus.states."""
+        parts = under.split("/")[:-1]
+        return self.prefix(topic) + ".".join([*("*" if part == "*" else token(part) for part in parts), ">"])
 
     def key(self, topic: Topic[Any], subject: str) -> str:
         return "/".join(map(key_of, subject.removeprefix(self.prefix(topic)).split(".")))
@@ -114,7 +114,7 @@ class Layout:
                 "allow_msg_ttl": bool(topic.seconds_to_live),
                 "deny_delete": True,
             }
-        config |= {"subjects": [self.prefix(topic) + "*"], "discard_new_per_subject": True, "allow_direct": True}
+        config |= {"subjects": [self.prefix(topic) + ">"], "discard_new_per_subject": True, "allow_direct": True}
         if topic.kind == "work":
             return config | {"retention": "workqueue", "max_msgs": topic.most_messages or self.max_prompts}
         return config | {

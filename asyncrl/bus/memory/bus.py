@@ -18,7 +18,6 @@ from asyncrl.bus.port import Deliveries, Delivery, LogMark, LogState, ObjectStor
 from asyncrl.bus.rejections import Rejections
 from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.messages.codec import encode
-from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.messages.topics import PIECES, Service, Topic
 
 M = TypeVar("M")
@@ -37,14 +36,12 @@ class MemoryBus:
         ack_seconds: float,
         max_message_bytes: int,
         max_group_bytes: int = 2**30,
-        signatures: Signatures = UNSIGNED,
     ) -> None:
         self._max_prompts = max_prompts
         self._max_log_bytes = max_log_bytes
         self._ack_seconds = ack_seconds
         self._max_message_bytes = max_message_bytes
         self.rejections = Rejections()
-        self._signatures = signatures
         self._works: dict[str, Work] = {}
         self._logs: dict[str, Log] = {}
         self._states: dict[str, States] = {}
@@ -54,14 +51,13 @@ class MemoryBus:
         self._pieces = Pieces(
             self,
             most=most_bytes(max_group_bytes=max_group_bytes, max_log_bytes=max_log_bytes),
-            signatures=signatures,
             fetch=self._piece,
             remove=self._remove_pieces,
         )
 
     async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
         await _let_others_run()
-        return self._queue(topic).add(key, await self._pieces.sealed(topic, message, key=key), again=again)
+        return self._queue(topic).add(key, await self._pieces.encoded(topic, message, key=key), again=again)
 
     async def withdraw(self, topic: Topic[Any], *, key: str) -> None:
         await _let_others_run()
@@ -69,7 +65,7 @@ class MemoryBus:
 
     @contextlib.asynccontextmanager
     async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
-        deliveries = _Deliveries(self._work(topic), topic, self._signatures)
+        deliveries = _Deliveries(self._work(topic), topic)
         try:
             yield deliveries
         finally:
@@ -120,7 +116,7 @@ class MemoryBus:
     @contextlib.asynccontextmanager
     async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
         states = self._state(topic)
-        revision, seen = 0, self._signatures.seen()
+        revision = 0
 
         async def take() -> M:
             nonlocal revision
@@ -128,7 +124,7 @@ class MemoryBus:
                 while (value := states.present().get(key)) is None or value.revision <= revision:
                     await states.changed.wait()
                 revision = value.revision
-                content = opened(value.data, topic, key=key, signatures=self._signatures, seen=seen)
+                content = opened(value.data, topic, key=key)
                 if content.message is not None:
                     return content.message
                 self.rejections.note(topic.name, f"state {key!r}: {content.problem}")
@@ -139,9 +135,9 @@ class MemoryBus:
         await _let_others_run()
         found: dict[str, M] = {}
         for key, value in self._state(topic).present().items():
-            if not key.startswith(under):
+            if not _is_under(key, under):
                 continue
-            content = opened(value.data, topic, key=key, signatures=self._signatures)
+            content = opened(value.data, topic, key=key)
             if content.message is not None:
                 found[key] = content.message
             else:
@@ -180,25 +176,24 @@ class MemoryBus:
             if not answered.done():
                 answered.set_result(data)
 
-        data = encode(question)
-        line.add(data, send)
+        line.add(encode(question), send)
         try:
             async with asyncio.timeout(seconds):
                 answer = await answered
-                return answer_of(answer, service, self.rejections, question=data, signatures=self._signatures)
+                return answer_of(answer, service, self.rejections)
         except TimeoutError:
             return None
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[PendingRequest[Q, A]]]:
-        line = self._lines[service.name, service.key] = Line(service, self.rejections, self._signatures)
+        line = self._lines[service.name, service.key] = Line(service, self.rejections)
         try:
             yield Each(line.take)
         finally:
             del self._lines[service.name, service.key]
 
     @contextlib.asynccontextmanager
-    async def lease(self, name: str, *, holder: str, is_namesakes: bool = False) -> AsyncIterator[None]:
+    async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:
         """A holder dies with this process, so no timeout is needed."""
         async with self._leases.setdefault(name, asyncio.Lock()):
             yield
@@ -218,8 +213,7 @@ class MemoryBus:
         """Do nothing: other actors may still use the bus."""
 
     def _encoded(self, topic: Topic[M], message: M, key: str) -> bytes:
-        limit = self._max_message_bytes
-        return encoded(message, topic=topic, key=key, limit=limit, signatures=self._signatures)
+        return encoded(message, topic=topic, key=key, limit=self._max_message_bytes)
 
     def _queue(self, topic: Topic[Any]) -> Work | Log:
         return self._work(topic) if topic.kind == "work" else self._log(topic)
@@ -240,6 +234,13 @@ class MemoryBus:
         return self._states.setdefault(topic.name, States(topic.seconds_to_live))
 
 
+def _is_under(key: str, under: str) -> bool:
+    """Whether a key begins with the parts of ``under``, as in Bus.states."""
+    parts = under.split("/")[:-1]
+    own = key.split("/")
+    return len(own) > len(parts) and all(part in ("*", mine) for part, mine in zip(parts, own, strict=False))
+
+
 async def _let_others_run() -> None:
     """Yield to the event loop, as waiting for a server does: a caller in a loop must not block the other actors."""
     await asyncio.sleep(0)
@@ -248,8 +249,8 @@ async def _let_others_run() -> None:
 class _Deliveries(AsyncIterator[Delivery[M]], Generic[M]):
     """Work messages. Nothing is prefetched: each is delivered when it is asked for."""
 
-    def __init__(self, work: Work, topic: Topic[M], signatures: Signatures) -> None:
-        self._work, self._topic, self._signatures = work, topic, signatures
+    def __init__(self, work: Work, topic: Topic[M]) -> None:
+        self._work, self._topic = work, topic
         self._held: list[_Delivery[M]] = []
 
     async def __anext__(self) -> Delivery[M]:
@@ -259,7 +260,7 @@ class _Deliveries(AsyncIterator[Delivery[M]], Generic[M]):
         return self._held[-1]
 
     def _deliver(self, item: Item) -> _Delivery[M]:
-        return _Delivery(self._work, item, opened(item.data, self._topic, key=item.key, signatures=self._signatures))
+        return _Delivery(self._work, item, opened(item.data, self._topic, key=item.key))
 
     def want(self, count: int) -> None:
         pass

@@ -1,4 +1,5 @@
-"""The NATS accounts of a run: the learner's, with JetStream, and one without JetStream for each other role.
+"""The NATS accounts and users of a run: the learner's account, with JetStream, and one without JetStream for each other
+role. Every rollout worker is a user of its own in the workers' account, which may write only under its name.
 
 A nats-server checks the subject that a client publishes to, but not the reply subject. In a shared account, a worker
 could have any reply stored in any stream. So other roles reach the learner's account only through imports: services
@@ -8,20 +9,32 @@ belongs to the role's own account, which has no streams. The users' permissions 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
-from asyncrl.bus.nats_server.rights import Right, rights
+from asyncrl.bus.nats_server.rights import ANY, Right, rights
 from asyncrl.messages.topics import ROLES
+
+WORKER: Final = "rollout-worker"
 
 
 def account_name(run: str, role: str) -> str:
-    """Name of a role's account. The learner's is the run's name, as when all roles shared one account, so that existing
-    streams are found."""
+    """Name of a role's account. The learner's is the run's name."""
     return run if role == "learner" else f"{run}:{role}"
 
 
-def accounts(run: str) -> dict[str, dict[str, Any]]:
-    """Return the server configuration of each account, without users."""
+def user_name(run: str, user: str) -> str:
+    """Name at the server of a role or of a worker ("workers/w0")."""
+    return f"{run}-{user}"
+
+
+def worker_user(name: str) -> str:
+    """The user of a rollout worker, and its credentials file in the folder of its run."""
+    return f"workers/{name}"
+
+
+def accounts(run: str, passwords: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the server configuration of each account. ``passwords``: role, or "workers/NAME", -> password"""
     exports: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, Any]] = {run: {"jetstream": "enabled"}}
     for role in ROLES[1:]:
@@ -32,16 +45,22 @@ def accounts(run: str) -> dict[str, dict[str, Any]]:
             imports.append({kind: {"account": run, "subject": subject}})
         found[name] = {"imports": imports}
     found[run]["exports"] = list(exports.values())
+    for user, password in passwords.items():
+        folder, _, worker = user.rpartition("/")
+        role = WORKER if folder else user
+        allowed = permissions(role, run=run, worker=worker if folder else ANY)
+        made = {"user": user_name(run, user), "password": password} | ({"permissions": allowed} if allowed else {})
+        found[account_name(run, role)].setdefault("users", []).append(made)
     return found
 
 
-def permissions(role: str, *, run: str) -> dict[str, Any] | None:
+def permissions(role: str, *, run: str, worker: str = ANY) -> dict[str, Any] | None:
     """Return the NATS permissions of a role's user in its account; None if everything is allowed."""
     if role == "learner":
         return None
     publish: dict[str, None] = {}
     subscribe: dict[str, None] = {}
-    for right in rights(role, run=run):
+    for right in rights(role, run=run, worker=worker):
         publish |= dict.fromkeys((*right.requests, *right.streamed, *right.sends))
         subscribe |= dict.fromkeys((*right.follows, *right.hears))
     return {"publish": {"allow": list(publish)}, "subscribe": {"allow": list(subscribe)}}

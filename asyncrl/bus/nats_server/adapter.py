@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,11 +10,11 @@ from urllib.parse import urlsplit
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
+from asyncrl.bus.nats_server.accounts import WORKER, worker_user
 from asyncrl.bus.nats_server.server import EmbeddedServer, find_binary
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import ConfigError
-from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import ROLES
 
 _SCHEMES = ("nats://", "tls://")
@@ -33,13 +34,13 @@ class NatsAdapter(BusAdapter):
             _check_disk(run)
 
     @classmethod
-    async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> JetStreamBus:
+    async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, worker: str = "") -> JetStreamBus:
         _check_url(url)
         section = run.bus
         return await JetStreamBus.connect(
             url,
             run=run.run.name,
-            access=_credentials(run, role=role, token=token),
+            access=_credentials(run, role=role, worker=worker, token=token),
             max_prompts=run.window,
             max_log_bytes=section.max_log_bytes,
             max_group_bytes=section.max_group_bytes,
@@ -47,13 +48,17 @@ class NatsAdapter(BusAdapter):
             storage=section.store,
             replicas=section.replicas,
             connect_seconds=section.connect_seconds,
-            signatures=signatures,
         )
 
     @classmethod
     def server(cls, run: RunConfig, *, directory: Path, host: str) -> EmbeddedServer:
         return EmbeddedServer(
             directory / "nats",
+            run=run.run.name,
+            workers=[
+                *(f"w{number}" for number in range(run.rollout.workers)),
+                *(f"e{number}" for number in range(run.num_evaluation_workers)),
+            ],
             host=host,
             port=run.bus.port,
             max_message_bytes=run.bus.max_message_bytes,
@@ -65,13 +70,14 @@ class NatsAdapter(BusAdapter):
         store = directory / "nats"
         if run.bus.store == "memory" or not (store / "jetstream").is_dir():
             return None
-        return EmbeddedServer(store, max_message_bytes=run.bus.max_message_bytes, is_reader=True)
+        return EmbeddedServer(store, run=run.run.name, max_message_bytes=run.bus.max_message_bytes, is_reader=True)
 
 
-def _credentials(run: RunConfig, *, role: str, token: str = "") -> Credentials:
+def _credentials(run: RunConfig, *, role: str, worker: str = "", token: str = "") -> Credentials:
     section = run.bus
     return Credentials(
         role=role,
+        worker=worker,
         token="" if section.credentials else token,
         credentials=section.credentials,
         tls_ca=section.tls_ca,
@@ -94,14 +100,16 @@ def _check_disk(run: RunConfig) -> None:
 
 
 def _check_files(run: RunConfig) -> None:
-    """Check that the files named in [bus] are readable for at least one role: a machine may have only one role's."""
+    """Check that the files named in [bus] are readable for at least one user: a machine may have only one worker's."""
+    users = [(role, "") for role in ROLES]
+    users += [(WORKER, Path(path).name) for path in glob.glob(run.bus.credentials.replace("{role}", worker_user("*")))]
     problems = []
-    for role in ROLES:
+    for role, worker in users:
         try:
-            _credentials(run, role=role).options()
+            _credentials(run, role=role, worker=worker).options()
         except ConfigError as error:
             problems.append(error)
-    if len(problems) == len(ROLES):
+    if len(problems) == len(users):
         raise problems[0]
 
 

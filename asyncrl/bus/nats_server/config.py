@@ -1,5 +1,5 @@
-"""bin/nats-config: writes the configuration of a nats-server, or of each server of a cluster, with accounts for the
-roles of every run.
+"""bin/nats-config: writes the configuration of a nats-server, or of each server of a cluster, with a user for each role
+and each rollout worker of every run.
 
 The servers of a cluster differ only in name, addresses and store. They authenticate to each other with a separate
 password. Tests: tests/integration/security/test_permissions.py, tests/integration/cluster/test_nats_cluster.py.
@@ -12,16 +12,15 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from asyncrl.bus.credentials_file import keys
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
-from asyncrl.bus.nats_server.accounts import account_name, accounts, permissions
+from asyncrl.bus.nats_server.accounts import WORKER, accounts, user_name, worker_user
+from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import ConfigError
-from asyncrl.messages.signing import SigningKey
 from asyncrl.messages.topics import ROLES
 
 CONFIG_FILE: Final = "nats-server.conf"
@@ -30,6 +29,8 @@ _PORT, _ROUTE_PORT = 4222, 6222
 _LAST_PORT: Final = 65535
 _LISTEN: Final = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]*):(-1|\d+)")
 """With port -1 nats-server chooses a free one."""
+_WORKERS: Final = 16
+_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _LARGEST_MESSAGE: Final = 2**30
 """nats-server counts the bytes of a message, including headers, in 31 bits."""
 _LONGEST_SYNC_SECONDS: Final = 86400.0
@@ -72,14 +73,10 @@ def server_config(
     tls: dict[str, Any] | None = None,
     cluster: dict[str, Any] | None = None,
 ) -> str:
-    """Return a nats-server's configuration as JSON, which nats-server reads. ``passwords``: run -> role -> password"""
+    """Return a nats-server's configuration as JSON, which nats-server reads. ``passwords``: run -> user -> password"""
     parts: dict[str, dict[str, Any]] = {}
-    for run, roles in passwords.items():
-        parts |= accounts(run)
-        for role, password in roles.items():
-            user = {"user": user_name(run, role), "password": password}
-            allowed = permissions(role, run=run)
-            parts[account_name(run, role)]["users"] = [user | ({"permissions": allowed} if allowed else {})]
+    for run, users in passwords.items():
+        parts |= accounts(run, users)
     config: dict[str, Any] = {
         "listen": listen,
         "max_payload": max_message_bytes + HEADER_BYTES,
@@ -97,10 +94,6 @@ def server_config(
 def sync_interval(seconds: float) -> str:
     """Format seconds for nats-server. 0: every message is synced before it is acknowledged."""
     return f"{max(1, round(1000 * seconds))}ms" if seconds else "always"
-
-
-def user_name(run: str, role: str) -> str:
-    return f"{run}-{role}"
 
 
 def cluster_part(nodes: Sequence[Node], index: int, *, password: str, tls: dict[str, Any] | None) -> dict[str, Any]:
@@ -132,6 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for run in options.runs:
         if not re.fullmatch("[A-Za-z0-9_-]+", run):
             parser.error(f"{run!r} is not a run.name: letters, digits, - and _")
+    for name in options.join:
+        if not _NAME.fullmatch(name):
+            parser.error(f"--join {name!r}: a worker's name here has at most 100 letters, digits, -, _ and .")
+    if not 0 <= options.workers <= MOST_WORKERS:
+        parser.error(f"--workers must be in 0..{MOST_WORKERS}, got {options.workers}")
     try:
         nodes = [node(text) for text in options.cluster or ()]
     except ValueError as error:
@@ -180,14 +178,20 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="bin/nats-config",
-        description="Write a nats-server configuration in which every role of every run has its own account and "
-        "password, and only the rights that it needs. Existing passwords are kept. To add runs, repeat the command "
-        "with them, then run `nats-server --signal reload` twice: the second reload connects new accounts.",
+        description="Write a nats-server configuration in which every role and every worker of every run has its own "
+        "password, and only the rights that it needs. Existing passwords are kept; remove a worker's file to end its "
+        "rights. To add workers, repeat the command with --join, then run `nats-server --signal reload`. To add runs, "
+        "repeat it with all of them, and reload twice: the second reload connects new accounts.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run.name of each run on the server")
-    add("--directory", type=Path, required=True, help="folder for nats-server.conf and RUN/ROLE, all 0600")
+    add(
+        "--directory",
+        type=Path,
+        required=True,
+        help="for nats-server.conf, RUN/ROLE, RUN/workers/NAME",
+    )
     add("--listen", metavar="HOST:PORT", help=f"(default: 0.0.0.0:{_PORT})")
     add(
         "--cluster",
@@ -197,9 +201,19 @@ def _parser() -> argparse.ArgumentParser:
         f"(ports: {_PORT} for clients, {_ROUTE_PORT} for each other)",
     )
     add(
-        "--rotate-keys",
-        action="store_true",
-        help="give each RUN a new signing key; end the run first, then --resume it",
+        "--workers",
+        type=int,
+        default=_WORKERS,
+        metavar="N",
+        help="users for as many workers that `asyncrl run` starts (w0, w1, ..., and e0, e1, ... that only evaluate); "
+        "(default: %(default)s)",
+    )
+    add(
+        "--join",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="users for workers that join by themselves: `asyncrl rollout-worker FILE --name NAME`",
     )
     add("--max-message-bytes", type=int, default=8 * 2**20, help="(default: %(default)s)")
     add(
@@ -225,13 +239,16 @@ def _write(options: argparse.Namespace, nodes: Sequence[Node]) -> None:
     directory: Path = options.directory.absolute()
     # A damaged file is refused before anything is written.
     passwords = {
-        run: {role: _password(directory / run / role, user_name(run, role)) for role in ROLES} for run in options.runs
+        run: {
+            user: _password(directory / run / user, user_name(run, user)) for user in _users(directory / run, options)
+        }
+        for run in options.runs
     }
-    signing = {run: _signing_key(directory / run, rotate=options.rotate_keys) for run in options.runs}
     routes, route_user = directory / "routes.password", user_name(_CLUSTER, "routes")
     route_password = _password(routes, route_user) if nodes else ""
-    for run in options.runs:
-        _write_credentials(directory / run, run, passwords[run], signing[run])
+    for run, users in passwords.items():
+        for user, password in users.items():
+            _write_private(directory / run / user, f"{user_name(run, user)}:{password}\n")
     if nodes:
         _write_private(routes, f"{route_user}:{route_password}\n")
     tls = _tls(options, options.tls_client_ca, verify=bool(options.tls_client_ca))
@@ -254,7 +271,15 @@ def _write(options: argparse.Namespace, nodes: Sequence[Node]) -> None:
         url = ",".join(f"{scheme}://{one.host}:{one.port}" for one in nodes)
         print(f'bus.url = "{url}"; bus.replicas = {len(nodes)}')
     for run in options.runs:
-        print(f'run {run}: bus.credentials = "{directory / run}/{{role}}"; a worker\'s node needs only rollout-worker')
+        print(f'run {run}: bus.credentials = "{directory / run}/{{role}}"; a worker\'s node needs only its file')
+
+
+def _users(folder: Path, options: argparse.Namespace) -> list[str]:
+    """Return the users of a run: its roles, and the workers that it starts, that may join, or that have a file."""
+    started = [f"{kind}{number}" for kind in "we" for number in range(options.workers)]
+    there = sorted(path.name for path in (folder / "workers").glob("[!.]*"))
+    names = dict.fromkeys([*started, *options.join, *there])
+    return [*(role for role in ROLES if role != WORKER), *map(worker_user, names)]
 
 
 def _tls(options: argparse.Namespace, authority: Path | None, *, verify: bool) -> dict[str, Any] | None:
@@ -276,33 +301,6 @@ def _password(path: Path, user: str) -> str:
             "password"
         )
     return password
-
-
-def _signing_key(folder: Path, *, rotate: bool) -> SigningKey:
-    """Return the run's key, or a new one for a new run or to rotate it.
-
-    Raises ConfigError if the run has had a key that cannot be read: workers that are up refuse messages signed with
-    another one.
-    """
-    if rotate:
-        return SigningKey.generate()
-    learner = folder / "learner"
-    if text := keys(str(learner), role="learner").get("signing-key", ""):
-        return SigningKey.from_text(text)
-    for role in ROLES:
-        if "learner-key" in keys(str(folder / role), role=role):
-            raise ConfigError(
-                f"{learner}: has no signing-key, but {folder / role} has a learner-key; put it back from a copy, or "
-                "give the run a new key with --rotate-keys"
-            )
-    return SigningKey.generate()
-
-
-def _write_credentials(folder: Path, run: str, passwords: Mapping[str, str], key: SigningKey) -> None:
-    """Write each role's password and key: the secret key for the learner, the public key for other roles."""
-    for role, password in passwords.items():
-        line = f"signing-key: {key.text()}" if role == "learner" else f"learner-key: {key.public}"
-        _write_private(folder / role, f"{user_name(run, role)}:{password}\n{line}\n")
 
 
 def _text(path: Path) -> str | None:

@@ -1,5 +1,7 @@
 """What each role may do on a nats-server, derived from the topics (messages/topics.py). Pure.
 
+A rollout worker publishes only under keys that begin with its name, so nobody writes in another's name.
+
 accounts.py turns the rights into accounts and permissions; docs/guides/deploy.md shows ``table``;
 tests/integration/security/test_roles.py tries everything else, as every role.
 
@@ -15,12 +17,14 @@ from typing import Any, Final
 
 from asyncrl.bus.jetstream.credentials import answers, inbox
 from asyncrl.bus.jetstream.kv import Lease, lease_prefix
-from asyncrl.bus.jetstream.layout import WORKERS, Layout
+from asyncrl.bus.jetstream.layout import WORKERS, Layout, token
 from asyncrl.messages.topics import ALL, ALL_SERVICES, ROLES, Role, Topic
 
 OBJECTS: Final = "weight objects"
 LEASES: Final = "leases"
-_ANY_KEY: Final = ("=2A", "*")
+ANY: Final = "*"
+"""A worker of any name, and the NATS wildcard for any key."""
+_ANY_KEY: Final = ("=2A", ANY)
 """How a layout encodes the key "*", and the NATS wildcard for any key."""
 
 
@@ -46,16 +50,20 @@ class Right:
     hears: tuple[str, ...] = ()
 
 
-def rights(role: str, *, run: str) -> list[Right]:
-    """Return the rights of a role other than the learner, which may do everything in its own account."""
+def rights(role: str, *, run: str, worker: str = ANY) -> list[Right]:
+    """Return the rights of a role other than the learner, which may do everything in its own account.
+
+    worker  name of the rollout worker that has them; "*": they are those of all workers together
+    """
     assert role in ROLES and role != "learner", role
     layout = Layout(run=run, max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="file")
-    found = [_every_role(role, run, layout)]
+    name = worker if worker == ANY else token(worker)
+    found = [_every_role(role, run, layout, name=name)]
     for topic in ALL:
-        found += _of_worker(topic, layout) if role == "rollout-worker" else _of_onlooker(role, topic, layout)
+        found += _of_worker(topic, layout, name) if role == "rollout-worker" else _of_onlooker(role, topic, layout)
     if role == "rollout-worker":
         found += [_objects(layout), _leases(layout)]
-    return found + _services(role, run, layout)
+    return found + _services(role, run, layout, name=name)
 
 
 def table(run: str = "RUN") -> str:
@@ -75,16 +83,21 @@ def table(run: str = "RUN") -> str:
     return "\n".join(rows) + "\n"
 
 
-def _every_role(role: str, run: str, layout: Layout) -> Right:
+def _every_role(role: str, run: str, layout: Layout, *, name: str) -> Right:
     """Ask whether JetStream is up and what each stream holds under which keys, and receive the replies."""
     streams = sorted({layout.stream(topic) for topic in (*ALL, Lease.TOPIC)})
     return Right(
         requests=("$JS.API.INFO", *(f"$JS.API.STREAM.INFO.{stream}" for stream in streams)),
-        hears=(f"{inbox(role, run=run)}.>",),
+        hears=(_under(inbox(role, run=run), name),),
     )
 
 
-def _of_worker(topic: Topic[Any], layout: Layout) -> list[Right]:
+def _under(prefix: str, name: str) -> str:
+    """The subjects of one worker, or of a whole role."""
+    return f"{prefix}.>" if name == ANY else f"{prefix}.{name}.>"
+
+
+def _of_worker(topic: Topic[Any], layout: Layout, name: str) -> list[Right]:
     role: Role = "rollout-worker"
     publishes, reads = role in topic.publishers, role in topic.readers
     stream, prefix = layout.stream(topic), layout.prefix(topic)
@@ -93,8 +106,8 @@ def _of_worker(topic: Topic[Any], layout: Layout) -> list[Right]:
         found.append(_taking(topic.name, stream))
         reads = False
     if publishes:
-        is_tree = topic.kind == "state" and reads
-        found.append(Right(of=topic.name, word="publish", requests=(f"{prefix}>" if is_tree else f"{prefix}*",)))
+        own = (f"{prefix}{name}", f"{prefix}{name}.>")
+        found.append(Right(of=topic.name, word="publish under its name", requests=own))
     if topic.kind == "state" and topic.seconds_to_live and reads and not topic.is_watched:
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.DIRECT.GET.{stream}.{prefix}>",)))
     elif reads or (topic.kind == "state" and _shares_a_stream_with_what_is_read(topic, layout)):
@@ -165,17 +178,16 @@ def _leases(layout: Layout) -> Right:
     )
 
 
-def _services(role: str, run: str, layout: Layout) -> list[Right]:
+def _services(role: str, run: str, layout: Layout, *, name: str) -> list[Right]:
     """Rights to services. A service that the role both asks and serves stays in its own account; others are the
     learner's."""
     found = []
     for service in ALL_SERVICES:
-        subject = layout.service(service) + (".*" if service.is_keyed else "")
+        subject = layout.service(service) + (f".{name}" if service.is_keyed else "")
+        among = (_under(answers(role, run=run), name),)
         of = f"{service.name} (service)"
         if role in service.asked_by and role in service.served_by:
-            among = (f"{answers(role, run=run)}.>",)
             found.append(Right(of=of, word="ask, serve", sends=(subject, *among), hears=(subject, *among)))
         elif role in service.asked_by:
-            among = (f"{answers(role, run=run)}.>",)
             found.append(Right(of=of, word="ask", requests=(subject,), hears=among))
     return found

@@ -1,7 +1,8 @@
 """The nats-server that a run starts for itself. It listens on loopback, or on the address at which the run's other
-machines see this one. It has a random token, and its store is in the run's folder.
+machines see this one. It has a user for each role and each rollout worker, and its store is in the run's folder.
 
-1. The token is in a file only its owner can read, never on a command line (test_the_token_is_not_on_the_command_line).
+1. Passwords are in files only their owner can read, never on a command line
+   (test_the_token_is_not_on_the_command_line).
 2. Two servers never share a store. The server process itself holds the lock, so the lock outlives a killed launcher
    (test_two_servers_never_share_a_store). Commands that read a run wait for each other
    (test_who_reads_a_run_waits_for_another_reader).
@@ -22,18 +23,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
+from asyncrl.bus.nats_server.accounts import accounts, user_name, worker_user
 from asyncrl.bus.nats_server.config import SYNC_SECONDS, sync_interval
+from asyncrl.bus.nats_server.rights import ANY
 from asyncrl.errors import BusError, ConfigError
 from asyncrl.os_process import asks_for_signal_on_parent_death
 
 _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 10.0
+_RELOAD_SECONDS = 10.0
+_RELOADED = b"Reloaded server configuration"
 READERS_SECONDS = 20.0
 """How long to wait for a store that another command reads."""
 _READER = "reader"
@@ -51,6 +57,8 @@ class EmbeddedServer:
     """A nats-server process. ``start`` and ``stop`` block: call them before and after the event loop runs.
 
     directory           folder for nats-server.conf (0600), nats-server.log and the JetStream store
+    run                 name of the only run on the server; "": one token is for everybody and everything
+    workers             names of rollout workers to start with
     host                only address to listen on
     port                0 chooses a free port once; a restarted server keeps it
     max_message_bytes   largest message asyncrl may send; the server's max_payload adds room for headers
@@ -65,6 +73,8 @@ class EmbeddedServer:
         self,
         directory: Path,
         *,
+        run: str = "",
+        workers: Iterable[str] = (),
         host: str = "127.0.0.1",
         port: int = 0,
         max_message_bytes: int = 8 * 2**20,
@@ -75,7 +85,10 @@ class EmbeddedServer:
         self.directory = directory.absolute()
         self.host = host
         self.port = port
-        self.token = secrets.token_hex(24)
+        self._run = run
+        self._passwords = {
+            user: secrets.token_hex(24) for user in ("learner", worker_user(ANY), *map(worker_user, workers))
+        }
         self._max_message_bytes = max_message_bytes
         self._sync = sync_interval(sync_seconds)
         self._start_seconds = start_seconds
@@ -83,6 +96,39 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._log_read = 0
         """Bytes of the server's log that ``failure`` has read."""
+
+    @property
+    def token(self) -> str:
+        """Token of the learner and of the run's owner, who may do everything."""
+        return self._token("learner")
+
+    def worker_token(self, name: str) -> str:
+        """Return the token of one rollout worker, who may write only under its name; "*": of one with any name.
+
+        A new worker becomes known to a server that is up. Blocks.
+        """
+        user = worker_user(name)
+        if user not in self._passwords:
+            self._passwords[user] = secrets.token_hex(24)
+            if self.pid:
+                self._reload()
+        return self._token(user)
+
+    def _token(self, user: str) -> str:
+        return f"{user_name(self._run, user)}:{self._passwords[user]}" if self._run else self._passwords["learner"]
+
+    def _reload(self) -> None:
+        """Let the server read its users again. Connections and requests under way are not disturbed."""
+        self._write_config()
+        start = self._log.stat().st_size
+        os.kill(self.pid, signal.SIGHUP)
+        deadline = time.monotonic() + _RELOAD_SECONDS
+        while time.monotonic() < deadline and self.pid:
+            with self._log.open("rb") as log:
+                log.seek(start)
+                if _RELOADED in log.read():
+                    return
+            time.sleep(_LOOK_SECONDS)
 
     @property
     def url(self) -> str:
@@ -170,22 +216,24 @@ class EmbeddedServer:
     def _write_config(self) -> Path:
         path = self.directory / "nats-server.conf"
         path.unlink(missing_ok=True)
-        store = f"store_dir: {_quote(self.directory / 'jetstream')}, sync_interval: {_quote(self._sync)}"
-        store += f", max_file_store: {_MAX_STORE_BYTES}"
-        text = "\n".join(
-            (
-                f"listen: {_quote(f'{self.host}:{self.port or -1}')}",
-                f"ports_file_dir: {_quote(self.directory)}",
-                f"log_file: {_quote(self._log)}",
-                f"max_payload: {self._max_message_bytes + HEADER_BYTES}",
-                f"max_pending: {max(_MAX_PENDING_BYTES, 4 * self._max_message_bytes)}",
-                f"authorization {{ token: {_quote(self.token)} }}",
-                f"jetstream {{ {store} }}",
-                "",
-            )
-        )
+        config: dict[str, Any] = {
+            "listen": f"{self.host}:{self.port or -1}",
+            "ports_file_dir": str(self.directory),
+            "log_file": str(self._log),
+            "max_payload": self._max_message_bytes + HEADER_BYTES,
+            "max_pending": max(_MAX_PENDING_BYTES, 4 * self._max_message_bytes),
+            "jetstream": {
+                "store_dir": str(self.directory / "jetstream"),
+                "sync_interval": self._sync,
+                "max_file_store": _MAX_STORE_BYTES,
+            },
+        }
+        if self._run:
+            config["accounts"] = accounts(self._run, self._passwords)
+        else:
+            config["authorization"] = {"token": self.token}
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
+            json.dump(config, file, indent=1)
         return path
 
     @property
@@ -281,7 +329,3 @@ def _read_port(path: Path) -> int | None:
     except (FileNotFoundError, json.JSONDecodeError):  # not written yet, or half written
         return None
     return urlsplit(url).port
-
-
-def _quote(value: object) -> str:
-    return json.dumps(str(value), ensure_ascii=False)

@@ -41,11 +41,10 @@ from asyncrl.config.record import as_table
 from asyncrl.data.model_folder import ModelFolder, check_model
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
-from asyncrl.launch import colocated
+from asyncrl.launch import colocated, secret_files
 from asyncrl.launch.assembly import data
 from asyncrl.launch.assembly.recorders import open_recorders
 from asyncrl.launch.checks import resume_checks
-from asyncrl.launch.keys import signing_keys
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
 from asyncrl.metrics.alarms import (
@@ -301,7 +300,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             cap=run.algorithm.filter_cap,
             keeps_at_cap=run.algorithm.filter_cap_action == "keep",
         ),
-        tickets=Tickets(signing_keys.ticket_secret(run)),
+        tickets=Tickets(secret_files.ticket_secret(run)),
     )
 
 

@@ -25,22 +25,32 @@ instance."""
 def launcher(bus: Bus, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
     """In this context, no other `asyncrl run` of this run can start. Raises ConfigError while one is up."""
     remedy = "choose another run.name, or end that one first"
-    return _alone(bus, LAUNCHER, problem=f"run.name: `asyncrl run` of {run!r} is up on this bus", remedy=remedy)
+    one_at_a_time = bus.lease("launcher", holder=f"{socket.gethostname()} {os.getpid()}")
+    problem = f"run.name: `asyncrl run` of {run!r} is up on this bus"
+    return _alone(bus, LAUNCHER, one_at_a_time=one_at_a_time, problem=problem, remedy=remedy)
 
 
 def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
     """In this context, no other rollout worker of this name can join the run. Raises ConfigError while one is up."""
     problem = f"--name: a rollout worker {name!r} is up in run {run!r}"
     remedy = "give this one another --name, or end that one first"
-    return _alone(bus, worker_named(name), problem=problem, remedy=remedy)
+    nothing = contextlib.nullcontext()  # any worker could hold a lease of this name for ever
+    return _alone(bus, worker_named(name), one_at_a_time=nothing, problem=problem, remedy=remedy)
 
 
 @contextlib.asynccontextmanager
-async def _alone(bus: Bus, service: Service[Claim, Claim], *, problem: str, remedy: str) -> AsyncIterator[None]:
+async def _alone(
+    bus: Bus,
+    service: Service[Claim, Claim],
+    *,
+    one_at_a_time: contextlib.AbstractAsyncContextManager[None],
+    problem: str,
+    remedy: str,
+) -> AsyncIterator[None]:
     ours = Claim(host=socket.gethostname(), pid=os.getpid())
     async with contextlib.AsyncExitStack() as stack:
         # Of several that start at the same time, one asks and begins to serve; then the others ask, and hear of it.
-        async with bus.lease(f"{service.name} {service.key}", holder=f"{ours.host} {ours.pid}", is_namesakes=True):
+        async with one_at_a_time:
             if (there := await bus.ask(service, ours, seconds=ANSWER_SECONDS)) is not None:
                 raise ConfigError(f"{problem}: process {there.pid} on {there.host}; {remedy}")
             questions = await stack.enter_async_context(bus.serve(service))

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.actors.presence import heartbeat_id
 from asyncrl.bus.port import Bus
-from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.roles import LEARNER, LEARNERS_ACTORS
-from asyncrl.messages.topics import ACTORS, PROGRESS
+from asyncrl.messages.topics import ACTORS
 from asyncrl.os_process import process_state
 
 SECOND_BEAT_SECONDS: Final = 5.0
@@ -45,7 +43,7 @@ async def on_bus(bus: Bus, *, run: str) -> None:
     A killed learner leaves its last heartbeat behind. This waits for a newer one, unless the process was on this
     machine and no longer exists.
     """
-    states = await bus.states(ACTORS)  # any process may claim the role, but not the name of the learner's actors
+    states = await bus.states(ACTORS)  # any worker may claim the role, but not the name of the learner's actors
     learners = [beat for beat in states.values() if beat.role == LEARNER and beat.actor in LEARNERS_ACTORS]
     if (beat := await _still_beating(bus, learners)) is not None:
         raise ConfigError(
@@ -69,18 +67,3 @@ async def _still_beating(bus: Bus, beats: Iterable[Heartbeat]) -> Heartbeat | No
     asked = [beat for beat in beats if not (beat.host == socket.gethostname() and process_state(beat.pid) == "gone")]
     found = await asyncio.gather(*map(beats_again, asked))
     return next((beat for beat in found if beat is not None), None)
-
-
-async def of_this_key(bus: Bus, run_config: RunConfig) -> None:
-    """Raise ConfigError for a new run if another learner, with another key, has started a run of this name on the bus.
-
-    A resumed learner has the run's key, and ignores messages that others sent under its name.
-    """
-    directory, name = run_config.run_directory, run_config.run.name
-    if (directory / HISTORY_FILE).exists() or await bus.states(PROGRESS):
-        return
-    if any(where == PROGRESS.name for where, _, _ in bus.rejections.counts):
-        raise ConfigError(
-            f"run.name: another learner has begun a run {name!r} on this bus, with a key that is not in {directory}; "
-            "choose another run.name, or resume that run from its folder"
-        )

@@ -185,7 +185,7 @@ class FleetScaler:
         await bus.put(FLEET, FleetSize(rollout_workers=change.workers, request=self._own_request))
         data = {"from": before, "to": change.workers, "because": change.because}
         event = Event(kind="resized", actor="fleet", time=time.time(), data=data)
-        await bus.publish(EVENTS, event, key=f"resized-{self._own_request}")
+        await bus.publish(EVENTS, event, key=f"fleet/resized-{self._own_request}")
 
     async def _report(self, bus: Bus) -> None:
         while True:

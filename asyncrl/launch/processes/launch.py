@@ -27,8 +27,6 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import resume_checks, single_instance, single_learner
-from asyncrl.launch.keys import signing_keys
-from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes.fleet import FleetScaler
 from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
@@ -88,11 +86,7 @@ async def launch(
             environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}
         if import_path:
             environment[PYTHON_PATH] = os.pathsep.join(import_path)
-        environment[WORKER_KEY_VARIABLE] = ""  # in a run without keys, workers create none either
-        if key := signing_keys.learner_key(run_config):
-            environment[signing_keys.LEARNER_KEY_VARIABLE] = key
-        launcher = signing_keys.keyed(launcher, run_config)
-        specs = ProcessSpecs(run_config, launcher=launcher, common=common, environment=environment)
+        specs = ProcessSpecs(run_config, launcher=launcher, common=common, environment=environment, server=server)
         size = await _reset_finished(run_config, token=token) if resume else None
         children = specs.initial(size=size, resume=resume)
         launcher.check_room([child.spec for child in children])
@@ -112,8 +106,7 @@ async def _run_processes(manager: ProcessManager, run_config: RunConfig, *, toke
     scaler = FleetScaler(bus, manager.fleet, rule=_fleet_rule(run_config))
     running = asyncio.ensure_future(manager.run(monitor, scaler))  # awaited on every exit
     try:
-        async with signing_keys.heard_kept(run_config):
-            return await asyncio.shield(running)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
         manager.interrupt()
         await running  # a second cancellation kills the remaining processes
@@ -153,7 +146,7 @@ def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
         raise
     address = directory / BUS_FILE
     try:
-        write_address(directory, url=server.url, token=server.token)
+        write_address(directory, url=server.url, token=server.token, worker_token=server.worker_token("*"))
         where = server.url.partition("://")[2]
         print_line(f"{server.name} on {where}   run {run_config.run.name}   logs in {directory}/logs")
         yield server
@@ -172,7 +165,6 @@ async def _claim_run(run_config: RunConfig, *, resume: bool, token: str) -> Asyn
     try:
         async with single_instance.launcher(bus, run=run_config.run.name):
             await single_learner.on_bus(bus, run=run_config.run.name)
-            await single_learner.of_this_key(bus, run_config)
             if resume:
                 await resume_checks.require_checkpoint(run_config, bus=bus)
                 if not await bus.states(PROGRESS):

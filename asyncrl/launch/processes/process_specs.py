@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.adapters import registry
+from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
 from asyncrl.launch.launchers.placement import Gpus, Placement, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
@@ -22,16 +23,24 @@ class ProcessSpecs:
     """Creates the processes of one run without starting them."""
 
     def __init__(
-        self, run_config: RunConfig, *, launcher: Launcher, common: Sequence[str], environment: Mapping[str, str]
+        self,
+        run_config: RunConfig,
+        *,
+        launcher: Launcher,
+        common: Sequence[str],
+        environment: Mapping[str, str],
+        server: BusServer | None = None,
     ) -> None:
         """
         common       arguments of every process: the run file and its overrides
         environment  added to the environment of every process
+        server       server of the run's own bus, on which each worker has its own token
         """
         self._run = run_config
         self._places = launcher.places
         self._common = common
         self._environment = dict(environment)
+        self._server = server
 
     def initial(self, *, size: FleetSize | None, resume: bool) -> list[ChildProcess]:
         """Return the learner and its separate ranks, then rollout workers and evaluation workers.
@@ -106,12 +115,13 @@ class ProcessSpecs:
 
     def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False) -> ChildProcess:
         """evaluates: it only evaluates"""
+        own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
         spec = ProcessSpec(
             name=name,
             role=EVALUATION_WORKER if evaluates else WORKER,
             arguments=("rollout-worker", *self._common, *(["--evaluate"] if evaluates else []), "--name", name),
             num_gpus=gpus_per_worker(self._run),
             gpus=gpus,
-            environment=self._environment,
+            environment={**self._environment, **own},
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))

@@ -236,7 +236,7 @@ async def test_too_many_skipped_steps_in_a_row_end_the_run_and_leave_their_group
     assert "learner.max_skipped_steps" in str(error) and "3 in a row" in str(error)
     assert loop.backend.steps == 4
     skipped = [group_id for event in await events(bus, "skipped") for group_id in event["group_ids"]]
-    assert {str(group_id) for group_id in skipped} <= await bus.keys(TRAJECTORIES)
+    assert {f"w0/{group_id}" for group_id in skipped} <= await bus.keys(TRAJECTORIES)
     assert len(loop.recorder.rows) == 4  # the last step is also reported
 
 

@@ -84,7 +84,7 @@ async def test_delivery_that_never_began_is_no_attempt(bus_factory: Any, max_att
         (record,) = await first(bus, 1)
         while await bus.states(SEGMENTS):  # no note of it remains
             await asyncio.sleep(0.01)
-    assert (record.key, record.message.error) == ("1", "")
+    assert (record.key, record.message.error) == ("w0/1", "")
 
 
 async def test_group_fails_after_max_attempts_that_began(bus_factory: Any) -> None:
@@ -98,7 +98,7 @@ async def test_group_fails_after_max_attempts_that_began(bus_factory: Any) -> No
     async with working(await bus_factory(), fakes.Engine(), max_attempts=3):
         (record,) = await first(bus, 1)
     assert "gave up after 3 attempts" in record.message.error
-    assert record.key == f"1-{ticket}"
+    assert record.key == f"w0/1-{ticket}"
 
 
 async def test_two_workers_share_a_synchronous_run(bus_factory: Any, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ async def test_exit_of_rollout_function_fails_only_its_group(tmp_path: Path, exi
     finally:
         signal.signal(signal.SIGINT, before)
     assert loop.recorder.rows[-1]["staleness/failed_groups"] == 1
-    (record,) = [one for one in await first(loop.bus, 3) if one.key == "0"]
+    (record,) = [one for one in await first(loop.bus, 3) if one.key == "w0/0"]
     assert record.message.error == f"the rollout function raised {name}"
 
 

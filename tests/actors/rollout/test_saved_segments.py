@@ -39,9 +39,9 @@ async def test_saves_each_token_once(bus: Bus) -> None:
         answer.tokens += [4] * 100
         await progress.save(bus, worker="w0")
         await progress.save(bus, worker="w0")  # nothing new except the newest token
-    segments = await bus.states(SEGMENTS, under="0/1/")
+    segments = await bus.states(SEGMENTS, under="w0/0/1/")
     held = [(key, one.calls[0].start, len(one.calls[0].tokens)) for key, one in sorted(segments.items())]
-    assert held == [("0/1/0", 0, 99), ("0/1/1", 99, 100), ("0/1/2", 199, 100)]
+    assert held == [("w0/0/1/0", 0, 99), ("w0/0/1/1", 99, 100), ("w0/0/1/2", 199, 100)]
     assert progress.num_unsaved == 1
 
 
@@ -99,16 +99,20 @@ async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus
         answer = begun(progress := GroupProgress(0, attempt=1, ticket=ticket), length=100)
         answer.tokens += [13] * 11
         await progress.save(bus, worker="w0")
-        return (await bus.states(SEGMENTS))["0/1/0"]
+        return (await bus.states(SEGMENTS))["w0/0/1/0"]
 
     honest = await saved("ab" * 16)
     assert await known() == 10
     await saved("cd" * 16)
     assert await known() == 0
-    for forged in (replace(honest, worker="evil"), replace(honest, proof="")):
-        await bus.put(SEGMENTS, forged, key="0/1/0")
+    for key, forged in (
+        ("w0/0/1/0", replace(honest, worker="evil")),
+        ("w0/0/1/0", replace(honest, proof="")),
+        ("evil/0/1/0", replace(honest, worker="evil")),
+    ):
+        await bus.put(SEGMENTS, forged, key=key)
         assert await known() == 0
-    await bus.put(SEGMENTS, honest, key="0/1/0")
+    await bus.put(SEGMENTS, honest, key="w0/0/1/0")
     assert await known() == 10
 
 

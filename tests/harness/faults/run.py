@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from asyncrl.data import demo_task
-from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
@@ -232,8 +231,7 @@ class Run:
             cwd=self.folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # without a key, the worker keeps the name we give it
-            env=_environment() | {"ASYNCRL_BUS_TOKEN": token, WORKER_KEY_VARIABLE: ""},
+            env=_environment() | {"ASYNCRL_BUS_TOKEN": token},
         )
 
     def doctor(self) -> tuple[int, dict[str, Any]]:

@@ -56,10 +56,10 @@ async def test_an_observer_sees_every_actor_of_a_large_fleet(server: Server, lea
 
 async def test_removed_states_leave_nothing_on_the_server(learner: Any, worker: Any) -> None:
     for number in range(20):
-        await worker._set(SEGMENTS, f"7/{number}", b"data", {})
-    await worker._set(SEGMENTS, "8/0", b"data", {})
-    await worker.forget(SEGMENTS, key="7/")
-    left = {worker._layout.subject(SEGMENTS, "8/0")}
+        await worker._set(SEGMENTS, f"w0/7/{number}", b"data", {})
+    await worker._set(SEGMENTS, "w0/8/0", b"data", {})
+    await worker.forget(SEGMENTS, key="w0/7/")
+    left = {worker._layout.subject(SEGMENTS, "w0/8/0")}
     async with asyncio.timeout(60):
         while set(await worker._subjects(SEGMENTS)) > left:
             await asyncio.sleep(0.05)

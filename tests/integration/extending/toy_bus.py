@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import RunConfig
-from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import Topic
 
 M = TypeVar("M")
@@ -47,7 +46,7 @@ class CountingBusAdapter(BusAdapter):
     is_shared = False
 
     @classmethod
-    async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> CountingBus:
+    async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, worker: str = "") -> CountingBus:
         return CountingBus(
             log=cls.options(run).log,
             max_prompts=run.window,
@@ -55,5 +54,4 @@ class CountingBusAdapter(BusAdapter):
             ack_seconds=run.bus.ack_seconds,
             max_message_bytes=run.bus.max_message_bytes,
             max_group_bytes=run.bus.max_group_bytes,
-            signatures=signatures,
         )

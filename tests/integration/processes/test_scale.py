@@ -139,7 +139,7 @@ async def test_refuses_a_second_run_of_the_same_name(make: Make, own_server: Emb
 def its_name(run: RunProcess, label: str) -> str:
     """Return the name of the worker that joined as ``label``, once a group of it is trained."""
     names = {str(one.data.get("worker")) for one in run.events if one.kind == "first_trained"}
-    return next((name for name in names if name.startswith(f"{label}-")), "")
+    return label if label in names else ""
 
 
 async def beats(run: RunProcess) -> dict[str, Heartbeat]:

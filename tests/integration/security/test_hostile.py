@@ -30,7 +30,6 @@ from asyncrl.bus.request_reply import Line, answer_of
 from asyncrl.errors import MessageError, OtherSchema
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.signing import UNSIGNED
 from asyncrl.messages.topics import (
     ALL,
     PROGRESS,
@@ -78,7 +77,7 @@ def trajectory_groups(draw: Any) -> bytes:
         group_id=draw(ODD_NUMBERS),
         prompt_tokens=np.full(draw(st.integers(0, 3)), draw(ODD_INTS), np.int32),
         trajectories=(answer,) * draw(st.integers(1, 3)),
-        worker=draw(st.sampled_from(["", "w0", "evil"])),
+        worker=draw(st.sampled_from(["", "w0", "evil", "evil", "evil"])),
     )
     return encode(group)
 
@@ -142,7 +141,7 @@ async def throw(
     for topic, key, data in hostile:
         group_id = group_id_of(key)
         if topic is TRAJECTORIES and group_id is not None and is_lent(group_id):
-            key = TICKETS.key(group_id)
+            key = TICKETS.key(group_id, worker="evil")
         if topic.kind == "state":
             bus._state(topic).put(key, data)
         else:
@@ -190,14 +189,14 @@ def test_no_message_stops_a_run_or_is_trained_unless_it_can_be(hostile: list[tup
 @given(data=st.data())
 def test_no_question_and_no_answer_stops_who_reads_it(data: st.DataObject) -> None:
     rejections = Rejections()
-    line = Line(TRANSFERS, rejections, UNSIGNED)
+    line = Line(TRANSFERS, rejections)
 
     async def send(_: bytes) -> None: ...
 
     sample = encode(TransferRequest(engine="w0", group="g", num_ranks=1)) + encode(TransferOffer(problem="none"))
     body = data.draw(st.binary(max_size=60) | st.integers(0, len(sample)).map(lambda cut: sample[:cut]))
     line.add(body, send)
-    answer_of(body, TRANSFERS, rejections, question=b"", signatures=UNSIGNED)
+    answer_of(body, TRANSFERS, rejections)
     assert rejections.total >= 1  # no bytes are valid as both
 
 

@@ -73,7 +73,7 @@ async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
                 kept.append(delivery)
                 continue
             data = lies.answer_to(delivery.message, random, max_bytes=bus.max_message_bytes)
-            key = answer_key(delivery.message.group_id, ticket=delivery.message.ticket)
+            key = answer_key(delivery.message.group_id, worker="evil", ticket=delivery.message.ticket)
             bus._log(TRAJECTORIES).add(key, data)
             if random.random() < 0.1:
                 bus._log(TRAJECTORIES).add(key, data)  # publish it again
@@ -155,9 +155,9 @@ async def test_an_answer_of_somebody_who_was_not_lent_the_group_is_nobodys(
         for group_id in (0, 1, 2, 9):
             prompt = replace(decode(bus._work(PROMPTS)._stored["0"].data, PromptGroup), group_id=group_id)
             for key in (
-                str(group_id),
-                answer_key(group_id, ticket="0" * 32),
-                answer_key(group_id, ticket=tickets.ticket(3)),
+                f"evil/{group_id}",
+                answer_key(group_id, worker="evil", ticket="0" * 32),
+                answer_key(group_id, worker="evil", ticket=tickets.ticket(3)),
             ):
                 answers = [lies.trajectory(prompt, random, mask=group_id > 0) for _ in "12"]
                 assert log.add(key, lies.group(prompt, answers, random, worker="evil"))

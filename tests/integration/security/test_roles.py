@@ -23,6 +23,7 @@ from tests.harness.attacker import (
     OTHERS,
     RUN,
     STREAMS,
+    WORKER,
     Attacked,
     May,
     api_subjects,
@@ -70,9 +71,9 @@ async def test_a_role_reaches_what_the_table_says_and_nothing_else(
     attacked: Attacked, role: str, is_open: bool
 ) -> None:
     """Try every request of the JetStream API, every subject of every stream, and every other subject."""
-    may = May(role)
+    may = May(role, is_open=is_open)
     tried = [*api_subjects(), *stored_subjects(), *other_subjects()]
-    inbox = f"_INBOX.{RUN}.{role}.mine"
+    inbox = f"_INBOX.{RUN}.{role}.{WORKER}.mine"
     async with unharmed(attacked, may) as ear, attacked.raw(role, is_open=is_open) as client:
         for number, subject in enumerate(tried):
             client.publish(subject, b"{}", reply=f"{inbox}.{number}")
@@ -89,7 +90,7 @@ async def test_a_role_reaches_what_the_table_says_and_nothing_else(
 @BOTH
 async def test_no_answer_comes_where_a_role_may_not_publish(attacked: Attacked, role: str, is_open: bool) -> None:
     """Try every request that a role may make, with every subject as reply subject."""
-    may = May(role)
+    may = May(role, is_open=is_open)
     targets = [*stored_subjects(), *other_subjects(), *(f"$JS.API.STREAM.{verb}" for verb in ("LIST", "CREATE.new"))]
     targets += [f"$JS.API.STREAM.{verb}.{stream}" for verb in ("DELETE", "PURGE", "UPDATE") for stream in STREAMS]
     async with unharmed(attacked, may) as ear, attacked.raw(role, is_open=is_open) as client:
@@ -105,10 +106,10 @@ async def test_no_answer_comes_where_a_role_may_not_publish(attacked: Attacked, 
 @BOTH
 async def test_whoever_asks_itself_answers_nobody_else(attacked: Attacked, role: str, is_open: bool) -> None:
     """Send a request with a foreign reply subject to a service of the role's own: the answer goes nowhere."""
-    may = May(role)
+    may = May(role, is_open=is_open)
     targets = [*stored_subjects(), *other_subjects(), *api_subjects()]
     async with unharmed(attacked, may) as ear, attacked.raw(role, is_open=is_open) as client:
-        own = sorted(may.among_themselves()) or [f"_INBOX.{RUN}.{role}.own"]
+        own = sorted(may.among_themselves()) or [f"_INBOX.{RUN}.{role}.{WORKER}.own"]
         for service in own:
             client.subscribe(service)
         await client.flush()
@@ -127,7 +128,7 @@ async def test_whoever_asks_itself_answers_nobody_else(attacked: Attacked, role:
 @BOTH
 async def test_headers_do_no_more_than_a_message(attacked: Attacked, role: str, is_open: bool) -> None:
     """Try headers that make the server send a message elsewhere, or remove other messages."""
-    may = May(role)
+    may = May(role, is_open=is_open)
     async with unharmed(attacked, may) as ear, attacked.raw(role, is_open=is_open) as client:
         for subject in sorted(may.publish() | may.ask()):
             for target in (*stored_subjects(), *other_subjects()):
@@ -163,9 +164,9 @@ async def test_a_role_hears_what_the_table_says_and_nothing_else(attacked: Attac
         await client.flush()
         for other in others:
             busy = await stack.enter_async_context(attacked.raw(other))
-            busy.subscribe(f"_INBOX.{RUN}.{other}.>")
+            busy.subscribe(f"_INBOX.{RUN}.{other}.{WORKER}.>")
             for number, subject in enumerate((*written, *other_subjects(), "$JS.API.INFO")):
-                busy.publish(subject, b"{}", reply=f"_INBOX.{RUN}.{other}.{number}")
+                busy.publish(subject, b"{}", reply=f"_INBOX.{RUN}.{other}.{WORKER}.{number}")
             await busy.flush()
             await settled(attacked, other)
         await client.flush()
@@ -189,7 +190,7 @@ async def test_nobody_is_told_what_was_not_stored(attacked: Attacked) -> None:
     """A worker gets the server to deliver a message it wrote to another stream to the subject where workers follow
     progress."""
     forged = encode(progress(99))
-    segment = LAYOUT.prefix(SEGMENTS) + "forged"
+    segment = f"{LAYOUT.prefix(SEGMENTS)}{WORKER}.forged"
     own = {"Nats-Stream": LAYOUT.stream(PROGRESS), "Nats-Subject": LAYOUT.subject(PROGRESS, ""), "Nats-Sequence": "99"}
     async with connected(attacked, "learner") as learner, connected(attacked, "rollout-worker") as worker:
         await learner.put(PROGRESS, progress(1))

@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "run": {"name": "n1"}}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
     (folder / "history.jsonl").write_bytes(seal(entry))
-    write_address(folder, url=HERE.url, token=HERE.token)
+    write_address(folder, url=HERE.url, token=HERE.token, worker_token="theirs")
     return folder
 
 

@@ -50,6 +50,8 @@ def test_an_authority_of_routes_without_a_cluster_is_refused(
         ("--cluster a:99999 b c", "--cluster: ports must be in 1..65535, got 'a:99999'"),
         ("--cluster a:4222:0 b c", "--cluster: ports must be in 1..65535, got 'a:4222:0'"),
         ("--cluster a:4222:4222 b c", "--cluster takes three (or five) servers, each at another address"),
+        ("--workers -1", "--workers must be in 0..65536, got -1"),
+        ("--join a/b", "--join 'a/b': a worker's name here has at most 100 letters, digits, -, _ and ."),
         ("--cluster a a:4222:7000 c", "--cluster takes three (or five) servers, each at another address"),
     ],
 )
@@ -72,7 +74,7 @@ def test_what_nats_server_listens_to_is_taken(listen: str, tmp_path: Path) -> No
 def write(folder: Path, *words: str) -> dict[str, str]:
     """Run the command for a run `demo`. Return the text of each file in the run's folder."""
     nats_config.main(["demo", "--directory", str(folder), *words])
-    return {path.name: path.read_text() for path in (folder / "demo").iterdir()}
+    return {path.name: path.read_text() for path in (folder / "demo").iterdir() if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_a_file_without_a_password_is_refused_and_nothing_is_written(
     write(tmp_path)
     before = (tmp_path / "demo" / "learner").read_bytes()
     (tmp_path / "demo" / "observer").write_bytes(data)
-    assert f"{tmp_path}/demo/observer: " in refused(capsys, tmp_path, "--cluster", "a", "b", "c", "--rotate-keys")
+    assert f"{tmp_path}/demo/observer: " in refused(capsys, tmp_path, "--cluster", "a", "b", "c")
     assert (tmp_path / "demo" / "learner").read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"demo", "nats-server.conf"}
 
@@ -103,32 +105,26 @@ def test_the_password_of_the_servers_is_kept_and_a_damaged_one_refused(
     assert "routes.password: does not begin with" in refused(capsys, tmp_path, "--cluster", "a", "b", "c")
 
 
-@pytest.mark.parametrize(
-    "line", ["signing-key: zz", "signing-key", "SIGNING-KEY: " + "a" * 64, "signing-key: " + "A" * 64]
-)
-def test_a_signing_key_that_cannot_be_read_is_refused_unless_it_is_to_be_rotated(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = write(tmp_path)
-    (tmp_path / "demo" / "learner").write_text(before["learner"].splitlines()[0] + f"\n{line}\n")
-    said = refused(capsys, tmp_path)
-    assert f"{tmp_path}/demo/learner, line 2: must be signing-key: and 64 hexadecimal digits in lower case" in said
-    assert (tmp_path / "demo" / "observer").read_text() == before["observer"]
-    assert write(tmp_path, "--rotate-keys")["observer"] != before["observer"]
+def test_workers_keep_their_passwords_and_leave_with_their_file(tmp_path: Path) -> None:
+    def users() -> set[str]:
+        config = json.loads((tmp_path / "nats-server.conf").read_text())
+        return {user["user"] for account in config["accounts"].values() for user in account["users"]}
+
+    write(tmp_path, "--workers", "1", "--join", "gpu7", "gpu8.rack")
+    roles = {"demo-learner", "demo-operator", "demo-observer", "demo-workers/w0", "demo-workers/e0"}
+    assert users() == roles | {"demo-workers/gpu7", "demo-workers/gpu8.rack"}
+    before = (tmp_path / "demo" / "workers" / "gpu7").read_text()
+    (tmp_path / "demo" / "workers" / "gpu8.rack").unlink()
+    write(tmp_path, "--workers", "1")
+    assert users() == roles | {"demo-workers/gpu7"}
+    assert (tmp_path / "demo" / "workers" / "gpu7").read_text() == before
 
 
-def test_a_signing_key_that_is_lost_is_not_replaced_unless_it_is_to_be_rotated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = write(tmp_path)
-    (tmp_path / "demo" / "learner").write_text(before["learner"].splitlines()[0] + "\n")
-    assert "demo/learner: has no signing-key, but" in refused(capsys, tmp_path)
-    (tmp_path / "demo" / "learner").unlink()
-    assert "demo/learner: has no signing-key, but" in refused(capsys, tmp_path)
-    assert write(tmp_path, "--rotate-keys")["observer"] != before["observer"]
-
-
-def test_a_role_gets_its_damaged_learner_key_again(tmp_path: Path) -> None:
-    before = write(tmp_path)
-    (tmp_path / "demo" / "observer").write_text(before["observer"].splitlines()[0] + "\nlearner-key: zz\n")
-    assert write(tmp_path) == before
+def test_files_that_stay_keep_their_owner_and_mode_when_a_run_is_added(tmp_path: Path) -> None:
+    """Whoever adds a run may be another user than those who run the first one."""
+    write(tmp_path)
+    kept = tmp_path / "demo" / "workers" / "w0"
+    kept.chmod(0o640)
+    before = kept.stat()
+    nats_config.main(["demo", "more", "--directory", str(tmp_path)])
+    assert (kept.stat().st_ino, kept.stat().st_mode) == (before.st_ino, before.st_mode)

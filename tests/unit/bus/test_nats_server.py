@@ -94,5 +94,5 @@ def test_a_server_ends_with_its_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "written"), [(1.0, "1000ms"), (0.0, "always")])
 def test_a_server_syncs_as_often_as_its_key_says(tmp_path: Path, seconds: float, written: str) -> None:
     with EmbeddedServer(tmp_path, sync_seconds=seconds) as server:
-        assert f'sync_interval: "{written}"' in (server.directory / "nats-server.conf").read_text()
+        assert f'"sync_interval": "{written}"' in (server.directory / "nats-server.conf").read_text()
         assert server.pid
