@@ -117,7 +117,6 @@ def test_answers_that_are_lost_are_said_and_no_success(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_keeps_the_models_that_are_due_and_they_are_evaluated_when_it_is_over(
     demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import asyncrl
 from asyncrl.data import demo_task
 from tests import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

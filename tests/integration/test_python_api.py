@@ -16,7 +16,6 @@ from tests import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 async def test_a_run_is_trained_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.to_thread(demo_task.write, tmp_path)
     # for `python scripts/train.py`: first on its own path, but not on that of its children

@@ -13,7 +13,7 @@ from asyncrl.cli import main
 from asyncrl.data import demo_task
 from tests import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 HERE = "tests.integration.extending"
 RUN_FILE = """
@@ -63,7 +63,7 @@ def asyncrl_run(
     run_file = folder / "run.toml"
     run_file.write_text(RUN_FILE.format(folder=folder, here=HERE, bus=bus, launcher=launcher, weights=weights))
     command = [sys.executable, "-m", "asyncrl", "run", run_file]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=800)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

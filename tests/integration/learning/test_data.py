@@ -15,7 +15,7 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.rewards.port import Sample
 from tests import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 SEEN: Counter[tuple[str, str, int]] = Counter()
 

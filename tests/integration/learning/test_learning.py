@@ -14,7 +14,7 @@ from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import Architecture
 from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from asyncrl.data import demo_task
 from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
 from tests.harness.metric_names import is_known
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 SYNC = ("run.mode=sync", "engine.options={max_batch_size=1, threads=1}", "weights.keep=8")
 MANY = ("learner.groups_per_batch=16", "rollout.group_size=8")

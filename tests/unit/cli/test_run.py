@@ -120,7 +120,6 @@ def test_the_last_line_of_a_run_says_where_its_model_is_or_how_to_continue_it(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
     run_file: Path, folder: Path, environment: dict[str, str], forks: ForkServer
 ) -> None:
