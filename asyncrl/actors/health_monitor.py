@@ -104,11 +104,13 @@ class HealthMonitor:
 
     async def close(self) -> None:
         bus, self._bus = self._bus, None
-        if bus is not None:
-            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the entry expires by itself
+        if bus is None:
+            return
+        if self.error is None:  # else the bus is away, and the entry expires by itself
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await bus.forget(ACTORS, key=self._name)
-            await bus.close()
+        await bus.close()
 
     def has_worked(self, host: str, pid: int) -> bool:
         """Return whether an own process ever got past its startup. ``host``: "" is this machine."""
