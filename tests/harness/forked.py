@@ -46,7 +46,7 @@ _IMPORTED: Final = (
     "asyncrl.launch.assembly.build_worker",
     "asyncrl.launch.assembly.training",
     "asyncrl.audit.account",
-    "asyncrl.adapters.routing_replay",
+    "asyncrl.adapters.registry",
     "asyncrl.weights.files",
     "numpy.ctypeslib",
     "numpy.ma",
