@@ -121,7 +121,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "max_tool_calls": "your program runs the tools; count the calls there",
     "context_management": "your program holds the history; send what the model should see",
 }
-"""Why a field is refused, unless its value has no effect: null, 0, false, an empty one, or that of _NO_EFFECT."""
+"""Why a field is refused unless its value has no effect: null, that of _NO_EFFECT, or otherwise 0, false or empty."""
 _NO_EFFECT: Final[Mapping[str, Any]] = {
     "response_format": {"type": "text"},
     "modalities": ["text"],
@@ -138,7 +138,9 @@ def find_overridden(body: Json, *, stop: Sequence[str]) -> Json:
     stop  stop strings of this run
     """
     for name, why in _REFUSED.items():
-        if (value := body.get(name)) and value != _NO_EFFECT.get(name):
+        value = body.get(name)
+        has_effect = value != _NO_EFFECT[name] if name in _NO_EFFECT else bool(value)
+        if value is not None and has_effect:
             raise Refused(f"{name} = {short(value)} is not served here: {why}")
     for name in ("stop", "stop_sequences"):
         _check_stop(body.get(name), name, stop)

@@ -38,7 +38,7 @@ class Task:
     seed: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"messages": self.messages or [{"role": "user", "content": self.prompt}]}
+        return asdict(self) | {"messages": list(self.messages) or [{"role": "user", "content": self.prompt}]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
