@@ -2,13 +2,12 @@
 
 A reader keeps a cursor and requests entries by their sequence, several at a time. The server keeps no state for it, so
 nothing has to be made again after a reconnect or an election. The stream republishes the header of each new entry,
-which wakes a learner that is at the end of the log; the other roles poll.
+with its sequence, so a learner at the end of the log asks for it at once; the other roles poll.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final, Generic, TypeVar
@@ -107,10 +106,11 @@ class LogReader:
         """
         self._connection, self._stream, self._republished = connection, stream, republished
         self._find, self._look = find, look
-        self._next, self._last = after + 1, after  # the next entry to request; the last one that exists
+        self._next = after + 1  # the next entry to request
+        self._end = self._announced = after  # the last entry when we looked; the last one that was announced since
         self._mark = LogMark()  # of the last entry that was taken
         self._window = ChunkWindow()
-        self._asked: deque[asyncio.Task[StoredMessage | None]] = deque()
+        self._asked: deque[tuple[int, asyncio.Task[StoredMessage | None]]] = deque()
         self._generation = -1  # of the connection when we looked last
         self._changed = asyncio.Event()
         self._subscription: Any = None
@@ -125,39 +125,51 @@ class LogReader:
         """waits for: an entry     woken by: the server, a reconnect, the clock"""
         while True:
             self._changed.clear()
-            is_at_end = not self._asked and self._next > self._last
-            if is_at_end or self._generation != self._connection.generation:
-                await self._update_end()
+            is_blind = not self._republished and not self._asked and self._next > self._end
+            if is_blind or self._generation != self._connection.generation:
+                await self._look_again()
             # Example: entries 5 to 9 exist and three requests may be in flight. We ask for 5, 6 and 7, wait for 5, and
             # ask for 8 when it is taken. The answers to 6 and 7 may arrive first; they wait for their turn.
-            while self._next <= self._last and len(self._asked) < self._window.in_flight:
-                self._asked.append(asyncio.create_task(self._ask(self._next)))
+            while self._next <= self._announced and len(self._asked) < self._window.in_flight:
+                self._asked.append((self._next, asyncio.create_task(self._ask(self._next))))
                 self._next += 1
             if not self._asked:
-                with contextlib.suppress(TimeoutError):
+                try:
                     async with asyncio.timeout(_POLL_SECONDS):
                         await self._changed.wait()
+                except TimeoutError:  # a leader that died may have stored an entry without announcing it
+                    self._generation = -1
                 continue
-            await asyncio.wait((self._asked[0],))  # cancelling us must not cancel the request
-            if (stored := self._asked.popleft().result()) is not None:
-                self._mark = LogMark(sequence=stored.sequence, stored=stored.stored)
+            sequence, task = self._asked[0]
+            await asyncio.wait((task,))  # cancelling us must not cancel the request
+            self._asked.popleft()
+            if (stored := task.result()) is not None:
+                self._mark = LogMark(sequence=sequence, stored=stored.stored)
                 return stored
+            if sequence > self._end:  # announced, and not there: do not pass over what will be stored there
+                await self._cancel_requests()
+                self._next, self._generation = sequence, -1
 
     async def stop(self) -> None:
         self._unlisten()
-        for task in self._asked:
-            task.cancel()
-        if self._asked:
-            await asyncio.wait(self._asked)
+        await self._cancel_requests()
         if self._subscription is not None:
             await self._connection.unsubscribe(self._subscription, drain=False)
 
-    async def _update_end(self) -> None:
+    async def _cancel_requests(self) -> None:
+        tasks = [task for _, task in self._asked]
+        self._asked.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _look_again(self) -> None:
         generation = self._connection.generation
         state = await self._look(self._mark)
         if not self._asked:  # otherwise entries before first_seq are being requested, and turn out to be trimmed
             self._next = max(self._next, int(state["first_seq"]))
-        self._last = int(state["last_seq"])
+        self._end = self._announced = int(state["last_seq"])
         self._generation = generation
 
     async def _ask(self, sequence: int) -> StoredMessage | None:
@@ -168,4 +180,7 @@ class LogReader:
         return stored
 
     async def _on_message(self, message: Any) -> None:
-        self._changed.set()  # only a hint: we look ourselves, so a forged message does no harm
+        headers = message.headers or {}
+        if headers.get("Nats-Stream") == self._stream:
+            self._announced = max(self._announced, int(headers.get("Nats-Sequence", 0)))
+        self._changed.set()
