@@ -55,8 +55,15 @@ def write_rows(folder: Path, *rows: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """The folder of a finished run."""
-    return write_rows(tmp_path / "one", *(row(step) for step in range(1, 31)))
+    """The folder of a finished run: metrics and timeline of 30 steps of 2 s."""
+    folder = write_rows(tmp_path / "one", *(row(step) for step in range(1, 31)))
+    with (folder / "timeline.jsonl").open("w") as file:
+        for step in range(1, 31):
+            end = 1e9 + 2.0 * step
+            group = [step, "w0", 0.0, end - 2.0, 1.5, 0.0, end - 0.5]
+            times = {"time": end, "seconds": {"wait": 0.5, "train": 1.5}, "groups": [group], "loads": [], "waits": []}
+            file.write(json.dumps({"step": step, "incarnation": 0, **times}) + "\n")
+    return folder
 
 
 @pytest.fixture
