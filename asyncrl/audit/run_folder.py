@@ -120,13 +120,13 @@ class RecordedRun:
 
     def newest_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
         """Return the settings of the last incarnation, with ``section.key=value`` overrides applied."""
-        begun = self.newest_begun()
+        begun = self.last_start()
         table = copy.deepcopy(dict(begun.settings))
         for item in overrides:
             config.override(table, item)
         return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun.incarnation}")
 
-    def newest_begun(self) -> HistoryEntry:
+    def last_start(self) -> HistoryEntry:
         """Return the history line that began the last incarnation."""
         begun = [entry for entry in self.history() if entry.kind == BEGUN]
         if not begun:

@@ -293,7 +293,7 @@ class Learner(Actor):
         await self._wait_for_report()  # steps are reported in order
         step, cursor = self.table.step, self.table.cursor
         self._reporting = self._tasks.create_task(self._report_metrics(step, metrics, groups, cursor=cursor))
-        await self._note_skipped(groups, result.metrics)
+        await self._record_skipped(groups, result.metrics)
 
     async def _checkpoint_if_due(self) -> None:
         if self._checkpointer.is_due(self.step) and not self.done:
@@ -338,7 +338,7 @@ class Learner(Actor):
         await self._remover.fail({ids[index]: problem for index, problem in suspects.documents.items()})
         return True
 
-    async def _note_skipped(self, groups: Sequence[BufferedGroup], metrics: Mapping[str, float]) -> None:
+    async def _record_skipped(self, groups: Sequence[BufferedGroup], metrics: Mapping[str, float]) -> None:
         """Report a step that changed no weights. Raises HopelessError after too many such steps in a row."""
         if not (text := self._skipped.note(self.step, metrics)):
             return

@@ -117,7 +117,7 @@ def digest_data(run: RunConfig) -> dict[str, str]:
     """
     data = digests(run.data)
     try:
-        before = RecordedRun(run.run_directory).newest_begun().data
+        before = RecordedRun(run.run_directory).last_start().data
     except ConfigError:  # no record, or a damaged one
         return data
     if changed := [path for path, digest in data.items() if before.get(path, digest) != digest]:

@@ -80,7 +80,7 @@ def check_learner(run: RunConfig) -> None:
 def check_worker(run: RunConfig) -> None:
     """Same as ``check``, for a machine that runs only a rollout worker: no data, no learner."""
     _check_worker_before_torch(run)
-    _check_engine_and_channel(_alone(run))
+    _check_engine_and_channel(_as_single_worker(run))
     _check_context(run, registry.context_tokens(run))
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run)
@@ -185,7 +185,7 @@ def _check_worker_before_torch(run: RunConfig) -> None:
     rollout_functions.load_rollout(run.rollout)
 
 
-def _alone(run: RunConfig) -> RunConfig:
+def _as_single_worker(run: RunConfig) -> RunConfig:
     """Return the run as one worker sees it that starts no others: the options of the engine are its own."""
     rollout = dataclasses.replace(run.rollout, workers=0, most_workers=0)
     return dataclasses.replace(run, rollout=rollout, evaluation=dataclasses.replace(run.evaluation, workers=1))
@@ -265,7 +265,7 @@ def check_evaluation(run: RunConfig) -> None:
     registry.load_evaluation_rewards(run)
     rollout_functions.load_rollout(run.rollout)
     _check_evaluation(run)
-    _check_engine_and_channel(_alone(run))
+    _check_engine_and_channel(_as_single_worker(run))
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run)
 

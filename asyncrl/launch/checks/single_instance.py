@@ -27,7 +27,7 @@ def launcher(bus: Bus, *, run: str) -> contextlib.AbstractAsyncContextManager[No
     remedy = "choose another run.name, or end that one first"
     one_at_a_time = bus.lease("launcher", holder=f"{socket.gethostname()} {os.getpid()}")
     problem = f"run.name: `asyncrl run` of {run!r} is up on this bus"
-    return _alone(bus, LAUNCHER, one_at_a_time=one_at_a_time, problem=problem, remedy=remedy)
+    return _claim(bus, LAUNCHER, one_at_a_time=one_at_a_time, problem=problem, remedy=remedy)
 
 
 def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
@@ -35,11 +35,11 @@ def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextM
     problem = f"--name: a rollout worker {name!r} is up in run {run!r}"
     remedy = "give this one another --name, or end that one first"
     nothing = contextlib.nullcontext()  # any worker could hold a lease of this name for ever
-    return _alone(bus, worker_named(name), one_at_a_time=nothing, problem=problem, remedy=remedy)
+    return _claim(bus, worker_named(name), one_at_a_time=nothing, problem=problem, remedy=remedy)
 
 
 @contextlib.asynccontextmanager
-async def _alone(
+async def _claim(
     bus: Bus,
     service: Service[Claim, Claim],
     *,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.engines.sglang.options import PREFILL_DELAY
-from asyncrl.engines.sglang.server import free_port
+from asyncrl.engines.sglang.server import find_free_port
 from benchmarks.gpu.arm import REPOSITORY, read_rows
 from benchmarks.gpu.fleet import running_and_waiting
 from benchmarks.gpu.lengths import Lengths
@@ -71,7 +71,7 @@ def run_areal(options: argparse.Namespace, scratch: Path) -> Row:
     job = {
         "prompts": str(write_prompts(scratch / "prompts.jsonl", metadata={}, seed=options.seed)),
         "lengths": lengths(options).as_metadata(),
-        "port": free_port(),
+        "port": find_free_port(),
         "server": "benchmarks.gpu.peers.scripted_server" if options.rehearse else "sglang.launch_server",
         "server_options": SERVER_OPTIONS,
         "server_path": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
