@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.gpu.arm import override_words
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, write_prompts
@@ -117,8 +118,7 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
 
 def run(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     words = [sys.executable, "-m", "asyncrl", "run", "benchmarks/gpu/modes.toml"]
-    for key, value in overrides(arm, options, scratch).items():
-        words += ["--set", f"{key}={_toml(value)}"]
+    words += override_words(overrides(arm, options, scratch))
     memory, began = Memory(options.gpus), time.time()
     try:
         with _output(scratch, arm).open("w") as log:
@@ -160,12 +160,6 @@ def _output(scratch: Path, arm: str) -> Path:
 
 def _folder(scratch: Path, arm: str) -> Path:
     return scratch / "runs" / arm.replace("_", "-")
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value)
 
 
 def main() -> int:

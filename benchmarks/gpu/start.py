@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.gpu.arm import override_words
 from benchmarks.gpu.fleet import GPU_ARGUMENTS
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model, write_prompts
@@ -57,8 +58,7 @@ def environment() -> dict[str, str]:
 def start(name: str, options: argparse.Namespace, scratch: Path, *, steps: int, resume: bool) -> dict[str, Any]:
     """Measure one start. Its Unix times come from the same machine's clock as its processes' times."""
     words = [sys.executable, "-m", "asyncrl", "run", "benchmarks/gpu/modes.toml", *(["--resume"] if resume else [])]
-    for key, value in (overrides(options, scratch) | {"run.name": name, "run.steps": steps}).items():
-        words += ["--set", f"{key}={as_toml(value)}"]
+    words += override_words(overrides(options, scratch) | {"run.name": name, "run.steps": steps})
     log = scratch / f"{name}-{steps}.log"
     since = time.time()
     with log.open("w") as file:
@@ -81,12 +81,6 @@ def start(name: str, options: argparse.Namespace, scratch: Path, *, steps: int, 
         "trained_seconds": lines[0]["time"] - since,
         "ended_seconds": ended,
     }
-
-
-def as_toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value)
 
 
 def line(row: Mapping[str, Any]) -> str:
