@@ -2,7 +2,7 @@
 
 This is the format of DeepSeek-V3 (arXiv:2412.19437, 3.3.2) and of Qwen's FP8 models. W is ``weight`` x
 ``weight_scale_inv``, block by block.
-Test: tests/unit/tensors/test_fp8.py.
+Test: tests/unit/tensors/test_quantized_model.py.
 """
 
 from __future__ import annotations

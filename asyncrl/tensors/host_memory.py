@@ -1,7 +1,7 @@
 """Moves the memory of tensors to the host and back in place, so existing views of a storage stay valid.
 
 Megatron's buffers, parameters, gradients and optimizer states are views of one another, and need no change.
-Test: tests/unit/tensors/test_host_memory.py.
+Test: tests/unit/tensors/test_snapshot.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stores weight versions in the run's object store, for hosts that share no disk with the learner.
 
-Invariants (tests/contracts/test_weights.py, tests/unit/weights/test_channel.py):
+Invariants (tests/contracts/test_weights.py, tests/unit/weights/test_objects_channel.py):
   C1 a version is announced only after everything it needs is stored. What a kept version needs is never removed.
   C2 a version's folder on a worker appears atomically, after its sha256 was verified.
   C3 a missing or corrupt object costs the full version instead of a delta, but never yields wrong weights.

@@ -1,13 +1,20 @@
-"""The reference backend's part of a checkpoint."""
+"""Checkpoints of the reference backend, and the null backend's weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.torch
 
+from asyncrl import config
+from asyncrl.adapters import registry
+from asyncrl.backends.null import NullBackend
 from asyncrl.backends.reference import read_state
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
+from tests.harness.backends import documents, tiny_model
+from tests.harness.packing import pack
 
 
 def test_a_folder_without_an_index_is_no_checkpoint(tmp_path: Path) -> None:
@@ -19,3 +26,30 @@ def test_a_checkpoint_of_another_backend_is_refused_in_one_line(tmp_path: Path) 
     (tmp_path / "backend.json").write_text('{"format": "torch_dist"}')
     with pytest.raises(CheckpointError, match="the format is 'torch_dist'; resume with the backend that wrote it"):
         read_state(tmp_path)
+
+
+def test_weights_are_those_of_the_model_before_and_after_a_step(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path)
+    run = config.only_overrides([f'model.path="{folder}"', "learner.backend=none"])
+    backend = registry.backend(run)
+    assert isinstance(backend, NullBackend)
+    backend.start()
+    packed = pack(documents(), max_tokens=1000)
+    assert backend.step([packed], learning_rate=1.0).metrics == {}
+    (checkpoint := tmp_path / "saved").mkdir()
+    backend.save(checkpoint)
+    backend.restore(checkpoint)
+    given = safetensors.torch.load_file(folder / "model.safetensors")
+    exported = dict(backend.export().tensors())
+    assert exported.keys() == given.keys()
+    assert all((exported[name] == tensor).all() for name, tensor in given.items())
+    (scores,) = backend.score([packed])
+    np.testing.assert_array_equal(scores[0], packed[0].behavior_logprobs)
+    backend.close()
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    run = config.only_overrides([f'model.path="{tmp_path}"', "learner.backend=none"])
+    with pytest.raises(ConfigError, match="model.path: .* has no .safetensors file"):
+        NullBackend.check(run)
+    assert NullBackend.num_gpus(run) == 0

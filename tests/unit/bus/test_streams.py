@@ -1,19 +1,20 @@
-"""The streams of a run, tested as far as possible without a server."""
+"""Streams: their names, and what is refused of streams that are there."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
 import pytest
 
 from asyncrl.bus.jetstream.connection import NO_STREAM, Connection, Refused
-from asyncrl.bus.jetstream.layout import Layout
+from asyncrl.bus.jetstream.layout import Layout, is_removed, key_of, token
 from asyncrl.bus.jetstream.streams import Streams
 from asyncrl.config.bus import BusSection
-from asyncrl.errors import ConfigError, NoSuchRun
-from asyncrl.messages.topics import PROMPTS
+from asyncrl.errors import BusError, ConfigError, NoSuchRun
+from asyncrl.messages.topics import ALL, PROMPTS
 
 PAGE = 1024
 
@@ -49,3 +50,35 @@ async def test_streams_with_other_settings_are_refused_with_keys_of_the_run_file
         await Streams(OtherSettings("nats://127.0.0.1:1"), layout, role="learner").open((PROMPTS,))
     keys = re.findall(r"bus\.(\w+)", str(refused.value))
     assert keys and set(keys) <= {field.name for field in dataclasses.fields(BusSection)}
+
+
+@pytest.mark.parametrize("key", ["", "plain-key_1", "a.b c", "=", "==41", "ü", "*>"])
+def test_a_key_survives_its_token(key: str) -> None:
+    assert key_of(token(key)) == key
+    assert set(token(key)) <= set("=-_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+def test_too_long_key_is_refused() -> None:
+    with pytest.raises(BusError, match="key"):
+        token("k" * 300)
+
+
+def test_streams_of_two_topics_never_share_a_name() -> None:
+    layout = Layout(run="r", max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="file")
+    subjects = [layout.subject(topic, "k") for topic in ALL]
+    assert len(set(subjects)) == len(ALL)
+    assert all(not a.startswith(b + ".") for a, b in itertools.permutations(subjects, 2))
+
+
+@pytest.mark.parametrize(
+    ("headers", "removed"),
+    [
+        ({}, False),
+        ({"Nats-TTL": "15s"}, False),
+        ({"KV-Operation": "PURGE"}, True),
+        ({"KV-Operation": "DEL"}, True),
+        ({"Nats-Marker-Reason": "MaxAge"}, True),
+    ],
+)
+def test_removal_markers_of_clients_and_of_the_server_are_recognised(headers: dict[str, str], removed: bool) -> None:
+    assert is_removed(headers) is removed

@@ -1,4 +1,4 @@
-"""reward.kind = "parts": a weighted sum of several rewards."""
+"""Rewards of several parts, and rewards that rows name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.config.reward import RewardSection
 from asyncrl.config.tables import build
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
-from asyncrl.rewards.load import load_reward, load_rewards
+from asyncrl.rewards.load import load_reward, load_rewards, needs_label, rewards_of_rows
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness.rollouts import sample_of
 
@@ -121,3 +121,43 @@ def test_a_run_file_has_a_table_for_each_part(tmp_path: Path) -> None:
         "right": config.RewardPart(kind="exact"),
         "style": config.RewardPart(kind="random", weight=0.5),
     }
+
+
+def politeness(sample: Any) -> float:
+    return float("please" in sample.completion)
+
+
+SECTION = config.RewardSection(kind="exact", rows={"style": "tests.unit.rewards.test_parts:politeness"})
+
+
+def named(sample: Any, name: str) -> Any:
+    return replace(sample, reward=name)
+
+
+async def test_a_group_is_judged_by_the_reward_that_its_row_names() -> None:
+    reward = load_rewards(SECTION, are_by_row=True)
+    sample = sample_of("7, please", label="7")
+    values = [(await reward([named(sample, name)] * 2))[1].value for name in ("", "style", "exact")]
+    assert values == [0.0, 1.0, 0.0]
+    with pytest.raises(RewardError, match="'code' is none of this worker's: "):
+        await reward([named(sample, "code")])
+    await reward.close()
+
+
+def test_a_row_may_name_what_is_listed_and_what_needs_no_options() -> None:
+    sections = rewards_of_rows(SECTION)
+    assert needs_label(sections["exact"]) and not needs_label(sections["style"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "are_by_row", "problem"),
+    [
+        ({"style": "no_such_module:f"}, True, "cannot import 'no_such_module'"),
+        ({"style": 3}, True, "'style' must name a reward"),
+        ({"style": "exact"}, False, "no column says which; set data.reward_key"),
+    ],
+)
+def test_bad_rewards_of_rows_are_one_line(rows: dict[str, Any], are_by_row: bool, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load_rewards(config.RewardSection(kind="exact", rows=rows), are_by_row=are_by_row)
+    assert "\n" not in str(caught.value)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncrl.backends.megatron.job import Options
+from asyncrl.backends.megatron.mixture import OwnExperts
 from asyncrl.backends.port import Backend
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch, empty
@@ -200,3 +201,23 @@ def test_what_the_engine_chose_counts_for_the_load_and_the_routers_own_choice_fo
 def test_negative_or_infinite_coefficient_is_refused(wrong: float) -> None:
     with pytest.raises(ConfigError, match="aux_loss_coefficient must be 0 or more"):
         Options(aux_loss_coefficient=wrong)
+
+
+def test_dispatch_on_one_rank_never_synchronises() -> None:
+    """Three tokens, three experts, two per token; every row returns times its score. On "meta" a wait is impossible."""
+    routing_map = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
+    scores = torch.tensor([[0.25, 0.0, 0.75], [0.5, 0.5, 0.0], [0.0, 0.125, 0.875]]).requires_grad_()
+    hidden = torch.arange(6.0).view(3, 1, 2).requires_grad_()
+    experts = OwnExperts(2)
+    rows, own = experts.dispatch_postprocess(
+        *experts.token_dispatch(*experts.dispatch_preprocess(hidden, routing_map, scores))
+    )[::2]
+    assert rows.tolist() == [[0, 1], [2, 3], [2, 3], [4, 5], [0, 1], [4, 5]]
+    assert own.tolist() == [0.25, 0.5, 0.5, 0.125, 0.75, 0.875]
+    back = experts.combine_postprocess(experts.token_combine(experts.combine_preprocess(rows * own[:, None])))
+    torch.testing.assert_close(back, hidden)
+    of_hidden, of_scores = torch.autograd.grad(back.sum(), (hidden, scores))
+    torch.testing.assert_close(of_hidden, torch.ones(3, 1, 2))
+    torch.testing.assert_close(of_scores, torch.tensor([[1.0], [5.0], [9.0]]) * routing_map)
+    on_meta = [x.detach().to("meta") for x in (hidden, routing_map, scores)]
+    assert OwnExperts(2).dispatch_preprocess(*on_meta)[0].shape == (6, 2)
