@@ -228,7 +228,8 @@ def quarantined(seen: Observation) -> Iterable[Finding]:
 def other_settings(seen: Observation) -> Iterable[Finding]:
     """Yield the workers that were started with other settings of the run than its learner."""
     heard = {name: actor for name, actor in seen.actors.items() if not actor.is_silent}
-    settings = {actor.beat.numbers.get(SETTINGS) for actor in heard.values() if actor.beat.role == LEARNER}
+    learners = [actor.beat.numbers for actor in heard.values() if actor.beat.role == LEARNER]
+    settings = {numbers[SETTINGS] for numbers in learners if SETTINGS in numbers}  # one that starts has none yet
     for name, actor in heard.items():
         own = actor.beat.numbers.get(SETTINGS)
         if own is not None and settings and own not in settings:

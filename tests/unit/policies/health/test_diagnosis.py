@@ -14,7 +14,7 @@ import pytest
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.roles import FOLLOWER, LEARNER, PROMPT_SOURCE, SENDER, WORKER
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import ActorStatus, Observation
+from asyncrl.policies.health.faults import SETTINGS, ActorStatus, Observation, other_settings
 from asyncrl.policies.health.waits import HELD, ROOM_IN_WINDOW, SPACE_IN_LOG
 
 PROCESSES = {LEARNER: 1, "prompts": 1, "weights": 1, "w1": 11, "w1.weights": 11, "w2": 12, "w2.weights": 12}
@@ -276,3 +276,17 @@ def test_each_fault_is_named_with_its_cause_and_its_victims(row: Row) -> None:
     assert [finding.fault for finding in found] == [row.fault]
     assert row.says in found[0].text
     assert found[0].remedy
+
+
+def test_a_learner_that_starts_has_no_settings_to_differ_from() -> None:
+    def findings(learner: dict[str, float]) -> list[str]:
+        beats = {
+            LEARNER: Heartbeat(actor=LEARNER, role=LEARNER, beat=1, numbers=learner),
+            "w1": Heartbeat(actor="w1", role=WORKER, beat=1, numbers={SETTINGS: 1.0}),
+        }
+        seen = Observation(actors={name: ActorStatus(beat=beat) for name, beat in beats.items()})
+        return [finding.actor for finding in other_settings(seen)]
+
+    assert findings({}) == []
+    assert findings({SETTINGS: 1.0}) == []
+    assert findings({SETTINGS: 2.0}) == ["w1"]
