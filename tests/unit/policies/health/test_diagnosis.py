@@ -284,7 +284,8 @@ def test_a_learner_that_starts_has_no_settings_to_differ_from() -> None:
             LEARNER: Heartbeat(actor=LEARNER, role=LEARNER, beat=1, numbers=learner),
             "w1": Heartbeat(actor="w1", role=WORKER, beat=1, numbers={SETTINGS: 1.0}),
         }
-        seen = Observation(actors={name: ActorStatus(beat=beat) for name, beat in beats.items()})
+        actors = {name: ActorStatus(beat=beat) for name, beat in beats.items()}
+        seen = Observation(actors=actors, listened=20.0)
         return [finding.actor for finding in other_settings(seen)]
 
     assert findings({}) == []
