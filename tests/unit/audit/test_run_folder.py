@@ -172,15 +172,12 @@ def test_skips_rows_of_another_shape(change: dict[str, Any], tmp_path: Path) -> 
     assert rows(tmp_path, ROW | change) == 0
 
 
-@pytest.mark.parametrize("name", [TIMELINE_FILE, "metrics.jsonl"])
-def test_unreadable_file_is_one_line_and_exit_code_2(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_file_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / name).mkdir()
+    (tmp_path / TIMELINE_FILE).mkdir()
     assert main.main(["trace", str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert f"{name}" in told and "cannot be read: Is a directory" in told
+    assert TIMELINE_FILE in told and "cannot be read: Is a directory" in told
     assert len(told.splitlines()) == 1
 
 

@@ -85,7 +85,10 @@ def test_metadata_of_the_data_set_overrides_that_of_rows(tmp_path: Path) -> None
             "min_new_tokens = 9 is over rollout.max_new_tokens (8), which holds where the data set",
         ),
         ({"stop_token_ids": (4, 12)}, "stop_token_ids: 12 is not a token of the model's 12"),
-        ({"metadata": {"from": dt.date(2026, 1, 1)}}, "'metadata' holds a date; write it as text or a number"),
+        (
+            {"metadata": {"from": dt.date(2026, 1, 1)}},
+            "metadata: cannot send this: date is no type of a message; write it as text",
+        ),
         ({"max_prompt_tokens": 3}, "prompt 2 has 4 tokens, more than max_prompt_tokens = 3, and an evaluation"),
         ({"max_prompt_tokens": 1}, "prompt 1 has 2 tokens, more than max_prompt_tokens = 1"),
         ({"context": 10}, "prompt 2 has 4 tokens, more than the 2 that an answer leaves of the context"),

@@ -233,14 +233,3 @@ def test_accepts_stop_strings_stop_tokens_and_a_shortest_answer(run_file: Path) 
     check(run)
     sampling = run.rollout
     assert (sampling.stop, sampling.stop_token_ids, sampling.min_new_tokens) == (("12", "\n"), (5,), 2)
-
-
-def test_refuses_rotary_embeddings_that_sglang_computes_differently(run_file: Path, tmp_path: Path) -> None:
-    odd = make_tiny_model(tmp_path / "odd")
-    settings = json.loads((odd / "config.json").read_text())
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    (odd / "config.json").write_text(json.dumps(settings | {"rope_parameters": yarn | {"attn_factor": 0.878}}))
-    model = f"model.path={json.dumps(str(odd))}"
-    with pytest.raises(ConfigError, match=r"attn_factor = 0.878, which SGLang uses .* or engine.kind = \"inprocess\""):
-        check(config.load(run_file, [model, "engine.kind=sglang"]))
-    check(config.load(run_file, [model]))
