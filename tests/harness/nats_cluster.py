@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any
 
 from asyncrl.bus.jetstream.bus import JetStreamBus
-from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.nats_server import config as nats_config
 from asyncrl.bus.nats_server.server import find_binary
 from asyncrl.errors import BusError
 from tests.conftest import BUS_SIZES
 from tests.harness.ports import free_ports
+from tests.harness.roles import access_to
 
 SIZE = 3
 
@@ -97,7 +97,7 @@ class Cluster:
         bus = await JetStreamBus.connect(
             self.url if at is None else self.urls[at],
             run=run,
-            access=Credentials(role=role, credentials=self.credentials(run), tls_ca=tls_ca),
+            access=access_to(self.directory / run, role, tls_ca=tls_ca),
             storage="file",
             replicas=replicas,
             **(BUS_SIZES | {"connect_seconds": 30.0} | sizes),

@@ -198,8 +198,8 @@ async def test_operator_may_scale_on_a_server_with_roles(make: Make, tmp_path: P
         run.start()
         async with run.heard():
             await run.until(lambda: run.event("first_trained", "w0"), "a step")
-            for role in ("learner", "rollout-worker"):  # neither role is needed to scale
-                (server.directory / "mine" / role).rename(server.directory / "mine" / f"{role}.away")
+            for name in ("learner", "workers"):  # neither is needed to scale
+                (server.directory / "mine" / name).rename(server.directory / "mine" / f"{name}.away")
             assert (await asyncio.to_thread(run.scale, 0))[0] == 0
             assert await asyncio.to_thread(run.drain) == 130
     finally:

@@ -196,7 +196,7 @@ def test_a_run_on_a_server_with_roles_writes_no_secret_anywhere(
     files = [file for file in (folder / "runs" / "mine").rglob("*") if file.is_file()]
     said = [ended.stdout, ended.stderr, *(file.read_bytes().decode(errors="replace") for file in files)]
     passwords = [
-        (server.directory / "mine" / role).read_text().split(":")[1].strip() for role in ("learner", "rollout-worker")
+        (server.directory / "mine" / role).read_text().split(":")[1].strip() for role in ("learner", "workers/w0")
     ]
     assert {"learner.log", "w0.log"} <= {file.name for file in files}
     assert not any(password in text for password in passwords for text in said)
