@@ -16,6 +16,7 @@ from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import Forbidden
+from asyncrl.messages import replace
 from asyncrl.messages.topics import PIECES, TRAJECTORIES
 from tests.harness.buses import first, first_event, group
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
@@ -129,7 +130,7 @@ async def test_workers_write_pieces_and_observers_read_them(server: Server) -> N
     tokens, room = 2_000_000, 2**26  # this server accepts messages of 8 MiB
     async with connected(server, "learner", max_log_bytes=room):
         async with connected(server, "rollout-worker", max_log_bytes=room) as rollout:
-            assert await rollout.publish(TRAJECTORIES, group(1, tokens=tokens), key="1")
+            assert await rollout.publish(TRAJECTORIES, replace(group(1, tokens=tokens), worker="w0"), key="w0/1")
             keys = await rollout.keys(PIECES)
             assert len(keys) == 3
             with pytest.raises(Forbidden):
@@ -157,7 +158,7 @@ async def test_run_with_groups_larger_than_a_message_trains_them_all(
     made = await account_with(RecordedRun(loop.directory), bus)
     assert (made.problems, made.trained, made.failed) == ((), 12, 0)
     assert await bus.last_sequence(PIECES) >= 2 * 12
-    groups = {key.split("/")[0] for key in await bus.keys(PIECES)}
+    groups = {key.rpartition("/")[0] for key in await bus.keys(PIECES)}
     # all other pieces left with their entries
     assert groups == {key.split("-")[0] for key in await bus.keys(TRAJECTORIES)}
     assert len(groups) < 12
@@ -195,15 +196,15 @@ async def test_group_with_deleted_pieces_is_failed_and_the_run_goes_on(
 ) -> None:
     bus, other = [await connect(small_server, run="run", max_log_bytes=ROOM) for _ in range(2)]
     loop = Loop(bus, tmp_path / "run", checkpoint_every=1, group_size=MANY)
-    sealed = other._pieces.sealed
+    encoded = other._pieces.encoded
 
     async def robbed(topic: Any, message: Any, *, key: str) -> bytes:
-        data = await sealed(topic, message, key=key)
-        if topic is TRAJECTORIES and key == "3":
-            await bus._pieces._remove([one for one in await bus.keys(PIECES) if one.startswith("3/")])
+        data = await encoded(topic, message, key=key)
+        if topic is TRAJECTORIES and key == "w0/3":
+            await bus._pieces._remove([one for one in await bus.keys(PIECES) if one.startswith("w0/3/")])
         return data
 
-    other._pieces.sealed = robbed
+    other._pieces.encoded = robbed
     await run_all(loop, worker(other, Engine()))
     made = await account_with(RecordedRun(loop.directory), bus)
     assert (made.problems, made.trained, made.failed) == ((), 8, 1)

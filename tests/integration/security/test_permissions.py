@@ -159,7 +159,7 @@ async def test_a_worker_does_all_its_work(buses: dict[str, Any]) -> None:
 
 async def test_workers_take_turns_on_a_lease(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     told, tries = asyncio.Event(), list[bool]()
-    heard, tried = Lease._on_message, Lease._try
+    heard, tried = Lease._on_message, Lease._try_to_acquire
 
     async def hear(self: Lease, message: Any) -> None:
         told.set()
@@ -170,7 +170,7 @@ async def test_workers_take_turns_on_a_lease(server: Server, monkeypatch: pytest
         return tries[-1]
 
     monkeypatch.setattr(Lease, "_on_message", hear)
-    monkeypatch.setattr(Lease, "_try", note)
+    monkeypatch.setattr(Lease, "_try_to_acquire", note)
     async with connected(server, "rollout-worker") as one, connected(server, "rollout-worker", worker="w1") as two:
         async with one.lease("load-1", holder="a"):
             waiting = asyncio.create_task(two.lease("load-1", holder="b").__aenter__())
