@@ -1,15 +1,7 @@
 """Continuous batching on a Hugging Face model, one token at a time, without threads or an event loop.
 
-``admit`` prefills new sequences into new rows and ``step`` decodes one token for every row. Between two calls, rows may
-be removed or the weights replaced; sequences in progress keep their keys and values.
-
-Rows are padded on the left, so the newest token of every row is in the last column of transformers' DynamicCache:
-
-    admit [5 9 7]                5 9 7
-    step                         5 9 7 a
-    admit [4] and [6 6 6 6 6]    . 5 9 7 a      the cache grows on the left to the longest row
-                                 . . . . 4
-                                 6 6 6 6 6
+``admit`` prefills new sequences into free rows and ``step`` decodes one token for every row. Between two calls, rows
+may be removed or the weights replaced; sequences in progress keep their KV cache.
 """
 
 from __future__ import annotations
@@ -24,14 +16,13 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from torch.nn import functional as F
-from transformers.cache_utils import DynamicCache
 
 from asyncrl.engines.generation import SpanRecorder, Version
+from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
 from asyncrl.engines.stopping import StopWatch
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
-from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, unrouted_rows
+from asyncrl.messages.routing import dtype_for, unrouted_rows
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.model_tensors import Shapes
 from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
@@ -56,15 +47,9 @@ class RunningSequence:
     finish_reason: str = ""
     experts: list[NDArray[Any]] = field(default_factory=list)
 
-    def experts_of(self, begin: int, end: int) -> ExpertArray:
-        """Return the experts of tokens ``begin`` - 1 to ``end`` - 1; with ``begin`` = 0, of the prompt and the answer.
-
-        The last token is marked unrouted, because the model has not processed it yet.
-        """
-        if begin >= end or not self.experts:
-            return NO_EXPERTS
-        routed = self.experts[begin:end]
-        return np.concatenate([*routed, unrouted_rows(1, like=routed[0])])
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
 
     @property
     def is_finite(self) -> bool:
@@ -73,7 +58,7 @@ class RunningSequence:
 
 
 class Decoder:
-    """A model and the sequences in its cache (row r belongs to ``answers[r]``)."""
+    """A model, its KV cache, and the sequences in its rows (row r belongs to ``answers[r]``)."""
 
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: Version, reports_experts: bool = False
@@ -82,6 +67,7 @@ class Decoder:
 
         reports_experts   whether to record the experts of each token, for answers to be trained
         """
+        transformers.AttentionInterface.register(ATTENTION, attention)
         self.device = torch.device(device)
         self._model = _read_model(model_path, dtype=dtype).to(self.device).eval().requires_grad_(False)
         # Tied tensors are one parameter under several names. A checkpoint holds at least one of the names.
@@ -94,10 +80,11 @@ class Decoder:
         self.context_tokens = int(getattr(self._model.config, "max_position_embeddings", None) or 2**31)
         self.version = version
         self.answers: list[RunningSequence] = []
-        self._cache = DynamicCache()
-        self._mask = torch.zeros(0, 0, dtype=torch.bool, device=self.device)
-        """Which columns of the cache hold tokens of a row, bool[rows, columns]."""
+        self._cache = KVCache()
+        self._window = _window(self._model.config)
         self._experts = ExpertRecorder(self._model) if reports_experts else None
+        self._rows_changed = True
+        self._lengths = self._temperatures = torch.empty(0)
         self.num_sampled = 0
         """Tokens sampled since the start."""
 
@@ -131,92 +118,96 @@ class Decoder:
         """Prefill new sequences and sample the first token of each. Equal prompts are computed once."""
         prompts: dict[bytes, int] = {}
         chosen = [prompts.setdefault(answer.prompt.tobytes(), len(prompts)) for answer in answers]
-        longest = max(len(answer.prompt) for answer in answers)
+        lengths = [len(prompt) // 4 for prompt in prompts]
+        longest = max(lengths)
         ids = np.zeros((len(prompts), longest), dtype=np.int64)
-        mask = np.zeros((len(prompts), longest), dtype=np.bool_)
-        for answer, row in zip(answers, chosen, strict=True):
-            ids[row, longest - len(answer.prompt) :] = answer.prompt
-            mask[row, longest - len(answer.prompt) :] = True
-        cache, rows = DynamicCache(), torch.tensor(chosen, device=self.device)
-        known = torch.from_numpy(mask).to(self.device)
-        logits = self._forward(torch.from_numpy(ids).to(self.device), known, cache)
-        cache.batch_select_indices(rows)
-        self._append(cache, known[rows])
+        for row, prompt in enumerate(prompts):
+            ids[row, : lengths[row]] = np.frombuffer(prompt, dtype=np.int32)
+        first_row = len(self.answers)
+        columns = max(len(answer.prompt) + answer.sampling.max_new_tokens for answer in answers)
+        self._cache.reserve(rows=first_row + len(answers), columns=columns)
+        self._cache.expect_prompts(torch.tensor(chosen, device=self.device), first_row=first_row)
+        causal = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril()[None, None]
+        last, where = torch.unique(torch.tensor(lengths, device=self.device) - 1, return_inverse=True)
+        logits = self._forward(torch.from_numpy(ids).to(self.device), torch.arange(longest)[None], causal, keep=last)
         self.answers.extend(answers)
-        experts = self._experts.take(len(prompts)) if self._experts is not None else None
-        for answer, row in zip(answers, chosen, strict=True):
+        for answer in answers:
             answer.spans.mark(0, self.version)
-            if experts is not None and answer.sampling.is_trained:
-                answer.experts.append(experts[row, longest - len(answer.prompt) :])
-        self._sample(answers, logits[rows])
+        if self._experts is not None:
+            of_prompts = self._experts.take(len(prompts))
+            for answer, row in zip(answers, chosen, strict=True):
+                if answer.sampling.is_trained:
+                    answer.experts.append(of_prompts[row, : len(answer.prompt)])
+        self._rows_changed = True
+        rows = torch.tensor(chosen, device=self.device)
+        self._sample(answers, logits[rows, where[rows]], self._column([a.sampling.temperature or 1.0 for a in answers]))
 
     @torch.inference_mode()
     def step(self) -> None:
         """Sample the next token of every sequence."""
+        if self._rows_changed:
+            self._lengths = torch.tensor([answer.num_tokens - 1 for answer in self.answers], device=self.device)
+            self._temperatures = self._column([answer.sampling.temperature or 1.0 for answer in self.answers])
+            self._rows_changed = False
+        longest = max(answer.num_tokens for answer in self.answers) - 1
+        self._cache.expect_tokens(self._lengths, longest=longest)
         ids = torch.tensor([answer.tokens[-1] for answer in self.answers], device=self.device)[:, None]
-        self._mask = F.pad(self._mask, (0, 1), value=True)
-        logits = self._forward(ids, self._mask, self._cache)
+        positions = self._lengths[:, None]
+        visible = torch.arange(longest + 1, device=self.device) <= positions
+        logits = self._forward(ids, positions, visible[:, None, None], keep=1)
+        self._lengths = self._lengths + 1
         if self._experts is not None:
             for answer, experts in zip(self.answers, self._experts.take(len(self.answers)), strict=True):
                 if answer.sampling.is_trained:
                     answer.experts.append(experts)
-        self._sample(self.answers, logits)
+        self._sample(self.answers, logits[:, 0], self._temperatures)
 
     @torch.inference_mode()
     def remove(self, leaving: Collection[RunningSequence]) -> None:
-        """Free the rows of these sequences, and the columns that only they used."""
+        """Free the rows of these sequences; the last rows move into the gaps."""
         if not leaving:
             return
-        kept = [row for row, answer in enumerate(self.answers) if answer not in leaving]
-        self.answers = [self.answers[row] for row in kept]
-        if not kept:
-            self._cache, self._mask = DynamicCache(), self._mask[:0, :0]
-            return
-        rows = torch.tensor(kept, device=self.device)
-        first = int(self._mask[rows].any(0).int().argmax())
-        self._mask = self._mask[rows, first:]
-        for layer in self._cache.layers:
-            layer.keys, layer.values = layer.keys[rows, :, first:], layer.values[rows, :, first:]
-
-    def _append(self, cache: DynamicCache, mask: torch.Tensor) -> None:
-        """Add rows below those in the cache."""
-        if not self.answers:
-            self._cache, self._mask = cache, mask
-            return
-        columns = max(self._mask.shape[1], mask.shape[1])
-        self._mask = torch.cat([F.pad(one, (columns - one.shape[1], 0)) for one in (self._mask, mask)])
-        for layer, new in zip(self._cache.layers, cache.layers, strict=True):
-            layer.keys, layer.values = (
-                torch.cat([F.pad(one, (0, 0, columns - one.shape[2], 0)) for one in pair])
-                for pair in ((layer.keys, new.keys), (layer.values, new.values))
-            )
+        rows = [row for row, answer in enumerate(self.answers) if answer in leaving]
+        for row in reversed(rows):
+            if not self.answers[row].is_finite:
+                self._cache.scrub(row)
+            last = self.answers.pop()
+            if row < len(self.answers):
+                self._cache.move(source=len(self.answers), target=row, length=last.num_tokens - 1)
+                self.answers[row] = last
+        self._rows_changed = True
 
     # -- one pass ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Return the logits [rows, V] after the last of ``ids`` [rows, tokens], which are appended to ``cache``.
-
-        mask: bool[rows, columns] of the cache with these tokens
-        """
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, *, keep: int | torch.Tensor
+    ) -> torch.Tensor:
         result: torch.Tensor = self._model(
             input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
+            position_ids=positions.to(self.device),
+            attention_mask=mask if self._window is None else self._by_kind(mask, positions, self._window),
+            past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
         ).logits
-        return result[:, 0]
+        return result
 
-    def _sample(self, answers: Sequence[RunningSequence], logits: torch.Tensor) -> None:
+    def _by_kind(self, mask: torch.Tensor, positions: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
+        """Return the mask of each kind of layer for queries at ``positions`` [n, tokens].
+
+        The cache keeps all tokens for both kinds.
+        """
+        columns = torch.arange(mask.shape[-1], device=self.device)
+        within = columns > positions.to(self.device)[:, None, :, None] - window
+        return {"full_attention": mask, "sliding_attention": mask & within}
+
+    def _sample(self, answers: Sequence[RunningSequence], logits: torch.Tensor, temperatures: torch.Tensor) -> None:
         """Append to each sequence a token drawn from softmax(logits / temperature) by inverting the cumulative sum."""
         logits = logits.float()
         for row, answer in enumerate(answers):
             sampling = answer.sampling
             if sampling.min_new_tokens or sampling.changes or not sampling.temperature:
                 logits[row] = reshape_logits(logits[row], sampling, answer.tokens, ends=self._end_tokens_of(sampling))
-        temperatures = self._column([answer.sampling.temperature or 1.0 for answer in answers])
         logprobs = torch.log_softmax(logits / temperatures, dim=-1)
         cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         uniforms = self._column([answer.uniforms[len(answer.tokens)] for answer in answers], dtype=torch.float64)
@@ -249,15 +240,36 @@ def _read_model(path: Path, *, dtype: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         with LOADING:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype))
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
-    if others := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+    if other := _other_attention(model):
         raise ConfigError(
-            f"model.path={path}: the in-process engine does not support {', '.join(sorted(others))}, which this "
-            f"{config.model_type} has; use engine.kind = 'sglang'"
+            f"model.path={path}: the in-process engine does not support {other}, which this {config.model_type} has; "
+            "use engine.kind = 'sglang'"
         )
     return model
+
+
+def _other_attention(model: Any) -> str:
+    """Name the attention feature of the model that ``attention`` would silently ignore; "" if there is none."""
+    config = model.config
+    if others := sorted(_kinds(config) - {"full_attention", "sliding_attention"}):
+        return ", ".join(others)
+    if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
+        return "a sliding window in every layer"
+    return "attn_logit_softcapping" if getattr(config, "attn_logit_softcapping", None) else ""
+
+
+def _kinds(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ["full_attention"])
+
+
+def _window(config: Any) -> int | None:
+    """Return how many tokens a query sees in layers with a sliding window; None if no layer has one."""
+    return int(config.sliding_window) if "sliding_attention" in _kinds(config) else None
 
 
 def _end_tokens(model: Any) -> frozenset[int]:

@@ -31,11 +31,15 @@ from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import check_layout
 from asyncrl.weights.port import LoadReport, Source
 
 log = logging.getLogger(__name__)
+
+_PASSED_OVER_STEPS = 4
+"""Prefills are batched. After this many decode steps even a single waiting request is prefilled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ class Options:
 class _Request:
     answer: RunningSequence
     future: asyncio.Future[Generation]
+    passed_over: int = 0
 
     def __len__(self) -> int:
         return len(self.answer.logprobs)
@@ -72,8 +77,19 @@ class _Request:
             logprobs=np.array(answer.logprobs[begin:end], dtype=np.float32),
             version_spans=answer.spans.spans(end, begin=begin),
             finish_reason=answer.finish_reason,
-            experts=answer.experts_of(begin, end),
+            experts=_experts(answer, begin, end),
         )
+
+
+def _experts(answer: RunningSequence, begin: int, end: int) -> ExpertArray:
+    """Return the experts of tokens ``begin`` - 1 to ``end`` - 1; with ``begin`` = 0, of the prompt and the answer.
+
+    The last token is marked unrouted, because the model has not processed it yet.
+    """
+    if begin >= end or not answer.experts:
+        return NO_EXPERTS
+    routed = answer.experts[begin:end]
+    return np.concatenate([*routed, unrouted_rows(1, like=routed[0])])
 
 
 class InProcessEngine(EngineAdapter):
@@ -283,10 +299,21 @@ class InProcessEngine(EngineAdapter):
                     request.future.set_exception(end)
 
     def _choose(self) -> list[RunningSequence]:
-        """Return the waiting requests to prefill now: all that fit."""
+        """Return the waiting requests to prefill now: all that fit, once enough have gathered.
+
+        Enough are a quarter of the running sequences, or one that was passed over _PASSED_OVER_STEPS times.
+        """
+        num_free = self._options.max_batch_size - len(self._running)
+        if not self._waiting or not num_free:
+            return []
+        first = self._waiting[0]
+        first.passed_over += 1
+        is_few = 4 * min(num_free, len(self._waiting)) < len(self._running)
+        if is_few and first.passed_over <= _PASSED_OVER_STEPS:
+            return []
         chosen: list[RunningSequence] = []
         longest = 0
-        while self._waiting and len(self._running) < self._options.max_batch_size:
+        while self._waiting and len(chosen) < num_free:
             longest = max(longest, len(self._waiting[0].answer.prompt))
             if chosen and longest * (len(chosen) + 1) > self._options.max_prefill_tokens:
                 break
@@ -310,6 +337,7 @@ class InProcessEngine(EngineAdapter):
             if (
                 self._is_load_waiting
                 or self._has_news.is_set()
+                or self._waiting
                 or any(answer.finish_reason for answer in decoder.answers)
             ):
                 return
