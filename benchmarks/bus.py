@@ -1,6 +1,6 @@
 """Measure the throughput of the bus for trajectory groups, and the latency of a group.
 
-    python benchmarks/bus.py [--quick] [--json FILE] [--groups 64] [--step-seconds 30] [--sync-seconds 1]
+    python -m benchmarks.bus [--quick] [--json FILE] [--groups 64] [--step-seconds 30] [--sync-seconds 1]
 
 A real nats-server runs on loopback. Publishers share one process, each with its own connection. The reader is another
 process that decodes every group, as the learner does.

@@ -3,8 +3,8 @@
     python -m benchmarks.faults [--json FILE]
 
 A tiny model trains on two CPU cores. Hangs: a subclass of a real part waits while a file exists. Freezes: a process is
-stopped by SIGSTOP. Lost connections: a proxy stops forwarding. The table of results is in
-docs/guides/operate.md; tests/chaos/test_liveness.py runs some of the faults.
+stopped by SIGSTOP. Lost connections: a proxy stops forwarding. docs/guides/operate.md says what is named and how soon;
+tests/chaos/test_liveness.py runs some of the faults.
 """
 
 from __future__ import annotations

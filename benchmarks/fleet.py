@@ -9,7 +9,7 @@ Real: nats-server with JetStream on disk, one connection per worker, every actor
 watcher, weights by files. Simulated: the model (fleet_processes.py). The trainer takes a batch at fixed times, so all
 fleets do the same work, and the extra cost of a larger fleet is the price of its size.
 
-presence  before the learner starts, all workers wait: only heartbeats, watches and open orders
+presence  before the learner starts, all workers wait: only heartbeats, watches and open requests for prompts
 load      the steady part of the run, per trajectory: ``whole`` is the load, ``work`` is the load minus presence
 
 A waiting worker has a cost per second, not per trajectory. The load is low, one trajectory per worker in sixteen

@@ -8,9 +8,9 @@ The loop is real: nats-server, JetStream, every actor, one bus connection per wo
 simulated: engines and trainer take time by a formula and compute nothing (simulated.py). Answers have the same lengths
 in every arm, because lengths depend only on the seed.
 
-N machines are split into workers and learner. Each mode runs at its best split (by ideal.py's clock). Asynchronous
-training also runs with one worker less and one more, where generation or training is the bottleneck. Synchronous
-training also runs colocated: all machines generate, then all train, and switching costs nothing.
+N machines are split into workers and learner. Each mode runs at its best split (by asyncrl/planning/simulation.py).
+Asynchronous training also runs with one worker less and one more, where generation or training is the bottleneck.
+Synchronous training also runs colocated: all machines generate, then all train, and switching costs nothing.
 
 The simulated model is a 7B model on H100s: one simulated token stands for 8 tokens, one simulated second for --speed
 real ones. The cost of bus and actors is not scaled, so its share is that many times larger than in a real run; ``of

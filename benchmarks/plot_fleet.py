@@ -1,6 +1,5 @@
 """Plot the results of fleet.py.
 
-    python -m benchmarks.plot_fleet docs/results/fleet.jsonl docs/results/fleet.png
     python -m benchmarks.plot_fleet docs/results/fleet_same_each.jsonl docs/results/fleet_same_each.png
 
 Left: CPU per trajectory by part, over the size of the fleet. Middle: messages at the server. Right: memory. The filled

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plot_pipeline docs/results/pipeline.jsonl docs/results/pipeline.png
 
-Top: tokens trained per second over the split of the machines; lines are the prediction of ideal.py, dots the real loop.
+Top: tokens trained per second over the split of the machines; lines are the simulation's, dots the real loop's.
 Bottom: how the learner's machines spend their time in each mode at its best split.
 """
 

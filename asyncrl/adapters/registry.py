@@ -1,4 +1,4 @@
-"""Composition root: builds bus, engine, backend and actors from a run file. The only file that names adapters.
+"""Composition root: builds bus, engine, backend and weight channel from a run file. The only file that names them.
 
 The tables below list the choices. Every entry may also be "package.module:object".
 """

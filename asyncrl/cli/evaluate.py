@@ -1,9 +1,9 @@
 """`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: evaluates saved models on data sets, without a run.
 
-FILE is a run file, a file with only [evaluation], or the evaluation YAML of slime or Miles. For a run's folder, all
-models in models/ and the newest weights are evaluated, except those that have a complete result. Answers to some
-prompts of each data set (metrics.samples_per_evaluation) are written to saved_model_samples.jsonl of the run's folder,
-for `asyncrl samples RUN_DIR --evaluation`.
+FILE is a run file, or a file with only [evaluation] and what else it needs. For a run's folder, all models in models/
+and the newest weights are evaluated, except those that have a complete result. Answers to some prompts of each data set
+(metrics.samples_per_evaluation) are written to saved_model_samples.jsonl of the run's folder, for
+`asyncrl samples RUN_DIR --evaluation`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         required=True,
-        help="TOML with [[evaluation.datasets]], or slime's evaluation YAML",
+        help="TOML with [[evaluation.datasets]], such as a run file",
     )
     parser.add_argument(
         "--only", metavar="NAME", action="append", default=[], help="evaluate only this data set; repeatable"

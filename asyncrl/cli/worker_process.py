@@ -48,9 +48,7 @@ def name_of(options: argparse.Namespace, run_config: RunConfig) -> str:
 
 @contextlib.asynccontextmanager
 async def bus_of_worker(run_config: RunConfig, name: str, *, token: str) -> AsyncIterator[Bus]:
-    """Connect to the bus, and wait while the run's learner has another message schema.
-
-    After the context, the process ends within EXIT_SECONDS.
+    """Connect to the bus. After the context, the process ends within EXIT_SECONDS.
 
     Raises ConfigError while another worker has its name.
     """

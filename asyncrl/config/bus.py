@@ -56,7 +56,7 @@ class BusSection:
     """Maximum size of the trajectory log. The log is trimmed up to the second newest checkpoint. Workers wait while it
     is full."""
     connect_seconds: float = 10.0
-    """How long a starting process tries to reach a server that does not answer before it exits with code 2."""
+    """How long a starting process tries to reach a server that does not answer before it exits with code 1."""
     ack_seconds: float = 30.0
     """A prompt is redelivered to another worker after its worker was silent for this many seconds."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets

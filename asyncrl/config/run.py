@@ -126,10 +126,8 @@ class RolloutSection:
     """Deadline of a group, in seconds after it was started. After it, the group is delivered as soon as ``min_group``
     samples are finished; the others are cancelled and counted (staleness/cancelled). 0: no deadline."""
     reissue_seconds: float = 60.0
-    """If no group was answered for this many seconds, outstanding prompts are issued again; the first answer counts. If
-    every worker waits for prompts, all of them are reissued, and again after each further interval. Otherwise only
-    stragglers are: groups that have been out for four times the median time of the last 64 groups (for four times the
-    90th percentile unless load = "in_flight"). 0: never."""
+    """If no group was answered for this many seconds while every worker waits for prompts, all outstanding prompts are
+    issued again, and again after each further interval; the first answer counts. 0: never."""
     max_parts: int = 0
     """Maximum number of trajectories per rollout; a rollout function that returns more fails the group. 0: no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"

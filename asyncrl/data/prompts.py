@@ -39,7 +39,6 @@ class PromptRow:
     sampling       the row's overrides of [rollout]
     reward         name of the row's reward; empty: reward.kind
     dataset        name of the file in [[data.files]]; empty for a single file
-    key            identifies the row; the same in every pass over the data
     messages       chat messages that the prompt was rendered from, with RowLimits.keeps_messages; else empty
     """
 

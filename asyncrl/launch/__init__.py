@@ -1,1 +1,1 @@
-"""How a run is checked, assembled, supervised, recorded and watched. Only ``registry`` names the adapters."""
+"""How a run is checked, assembled, started and kept up."""

@@ -46,7 +46,6 @@ class Progress:
 
     step           training steps done, one per batch
     batches_taken  training steps begun
-    bound          staleness in versions that admission allows now; None: the run file's max_staleness
     groups_lost    groups that left the window untrained: dropped (too stale), failed or filtered
     finished       no more prompts will come, so workers drain
     """

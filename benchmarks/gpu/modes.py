@@ -1,6 +1,6 @@
 """Compare synchronous, one-step-off and asynchronous training on the same GPUs: tokens trained per second.
 
-    python -m benchmarks.gpu.modes --gpus 4 --shape 0.6B --splits 2+2 1+3 --json docs/results/modes.jsonl
+    python -m benchmarks.gpu.modes --gpus 4 --shape 0.6B --splits 2+2 1+3 --json docs/results/gpu/modes.jsonl
     python -m benchmarks.gpu.modes --arms async@1+1 sync@1+1 --gpus 2      these arms, in this order
     python -m benchmarks.gpu.modes --rehearse                              tiny, on a CPU: shows that all of it works
 

@@ -1,6 +1,6 @@
 """Plot the results of modes.py.
 
-    python -m benchmarks.gpu.plot_modes docs/results/modes.jsonl docs/results/modes.png
+    python -m benchmarks.gpu.plot_modes docs/results/gpu/modes.jsonl docs/results/gpu/modes.png
 
 There is a column for each model, number of GPUs and longest answer. Top: tokens trained per second; a bar is an arm at
 its best split, dots are its other splits, settings and runs. Bottom: the share of time in which the arm's learner and

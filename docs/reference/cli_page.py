@@ -26,7 +26,6 @@ results to stdout and everything else to stderr.
 | `ASYNCRL_BOARD_TOKEN` | token of `asyncrl board`; random by default ([board](../guides/operate.md)) |
 | `ASYNCRL_BUS_URL` | address of the bus that `asyncrl run` started; set for its processes |
 | `ASYNCRL_PARENT_PID` | set by `asyncrl run` for its processes |
-| `ASYNCRL_WORKER_KEY`, `ASYNCRL_WORKER_LIFE` | set by `asyncrl run` for its workers |
 | `ASYNCRL_VENV` | where `bin/install` makes its environment (default: `.venv`) |
 | `ASYNCRL_TORCH` | requirement that `bin/install` installs for torch |
 

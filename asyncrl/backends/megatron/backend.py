@@ -1,6 +1,6 @@
 """The Megatron-Core backend: rank 0 runs in the learner's process and sends every command to all ranks.
 
-    step -> run_on_all_ranks -> MegatronRank.execute (each rank) -> TrainedModel.step -> forward_backward
+    step -> _run_on_all_ranks -> MegatronRank.execute (each rank) -> TrainedModel.step -> forward_backward
 
 Cheap to import: ``start`` imports Megatron. rank.py implements the work of a rank, rank_process.py the other processes,
 rank_group.py what they tell each other.

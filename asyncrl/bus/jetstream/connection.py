@@ -10,7 +10,7 @@ The only file that imports nats.
    transfers data is kept (test_slow_link_is_given_time_for_a_large_message).
 3. No call waits forever for a server that is up but does not answer: BusError after a minute.
 4. With ``awaits_streams``, a call about a deleted stream waits until the learner has created the stream again
-   (test_whoever_needs_a_stream_that_is_gone_waits_for_it).
+   (test_a_worker_waits_for_the_learner_that_makes_deleted_streams_again).
 5. Acks are requests that the server confirms, so an ack has taken effect when its call returns.
 """
 
@@ -161,7 +161,7 @@ class _Request:
 
 
 class Connection:
-    """A nats client that waits for the server and repeats requests. Implements ``consumers.Transport``."""
+    """A nats client that waits for the server and repeats requests."""
 
     def __init__(self, url: str) -> None:
         self._client: Any = Client()
@@ -396,7 +396,7 @@ class Connection:
         """Return the reply; None if it is late or the connection is lost. ``seconds``: 0 takes the default timeout."""
         if self._inbox_problem:
             raise Forbidden(self._inbox_problem)
-        # Clients of one role may listen to each other's inboxes, but learn a random subject only with the reply.
+        # Clients of one user may listen to each other's inboxes, but learn a random subject only with the reply.
         place = secrets.token_hex(8)
         request = self._requests[place] = _Request(subject, asyncio.get_running_loop().create_future())
         self._waiting_bytes += len(data)

@@ -2,8 +2,8 @@
 
 A rollout worker publishes only under keys that begin with its name, so nobody writes in another's name.
 
-accounts.py turns the rights into accounts and permissions; docs/guides/deploy.md shows ``table``;
-tests/integration/security/test_roles.py tries everything else, as every role.
+accounts.py turns the rights into accounts and permissions. tests/integration/security/test_roles.py tries everything
+that is not in ``table``, as every role.
 
 Only the learner may create a consumer: a consumer delivers to any subject its creator names, even that of another
 stream. Operators and observers get replies only as JSON. A raw stored message or an empty reply could pass for an

@@ -41,7 +41,7 @@ def describe_parts(parts: Parts) -> str:
 
 
 def arrivals(order: str, problem: Path, device: torch.device) -> Arrivals | None:
-    """Begin to receive what ``described`` describes, while the server's last step may still run.
+    """Begin to receive what ``order`` describes (describe_parts), while the server's last step may still run.
 
     Returns None if this process cannot, and writes the reason to ``problem``: an exception would kill the server, which
     still has its old weights.
