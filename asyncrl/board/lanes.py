@@ -1,4 +1,4 @@
-"""Activity of each actor over the last minutes: a lane of segments, from heartbeats or from rows of metrics. Pure.
+"""Activity of each actor over the last minutes: a lane of segments, from heartbeats. Pure.
 
 A heartbeat reports what an actor does and waits for at one instant. The actor is assumed to continue until the next
 look. A segment ends when the next one begins. Lanes and segments are bounded for any fleet size and any uptime of the

@@ -33,7 +33,7 @@ def main() -> None:
         synchronous = synchronous.rename(folder / "runs" / "synchronous")
         subprocess.run([*demo, "--set", "run.steps=100"], check=True, **quiet)
         (run,) = (one for one in (folder / "runs").iterdir() if one != synchronous)
-        command = [sys.executable, "-m", "asyncrl", "board", run, synchronous, "--port", "0"]
+        command = [sys.executable, "-m", "asyncrl", "board", str(run), str(synchronous), "--port", "0"]
         board = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
         try:
             assert board.stdout is not None

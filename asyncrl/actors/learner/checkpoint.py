@@ -2,8 +2,7 @@
 
     checkpoints/step-00000050/
       learner.json     incarnation, step, policy version, forks, trajectory cursor and what was consumed beyond it,
-                       group ledger, prompt position and outstanding prompts, counters, adapted staleness bound,
-                       length of history.jsonl
+                       group ledger, prompt position and outstanding prompts, counters, length of history.jsonl
       backend/         weights, optimizer, RNG (written by the backend)
       manifest.json    size and SHA-256 of every file, written last (manifest.py)
 

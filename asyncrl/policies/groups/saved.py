@@ -30,7 +30,7 @@ class LearnerState:
 
     groups, consumed  ids of done groups, and sequences of done log records, as ``Ledger.as_json``
     history           length of history.jsonl in bytes
-    log               identity of the trajectory log, and sequence and time of the last record read; {} in old states
+    log               identity of the trajectory log, and sequence and time of the last record read; {} if none was
     """
 
     incarnation: int

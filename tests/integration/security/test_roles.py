@@ -1,4 +1,4 @@
-"""Everything a role could try on a real server, compared with the table of permissions (docs/guides/deploy.md).
+"""Everything a role could try on a real server, compared with the table of rights (asyncrl/bus/nats_server/rights.py).
 
 The attacker speaks the NATS protocol itself and has two kinds of users: the role's own, and a user in the role's
 account with all permissions. The second kind checks that what accounts alone must prevent is prevented even without
