@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.actors.base import Actor
 from asyncrl.actors.supervisor import supervise
+from asyncrl.errors import AsyncRLError
 from asyncrl.os_process import exit_within
 
 EXIT_SECONDS = 60.0
@@ -15,13 +16,20 @@ EXIT_SECONDS = 60.0
 
 
 def in_event_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run ``main`` on uvloop if it is installed, otherwise on asyncio's default loop."""
+    """Run ``main`` on uvloop if it is installed, otherwise on asyncio's default loop.
+
+    Raises AsyncRLError if a task that a user's code made calls ``sys.exit``: that ends the loop, past any code that
+    awaits the task, and its exit code 0 would read as the end of the work.
+    """
     try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    result: int = uvloop.run(main)
-    return result
+        try:
+            import uvloop
+        except ImportError:
+            return asyncio.run(main)
+        result: int = uvloop.run(main)
+        return result
+    except SystemExit as error:
+        raise AsyncRLError(f"a task called sys.exit({error.code!r}); raise an error instead") from error
 
 
 async def supervise_process(*actors: Actor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import threading
 import time
@@ -35,6 +36,10 @@ from asyncrl.weights.port import Transfer
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 """Slowest transfer rate that is tolerated. A fixed time is allowed on top."""
 _OLD_SECONDS: Final = 300.0
+_MAX_RANKS: Final = 1024
+_MAX_GROUPS: Final = 1024
+_FILES_PER_GROUP: Final = 16
+"""A rendezvous has nine open files, and a connection for each rank. The rest is left for other files."""
 _MOST_BUCKETS: Final = 64
 _POLL_SECONDS: Final = 5e-4
 _QUEUED: Final = 4
@@ -190,6 +195,10 @@ class PartSender(PartWorker):
 
     def _begin(self, snapshot: Snapshot, order: PartOrder, request: TransferRequest) -> CollectiveOffer:
         """Prepare a transfer: of our part, or only of the name and address of the group to join."""
+        if request.num_ranks > _MAX_RANKS:
+            raise WeightsError(
+                f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
+            )
         name = group_of_part(request.group, order.number)
         kind = _kind_of(snapshot)
         at_once = _buckets_at_once(request) if kind == "nccl" else 1
@@ -199,6 +208,8 @@ class PartSender(PartWorker):
             if group is None or group.name != name:
                 if request.has_joined:
                     raise WeightsError(f"the learner has no group {name}: it was restarted; join again")
+                if group is None:
+                    self._make_room(request.engine)
                 group = self._groups[request.engine] = _open_group(name, kind, request, seconds=order.patience_seconds)
         if before is not None and before is not group:  # left over from an earlier process of this engine
             before.give_up()
@@ -237,6 +248,18 @@ class PartSender(PartWorker):
             groups = [self._groups.pop(name) for name in gone]
         for group in groups:
             group.give_up()
+
+    def _make_room(self, engine: str) -> None:
+        """Drop given-up groups if there are too many groups. Raises WeightsError if that is not enough. A client may
+        invent engines, and each takes a port, files and a thread until its time to join is over."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = _MAX_GROUPS if files == resource.RLIM_INFINITY else min(_MAX_GROUPS, max(files // _FILES_PER_GROUP, 1))
+        if len(self._groups) < room:
+            return
+        for name in [name for name, group in self._groups.items() if group.is_given_up]:
+            del self._groups[name]
+        if len(self._groups) >= room:
+            raise WeightsError(f"no room for {engine}: the learner has groups with {room:,} engines already")
 
 
 def _open_group(name: str, kind: str, request: TransferRequest, *, seconds: float) -> _Group:

@@ -40,6 +40,9 @@ STARVED_SECONDS = 10.0
 """An idle engine whose only groups belong to a lost history begins them after this long without a new version."""
 LOADING_SHARE: Final = 1 / 8
 """Share of the engines, rounded up, that may be paused for a load at the same time."""
+TURN_SECONDS = 300.0
+LOADS: Final = 20
+"""Longest wait for a turn to load, in loads of usual duration, but at least TURN_SECONDS."""
 ANSWER_SECONDS: Final = 10.0
 
 
@@ -405,9 +408,14 @@ class Loader:
         # 16 engines have ceil(16 / 8) = 2 leases, load-0 and load-1; about eight engines share each of them.
         num_turns = max(1, math.ceil(self._versions.num_engines * LOADING_SHARE))
         name = f"load-{zlib.crc32(self._worker.encode()) % num_turns}"
+        seconds = max(TURN_SECONDS, LOADS * self.last.load_seconds)
         async with contextlib.AsyncExitStack() as stack:
-            with self._waits.waiting("its turn to load weights", on=FOLLOWER):
-                await stack.enter_async_context(self._bus.lease(name, holder=self._worker))
+            try:
+                with self._waits.waiting("its turn to load weights", on=FOLLOWER):
+                    async with asyncio.timeout(seconds):
+                        await stack.enter_async_context(self._bus.lease(name, holder=self._worker))
+            except TimeoutError:  # a worker that never gives up its turn delays the others only for a while
+                self._log.warning("no turn to load weights (%s) in %.0f s; loading without one", name, seconds)
             yield
 
     def _note(self, report: LoadReport) -> None:

@@ -305,7 +305,7 @@ def nanoseconds(time: str) -> int:
 
 def _parsed(headers: bytes) -> dict[str, str]:
     """Parse the headers of a stored message: a line "NATS/1.0", then lines "NAME: VALUE"."""
-    lines = headers.decode().split("\r\n")[1:]
+    lines = headers.decode(errors="replace").split("\r\n")[1:]  # anyone may have written them
     return {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 

@@ -106,7 +106,9 @@ def _of_worker(topic: Topic[Any], layout: Layout, name: str) -> list[Right]:
         found.append(_taking(topic.name, stream))
         reads = False
     if publishes:
-        own = (f"{prefix}{name}", f"{prefix}{name}.>")
+        own: tuple[str, ...] = (f"{prefix}{name}.>",)
+        if topic.kind == "state":  # a bare name in a log would not be compared with the message's
+            own = (f"{prefix}{name}", *own)
         found.append(Right(of=topic.name, word="publish under its name", requests=own))
     if topic.kind == "state" and topic.seconds_to_live and reads and not topic.is_watched:
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.DIRECT.GET.{stream}.{prefix}>",)))

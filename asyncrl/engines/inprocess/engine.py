@@ -211,12 +211,17 @@ class InProcessEngine(EngineAdapter):
         async with self._loading:
             tensors = await run(self._reader, read)
             self._is_load_waiting = True
-            async with self._between_passes:
+            try:
+                await self._between_passes.acquire()
+            finally:
                 self._is_load_waiting = False
+            try:
                 self._alive()
                 began = time.monotonic()
                 await run(self._thread, decoder.load, tensors, version)
                 self._alive()
+            finally:
+                self._between_passes.release()
         now = time.monotonic()
         return LoadReport(pause_seconds=now - began, load_seconds=now - asked)
 

@@ -16,9 +16,9 @@ from asyncrl.messages.roles import LEARNER_RANK
 BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 30.0
 WORKING_SECONDS = 10.0
-"""A process that was up for this long had started, or at least did not fail at once."""
+"""A process that worked and was up for this long is restarted at once."""
 HEALTHY_SECONDS = 600.0
-"""A process that was up for this long gets all its restarts back."""
+"""A process that worked and was up for this long gets all its restarts back."""
 
 
 @dataclass(slots=True)
@@ -34,18 +34,19 @@ class RestartPolicy:
     failed_starts: int = 0
     """Consecutive failed starts."""
 
-    def next_delay(self, uptime_seconds: float, *, is_free: bool = False) -> float | None:
+    def next_delay(self, uptime_seconds: float, *, is_free: bool = False, has_worked: bool = True) -> float | None:
         """Return the seconds to wait before the next start; None if no restart is left.
 
-        is_free  the process is not to blame, so this restart is not counted
+        is_free     the process is not to blame, so this restart is not counted
+        has_worked  it was seen at work; one that hangs in its start for an hour was not
         """
-        if uptime_seconds >= HEALTHY_SECONDS:
+        if has_worked and uptime_seconds >= HEALTHY_SECONDS:
             self.used = 0
         if not is_free:
             if self.used >= self.restarts:
                 return None
             self.used += 1
-        if uptime_seconds >= WORKING_SECONDS:
+        if has_worked and uptime_seconds >= WORKING_SECONDS:
             self.failed_starts = 0
             return 0.0
         self.failed_starts += 1
@@ -64,12 +65,15 @@ class Exit:
     code         as returned by ``LaunchedProcess.wait``
     reason       the reason as text
     has_no_room  it was not started, because no GPUs are free
+    node, pid    of the process; "" and 0 if it was not started
     """
 
     code: int
     reason: str
     uptime_seconds: float
     has_no_room: bool = False
+    node: str = ""
+    pid: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -122,14 +126,16 @@ class ChildProcess:
     async def run_once(self, launcher: Launcher) -> Exit:
         """Start the process and wait for its exit. A failed start counts as an exit."""
         began, self.since = time.monotonic(), time.monotonic()
-        self.fault, has_no_room = "", False
+        self.fault, has_no_room, node, pid = "", False, "", 0
         extra = self.restart_arguments if self.resumed or self.starts else ()
         try:
             spec = replace(self.spec, arguments=(*self.spec.arguments, *extra))
             self.process = await self._start(launcher, spec)
             if self.process is None:
                 return Exit(code=INTERRUPTED, reason=f"{self.name} was not started", uptime_seconds=0.0)
-            self.starts += 1
+            self.starts, node, pid = self.starts + 1, self.process.node, self.process.pid
+            if self.no_restart.is_set():  # it was told to drain while it started
+                self.process.signal(signal.SIGTERM)
             code = await self.process.wait()
             reason = f"{self.name} ended with {self._describe(code)}"
         except AsyncRLError as error:
@@ -137,7 +143,8 @@ class ChildProcess:
             has_no_room = isinstance(error, NoRoom)
         finally:
             self.process, self.since = None, time.monotonic()
-        return Exit(code=code, reason=reason, uptime_seconds=self.since - began, has_no_room=has_no_room)
+        uptime = self.since - began
+        return Exit(code=code, reason=reason, uptime_seconds=uptime, has_no_room=has_no_room, node=node, pid=pid)
 
     def _describe(self, code: int) -> str:
         text = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -168,8 +168,11 @@ class ProcessManager:
         if child.spec.role == LEARNER_RANK and not is_hopeless:
             self.say(f"{ended.reason}; it joins the next learner")
             return RANK_PAUSE_SECONDS
-        is_free = time.monotonic() - self._bus_was_away < BUS_SECONDS
-        delay = None if is_hopeless else child.restarts.next_delay(ended.uptime_seconds, is_free=is_free)
+        is_free = ended.has_no_room or time.monotonic() - self._bus_was_away < BUS_SECONDS
+        has_worked = self._monitor.has_worked(ended.node, ended.pid)
+        delay = None
+        if not is_hopeless:
+            delay = child.restarts.next_delay(ended.uptime_seconds, is_free=is_free, has_worked=has_worked)
         if delay is None:
             self._fail(ended.code, f"{ended.reason}; ending the run")
         else:
