@@ -9,17 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from asyncrl.bus.nats_server.server import EmbeddedServer
-from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import ACTORS, TRAJECTORIES
 from asyncrl.policies.health.waits import SPACE_IN_LOG
 from tests.chaos.storm import Storm
@@ -127,44 +123,6 @@ async def test_all_processes_continue_when_all_lost_connections_are_back(
         assert LOST in log_of(storm, name)
         assert BACK in log_of(storm, name)
     assert_is_clean(await asyncio.to_thread(storm.audit))
-
-
-# -- a reader that is slow ---------------------------------------------------------------------------------------------
-
-
-async def test_a_learner_dropped_as_a_slow_consumer_continues_reading_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: ForkServer
-) -> None:
-    """The learner is stopped while the log is flooded; the server buffers 4 MiB for it, then drops the connection."""
-    monkeypatch.setattr("asyncrl.bus.nats_server.server._MAX_PENDING_BYTES", 0)
-    with EmbeddedServer(tmp_path / "bus", max_message_bytes=MAX_MESSAGE_BYTES) as server:
-        storm = storm_on(server, tmp_path, forks=forks)
-        async with storm.up() as seen:
-            learner = storm.pids()["learner"]
-            os.kill(learner, signal.SIGSTOP)
-            try:
-                async with within("the server drops a slow consumer"):
-                    while "Slow Consumer" not in (server.directory / "nats-server.log").read_text():
-                        await flood(storm, megabytes=4)
-            finally:
-                os.kill(learner, signal.SIGCONT)
-            steps = seen.step[1]
-            await storm.until(lambda: seen.step[1] > steps + 2, "the learner trains again")
-            assert storm.pids()["learner"] == learner
-        assert LOST in log_of(storm, "learner")
-        assert BACK in log_of(storm, "learner")
-        audit = await asyncio.to_thread(storm.audit)
-    assert_is_clean(audit)
-
-
-async def flood(storm: Storm, *, megabytes: int) -> None:
-    """Publish groups that were never requested."""
-    assert storm.bus is not None
-    for _ in range(megabytes):
-        group_id = 10**9 + uuid.uuid4().int % 10**9
-        prompt = np.zeros(MAX_MESSAGE_BYTES // 4 - 1024, np.int32)
-        group = TrajectoryGroup(group_id=group_id, prompt_tokens=prompt, trajectories=(), worker="flood", error="junk")
-        await storm.bus.publish(TRAJECTORIES, group, key=str(group_id))
 
 
 # -- no space ----------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ async def test_a_live_run_has_lanes_and_nothing_that_it_says_becomes_html(
     name = f"run-{uuid.uuid4().hex[:8]}"
     bus = await connect(nats_server, run=name)
     wait = Wait(what=HOSTILE, on="load", seconds=1.0)
-    beat = Heartbeat(actor=HOSTILE, role="rollout-worker", waits=(wait,), problem=HOSTILE, beat=1)
+    beat = Heartbeat(actor=HOSTILE.replace("/", ""), role="rollout-worker", waits=(wait,), problem=HOSTILE, beat=1)
     watched = WatchedRun(
         None, [f"bus.url={nats_server.url}", f"run.name={name}"], token=nats_server.token, verb="board"
     )

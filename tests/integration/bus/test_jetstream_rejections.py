@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ async def test_invalid_address_is_refused_with_an_example(url: str) -> None:
 class WithoutJetStream(EmbeddedServer):
     def _write_config(self) -> Path:
         path = super()._write_config()
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("jetstream")]
-        path.write_text("\n".join(lines))
+        config = json.loads(path.read_text())
+        del config["jetstream"]
+        path.write_text(json.dumps(config))
         return path
 
 

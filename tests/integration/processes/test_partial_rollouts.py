@@ -107,7 +107,7 @@ async def test_worker_continues_with_the_tokens_of_a_killed_one(
         count = tokens_of(call)
         assert len(trajectory.tokens) == TOKENS
         assert trajectory.tokens[:count].tolist() == call.tokens.tolist()
-        assert trajectory.behavior_logprobs[:count].tolist() == call.generation.logprobs.tolist()
+        assert trajectory.behavior_logprobs[:count].tolist() == call.logprobs.tolist()
         old_span, new_span = trajectory.version_spans
         assert (old_span.policy_version, new_span.policy_version) == (0, 1)
         assert new_span.start >= count  # the second worker may sample before it has loaded the new weights
