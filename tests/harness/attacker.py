@@ -142,8 +142,10 @@ class May:
         found = {key_of(topic) for topic in ALL if self._has("publish", topic.name)}
         for topic in ALL:
             if self._has("publish under its name", topic.name):
-                found |= {one for name in self.names if name != "1" for one in keys_of_worker(topic, name)}
-                found |= {key_of(topic)} if "1" in self.names else set()
+                own = {one for name in self.names if name != "1" for one in keys_of_worker(topic, name)}
+                own |= {key_of(topic)} if "1" in self.names else set()
+                # A log takes no bare name, as its reader compares only "NAME/..." with the message's name.
+                found |= own if topic.kind == "state" else {one for one in own if one.endswith(".1")} - {key_of(topic)}
         return found | ({key_of(Lease.TOPIC)} if self._has("hold", LEASES) else set())
 
     def remove(self) -> set[str]:

@@ -67,6 +67,6 @@ async def test_a_server_without_jetstream_is_a_config_error(tmp_path: Path) -> N
     assert "JetStream is off there" in message
 
 
-async def test_a_log_larger_than_the_servers_disk_is_a_config_error(nats_server: EmbeddedServer) -> None:
-    message = await refused(nats_server.url, token=nats_server.token, max_log_bytes=2**60)
+async def test_a_log_larger_than_the_servers_disk_is_a_config_error(own_server: EmbeddedServer) -> None:
+    message = await refused(own_server.url, token=own_server.token, max_log_bytes=2**60)
     assert "bus.max_log_bytes" in message

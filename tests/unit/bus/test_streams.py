@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
+import json
 import re
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 
 from asyncrl.bus.jetstream.connection import NO_STREAM, Connection, Refused
 from asyncrl.bus.jetstream.layout import Layout, is_removed, key_of, token
-from asyncrl.bus.jetstream.streams import Streams
+from asyncrl.bus.jetstream.streams import Streams, leaders_message
+from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config.bus import BusSection
 from asyncrl.errors import BusError, ConfigError, NoSuchRun
-from asyncrl.messages.topics import ALL, PROMPTS
+from asyncrl.messages.topics import ALL, PROMPTS, TRAJECTORIES
 
 PAGE = 1024
 
@@ -82,3 +85,21 @@ def test_streams_of_two_topics_never_share_a_name() -> None:
 )
 def test_removal_markers_of_clients_and_of_the_server_are_recognised(headers: dict[str, str], removed: bool) -> None:
     assert is_removed(headers) is removed
+
+
+async def test_headers_that_are_no_text_are_read(nats_server: EmbeddedServer, connect: Any) -> None:
+    """Any client may write them; a reader that raises could never pass over the message."""
+    bus = await connect(nats_server)
+    stream = await bus._stream(TRAJECTORIES)
+    subject = bus._layout.subject(TRAJECTORIES, "w0/junk")
+    reader, writer = await asyncio.open_connection(*nats_server.url.removeprefix("nats://").split(":"))
+    await reader.readline()
+    headers, body = b"NATS/1.0\r\nX: \xff\r\n\r\n", b"{}"
+    sizes = f"{len(headers)} {len(headers + body)}".encode()
+    login = json.dumps({"auth_token": nats_server.token, "headers": True, "verbose": False}).encode()
+    writer.write(b"CONNECT %b\r\nHPUB %b %b\r\n%b%b\r\nPING\r\n" % (login, subject.encode(), sizes, headers, body))
+    while (await reader.readline()) != b"PONG\r\n":
+        pass
+    writer.close()
+    stored = await leaders_message(bus._connection, stream, {"last_by_subj": subject})
+    assert stored is not None and stored.data == body

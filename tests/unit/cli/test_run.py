@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.cli.actor_process import in_event_loop
+from asyncrl.errors import AsyncRLError
 from asyncrl.launch.processes.process_manager import Outcome
 from tests.harness.command import asyncrl
 from tests.harness.forked import LAUNCHER, ForkServer
@@ -142,3 +145,15 @@ def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert max(row["staleness/max"] for row in rows) <= 4
     assert not (folder / "runs" / "tiny" / "bus.json").exists()
+
+
+def test_sys_exit_in_a_task_of_user_code_is_an_error_and_not_the_end_of_the_work() -> None:
+    async def tool() -> None:
+        sys.exit(0)
+
+    async def work() -> int:
+        await asyncio.gather(asyncio.create_task(tool()))
+        return 0
+
+    with pytest.raises(AsyncRLError, match=r"sys\.exit\(0\)"):
+        in_event_loop(work())

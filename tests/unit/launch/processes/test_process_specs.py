@@ -96,3 +96,9 @@ def test_free_restarts_back_off_and_are_not_counted() -> None:
     policy = RestartPolicy(1)
     assert [policy.next_delay(1.0, is_free=True) for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
     assert [policy.next_delay(1.0) for _ in range(2)] == [8.0, None]
+
+
+def test_a_process_that_hangs_in_every_start_uses_up_its_restarts() -> None:
+    policy = RestartPolicy(2)
+    delays = [policy.next_delay(2 * HEALTHY_SECONDS, has_worked=False) for _ in range(3)]
+    assert delays == [0.0, 1.0, None]
