@@ -51,13 +51,14 @@ class Engine(Protocol):
         start over: the result is correct, but the tokens sampled by a dead worker are lost.
 
         Every token carries the version of the weights that sampled it. Engines that support it sample the same tokens
-        for the same seed and weights. Raises EngineError (another engine may succeed), PromptError (no engine can
+        for the same seed and weights. Evaluations also set top_p, top_k, and a temperature of 0. Raises EngineError (another engine may succeed), PromptError (no engine can
         answer) or EngineDied (this engine is unusable).
         """
         ...
 
     async def load(self, weights: WeightVersion) -> LoadReport:
-        """Switch to newer weights. Generations in progress continue with them from the next token.
+        """Switch to newer weights. Generations in progress continue with them from the next token, on the keys and
+        values that the old weights computed.
 
         Raises WeightsError if the new weights cannot be read. The engine then keeps the old weights; or ``version`` is
         below all others and the engine samples nothing until a load succeeds. The caller has verified the checksum
