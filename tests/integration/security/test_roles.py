@@ -79,7 +79,8 @@ async def test_a_role_reaches_what_the_table_says_and_nothing_else(
             client.publish(subject, b"{}", reply=f"{inbox}.{number}")
         await client.flush()
         await settled(attacked, role)
-        await ear.flush()
+        with contextlib.suppress(TimeoutError):  # what a stream announces comes once it has stored it
+            await until(ear, lambda: through(ear) >= may.reach())
         assert through(ear) == may.reach()
     if not is_open:
         refused = {subject for line in client.refused for subject in re.findall('Publish to "([^"]+)"', line)}

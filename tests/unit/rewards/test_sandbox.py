@@ -58,7 +58,7 @@ def test_endless_output_is_cut(each: Sandbox) -> None:
     for stream in ("stdout", "stderr"):
         outcome = run(each, program.format(stream))
         assert outcome.stopped == "output"
-        assert len(outcome.stdout) + len(outcome.stderr) == LIMITS.output_kib * 1024
+        assert len(getattr(outcome, stream)) == LIMITS.output_kib * 1024
 
 
 def test_memory_is_limited(each: Sandbox) -> None:
