@@ -51,8 +51,8 @@ class Engine(Protocol):
         start over: the result is correct, but the tokens sampled by a dead worker are lost.
 
         Every token carries the version of the weights that sampled it. Engines that support it sample the same tokens
-        for the same seed and weights. Evaluations also set top_p, top_k, and a temperature of 0. Raises EngineError (another engine may succeed), PromptError (no engine can
-        answer) or EngineDied (this engine is unusable).
+        for the same seed and weights. Evaluations also set top_p, top_k, and a temperature of 0. Raises EngineError
+        (another engine may succeed), PromptError (no engine can answer) or EngineDied (this engine is unusable).
         """
         ...
 
