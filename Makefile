@@ -1,4 +1,4 @@
-# make check: before each commit, about two minutes on two cores. make quick: all tests that are not slow, five minutes.
+# make check: before each commit, a minute on two cores. make quick: all tests that are not slow, five minutes.
 PYTHON := $(or $(ASYNCRL_VENV),.venv)/bin/python
 
 # The processes share the cores, and threads that wait for each other spin.
@@ -8,9 +8,9 @@ unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile every
 PYTEST := $(PYTHON) -m pytest -q -n 4 --dist loadgroup --no-loadscope-reorder \
   -m "not slow and not sglang and not gpu"
 
-.PHONY: check format lint types imports unit quick
+.PHONY: check format lint types imports rules quick
 check: format lint
-	$(MAKE) --no-print-directory -j 3 types imports unit # the first two take one core each
+	$(MAKE) --no-print-directory -j 3 types imports rules # the first two take one core each
 
 format:
 	$(PYTHON) -m ruff format --check .
@@ -20,7 +20,7 @@ types:
 	$(PYTHON) -m mypy
 imports:
 	$(dir $(PYTHON))lint-imports
-unit:
-	$(PYTEST) tests/unit tests/oracles tests/docs
+rules:
+	$(PYTEST) tests/unit/policies tests/unit/messages tests/unit/config
 quick:
 	$(PYTEST)
