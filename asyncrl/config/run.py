@@ -241,8 +241,8 @@ class AlgorithmSection:
     allow_uncorrected: bool = False
     """Allow training on stale data without a correction. Such training collapses; for experiments only."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters of the algorithm's parts, such as clip_low and cap. Write "loss.clip_low" if two parts have a
-    key of the same name."""
+    """Hyper-parameters of the algorithm's components, such as clip_low and cap. Write "loss.clip_low" if two have
+    a key of the same name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _flatten(self.options))

@@ -16,12 +16,12 @@ from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes import gpus
 
 if TYPE_CHECKING:
-    from asyncrl.policies import parts
+    from asyncrl.policies import component
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part of an algorithm, with the options that are used in training."""
+class Component:
+    """One component of an algorithm, with the options that are used in training."""
 
     name: str
     options: Mapping[str, Any]
@@ -47,10 +47,10 @@ class Summary:
     settings: RunConfig
     algorithm: str
     paper: str
-    advantage: Part
-    loss: Part
-    aggregation: Part
-    correction: tuple[Part, ...]
+    advantage: Component
+    loss: Component
+    aggregation: Component
+    correction: tuple[Component, ...]
     models: Mapping[str, Path]
     num_prompts: int
     num_looked_at: int
@@ -121,10 +121,10 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
         settings=run,
         algorithm=algorithm.name,
         paper=algorithm.paper,
-        advantage=_part(algorithm.advantage),
-        loss=_part(algorithm.loss),
-        aggregation=_part(algorithm.aggregation),
-        correction=tuple(_part(step) for step in algorithm.correction),
+        advantage=_component(algorithm.advantage),
+        loss=_component(algorithm.loss),
+        aggregation=_component(algorithm.aggregation),
+        correction=tuple(_component(step) for step in algorithm.correction),
         models={"policy": Path(run.model.path)} | learner_models.folders(run, algorithm),
         num_prompts=rows.num_rows,
         num_looked_at=num_looked_at,
@@ -137,8 +137,8 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
     )
 
 
-def _part(part: parts.Part) -> Part:
-    return Part(name=part.name, options=part.options)
+def _component(one: component.Component) -> Component:
+    return Component(name=one.name, options=one.options)
 
 
 # -- for a person ------------------------------------------------------------------------------------------------------
@@ -181,6 +181,6 @@ def _consequences(summary: Summary) -> list[str]:
     ]
 
 
-def _in_words(part: Part) -> str:
-    options = ", ".join(f"{key} = {toml_text(value)}" for key, value in part.options.items())
-    return f"{part.name} ({options})" if options else part.name
+def _in_words(one: Component) -> str:
+    options = ", ".join(f"{key} = {toml_text(value)}" for key, value in one.options.items())
+    return f"{one.name} ({options})" if options else one.name

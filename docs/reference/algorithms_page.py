@@ -1,4 +1,4 @@
-"""docs/reference/algorithms.md: every algorithm and every part of one, with its options, from asyncrl/policies."""
+"""docs/reference/algorithms.md: every algorithm and every component of one, with its options, from asyncrl/policies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Final
 from asyncrl.policies.advantages.table import ADVANTAGES
 from asyncrl.policies.algorithms.spec import AlgorithmSpec, resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.component import Component, allowed_range, load_class
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
 from asyncrl.policies.losses.table import LOSSES
-from asyncrl.policies.parts import Part, allowed_range, load_class
 
-HEAD: Final = """# Algorithms and their parts
+HEAD: Final = """# Algorithms and their components
 
 What `[algorithm]` of the run file names, generated from the tables of `asyncrl/policies` by
 `python docs/reference/make.py`. Which to choose, and what may be combined: [algorithms](../guides/algorithms.md). An
@@ -27,12 +27,12 @@ anything starts. In formulas, A is the advantage, r a ratio of probabilities, an
 
 ## algorithm.name
 
-Options in parentheses differ from the part's own defaults.
+Options in parentheses differ from the component's own defaults.
 
 | name | advantage | loss | aggregation | correction | source |
 |---|---|---|---|---|---|
 """
-PARTS: Final[Mapping[str, Mapping[str, type[Part] | str]]] = {
+COMPONENTS: Final[Mapping[str, Mapping[str, type[Component] | str]]] = {
     "algorithm.loss": LOSSES,
     "algorithm.advantage": ADVANTAGES,
     "algorithm.aggregation": AGGREGATIONS,
@@ -41,31 +41,31 @@ PARTS: Final[Mapping[str, Mapping[str, type[Part] | str]]] = {
 
 
 def page() -> str:
-    return HEAD + "".join(map(_algorithm, ALGORITHMS.values())) + "".join(map(_table, PARTS))
+    return HEAD + "".join(map(_algorithm, ALGORITHMS.values())) + "".join(map(_table, COMPONENTS))
 
 
 def _table(key: str) -> str:
     head = f"\n## {key}\n\n| name | what it computes | options | source |\n|---|---|---|---|\n"
-    return head + "".join(_part(load_class(name, PARTS[key])) for name in PARTS[key])
+    return head + "".join(_component(load_class(name, COMPONENTS[key])) for name in COMPONENTS[key])
 
 
 def _algorithm(spec: AlgorithmSpec) -> str:
-    parts = map(_chosen, (spec.advantage, resolve(spec).loss, spec.aggregation))
-    return _row(f"`{spec.name}`", *parts, " + ".join(map(_chosen, spec.correction)), spec.paper)
+    components = map(_chosen, (spec.advantage, resolve(spec).loss, spec.aggregation))
+    return _row(f"`{spec.name}`", *components, " + ".join(map(_chosen, spec.correction)), spec.paper)
 
 
-def _chosen(part: Part) -> str:
-    own = type(part)().options
-    changed = [f"{name} = {_value(value)}" for name, value in part.options.items() if value != own[name]]
-    return f"`{part.name}`" + (f" ({', '.join(changed)})" if changed else "")
+def _chosen(component: Component) -> str:
+    own = type(component)().options
+    changed = [f"{name} = {_value(value)}" for name, value in component.options.items() if value != own[name]]
+    return f"`{component.name}`" + (f" ({', '.join(changed)})" if changed else "")
 
 
-def _part(kind: type[Part]) -> str:
+def _component(kind: type[Component]) -> str:
     options = "; ".join(_option(kind, name, value) for name, value in kind().options.items())
     return _row(f"`{kind.name}`", _first_sentence(kind), options, kind.paper)
 
 
-def _option(kind: type[Part], name: str, default: object) -> str:
+def _option(kind: type[Component], name: str, default: object) -> str:
     """Its default, and the range or the words that it may have."""
     allowed = allowed_range(kind, name)
     words = typing.get_args(typing.get_type_hints(kind)[name])
@@ -78,7 +78,7 @@ def _value(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value:g}"
 
 
-def _first_sentence(kind: type[Part]) -> str:
+def _first_sentence(kind: type[Component]) -> str:
     text = " ".join((inspect.getdoc(kind) or "").split())
     return re.split(r"(?<=[.])\s", text)[0].replace("``", "`").rstrip(".")
 

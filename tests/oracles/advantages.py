@@ -23,18 +23,18 @@ STD = {0: "biased", 1: "unbiased"}
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
-def per_answer(part: Advantage, inputs: Inputs) -> list[float]:
+def per_answer(component: Advantage, inputs: Inputs) -> list[float]:
     """Return the advantage of each answer of the batch, before it becomes float32."""
     given = {"rewards": np.asarray(inputs["rewards"], np.float64), "group": np.asarray(inputs["group"])}
-    if "lengths" in part.inputs:
+    if "lengths" in component.inputs:
         given["lengths"] = np.asarray(inputs["lengths"])
-    made: list[float] = part.formula(**given).tolist()
+    made: list[float] = component.formula(**given).tolist()
     return made
 
 
 def grpo_std(params: Params, inputs: Inputs) -> Outputs:
-    part = GRPO(**renamed(params, eps="eps"), std=one_of(STD, params.get("ddof", 1)))
-    return {"advantages": per_answer(part, inputs)}
+    component = GRPO(**renamed(params, eps="eps"), std=one_of(STD, params.get("ddof", 1)))
+    return {"advantages": per_answer(component, inputs)}
 
 
 def grpo_mean(params: Params, inputs: Inputs) -> Outputs:
@@ -43,8 +43,8 @@ def grpo_mean(params: Params, inputs: Inputs) -> Outputs:
 
 def grpo_batch_std(params: Params, inputs: Inputs) -> Outputs:
     eps = params.get("eps", 1e-6)
-    part = GRPO(std_over="batch", std=one_of(STD, params.get("ddof", 1)), eps=eps)
-    result = per_answer(part, inputs)
+    component = GRPO(std_over="batch", std=one_of(STD, params.get("ddof", 1)), eps=eps)
+    result = per_answer(component, inputs)
     return {"advantages": result, f"advantages_eps{eps:.0e}".replace("e-0", "e"): result}
 
 
@@ -78,9 +78,9 @@ def opo(params: Params, inputs: Inputs) -> Outputs:
 
 
 def gpg(params: Params, inputs: Inputs) -> Outputs:
-    part = GPG(count="nonzero_rewards", **renamed(params, f_norm="f_norm"))
-    alpha = part.alpha(np.asarray(inputs["rewards"], np.float64), np.asarray(inputs["group"]))
-    return {"alpha": alpha, "advantages": per_answer(part, inputs)}
+    component = GPG(count="nonzero_rewards", **renamed(params, f_norm="f_norm"))
+    alpha = component.alpha(np.asarray(inputs["rewards"], np.float64), np.asarray(inputs["group"]))
+    return {"alpha": alpha, "advantages": per_answer(component, inputs)}
 
 
 def opmd_advantage(params: Params, inputs: Inputs) -> Outputs:
@@ -97,8 +97,8 @@ def asymre(params: Params, inputs: Inputs) -> Outputs:
     return {"advantages": per_answer(AsymRE(**renamed(params, shift="baseline_shift")), inputs)}
 
 
-def by_token(part: Advantage, dense: Dense, **given: Any) -> Any:
-    """Return the part's result for a batch whose answers are the rows of ``dense``, before it becomes float32."""
+def by_token(component: Advantage, dense: Dense, **given: Any) -> Any:
+    """Return the component's result for a batch whose answers are the rows of ``dense``, before it becomes float32."""
     batch = AdvantageInputs(
         **{
             "rewards": np.zeros(dense.num_sequences),
@@ -108,7 +108,7 @@ def by_token(part: Advantage, dense: Dense, **given: Any) -> Any:
             **given,
         }
     )
-    return part.formula(**{name: getattr(batch, name) for name in part.inputs})
+    return component.formula(**{name: getattr(batch, name) for name in component.inputs})
 
 
 def reinforce_pp(params: Params, inputs: Inputs) -> Outputs:
@@ -125,17 +125,17 @@ def reinforce_pp(params: Params, inputs: Inputs) -> Outputs:
     outputs: Outputs = {"token_rewards": dense.back(rewards)}
     for name, observations in (("", "carry"), ("_carry", "carry"), ("_verl", "carry"), ("_skyrl", "reset")):
         returned = by_token(Returns(observations=observations, **options), dense, **given)
-        part = ReinforcePP(observations=observations, **options, **renamed(params, eps="eps"))
+        component = ReinforcePP(observations=observations, **options, **renamed(params, eps="eps"))
         outputs[f"returns{name}"] = dense.back(returned)
-        outputs[f"advantages{name}"] = dense.back(by_token(part, dense, **given))
+        outputs[f"advantages{name}"] = dense.back(by_token(component, dense, **given))
     return outputs
 
 
 def reinforce_pp_baseline(params: Params, inputs: Inputs) -> Outputs:
     dense = Dense(inputs, like="mask")
     given = {"rewards": np.asarray(inputs["rewards"], np.float64), "group": np.asarray(inputs["group"])}
-    part = ReinforcePPBaseline(**renamed(params, eps="eps"))
-    return {"advantages": dense.back(by_token(part, dense, **given))}
+    component = ReinforcePPBaseline(**renamed(params, eps="eps"))
+    return {"advantages": dense.back(by_token(component, dense, **given))}
 
 
 def reinforce(params: Params, inputs: Inputs) -> Outputs:

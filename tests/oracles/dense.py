@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.policies.component import Component
 from asyncrl.policies.losses.aggregation import AGGREGATIONS, total
-from asyncrl.policies.parts import Part
 
 
 class NotOffered(KeyError):
@@ -123,6 +123,6 @@ def renamed(params: Params, **names: str) -> dict[str, Any]:
     return {ours: params[theirs] for ours, theirs in names.items() if theirs in params}
 
 
-def compute(part: Part, **given: Callable[[], Any]) -> Any:
-    """Compute the part's formula. Each input is read from the vector only if the part asks for it."""
-    return part.formula(**{name: given[name]() for name in part.inputs})
+def compute(component: Component, **given: Callable[[], Any]) -> Any:
+    """Compute the component's formula. Each input is read from the vector only if the component asks for it."""
+    return component.formula(**{name: given[name]() for name in component.inputs})

@@ -118,11 +118,11 @@ def gspo(params: Params, inputs: Inputs) -> Outputs:
 
 def gmpo(params: Params, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
-    part = GMPO(**renamed(params, **CLIP))
-    loss, clipped = tokens.apply(part)
+    component = GMPO(**renamed(params, **CLIP))
+    loss, clipped = tokens.apply(component)
     mean = tokens.total(loss, "seq_mean_token_mean")
     signs = torch.where(tokens.advantages >= 0, 1.0, -1.0).double()
-    signed, _ = tokens.apply(part, advantages=signs)
+    signed, _ = tokens.apply(component, advantages=signs)
     first = [int((tokens.sequence == index).nonzero()[0]) for index in range(tokens.num_sequences)]
     return tokens.outputs(loss, clipped) | {
         "ratio": (-signed * signs)[first],
@@ -135,13 +135,13 @@ def cispo(params: Params, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
     anchor = ("lp_old", "lp_prox", "lp_mu")
     if "epsilon_high" in params:  # the parameter has TRL's name, and TRL's cap is absolute
-        part = Cispo(cap_mode="absolute", clip_high=params["epsilon_high"])
+        component = Cispo(cap_mode="absolute", clip_high=params["epsilon_high"])
     else:
-        part = Cispo(**renamed(params, **CLIP))
-    made = tokens.outputs(*tokens.apply(part, anchor=anchor))
+        component = Cispo(**renamed(params, **CLIP))
+    made = tokens.outputs(*tokens.apply(component, anchor=anchor))
     return made | {
         "ratio": tokens.back(ratio(tokens.logprobs, tokens.flat(*anchor))),
-        "ratio_clipped": tokens.back(tokens.weights_of(part, -torch.ones_like(tokens.advantages), anchor=anchor)),
+        "ratio_clipped": tokens.back(tokens.weights_of(component, -torch.ones_like(tokens.advantages), anchor=anchor)),
         "grad": made["grad_token_mean"],
     }
 
@@ -155,21 +155,21 @@ def topr(params: Params, inputs: Inputs) -> list[Outputs]:
 def _topr(level: Any, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
     is_by_score = "scores" in inputs
-    part: Loss = TOPRByReward(level=level) if is_by_score else TOPR(level=level)
+    component: Loss = TOPRByReward(level=level) if is_by_score else TOPR(level=level)
     advantages = tokens.advantages
     more = {"rewards": tokens.flat("scores")} if is_by_score else {}
-    loss, clipped = tokens.apply(part, anchor=("lp_mu",), **more)
+    loss, clipped = tokens.apply(component, anchor=("lp_mu",), **more)
     # A sample is good if its advantage is positive, unless the score says otherwise.
     unit = torch.where(advantages > 0, 1.0, -1.0).double()
-    weights = tokens.back(tokens.weights_of(part, unit, anchor=("lp_mu",), **more))
+    weights = tokens.back(tokens.weights_of(component, unit, anchor=("lp_mu",), **more))
     return tokens.outputs(loss, clipped) | {"w": (weights, [max(row) for row in weights])}
 
 
 def sapo(params: Params, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
-    part = SAPO(**renamed(params, tau_positive="tau_pos", tau_negative="tau_neg"))
-    gate = part.gate(ratio(tokens.logprobs, tokens.flat(*PROX)), tokens.advantages)
-    return tokens.outputs(*tokens.apply(part)) | {"gate": tokens.back(gate)}
+    component = SAPO(**renamed(params, tau_positive="tau_pos", tau_negative="tau_neg"))
+    gate = component.gate(ratio(tokens.logprobs, tokens.flat(*PROX)), tokens.advantages)
+    return tokens.outputs(*tokens.apply(component)) | {"gate": tokens.back(gate)}
 
 
 def pg(params: Params, inputs: Inputs) -> Outputs:
@@ -188,8 +188,8 @@ def m2po(params: Params, inputs: Inputs) -> Outputs:
 
 def aspo(params: Params, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
-    part = ASPO(**renamed(params, **CLIP, cap_positive="c_pos", cap_negative="c_neg"))
-    return tokens.outputs(*tokens.apply(part, anchor=BEHAVIOR))
+    component = ASPO(**renamed(params, **CLIP, cap_positive="c_pos", cap_negative="c_neg"))
+    return tokens.outputs(*tokens.apply(component, anchor=BEHAVIOR))
 
 
 def dppo(params: Params, inputs: Inputs) -> list[Outputs]:
@@ -202,8 +202,8 @@ def _dppo(divergence: str, params: Params, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
     options = renamed(params, delta_low="delta", delta_high="delta")
     options |= renamed(params, delta_low="delta_low", delta_high="delta_high", ratio_cap="ratio_cap")
-    part = DPPO().with_options({"divergence": divergence, **options})
-    made = tokens.outputs(*tokens.apply(part, anchor=("lp_mu",)))
+    component = DPPO().with_options({"divergence": divergence, **options})
+    made = tokens.outputs(*tokens.apply(component, anchor=("lp_mu",)))
     return made | {"loss_token_verl": made["loss_token"]}
 
 
@@ -219,9 +219,9 @@ def prime_ipo(params: Params, inputs: Inputs) -> Outputs:
     return _prime(PrimeRL(mask="ipo", **options), inputs)
 
 
-def _prime(part: PrimeRL, inputs: Inputs) -> Outputs:
+def _prime(component: PrimeRL, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
-    made = tokens.outputs(*tokens.apply(part, anchor=("lp_mu",)))
+    made = tokens.outputs(*tokens.apply(component, anchor=("lp_mu",)))
     return made | {"grad": made["grad_token_mean"]}
 
 
@@ -245,12 +245,12 @@ def dro(params: Params, inputs: Inputs) -> Outputs:
 def vespo(params: Params, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
     names = {"k_positive": "k_pos", "k_negative": "k_neg"}
-    part = VESPO(**renamed(params, **names, lambda_positive="lambda_pos", lambda_negative="lambda_neg"))
-    made = tokens.outputs(*tokens.apply(part, anchor=("lp_mu",)))
+    component = VESPO(**renamed(params, **names, lambda_positive="lambda_pos", lambda_negative="lambda_neg"))
+    made = tokens.outputs(*tokens.apply(component, anchor=("lp_mu",)))
     weights = sequence_ratio((tokens.logprobs - tokens.flat("lp_mu")).detach(), **tokens.segments)
     made |= {"W": weights}
     if "seq_advantages" in inputs:
-        made["phi"] = part.phi(weights.log(), torch.tensor(inputs["seq_advantages"], dtype=torch.float64))
+        made["phi"] = component.phi(weights.log(), torch.tensor(inputs["seq_advantages"], dtype=torch.float64))
     return made
 
 

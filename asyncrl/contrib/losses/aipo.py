@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
+from asyncrl.policies.component import Cap
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ratios import finite, ratio
 from asyncrl.policies.losses.segments import Array, as_floats
-from asyncrl.policies.parts import Cap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

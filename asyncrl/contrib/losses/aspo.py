@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.policies.component import Cap, ClipWidth
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ppo import clip
 from asyncrl.policies.losses.ratios import live_one, ratio
 from asyncrl.policies.losses.segments import Array, as_floats
-from asyncrl.policies.parts import Cap, ClipWidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

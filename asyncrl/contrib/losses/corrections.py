@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 
+from asyncrl.policies.component import Cap, Floor, NonNegative, Number
 from asyncrl.policies.corrections.correction import Correction, bounds_problem, prefix_ratio, ratio, summands
 from asyncrl.policies.corrections.masks import Mask, all_inside
 from asyncrl.policies.losses.ratios import MAX_LOG_RATIO
 from asyncrl.policies.losses.segments import Array, as_floats, segment_max, segment_mean, segment_sum, spread
-from asyncrl.policies.parts import Cap, Floor, NonNegative, Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.policies.component import ClipWidth
 from asyncrl.policies.losses.loss import AnchoredLoss
 from asyncrl.policies.losses.ratios import log_ratio
 from asyncrl.policies.losses.segments import Array, as_floats, segment_mean, spread
-from asyncrl.policies.parts import ClipWidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

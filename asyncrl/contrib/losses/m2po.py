@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.policies.component import Positive
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ratios import log_ratio, ratio
 from asyncrl.policies.losses.segments import Array, as_floats
-from asyncrl.policies.parts import Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

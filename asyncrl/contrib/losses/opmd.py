@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
+from asyncrl.policies.component import Positive
 from asyncrl.policies.losses.loss import AnchoredLoss, Loss, never
 from asyncrl.policies.losses.ratios import finite, log_ratio
 from asyncrl.policies.losses.segments import Array, as_floats
-from asyncrl.policies.parts import Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
+from asyncrl.policies.component import NonNegative, Positive
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ratios import finite, log_ratio
 from asyncrl.policies.losses.segments import Array, as_floats
-from asyncrl.policies.parts import NonNegative, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

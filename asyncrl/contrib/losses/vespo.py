@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.policies.component import NonNegative, Positive
 from asyncrl.policies.losses.loss import Loss, never
 from asyncrl.policies.losses.ratios import MAX_LOG_RATIO, finite, log_ratio
 from asyncrl.policies.losses.segments import Array, as_floats, segment_sum, spread
-from asyncrl.policies.parts import NonNegative, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.policies.parts import Part
+from asyncrl.policies.component import Component
 
 Floats = NDArray[np.float64]
 
@@ -69,7 +69,7 @@ class AdvantageInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advantage(Part):
+class Advantage(Component):
     """Base of all advantages.
 
     ``formula`` takes fields of AdvantageInputs and returns the advantages, f64[M]. With ``learns_values`` it returns

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.policies.advantages.advantage import Floats, GroupAdvantage, centered, of_each_group
-from asyncrl.policies.parts import NonNegative, Number, Positive
+from asyncrl.policies.component import NonNegative, Number, Positive
 
 Groups = NDArray[np.int64]
 

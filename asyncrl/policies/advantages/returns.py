@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.policies.advantages.advantage import Advantage, Floats
-from asyncrl.policies.parts import Positive, Share
+from asyncrl.policies.component import Positive, Share
 
 Observations = Literal["carry", "reset"]
 Std = Literal["unbiased", "biased"]

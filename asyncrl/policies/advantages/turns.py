@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from asyncrl.messages import TurnReward
 from asyncrl.policies.advantages.advantage import Advantage, Floats
 from asyncrl.policies.advantages.groups import GRPO
-from asyncrl.policies.parts import NonNegative, Positive, Share
+from asyncrl.policies.component import NonNegative, Positive, Share
 
 Ints = NDArray[np.int64]
 

@@ -50,7 +50,7 @@ OF_BATCH: Final = ("effective_fraction", "keep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """The parts and options of one algorithm.
+    """The components and options of one algorithm.
 
     denominator         whether tokens that a correction rejects still count in the mean (losses/aggregation.py)
     kl                  penalty for moving away from the reference model; None for no penalty

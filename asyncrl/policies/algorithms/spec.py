@@ -1,7 +1,7 @@
-"""A row of the table of algorithms, and ``resolve``, which applies the parts and options that the run file sets.
+"""A row of the table of algorithms, and ``resolve``, which applies the components and options that the run file sets.
 
-Combinations of parts that would train something other than their names say are refused, each with the reason (table:
-docs/guides/algorithms.md).
+Combinations of components that would train something other than their names say are refused, each with the reason (the
+table is in docs/guides/algorithms.md).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies.advantages.advantage import Advantage
 from asyncrl.policies.advantages.table import ADVANTAGES
 from asyncrl.policies.algorithms.algorithm import Algorithm, Denominator
+from asyncrl.policies.component import Component, named
 from asyncrl.policies.corrections import chains
 from asyncrl.policies.corrections.correction import Correction
 from asyncrl.policies.losses.aggregation import AGGREGATIONS, Aggregation
 from asyncrl.policies.losses.kl import CORRECTED, Penalty
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.table import LOSSES
-from asyncrl.policies.parts import Part, named
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=Component)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
-    """The parts of an algorithm, each with the options that the algorithm sets: ``PPOClip(clip_high=0.28)``.
+    """The components of an algorithm, each with the options that the algorithm sets: ``PPOClip(clip_high=0.28)``.
 
     A loss may be a name in ``LOSSES``, which is loaded when the algorithm is used.
     """
@@ -53,14 +53,13 @@ def resolve(
     kl: Penalty | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Algorithm:
-    """Return the algorithm ``spec`` with the parts and hyper-parameters of the run file.
+    """Return the algorithm ``spec`` with the components and hyper-parameters of the run file.
 
-    An option goes to the one part that has it; write ``part.option`` if several parts do. A replaced part starts from
-    its own defaults. Raises ConfigError, with the reason, for unknown names, values out of range and combinations that
-    are wrong.
-    """
+    An option goes to the one component that has it; write ``component.option`` if several components do. A replaced
+    component starts from its own defaults. Raises ConfigError, with the reason, for unknown names, values out of range
+    and combinations that are wrong."""
     chosen = loss or spec.loss
-    parts: dict[str, Part] = {
+    components: dict[str, Component] = {
         "advantage": named(advantage, Advantage, ADVANTAGES, where="advantage") if advantage else spec.advantage,
         "loss": chosen if isinstance(chosen, Loss) else named(chosen, Loss, LOSSES, where="loss"),
         "aggregation": (
@@ -68,11 +67,13 @@ def resolve(
         ),
     }
     chain = chains.chain(correction or spec.correction)
-    steps: dict[str, Part] = {step.name: step for step in chain}
-    changes = _dealt(options or {}, parts, steps, name=spec.name)
-    made = {place: part.with_options(changes.get(place, {})) for place, part in {**parts, **steps}.items()}
-    for part in made.values():
-        part.check()
+    steps: dict[str, Component] = {step.name: step for step in chain}
+    changes = _dealt(options or {}, components, steps, name=spec.name)
+    made = {
+        place: component.with_options(changes.get(place, {})) for place, component in {**components, **steps}.items()
+    }
+    for component in made.values():
+        component.check()
     algorithm = Algorithm(
         name=spec.name,
         paper=spec.paper,
@@ -94,35 +95,35 @@ def sets(options: Mapping[str, Any], option: str) -> bool:
 
 
 def _dealt(
-    options: Mapping[str, Any], parts: Mapping[str, Part], steps: Mapping[str, Part], *, name: str
+    options: Mapping[str, Any], components: Mapping[str, Component], steps: Mapping[str, Component], *, name: str
 ) -> dict[str, dict[str, Any]]:
-    """Group the run file's options by the part that owns them."""
+    """Group the run file's options by the component that owns them."""
     changes: dict[str, dict[str, Any]] = {}
-    every = {**parts, **steps}
+    every = {**components, **steps}
     for key, value in options.items():
         prefix, dot, option = key.rpartition(".")
-        owners = [place for place, part in every.items() if option in part.options]
+        owners = [place for place, component in every.items() if option in component.options]
         if dot:
             owners = [place for place in owners if place == prefix or (prefix == "correction" and place in steps)]
         if not owners:
-            known = sorted({option for part in every.values() for option in part.options})
+            known = sorted({option for component in every.values() for option in component.options})
             near = difflib.get_close_matches(option, known, 1)
             hint = f"did you mean {near[0]!r}? It has" if near and near[0] != option else "it has"
             raise ConfigError(f"algorithm.options: {name} has no option {key!r}; {hint} {', '.join(known)}")
         if len(owners) > 1:
             prefixes = " or ".join(f"{owner}.{option}" for owner in owners)
-            raise ConfigError(f"algorithm.options: {key!r} belongs to several parts; write {prefixes}")
+            raise ConfigError(f"algorithm.options: {key!r} belongs to several components; write {prefixes}")
         changes.setdefault(owners[0], {})[option] = value
     return changes
 
 
-def _as(kind: type[P], part: Part) -> P:
-    assert isinstance(part, kind)
-    return part
+def _as(kind: type[P], component: Component) -> P:
+    assert isinstance(component, kind)
+    return component
 
 
 def refuse_wrong_combinations(made: Algorithm) -> None:
-    """Raise ConfigError for parts that would train something other than their names say."""
+    """Raise ConfigError for components that would train something other than their names say."""
     ratios = chains.ratios(made.correction)
     if made.loss.is_around_behavior and ratios:
         raise ConfigError(
@@ -168,7 +169,7 @@ def _refuse_masks_that_see_nothing(made: Algorithm) -> None:
 
 
 def _refuse_what_teaches_nothing(made: Algorithm) -> None:
-    """Reject parts whose result is never used."""
+    """Reject components whose result is never used."""
     has_rewards = "advantages" in made.loss.inputs
     if made.advantage_scores and not has_rewards:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The table of algorithms. Each row has the paper, and the parts with the options that the algorithm sets.
+"""The table of algorithms. Each row has the paper, and the components with the options that the algorithm sets.
 
 Which to choose: docs/guides/algorithms.md.
 """

@@ -8,10 +8,10 @@ from typing import Final
 import torch
 
 from asyncrl.errors import ConfigError
+from asyncrl.policies.component import named
 from asyncrl.policies.corrections.correction import Correction, CorrectionInputs
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.corrections.weights import NoCorrection
-from asyncrl.policies.parts import named
 
 Chain = tuple[Correction, ...]
 

@@ -17,9 +17,9 @@ from typing import ClassVar, Final, Literal
 
 import torch
 
+from asyncrl.policies.component import Component
 from asyncrl.policies.losses.ratios import MAX_LOG_RATIO
 from asyncrl.policies.losses.segments import Array, as_floats, segment_mean, segment_sum, spread
-from asyncrl.policies.parts import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class CorrectionInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Correction(Part):
+class Correction(Component):
     """Base of all corrections. ``formula`` takes fields of CorrectionInputs and returns the factor of each token.
 
     The factors are f32[M] without gradient.

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import torch
 
+from asyncrl.policies.component import FRESH, Cap, Floor, Range
 from asyncrl.policies.corrections.correction import Correction, bounds_problem, geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.segments import Array, segment_sum, spread
-from asyncrl.policies.parts import FRESH, Cap, Floor, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

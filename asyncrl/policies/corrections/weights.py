@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.policies.component import Cap, Floor
 from asyncrl.policies.corrections.correction import Correction, bounds_problem, geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.segments import Array, as_floats, spread
-from asyncrl.policies.parts import Cap, Floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

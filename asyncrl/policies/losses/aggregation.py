@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from asyncrl.policies.component import Component, Positive
 from asyncrl.policies.losses.segments import Array, as_floats
-from asyncrl.policies.parts import Part, Positive
 
 Masks = Sequence[NDArray[Any]]
 Weights = list[NDArray[Any]]
@@ -47,7 +47,7 @@ def total(loss: Array, weights: Array) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aggregation(Part):
+class Aggregation(Component):
     """Base of the aggregations.
 
     divides_by  unit whose tokens the denominator counts, so that rejection may change it: "batch", "prompt" or

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.policies.component import NonNegative, Positive
 from asyncrl.policies.losses.loss import Loss, LossInputs, never
 from asyncrl.policies.losses.ratios import finite, log_ratio
 from asyncrl.policies.losses.segments import Array, as_floats
-from asyncrl.policies.parts import NonNegative, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+from asyncrl.policies.component import Cap, Positive
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ratios import finite, ratio
 from asyncrl.policies.losses.segments import Array, as_floats
-from asyncrl.policies.parts import Cap, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

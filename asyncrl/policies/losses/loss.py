@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from asyncrl.policies.component import Component
 from asyncrl.policies.losses.segments import Array
-from asyncrl.policies.parts import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss(Part):
+class Loss(Component):
     """Base of all losses.
 
     ``formula`` returns the loss f32[M] and ``clipped`` bool[M]. A token is clipped if a rule limits its gradient: an

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
+from asyncrl.policies.component import ClipWidth, NonNegative, Positive
 from asyncrl.policies.losses.loss import AnchoredLoss, Loss
 from asyncrl.policies.losses.ratios import log_ratio, ratio
 from asyncrl.policies.losses.segments import Array, as_floats, segment_mean, spread
-from asyncrl.policies.parts import ClipWidth, NonNegative, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch, pack_parts
+from asyncrl.policies.component import load_class
 from asyncrl.policies.losses.table import LOSSES
-from asyncrl.policies.parts import load_class
 from tests.harness.backends import distance, started, tiny_model, weights
 from tests.harness.scoring import ScriptedBackend, answer, built, by_tokens
 

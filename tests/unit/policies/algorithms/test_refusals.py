@@ -9,13 +9,13 @@ import pytest
 from asyncrl.adapters import registry
 from asyncrl.errors import ConfigError
 from asyncrl.policies.advantages.table import ADVANTAGES
+from asyncrl.policies.component import Component, allowed_range, load_class
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
 from asyncrl.policies.losses.table import LOSSES
-from asyncrl.policies.parts import Part, allowed_range, load_class
 from tests.harness.algorithms import run
 
-PARTS: list[type[Part]] = [
+COMPONENTS: list[type[Component]] = [
     *ADVANTAGES.values(),
     *(load_class(name, LOSSES) for name in LOSSES),
     *AGGREGATIONS.values(),
@@ -83,15 +83,15 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["algorithm.options={cup=2}"],
         "grpo has no option 'cup'; did you mean 'cap'\\? It has baseline, cap, clip_high, clip_low, dual_clip, eps",
     ),
-    "option of another part": (['algorithm.options={"loss.cap"=2}'], "grpo has no option 'loss.cap'"),
+    "option of another component": (['algorithm.options={"loss.cap"=2}'], "grpo has no option 'loss.cap'"),
     "an empty prefix": (['algorithm.options={".clip_low"=0.1}'], "grpo has no option '.clip_low'"),
-    "option of two parts": (
+    "option of two components": (
         ["algorithm.name=m2po", "algorithm.correction=tis_token + veto", "algorithm.options={threshold=0.1}"],
-        "'threshold' belongs to several parts; write loss.threshold or veto.threshold",
+        "'threshold' belongs to several components; write loss.threshold or veto.threshold",
     ),
     "option of two corrections": (
         ["algorithm.correction=clamp + geo_mask", "algorithm.options={low=0.1}"],
-        "'low' belongs to several parts; write clamp.low or geo_mask.low",
+        "'low' belongs to several components; write clamp.low or geo_mask.low",
     ),
     "no number": (["algorithm.options={cap=nan}"], "cap must be a number, got nan"),
     "no such mode": (
@@ -139,7 +139,7 @@ def test_an_option_that_would_train_nothing_or_infinity_is_refused(options: str,
 
 
 def test_every_number_that_a_part_takes_has_a_range() -> None:
-    for kind in PARTS:
+    for kind in COMPONENTS:
         kind().check()
         for option, value in kind().options.items():
             if isinstance(value, float):

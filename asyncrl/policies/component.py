@@ -1,6 +1,6 @@
-"""The base class of an algorithm's parts: a frozen dataclass whose fields are its options.
+"""The base class of an algorithm's components: a frozen dataclass whose fields are its options.
 
-``formula`` computes the result. Its parameter names say what the part needs from the batch and from other models.
+``formula`` computes the result. Its parameter names say what the component needs from the batch and from other models.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Cispo(Loss):
@@ -65,11 +65,11 @@ Floor = Annotated[float, Range(low=0.0, high=1.0, why=FRESH)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Component:
     """Base of Advantage, Loss, Correction and Aggregation.
 
-    name    name of the part in the run file
-    paper   where the part comes from
+    name    name of the component in the run file
+    paper   where the component comes from
     inputs  names of the parameters of ``formula``, in order
     """
 
@@ -82,7 +82,7 @@ class Part:
         cls.inputs = tuple(inspect.signature(cls.formula).parameters)[1:]
 
     def formula(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the result of the part. Each kind of part documents its inputs and outputs."""
+        """Compute the result of the component. Each kind of component documents its inputs and outputs."""
         raise NotImplementedError(f"{type(self).__name__} defines no formula")
 
     @property
@@ -116,11 +116,11 @@ class Part:
             raise ConfigError(f"algorithm.options: {problem}")
 
 
-def _hints(kind: type[Part]) -> dict[str, Any]:
+def _hints(kind: type[Component]) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def allowed_range(kind: type[Part], option: str) -> Range | None:
+def allowed_range(kind: type[Component], option: str) -> Range | None:
     """Return the range of a numeric option of ``kind``; None if the option is a word."""
     found = [item for item in getattr(_hints(kind)[option], "__metadata__", ()) if isinstance(item, Range)]
     return found[0] if found else None
@@ -138,7 +138,7 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
     return float(value)
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=Component)
 
 
 def load_class(name: str, table: Mapping[str, type[P] | str]) -> type[P]:
@@ -149,7 +149,7 @@ def load_class(name: str, table: Mapping[str, type[P] | str]) -> type[P]:
 
 
 def named(name: str, kind: type[P], table: Mapping[str, type[P] | str], *, where: str) -> P:
-    """Return the part called ``name``, with its default options.
+    """Return the component called ``name``, with its default options.
 
     ``where`` is its key in [algorithm]. Raises ConfigError for an unknown name and suggests the closest known name.
     """
@@ -168,7 +168,7 @@ def named(name: str, kind: type[P], table: Mapping[str, type[P] | str], *, where
             "above it"
         )
     try:
-        part: P = found()
+        component: P = found()
     except TypeError as error:
         raise ConfigError(f"algorithm.{where}: {name!r} needs a default for every option ({error})") from error
-    return part
+    return component
