@@ -230,7 +230,7 @@ def _learner(
         run=RunSection(directory=str(folder), name="pipeline", steps=plan.steps, mode=plan.mode),
         rollout=RolloutSection(group_size=plan.group_size, max_new_tokens=2**20),
         learner=LearnerSection(groups_per_batch=plan.groups_per_batch),
-        staleness=StalenessSection(max_staleness=plan.bound, eviction=plan.eviction, parts=plan.too_old),
+        staleness=StalenessSection(max_staleness=plan.bound, eviction=plan.eviction, discard=plan.discard),
         checkpoint=CheckpointSection(every_steps=0, keep_log=True),
         evaluation=evaluating.section if evaluating is not None else EvaluationSection(),
     )
@@ -308,7 +308,7 @@ def _row(plan: Plan, *, window: Window, backend: TimedBackend) -> Row:
         "dropped_groups": int(last.dropped - first.dropped),
         "tokens": tokens,
         "dropped_tokens": window.dropped_tokens,
-        "old_tokens": window.sum("staleness/old_tokens") if plan.too_old == "tokens" else 0.0,
+        "old_tokens": window.sum("staleness/old_tokens") if plan.discard == "tokens" else 0.0,
         "length_mean": tokens / (len(trained) * plan.groups_per_batch * plan.group_size),
         "steps": len(trained),
         "step_seconds": seconds / len(trained),

@@ -32,7 +32,7 @@ from asyncrl.messages.topics import TRAJECTORIES, group_id_of
 from asyncrl.metrics.sinks import JsonLines
 from asyncrl.policies.audit.entries import HistoryEntry, damage, steps
 from asyncrl.policies.batching import batch as batches
-from asyncrl.policies.batching.packing import pack_parts
+from asyncrl.policies.batching.packing import pack_mini_batches
 from asyncrl.policies.metric import Metric
 from asyncrl.policies.staleness.staleness import Forks, age_weight
 from asyncrl.weights.files import FilesChannel
@@ -241,11 +241,11 @@ class ReplayTrainer:
             max_staleness=max_staleness,
             forks=forks,
             age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
-            too_old=section.parts,
+            discard=section.discard,
         )
-        parts = pack_parts(
+        mini_batches = pack_mini_batches(
             batch.documents,
-            parts=batch.parts,
+            sizes=batch.mini_batch_sizes,
             ranks=run.learner.data_parallel,
             max_tokens=run.learner.micro_batch_tokens,
         )
@@ -254,7 +254,7 @@ class ReplayTrainer:
         result = train_batch(
             backend,
             batch,
-            parts,
+            mini_batches,
             algorithm=algorithm,
             step=done,
             learning_rate=rate,

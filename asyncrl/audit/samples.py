@@ -72,7 +72,7 @@ class Fates:
         bound: int | None = None
         for entry in present(entries):
             if entry.kind == BEGUN:
-                bound = entry.max_staleness if entry.too_old == "tokens" else None
+                bound = entry.max_staleness if entry.discard == "tokens" else None
             if entry.kind == BEGUN and entry.incarnation > 0:
                 forks = forks | {entry.incarnation: entry.step}
             if entry.kind in (BEGUN, DAMAGED):

@@ -76,7 +76,7 @@ class LearnerSection:
     groups_per_batch: int = 16
     """Prompt groups per step of the run. A step trains one batch and makes one policy version."""
     steps_per_batch: int = 1
-    """Optimizer steps on each batch, each on its own part of the groups. The proximal policy of all of them is the
+    """Optimizer steps on each batch, each on a mini-batch of whole groups. The proximal policy of all of them is the
     policy before the first one, so clipping around it has an effect from the second step on. Staleness, run.steps,
     schedules, checkpoints and metrics count batches."""
     micro_batch_tokens: int = 16_384

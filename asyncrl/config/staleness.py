@@ -7,8 +7,8 @@ from typing import Literal
 
 from asyncrl.config.checks import require
 
-TooOld = Literal["whole", "alone", "tokens"]
-"""What is discarded with a token that is too old: its whole group, its trajectory, or only the token."""
+Discard = Literal["groups", "trajectories", "tokens"]
+"""What is not trained because a token is too old: its group, its trajectory, or only the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,17 +17,18 @@ class StalenessSection:
     """Maximum age of a trained token, in policy versions. 0 is synchronous RL."""
     eviction: Literal["", "wait", "drop"] = ""
     """What happens to a group that is still being generated and would become too old. wait: the learner waits for it.
-    drop: it is dropped. Empty: drop with order = "freshest_first", or parts = "alone" or "tokens"; otherwise wait."""
+    drop: it is dropped. Empty: drop with order = "freshest_first", or discard = "trajectories" or "tokens"; otherwise
+    wait."""
     wait_seconds: float = 300.0
     """Maximum time that a step waits for such groups; then it trains without them. 0: no limit."""
     order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
     """Order in which buffered groups are trained. freshest_first: lowest staleness, but slow groups are dropped.
     in_order: in the order of their prompts, so one straggler holds up all others."""
-    parts: TooOld = "whole"
-    """What is discarded because of tokens that are too old. whole: the group with its oldest token. alone: only the
-    trajectories that are too old (for rollouts of several parts). tokens (async only): only the tokens that are too
-    old. The rest of the group is trained, and all rewards stay in the baseline. A group is dropped once nothing of it
-    is left."""
+    discard: Discard = "groups"
+    """What is not trained because of tokens that are too old. groups: a group with such a token is dropped.
+    trajectories: only the trajectories with such a token (for rollouts of several parts). tokens (async only): only
+    these tokens. The rest of the group is trained, and all rewards stay in the baseline. A group is dropped once
+    nothing of it is left."""
     weight: Literal["", "exponential", "inverse", "linear"] = ""
     """Loss weight of a token that is s versions old. exponential: exp(-weight_rate s). inverse: 1 / (1 + s). linear: 1
     - s / (max_staleness + 1). It does not replace a correction (algorithm.correction)."""
@@ -44,8 +45,8 @@ class StalenessSection:
             'order = "freshest_first" passes over the old groups that eviction = "wait" waits for; use "drop"',
         )
         require(
-            self.parts == "whole" or self.eviction != "wait",
-            f'parts = "{self.parts}" leaves out what eviction = "wait" waits for; use "drop"',
+            self.discard == "groups" or self.eviction != "wait",
+            f'discard = "{self.discard}" leaves out what eviction = "wait" waits for; use "drop"',
         )
         require(self.wait_seconds >= 0, f"wait_seconds must be >= 0 (0 is no limit), got {self.wait_seconds}")
         require(self.weight_rate > 0, f"weight_rate must be > 0, got {self.weight_rate}")
@@ -53,12 +54,12 @@ class StalenessSection:
     @property
     def waits(self) -> bool:
         """Whether the learner waits for groups that would become too old."""
-        drops = self.order == "freshest_first" or self.parts != "whole"
+        drops = self.order == "freshest_first" or self.discard != "groups"
         return self.eviction == "wait" or (self.eviction == "" and not drops)
 
     def check(self, *, mode: str) -> None:
         """Check the settings that depend on other sections. Raises ConfigError."""
         require(
-            mode == "async" or self.parts != "tokens",
-            f'staleness: parts = "tokens" needs run.mode = "async": {mode} trains no answer that new weights continued',
+            mode == "async" or self.discard != "tokens",
+            f'staleness: discard = "tokens" needs run.mode = "async": {mode} trains no answer of several versions',
         )

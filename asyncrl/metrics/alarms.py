@@ -107,8 +107,8 @@ class DropAlarm(Alarm):
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
                 "they are %.0f tokens long on average, trained answers %.0f. Set staleness.max_staleness a few above "
                 "(seconds of the longest answer) / (seconds of a step); or leave out only the tokens that are too old: "
-                'staleness.parts = "tokens"; or let the learner wait for these answers: staleness.eviction = "wait", '
-                'with order = "oldest_first", parts = "whole" and enough wait_seconds',
+                'staleness.discard = "tokens"; or let the learner wait for these answers: staleness.eviction = "wait", '
+                'with order = "oldest_first", discard = "groups" and enough wait_seconds',
                 100 * share,
                 STEPS,
                 self._threshold,
@@ -150,7 +150,7 @@ class HoldAlarm(Alarm):
         if self._begins((bool(self._threshold) and is_costly) or goes_on):
             self._warn(
                 "for %.0f %% of the last %d steps' time the learner had a full batch but waited for older groups, and "
-                'for %.0f %% engines were idle: set staleness.parts = "tokens" to end these waits and leave out only '
+                'for %.0f %% engines were idle: set staleness.discard = "tokens" to end these waits and leave out only '
                 "the tokens that are too old; or set staleness.max_staleness to at least %d (now %d), so that the "
                 "older groups are finished in time",
                 100 * share,

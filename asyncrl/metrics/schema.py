@@ -20,8 +20,8 @@ SCHEMA: dict[str, str] = {
     "staleness/cancelled": "answers missing from the batch's groups: the longest ones, cut off by "
     "rollout.group_seconds, and failed ones (rollout.min_group)",
     "staleness/failed_samples": "how many of staleness/cancelled failed",
-    "staleness/old_parts": "trajectories of the batch that were too old and trained nothing; with staleness.parts",
-    "staleness/old_tokens": 'sampled tokens of the batch that were too old and trained nothing; with parts = "tokens"',
+    "staleness/old_trajectories": "trajectories that were too old and trained nothing; with staleness.discard",
+    "staleness/old_tokens": 'sampled tokens that were too old and trained nothing; with discard = "tokens"',
     "staleness/dropped_groups": "groups dropped as too stale, since the start of the run",
     "staleness/dropped_share": "share of the answers of the last ten steps (trained or dropped) that were dropped as "
     "too stale",
@@ -75,7 +75,7 @@ SCHEMA: dict[str, str] = {
     "learner/score_seconds": "part of step_seconds in which other models scored the batch and advantages were computed",
     "learner/prepare_seconds": "time on the host to pack a batch into micro-batches, usually during the previous step",
     "learner/learning_rate": "learning rate of this step, including warm-up, schedule and staleness.learning_rate",
-    "learner/skipped_parts": "skipped optimizer steps of the batch (non-finite loss or gradient); with "
+    "learner/skipped_mini_batches": "skipped optimizer steps of the batch (non-finite loss or gradient); with "
     "learner.steps_per_batch",
     "learner/skipped_steps": "1 if a non-finite loss or gradient skipped the update",
     "rollout/tokens_per_second": "tokens sampled per second, summed over workers",
@@ -182,7 +182,7 @@ SCHEMA: dict[str, str] = {
     "critic/grad_norm": "gradient norm of the critic before clipping",
     "critic/learning_rate": "learning rate of the critic in this step",
     "critic/skipped_steps": "1 if a non-finite loss or gradient skipped the critic's update",
-    "critic/skipped_parts": "skipped optimizer steps of the critic on the batch (non-finite loss or gradient)",
+    "critic/skipped_mini_batches": "skipped optimizer steps of the critic on the batch (non-finite loss or gradient)",
     "critic/loss": "value loss of the batch",
     "critic/explained_variance": "1 - Var(returns - values) / Var(returns) over trained tokens, at most 1",
     "critic/clip_fraction": "share of tokens whose value was limited by the clip",

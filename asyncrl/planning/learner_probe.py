@@ -20,7 +20,7 @@ from asyncrl.messages import TrajectoryGroup
 from asyncrl.planning.simulation import TrainReading
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
-from asyncrl.policies.batching.packing import pack_parts
+from asyncrl.policies.batching.packing import pack_mini_batches
 
 WARM_UP_STEPS: Final = 2
 """The first steps compile kernels and allocate memory."""
@@ -101,13 +101,15 @@ class _Probe:
         batch = batches.build(
             groups, algorithm=self._algorithm, policy_version=0, max_staleness=self._run.max_staleness, forks={}
         )
-        parts = pack_parts(batch.documents, parts=batch.parts, ranks=self._run.learner.data_parallel, max_tokens=rows)
+        mini_batches = pack_mini_batches(
+            batch.documents, sizes=batch.mini_batch_sizes, ranks=self._run.learner.data_parallel, max_tokens=rows
+        )
         began = time.monotonic()
         _, critic_rate = learning_rates(self._run, self._step)
         train_batch(
             self._backend,
             batch,
-            parts,
+            mini_batches,
             algorithm=self._algorithm,
             step=self._step,
             learning_rate=self._run.learner.learning_rate,

@@ -137,7 +137,7 @@ def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
         seed=run.run.seed,
         prompt_tokens=(packed - sum(sampled)) / len(sampled),
         eviction="wait" if run.staleness.waits else "drop",
-        too_old=run.staleness.parts,
+        discard=run.staleness.discard,
         kept=len(kept) / len(engine.groups),
     )
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.run import Mode
-from asyncrl.config.staleness import TooOld
+from asyncrl.config.staleness import Discard
 from asyncrl.messages import VersionSpan
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.staleness.admission import Admission
@@ -216,7 +216,7 @@ class Plan:
     learner_machines  training copies of the model
     prompt_tokens     prompt tokens per answer, which are trained with it
     eviction          async only: with "wait", a full batch waits for groups that would become too old
-    too_old           staleness.parts; every answer is one trajectory here, so "alone" equals "whole"
+    discard           staleness.discard; every answer is one trajectory here, so "trajectories" equals "groups"
     kept              share of the groups that pass the filters
     """
 
@@ -232,7 +232,7 @@ class Plan:
     prompt_tokens: float = 16
     is_colocated: bool = False
     eviction: Literal["", "wait", "drop"] = ""
-    too_old: TooOld = "whole"
+    discard: Discard = "groups"
     kept: float = 1.0
 
     @property
@@ -400,7 +400,7 @@ class Ideal:
     def _move(self) -> None:
         """Do everything that takes no time: take a batch, admit prompts, hand them to workers."""
         self.has_changed = False
-        limit, by_token = self.steps_done - self.plan.bound, self.plan.too_old == "tokens"
+        limit, by_token = self.steps_done - self.plan.bound, self.plan.discard == "tokens"
         stale = [i for i, one in self.buffer.items() if (max(one.sampled) if by_token else one.version) < limit]
         for group_id in stale:
             del self.buffer[group_id]

@@ -26,7 +26,7 @@ from benchmarks.peers.scene import SCENES, Row, Scene
 OURS: Final[dict[str, Callable[[Scene], Row]]] = {
     "asyncrl": lambda scene: run_ours(scene, mode="async"),
     "asyncrl drop": lambda scene: run_ours(scene, mode="async", eviction="drop"),
-    "asyncrl tokens": lambda scene: run_ours(scene, mode="async", too_old="tokens"),
+    "asyncrl tokens": lambda scene: run_ours(scene, mode="async", discard="tokens"),
     "sync apart": lambda scene: run_ours(scene, mode="sync"),
     "sync colocated": lambda scene: run_ours(scene, mode="sync", is_colocated=True),
 }

@@ -10,7 +10,7 @@ from typing import Literal
 import uvloop
 
 from asyncrl.config.run import Mode
-from asyncrl.config.staleness import TooOld
+from asyncrl.config.staleness import Discard
 from asyncrl.planning.simulation import Plan
 from benchmarks.arm import run_arm
 from benchmarks.peers.engine import lengths_of, timing_of
@@ -34,7 +34,7 @@ def run_ours(
     mode: Mode,
     is_colocated: bool = False,
     eviction: Literal["", "wait", "drop"] = "",
-    too_old: TooOld = "whole",
+    discard: Discard = "groups",
 ) -> Row:
     """Run one arm. Colocated: both machines generate, then both train, and switching costs nothing."""
     machines = 2 if is_colocated else 1
@@ -52,7 +52,7 @@ def run_ours(
         prompt_tokens=PROMPT_TOKENS,
         is_colocated=is_colocated,
         eviction=eviction,
-        too_old=too_old,
+        discard=discard,
         groups_at_once=scene.groups_at_once,
     )
     row = uvloop.run(run_arm(plan, timing=timing_of(scene), lengths=lengths_of(scene)))

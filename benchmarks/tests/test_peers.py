@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.staleness import TooOld
+from asyncrl.config.staleness import Discard
 from benchmarks.peers.bring_up import run_peer
 from benchmarks.peers.engine import ScriptedEngine, lengths_of
 from benchmarks.peers.learner import prompt_of
@@ -44,9 +44,9 @@ def is_whole(row: Row) -> bool:
     )
 
 
-@pytest.mark.parametrize("too_old", ["whole", "tokens"])
-def test_asyncrl_gives_a_row_within_its_bound(too_old: TooOld) -> None:
-    row = run_ours(QUICK, mode="async", too_old=too_old)
+@pytest.mark.parametrize("discard", ["groups", "tokens"])
+def test_asyncrl_gives_a_row_within_its_bound(discard: Discard) -> None:
+    row = run_ours(QUICK, mode="async", discard=discard)
     assert is_whole(row)
     assert row["staleness_max"] <= QUICK.max_staleness
 

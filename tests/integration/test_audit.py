@@ -208,7 +208,7 @@ def test_what_is_left_out_of_a_late_answer_is_left_out_of_its_replay_too(
     demo_task.write(tmp_path)
     common = ["run.steps=8", "checkpoint.every_steps=2", "checkpoint.keep_log=true", "weights.keep=9"]
     function = "rollout.function=tests.integration.test_audit:with_a_slow_tool"
-    made = demo_run(tmp_path, *common, function, "staleness.max_staleness=2", "staleness.parts=tokens")
+    made = demo_run(tmp_path, *common, function, "staleness.max_staleness=2", "staleness.discard=tokens")
     threads = torch.get_num_threads()
     rows = train_there(made)
     torch.set_num_threads(threads)

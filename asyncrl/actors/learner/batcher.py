@@ -37,7 +37,7 @@ from asyncrl.errors import BusError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import MicroBatch, pack_parts, recording
+from asyncrl.policies.batching.packing import MicroBatch, pack_mini_batches, recording
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.states import BufferedGroup
@@ -55,11 +55,11 @@ LONG_WAIT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBatch:
-    """``parts[i][r]`` is the data of data-parallel rank r in optimizer step i of the batch. seconds: host time for the
-    preparation, whether hidden or not."""
+    """``mini_batches[i][r]`` is the data of data-parallel rank r in optimizer step i of the batch. seconds: host time
+    for the preparation, whether hidden or not."""
 
     batch: Batch
-    parts: list[list[list[MicroBatch]]]
+    mini_batches: list[list[list[MicroBatch]]]
     seconds: float
 
 
@@ -144,7 +144,7 @@ class Batcher:
         self._selection = Selection(
             max_staleness=run.max_staleness,
             order=run.staleness.order,
-            too_old=run.staleness.parts,
+            discard=run.staleness.discard,
         )
         self._count = run.learner.groups_per_batch
         self._num_dp_shards = run.learner.data_parallel
@@ -262,7 +262,7 @@ class Batcher:
         table, longest = self._table, self._longest_hold
         log.warning(
             "step %d has its %d groups but waits for older groups that would become too old, %s (staleness.eviction "
-            'and wait_seconds; parts = "tokens" does not wait): %d are here and %d outstanding',
+            'and wait_seconds; discard = "tokens" does not wait): %d are here and %d outstanding',
             table.step + 1,
             self._count,
             f"for {longest:g} s at most" if math.isfinite(longest) else "without a limit",
@@ -276,7 +276,7 @@ class Batcher:
         if late:
             log.warning(
                 "step %d trains without older groups (%d) after waiting %g s for them (staleness.wait_seconds); groups "
-                'that arrive too old are dropped (staleness.parts = "tokens" drops only tokens that are too old)',
+                'that arrive too old are dropped (staleness.discard = "tokens" drops only tokens that are too old)',
                 *(self._table.step + 1, len(late), self._longest_hold),
             )
             self._given_up = max(late)
@@ -334,16 +334,19 @@ class Batcher:
             max_staleness=self._selection.max_staleness,
             forks=self._table.forks,
             age_weight=self._age_weight,
-            too_old=self._selection.too_old,
+            discard=self._selection.discard,
         )
-        parts = pack_parts(
-            batch.documents, parts=batch.parts, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens
+        mini_batches = pack_mini_batches(
+            batch.documents,
+            sizes=batch.mini_batch_sizes,
+            ranks=self._num_dp_shards,
+            max_tokens=self._micro_batch_tokens,
         )
-        parts = recording(
-            parts,
+        mini_batches = recording(
+            mini_batches,
             self._pick_documents([len(one.group.trajectories) for one in groups], step=policy_version + 1),
         )
-        return PreparedBatch(batch=batch, parts=parts, seconds=time.monotonic() - started)
+        return PreparedBatch(batch=batch, mini_batches=mini_batches, seconds=time.monotonic() - started)
 
     def _pick_documents(self, sizes: Sequence[int], *, step: int) -> list[int]:
         """Return the numbers of recorded documents. ``sizes``: number of documents of each group of the batch."""

@@ -95,12 +95,12 @@ class History:
         sequences: Collection[int] = (),
         step: int,
         max_staleness: int,
-        old_parts: int = 0,
+        old_trajectories: int = 0,
         old_tokens: int = 0,
     ) -> None:
         """
         sequences                         log record of each group
-        old_parts, old_tokens   as in Outcome
+        old_trajectories, old_tokens   as in Outcome
         """
         fields: dict[str, Any] = {
             "step": step,
@@ -108,7 +108,7 @@ class History:
             "sequences": list(sequences),
             "max_staleness": max_staleness,
         }
-        left_out = {"old_parts": old_parts, "old_tokens": old_tokens}
+        left_out = {"old_trajectories": old_trajectories, "old_tokens": old_tokens}
         fields |= {name: count for name, count in left_out.items() if count}
         self._write("trained", **fields)
 
@@ -267,7 +267,7 @@ def _entry(fields: dict[str, Any], *, position: int) -> HistoryEntry:
         entry.incarnation,
         entry.step,
         entry.max_staleness,
-        entry.old_parts,
+        entry.old_trajectories,
         entry.old_tokens,
         entry.kept,
         *entry.groups,

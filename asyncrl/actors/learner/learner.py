@@ -253,7 +253,7 @@ class Learner(Actor):
         self._has_failed = False
         made = batch.batch
         outcome = self.table.trained(
-            max_staleness=made.max_staleness, old_parts=made.old_parts, old_tokens=made.old_tokens
+            max_staleness=made.max_staleness, old_trajectories=made.old_trajectories, old_tokens=made.old_tokens
         )
         self._progress.record(outcome, batch=made, tokens=result.tokens)
         await self._progress.flush()

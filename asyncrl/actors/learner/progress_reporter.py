@@ -62,7 +62,7 @@ class ProgressReporter:
                 sequences=outcome.sequences,
                 step=outcome.step,
                 max_staleness=outcome.max_staleness,
-                old_parts=outcome.old_parts,
+                old_trajectories=outcome.old_trajectories,
                 old_tokens=outcome.old_tokens,
             )
         else:

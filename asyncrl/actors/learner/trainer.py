@@ -85,7 +85,7 @@ class Trainer:
             train_batch,
             self._backend,
             prepared.batch,
-            prepared.parts,
+            prepared.mini_batches,
             algorithm=self._algorithm,
             step=step,
             learning_rate=rate,

@@ -2,9 +2,9 @@
 
     score (critic, reference, teacher, policy) -> advantages and returns -> step the policy -> step the critic
 
-With learner.steps_per_batch each part of the batch is one optimizer step: the policy steps on all parts in turn, then
-the critic does. The policy is scored before the first part: all parts use that proximal policy, and the staleness of
-the batch's tokens counts from it. A part whose loss is not finite changes nothing; the other parts count.
+With learner.steps_per_batch a batch is several mini-batches, one optimizer step each: the policy steps on all of them,
+then the critic does. The policy is scored before the first step: all mini-batches use that proximal policy, and the
+staleness of the batch's tokens counts from it. A mini-batch whose loss is not finite changes nothing; the others count.
 
 Blocking: the trainer calls it in the backend's thread. Batches are packed ahead; only work that depends on the current
 weights happens here. An algorithm that needs no other model gets ``backend.step`` and nothing else. During the first
@@ -41,8 +41,8 @@ MOST_RANKS: Final = 64
 
 log = logging.getLogger("asyncrl.learner")
 
-Parts: TypeAlias = Sequence[Sequence[Sequence[MicroBatch]]]
-"""``parts[i][r]`` is the data of data-parallel rank r in the batch's optimizer step i."""
+MiniBatches: TypeAlias = Sequence[Sequence[Sequence[MicroBatch]]]
+"""``mini_batches[i][r]`` is the data of data-parallel rank r in the batch's optimizer step i."""
 
 
 def learning_rates(run: RunConfig, step: int) -> tuple[float | None, float]:
@@ -66,7 +66,7 @@ def learning_rates(run: RunConfig, step: int) -> tuple[float | None, float]:
 def train_batch(
     backend: Backend,
     batch: Batch,
-    parts: Parts,
+    mini_batches: MiniBatches,
     *,
     algorithm: Algorithm,
     step: int,
@@ -74,7 +74,7 @@ def train_batch(
     critic_learning_rate: float = 0.0,
     layout: Layout | None = None,
 ) -> StepResult:
-    """Train on ``batch``, packed as ``parts``.
+    """Train on ``batch``, packed as ``mini_batches``.
 
     step           number of steps done before
     learning_rate  of the policy; None: only the critic learns
@@ -82,61 +82,67 @@ def train_batch(
     """
     if not batch.num_tokens:
         log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
-    started, metrics = time.monotonic(), _rank_metrics(parts, layout or Layout())
-    scored = _score(backend, batch, parts, algorithm=algorithm)
-    if scored is not parts:
+    started, metrics = time.monotonic(), _rank_metrics(mini_batches, layout or Layout())
+    scored = _score(backend, batch, mini_batches, algorithm=algorithm)
+    if scored is not mini_batches:
         metrics["learner/score_seconds"] = time.monotonic() - started
     tokens: Mapping[int, NDArray[np.float32]] = {}
     if learning_rate is None:
         metrics["learner/learning_rate"] = 0.0
     else:
-        result = _train_parts(backend, scored, learning_rate=learning_rate, model="policy")
+        result = _train_mini_batches(backend, scored, learning_rate=learning_rate, model="policy")
         metrics, tokens = metrics | dict(result.metrics), result.tokens
     if "critic" in algorithm.models and not is_skipped(metrics):
         try:
-            metrics |= _train_parts(backend, scored, learning_rate=critic_learning_rate, model="critic").metrics
+            metrics |= _train_mini_batches(backend, scored, learning_rate=critic_learning_rate, model="critic").metrics
         except Exception as error:  # the policy's step is done and cannot be repeated
             raise BackendError(f"the critic's step failed: {type(error).__name__}: {error}") from error
     return StepResult(metrics=metrics, tokens=tokens)
 
 
-def _rank_metrics(parts: Parts, layout: Layout) -> dict[str, float]:
+def _rank_metrics(mini_batches: MiniBatches, layout: Layout) -> dict[str, float]:
     """Return the number of tokens that each rank trains, if there are several."""
     if not 1 < layout.ranks <= MOST_RANKS:
         return {}
-    shares = [sum(one.num_tokens for part in parts for one in part[share]) for share in range(layout.data_parallel)]
+    shares = [
+        sum(one.num_tokens for mini_batch in mini_batches for one in mini_batch[share])
+        for share in range(layout.data_parallel)
+    ]
     return {f"learner/rank{rank}/tokens": float(shares[layout.share(rank)]) for rank in range(layout.ranks)}
 
 
-def _score(backend: Backend, batch: Batch, parts: Parts, *, algorithm: Algorithm) -> Parts:
-    """Return ``parts`` with the scores that the algorithm needs from other models and from the current policy."""
+def _score(backend: Backend, batch: Batch, mini_batches: MiniBatches, *, algorithm: Algorithm) -> MiniBatches:
+    """Return ``mini_batches`` with the scores that the algorithm needs from other models and from the current
+    policy."""
     names = algorithm.advantage_scores | algorithm.loss_scores
     if not (names or algorithm.batch_scores):
-        return parts
-    # A model scores the whole batch at once: the parts of each rank are joined, then split again.
-    shares = [[one for share in of_rank for one in share] for of_rank in zip(*parts, strict=True)]
+        return mini_batches
+    # A model scores the whole batch at once: the mini-batches of each rank are joined, then split again.
+    shares = [[one for share in of_rank for one in share] for of_rank in zip(*mini_batches, strict=True)]
     scores = {name: backend.score(shares, model=SCORED_BY[name]) for name in sorted(names)}
     rows = [iter(share) for share in complete(shares, scores, batch=batch, algorithm=algorithm)]
-    return [[[next(row) for _ in share] for row, share in zip(rows, part, strict=True)] for part in parts]
+    return [
+        [[next(row) for _ in share] for row, share in zip(rows, mini_batch, strict=True)] for mini_batch in mini_batches
+    ]
 
 
-def _train_parts(backend: Backend, parts: Parts, *, learning_rate: float, model: str) -> StepResult:
-    """Take one optimizer step on each part. Return joined metrics and each part's token results.
+def _train_mini_batches(backend: Backend, mini_batches: MiniBatches, *, learning_rate: float, model: str) -> StepResult:
+    """Take one optimizer step on each mini-batch. Return joined metrics and the token results of all.
 
     If the first step raises, the model is unchanged. Once a step has changed it, errors become BackendError.
     """
     results: list[StepResult] = []
-    for dp_shards in parts:
+    for dp_shards in mini_batches:
         try:
             results.append(backend.step(dp_shards, learning_rate=learning_rate, model=model))
         except Exception as error:
             if all(is_skipped(one.metrics, model=model) for one in results):
                 raise
             raise BackendError(
-                f"optimizer step {len(results) + 1} of {len(parts)} on the batch failed: {error!r}"
+                f"optimizer step {len(results) + 1} of {len(mini_batches)} on the batch failed: {error!r}"
             ) from error
     joined = join_metrics([one.metrics for one in results], model=model)
-    if num_skipped := int(joined.get(f"{_prefix(model)}/skipped_parts", 0)):
+    if num_skipped := int(joined.get(f"{_prefix(model)}/skipped_mini_batches", 0)):
         log.warning("%d of %d optimizer steps of the %s on a batch were not finite", num_skipped, len(results), model)
     tokens = {document: row for one in results for document, row in one.tokens.items()}
     return StepResult(metrics=joined, tokens=tokens)
@@ -145,8 +151,8 @@ def _train_parts(backend: Backend, parts: Parts, *, learning_rate: float, model:
 def join_metrics(steps: Sequence[Mapping[str, float]], *, model: str = "policy") -> dict[str, float]:
     """Return the metrics of one batch from those of its optimizer steps: means, or maxima for metrics that are maxima.
 
-    A batch is skipped if none of its steps changed a weight; learner/skipped_parts counts the steps that did not.
-    """
+    A batch is skipped if none of its steps changed a weight; learner/skipped_mini_batches counts the steps that did
+    not."""
     if len(steps) == 1:
         return dict(steps[0])
     skipped = f"{_prefix(model)}/skipped_steps"
@@ -158,7 +164,7 @@ def join_metrics(steps: Sequence[Mapping[str, float]], *, model: str = "policy")
     }
     return joined | {
         skipped: float(num_skipped == len(steps)),
-        f"{_prefix(model)}/skipped_parts": float(num_skipped),
+        f"{_prefix(model)}/skipped_mini_batches": float(num_skipped),
     }
 
 

@@ -55,7 +55,7 @@ async def build_worker(
         seconds=0 if is_dedicated else run.rollout.partial_save_seconds,
         max_attempts=run.rollout.max_attempts,
         # with "tokens", tokens sampled after those too old are trained
-        max_staleness=None if run.staleness.parts == "tokens" else run.max_staleness,
+        max_staleness=None if run.staleness.discard == "tokens" else run.max_staleness,
     )
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
     make = functools.partial(

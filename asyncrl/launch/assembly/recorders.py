@@ -32,7 +32,7 @@ def open_recorders(run: RunConfig, *, algorithm: Algorithm) -> Recorders:
             writers[-1],
             per_step=section.samples_per_step,
             seed=run.run.seed,
-            bound=run.max_staleness if run.staleness.parts == "tokens" else None,
+            bound=run.max_staleness if run.staleness.discard == "tokens" else None,
             has_advantages=not algorithm.advantage_scores,
         )
     if section.samples_per_evaluation and run.evaluation.is_on:

@@ -16,7 +16,7 @@ _KEYS: Final = {
     "data": ("reward_key",),
     "reward": ("kind", "rows", "parts"),
     "rollout": ("function", "min_group", "extra_samples", "group_seconds", "max_parts", "max_attempts"),
-    "staleness": ("max_staleness", "eviction", "parts"),
+    "staleness": ("max_staleness", "eviction", "discard"),
     "weights": ("channel",),
     "bus": ("ack_seconds",),
 }

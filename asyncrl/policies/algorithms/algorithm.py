@@ -57,7 +57,7 @@ class Algorithm:
     overlong_tokens     over this many tokens before max_response_tokens, the reward falls by overlong_factor;
                         with overlong_floor it falls no further beyond (filters.overlong_penalty)
     masks_truncated     whether truncated answers are masked, so that they train nothing
-    steps_per_batch     optimizer steps on each batch, each on its own part of the batch
+    steps_per_batch     optimizer steps on each batch, one on each mini-batch
     learning_rate_rule  rule of vcpo_learning_rate, "sqrt" or "linear"; empty keeps the learning rate
     """
 

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config.staleness import TooOld
+from asyncrl.config.staleness import Discard
 from asyncrl.messages import VersionSpan
 from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, due_checkpoint, present, steps
 from asyncrl.policies.audit.evaluations import EvaluationAccount
@@ -39,15 +39,15 @@ class Logged:
     group_id: int
     spans: tuple[tuple[tuple[VersionSpan, int], ...], ...] = ()
 
-    def trained(self, *, step: int, forks: Forks, too_old: TooOld, bound: int) -> tuple[int, int]:
+    def trained(self, *, step: int, forks: Forks, discard: Discard, bound: int) -> tuple[int, int]:
         """Return the staleness, at least 0, of the oldest token that counts when ``step`` trains the group, and the
-        number of trajectories (``too_old`` "alone") or tokens ("tokens") that are left out."""
+        number of trajectories (``discard`` "trajectories") or tokens ("tokens") that are left out."""
         ages = [[(step - 1 - effective_version(span, forks), count) for span, count in of] for of in self.spans]
         left_out = 0
-        if too_old == "alone":
+        if discard == "trajectories":
             young = [of for of in ages if max(of)[0] <= bound]
             left_out, ages = len(ages) - len(young), young
-        elif too_old == "tokens":
+        elif discard == "tokens":
             left_out = sum(count for of in ages for age, count in of if age > bound)
             ages = [[(age, count) for age, count in of if age <= bound] for of in ages]
         return max([0, *(age for of in ages for age, _ in of)]), left_out
@@ -358,13 +358,13 @@ def _ages(
     for entry, begun, forks in steps(history):
         trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.groups}
         bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
-        rule: dict[str, Any] = {"step": entry.step, "forks": forks, "too_old": begun.too_old, "bound": bound}
+        rule: dict[str, Any] = {"step": entry.step, "forks": forks, "discard": begun.discard, "bound": bound}
         facts = {i: one.trained(**rule) for i, one in trained.items() if one is not None}
         ages, left_out = {i: age for i, (age, _) in facts.items()}, sum(left for _, left in facts.values())
         found.on_log += len(ages)
         found.largest = max(found.largest, entry.max_staleness, *ages.values())
-        of_tokens = begun.too_old == "tokens"
-        said, what = (entry.old_tokens, "tokens") if of_tokens else (entry.old_parts, "trajectories")
+        of_tokens = begun.discard == "tokens"
+        said, what = (entry.old_tokens, "tokens") if of_tokens else (entry.old_trajectories, "trajectories")
         if left_out != said and len(ages) == len(entry.groups):
             found.problems.append(f"{name}: {said} {what} were left out, by the log {left_out}")
         found.problems += [

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asyncrl.config.staleness import TooOld
+from asyncrl.config.staleness import Discard
 from asyncrl.policies.groups.states import FATES as FATES
 from asyncrl.policies.staleness.staleness import Forks
 
@@ -36,8 +36,8 @@ class HistoryEntry:
     groups         ids that met this fate, in the order of the batch
     sequences      "trained": log record of each group
     max_staleness  "trained": staleness of the batch's oldest sampled token; "begun": bound of this incarnation
-    old_parts      "trained": trajectories that trained nothing because they were too old on their own
-    old_tokens     "trained": tokens that trained nothing because they were too old on their own
+    old_trajectories  "trained": trajectories that trained nothing because they were too old
+    old_tokens     "trained": tokens that trained nothing because they were too old
     kept           "begun": earlier lines from this position on are not in the history of the weights
     settings       "begun": the run file (config/record.py); empty if that line is damaged
     data           "begun": SHA-256 of each data file, by its path
@@ -51,7 +51,7 @@ class HistoryEntry:
     groups: tuple[int, ...] = ()
     sequences: tuple[int, ...] = ()
     max_staleness: int = 0
-    old_parts: int = 0
+    old_trajectories: int = 0
     old_tokens: int = 0
     kept: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class HistoryEntry:
     problem: str = ""
 
     @property
-    def too_old(self) -> TooOld:
-        """Of "begun": the unit that trains nothing once its oldest token is too old (staleness.parts)."""
+    def discard(self) -> Discard:
+        """Of "begun": the unit that trains nothing once its oldest token is too old (staleness.discard)."""
         staleness = self.settings.get("staleness", {})
-        named = staleness.get("parts") if isinstance(staleness, Mapping) else None
-        return named if named in ("alone", "tokens") else "whole"
+        named = staleness.get("discard") if isinstance(staleness, Mapping) else None
+        return named if named in ("trajectories", "tokens") else "groups"
 
     def is_record_of(self, group_id: int, sequence: int) -> bool:
         """Return whether this step trained the group from that log record; a late worker may add a second record."""

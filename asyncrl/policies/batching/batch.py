@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.staleness import TooOld
+from asyncrl.config.staleness import Discard
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.turns import turns_of
@@ -38,11 +38,11 @@ class Batch:
     metrics: dict[str, Metric]
     num_tokens: int
     """Response tokens that are trained; tokens of a masked answer do not count."""
-    parts: tuple[int, ...]
+    mini_batch_sizes: tuple[int, ...]
     """Number of documents in each optimizer step on the batch. Groups stay whole and keep the order of the batch."""
     max_staleness: int
     """Staleness of the oldest sampled token, in versions; tokens left out as too old do not count."""
-    old_parts: int = 0
+    old_trajectories: int = 0
     """Trajectories that train nothing because they are too old."""
     old_tokens: int = 0
     """Sampled tokens that train nothing because they are too old, if each token is judged alone."""
@@ -56,16 +56,15 @@ def build(
     max_staleness: int,
     forks: Forks,
     age_weight: AgeWeight | None = None,
-    too_old: TooOld = "whole",
+    discard: Discard = "groups",
 ) -> Batch:
     """Build the batch for the step from ``policy_version``.  Raises AssertionError if any token is over the bound.
 
     Advantages that need scores of another model are 0 here. ``age_weight`` multiplies the loss weights, but their
-    denominators count whole tokens, so an old batch has less influence. With ``too_old`` "alone", a trajectory over the
-    bound trains nothing, but its rollout's reward stays in the baseline. With "tokens" the same applies to a single
-    token. Only the loss weight of that token becomes 0, as with an ``age_weight``, so the rest of a long answer does
-    not count as if it were the whole answer.
-    """
+    denominators count whole tokens, so an old batch has less influence. With ``discard`` "trajectories", a trajectory
+    over the bound trains nothing, but its rollout's reward stays in the baseline. With "tokens" the same applies to a
+    single token. Only the loss weight of that token becomes 0, as with an ``age_weight``, so the rest of a long answer
+    does not count as if it were the whole answer."""
     # Three levels of numbering. Example: group 0 has two rollouts, and the context of the second was cut in two.
     #     trajectory (document)   0  1  2
     #     rollout                 0  1  1     one reward each
@@ -83,7 +82,7 @@ def build(
         per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
         for _, t in trajectories
     ]
-    old = _too_old(ages, masks, too_old=too_old, max_staleness=max_staleness)
+    old = _too_old(ages, masks, discard=discard, max_staleness=max_staleness)
     trained = [mask & ~too_old_mask for mask, too_old_mask in zip(of_any_age, old, strict=True)]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantage_inputs = AdvantageInputs(
@@ -101,10 +100,10 @@ def build(
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(advantage_inputs)
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
-    parts = _parts(groups, algorithm.steps_per_batch)
+    sizes = _mini_batch_sizes(groups, algorithm.steps_per_batch)
     # Example: 3 of an answer's 4 tokens are young enough. With "tokens", each of them weighs 1/4 of the answer.
-    counted = of_any_age if too_old == "tokens" else trained
-    weights = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
+    counted = of_any_age if discard == "tokens" else trained
+    weights = _loss_weights(algorithm, counted, sizes=sizes, group=members, rollout=rollout)
     weights = [weight * mask for weight, mask in zip(weights, trained, strict=True)]
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
@@ -117,7 +116,7 @@ def build(
     bounded = _sampled(ages, [mask & ~too_old_mask for mask, too_old_mask in zip(masks, old, strict=True)])
     oldest = int(bounded.max()) if bounded.size else 0
     assert oldest <= max_staleness, "buffer let a stale token through"
-    left_out = _left_out(old, too_old)
+    left_out = _left_out(old, discard)
     metrics = _staleness_metrics(ages, trained, members, rollout, max_staleness) | _sample_metrics(groups)
     if bounded.size:  # the value that the bound limits; `asyncrl audit` recomputes it from the log
         metrics["staleness/max"] = float(oldest)
@@ -135,35 +134,35 @@ def build(
         ],
         metrics=metrics,
         num_tokens=int(ages_trained.size),
-        parts=parts,
+        mini_batch_sizes=sizes,
         max_staleness=oldest,
         **left_out,
     )
 
 
 def _too_old(
-    ages: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]], *, too_old: TooOld, max_staleness: int
+    ages: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]], *, discard: Discard, max_staleness: int
 ) -> list[NDArray[np.bool_]]:
     """Mark the sampled tokens that train nothing because they, or their trajectory's oldest token, are too old."""
-    if too_old == "whole":
+    if discard == "groups":
         return [np.zeros_like(mask) for mask in masks]
     old = [mask & (age > max_staleness) for age, mask in zip(ages, masks, strict=True)]
-    return old if too_old == "tokens" else [mask & its.any() for mask, its in zip(masks, old, strict=True)]
+    return old if discard == "tokens" else [mask & its.any() for mask, its in zip(masks, old, strict=True)]
 
 
-def _left_out(old: Sequence[NDArray[np.bool_]], too_old: TooOld) -> dict[str, int]:
+def _left_out(old: Sequence[NDArray[np.bool_]], discard: Discard) -> dict[str, int]:
     """Return the Batch field that counts what is too old; empty if groups are only dropped whole."""
-    if too_old == "whole":
+    if discard == "groups":
         return {}
-    if too_old == "alone":
-        return {"old_parts": sum(bool(its.any()) for its in old)}
+    if discard == "trajectories":
+        return {"old_trajectories": sum(bool(its.any()) for its in old)}
     return {"old_tokens": sum(int(np.count_nonzero(its)) for its in old)}
 
 
-def _parts(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
-    """Return the number of documents in each of ``count`` parts of the batch, which have about equally many groups.
+def _mini_batch_sizes(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
+    """Return the number of documents in each of ``count`` mini-batches, which have about equally many groups.
 
-    With fewer groups than ``count`` there are fewer parts.
+    With fewer groups than ``count`` there are fewer mini-batches.
     """
     sizes = [len(group.trajectories) for group in groups]
     return tuple(int(sum(part)) for part in np.array_split(sizes, min(count, len(groups))))
@@ -173,15 +172,15 @@ def _loss_weights(
     algorithm: Algorithm,
     trained: Sequence[NDArray[np.bool_]],
     *,
-    parts: Sequence[int],
+    sizes: Sequence[int],
     group: NDArray[np.int64],
     rollout: NDArray[np.int64],
 ) -> list[NDArray[np.float32]]:
     """Return the loss weights of each document; each optimizer step is a mean over its own part of the batch."""
-    ends = np.cumsum(parts)
+    ends = np.cumsum(sizes)
     return [
         weight
-        for begin, end in zip(ends - parts, ends, strict=True)
+        for begin, end in zip(ends - sizes, ends, strict=True)
         for weight in algorithm.aggregation(
             trained[begin:end],
             group=group[begin:end] - group[begin],

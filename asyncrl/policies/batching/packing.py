@@ -113,15 +113,15 @@ def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int
     ]
 
 
-def pack_parts(
-    documents: Sequence[Document], *, parts: Sequence[int], ranks: int, max_tokens: int
+def pack_mini_batches(
+    documents: Sequence[Document], *, sizes: Sequence[int], ranks: int, max_tokens: int
 ) -> list[list[list[MicroBatch]]]:
-    """Apply ``pack_for_ranks`` to each part of the batch in turn; part i has ``parts[i]`` documents.
+    """Apply ``pack_for_ranks`` to each mini-batch in turn; mini-batch i has ``sizes[i]`` documents.
 
     Documents keep their index in the whole batch.
     """
     packed, begin = [], 0
-    for size in parts:
+    for size in sizes:
         made = pack_for_ranks(documents[begin : begin + size], ranks=ranks, max_tokens=max_tokens)
         packed.append([[_numbered_from(begin, micro_batch) for micro_batch in share] for share in made])
         begin += size
@@ -136,16 +136,16 @@ def _numbered_from(begin: int, micro_batch: MicroBatch) -> MicroBatch:
 
 
 def recording(
-    parts: Sequence[Sequence[Sequence[MicroBatch]]], documents: Collection[int]
+    mini_batches: Sequence[Sequence[Sequence[MicroBatch]]], documents: Collection[int]
 ) -> list[list[list[MicroBatch]]]:
-    """Return the result of ``pack_parts`` with ``documents`` (indices in the batch) marked as recorded."""
+    """Return the result of ``pack_mini_batches`` with ``documents`` (indices in the batch) marked as recorded."""
     wanted = frozenset(documents)
 
     def marked(micro_batch: MicroBatch) -> MicroBatch:
         found = tuple(number for number in micro_batch.documents.tolist() if number in wanted)
         return replace(micro_batch, recorded=found) if found else micro_batch
 
-    return [[[marked(micro_batch) for micro_batch in share] for share in part] for part in parts]
+    return [[[marked(micro_batch) for micro_batch in share] for share in mini_batch] for mini_batch in mini_batches]
 
 
 ATTENTION_TOKENS: Final = 16_384

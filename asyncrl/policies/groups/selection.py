@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl.config.staleness import TooOld
+from asyncrl.config.staleness import Discard
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.staleness import is_stale
@@ -71,13 +71,13 @@ class Selection:
     """The selection rule of a run.
 
     order    a name in ORDERS; with "in_order" a batch waits for every group before its last one
-    too_old  when a buffered group is too old: if its oldest token is ("whole"), or only if all of its trajectories
-             ("alone") or all of its tokens ("tokens") are
+    discard  when a buffered group is too old: if its oldest token is ("groups"), or only if all of its trajectories
+             ("trajectories") or all of its tokens ("tokens") are
     """
 
     max_staleness: int
     order: str = "oldest_first"
-    too_old: TooOld = "whole"
+    discard: Discard = "groups"
 
     def stale(self, table: GroupTable) -> list[BufferedGroup]:
         """Return the buffered groups that are too old for the next step."""
@@ -119,7 +119,7 @@ class Selection:
 
     def is_stale(self, one: BufferedGroup, policy_version: int) -> bool:
         """Return whether a buffered group is too old for the step from ``policy_version``."""
-        decides = {"whole": one.oldest, "alone": one.youngest, "tokens": one.newest}[self.too_old]
+        decides = {"groups": one.oldest, "trajectories": one.youngest, "tokens": one.newest}[self.discard]
         return is_stale(decides, policy_version=policy_version, max_staleness=self.max_staleness)
 
     def _first(

@@ -68,7 +68,7 @@ class Outcome:
     step           "trained": number of the step; other fates: steps done so far
     sequences      "trained": log record of each group
     max_staleness  "trained": versions between the oldest token of the batch and the step
-    old_parts      "trained": trajectories that trained nothing because they were too old
+    old_trajectories      "trained": trajectories that trained nothing because they were too old
     old_tokens     "trained": tokens that trained nothing because they were too old, if each is judged alone
     events         other fates: what to announce about each group
     groups         the groups that are known, in the order of ``group_ids``; may be empty for a failed group
@@ -79,7 +79,7 @@ class Outcome:
     step: int
     sequences: tuple[int, ...] = ()
     max_staleness: int = 0
-    old_parts: int = 0
+    old_trajectories: int = 0
     old_tokens: int = 0
     events: tuple[Mapping[str, object], ...] = ()
     groups: tuple[TrajectoryGroup, ...] = field(default=(), compare=False, repr=False)

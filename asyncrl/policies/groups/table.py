@@ -231,7 +231,7 @@ class GroupTable:
         self.training = {}
         self.batches_taken -= 1
 
-    def trained(self, *, max_staleness: int, old_parts: int = 0, old_tokens: int = 0) -> Outcome:
+    def trained(self, *, max_staleness: int, old_trajectories: int = 0, old_tokens: int = 0) -> Outcome:
         """The step is done: its groups are trained, and there is a new policy version."""
         group_ids = tuple(self.training)
         sequences = tuple(one.sequence for one in self.training.values())
@@ -248,7 +248,7 @@ class GroupTable:
             sequences=sequences,
             step=self.step,
             max_staleness=max_staleness,
-            old_parts=old_parts,
+            old_trajectories=old_trajectories,
             old_tokens=old_tokens,
             groups=groups,
         )

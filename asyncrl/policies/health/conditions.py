@@ -39,13 +39,13 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "stale",
         1,
         "drops many answers as too stale (metrics.drop_alarm): mostly long ones, so training sees fewer of them",
-        'raise staleness.max_staleness, or set staleness.parts = "tokens" or eviction = "wait" (enough wait_seconds)',
+        'raise staleness.max_staleness, or set staleness.discard = "tokens" or eviction = "wait" (enough wait_seconds)',
     ),
     "alarm/hold": Condition(
         "held",
         1,
         "holds back a full batch for old groups while engines are idle (metrics.hold_alarm)",
-        'set staleness.parts = "tokens", or raise max_staleness; the warning in learner.log says to which value',
+        'set staleness.discard = "tokens", or raise max_staleness; the warning in learner.log says to which value',
     ),
     "alarm/split": Condition(
         "split",

@@ -40,8 +40,8 @@ def one_answer_takes_long(engine: Engine) -> Callable[..., Any]:
     return rollout
 
 
-async def run_loop(bus_factory: Any, folder: Path, *, parts: str, **settings: Any) -> Loop:
-    staleness = {"parts": parts, **settings.pop("staleness", {})}
+async def run_loop(bus_factory: Any, folder: Path, *, discard: str, **settings: Any) -> Loop:
+    staleness = {"discard": discard, **settings.pop("staleness", {})}
     loop = Loop(
         await bus_factory(),
         folder,
@@ -63,7 +63,7 @@ async def test_an_answer_that_outlasts_the_bound_is_trained_without_its_old_toke
 ) -> None:
     writer = written(tmp_path / "samples")
     samples = SampleRecorder(writer, per_step=2, bound=BOUND)
-    loop = await run_loop(bus_factory, tmp_path, parts="tokens", samples=samples, writers=[writer])
+    loop = await run_loop(bus_factory, tmp_path, discard="tokens", samples=samples, writers=[writer])
     rows = loop.recorder.rows
     assert [row["learner/held_seconds"] for row in rows] == [0.0] * 9
     lines = {entry.step: entry for entry, _, _ in steps(history.read(tmp_path / "history.jsonl"))}
@@ -81,7 +81,7 @@ async def test_an_answer_that_outlasts_the_bound_is_trained_without_its_old_toke
 async def test_whatever_the_order_what_is_left_out_is_as_recorded_and_on_the_log(
     bus_factory: Any, tmp_path: Path, staleness: dict[str, Any]
 ) -> None:
-    loop = await run_loop(bus_factory, tmp_path, parts="tokens", staleness=staleness)
+    loop = await run_loop(bus_factory, tmp_path, discard="tokens", staleness=staleness)
     assert max(row["staleness/max"] for row in loop.recorder.rows) <= BOUND
     for row, micro_batches in zip(loop.recorder.rows, loop.backend.trained, strict=True):
         trained = sum(int(np.count_nonzero(micro.response_mask)) for micro in micro_batches)
@@ -109,11 +109,16 @@ async def test_parts_that_are_too_old_are_left_out_and_their_groups_are_trained(
     """With a bound of 1, only steps 1 and 2 may train samples of version 0. Each later step of two groups with two
     rollouts leaves out its four first parts."""
     loop = Loop(
-        await bus_factory(), tmp_path, steps=5, max_staleness=1, function="mine:agent", staleness={"parts": "alone"}
+        await bus_factory(),
+        tmp_path,
+        steps=5,
+        max_staleness=1,
+        function="mine:agent",
+        staleness={"discard": "trajectories"},
     )
     await run_all(loop, worker(await bus_factory(), Engine(), rollout=begins_at_the_start, max_staleness=1))
     rows = loop.recorder.rows
-    assert [row["staleness/old_parts"] for row in rows] == [0.0, 0.0, 4.0, 4.0, 4.0]
+    assert [row["staleness/old_trajectories"] for row in rows] == [0.0, 0.0, 4.0, 4.0, 4.0]
     assert max(row["staleness/max"] for row in rows) <= 1.0
     lines = [entry for entry, _, _ in steps(history.read(tmp_path / "history.jsonl"))]
-    assert [entry.old_parts for entry in lines] == [0, 0, 4, 4, 4]
+    assert [entry.old_trajectories for entry in lines] == [0, 0, 4, 4, 4]

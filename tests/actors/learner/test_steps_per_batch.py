@@ -1,4 +1,4 @@
-"""Several optimizer steps per batch: each trains its own part, and all use the policy before the first step as
+"""Several optimizer steps per batch: each trains its own mini_batch, and all use the policy before the first step as
 anchor."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.training_step import Parts, train_batch
+from asyncrl.actors.learner.training_step import MiniBatches, train_batch
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import MicroBatch, pack_parts
+from asyncrl.policies.batching.packing import MicroBatch, pack_mini_batches
 from asyncrl.policies.component import load_class
 from asyncrl.policies.losses.table import LOSSES
 from tests.harness.backends import distance, started, tiny_model, weights
@@ -31,7 +31,8 @@ ANSWERS = (
     answer([13, 14], reward=0.7),
     answer([15], reward=0.2),
 )
-"""One answer per group. Parts contain whole groups: of two steps, the first trains three groups and the second two."""
+"""One answer per group. Mini-batches contain whole groups: of two steps, the first trains three groups and the second
+two."""
 
 
 def algorithm(steps: int, name: str = "dapo", **options: Any) -> Algorithm:
@@ -39,8 +40,8 @@ def algorithm(steps: int, name: str = "dapo", **options: Any) -> Algorithm:
     return dataclasses.replace(resolved, steps_per_batch=steps)
 
 
-def parts_of(batch: Batch, *, ranks: int = 1, max_tokens: int = 100) -> Parts:
-    return pack_parts(batch.documents, parts=batch.parts, ranks=ranks, max_tokens=max_tokens)
+def mini_batches_of(batch: Batch, *, ranks: int = 1, max_tokens: int = 100) -> MiniBatches:
+    return pack_mini_batches(batch.documents, sizes=batch.mini_batch_sizes, ranks=ranks, max_tokens=max_tokens)
 
 
 def tenths(micro_batch: MicroBatch) -> Any:
@@ -51,14 +52,14 @@ def tenths(micro_batch: MicroBatch) -> Any:
 def test_every_part_is_a_step_around_the_policy_before_the_first(ranks: int, max_tokens: int) -> None:
     backend, row = ScriptedBackend(scores={"policy": tenths}), algorithm(2)
     batch = built(ANSWERS, row)
-    parts = parts_of(batch, ranks=ranks, max_tokens=max_tokens)
-    train_batch(backend, batch, parts, algorithm=row, step=0, learning_rate=0.1)
+    mini_batches = mini_batches_of(batch, ranks=ranks, max_tokens=max_tokens)
+    train_batch(backend, batch, mini_batches, algorithm=row, step=0, learning_rate=0.1)
     assert backend.asked == ["score policy", "step policy", "step policy"]
     tokens = [by_tokens(shares, lambda m: m.scores["prox_logprobs"]) for shares in backend.trained["policy"]]
-    assert [sorted(part) for part in tokens] == [[10, 11, 12, 20, 21, 30, 31], [13, 14, 15]]
-    for part in tokens:
-        assert part == pytest.approx({token: -token / 10 for token in part})
-    for shares in backend.trained["policy"]:  # a mean over the part's own tokens
+    assert [sorted(mini_batch) for mini_batch in tokens] == [[10, 11, 12, 20, 21, 30, 31], [13, 14, 15]]
+    for mini_batch in tokens:
+        assert mini_batch == pytest.approx({token: -token / 10 for token in mini_batch})
+    for shares in backend.trained["policy"]:  # a mean over the mini_batch's own tokens
         assert sum(by_tokens(shares, lambda m: m.loss_weights).values()) == pytest.approx(1.0)
         assert len({len(share) for share in shares}) == 1
 
@@ -67,7 +68,7 @@ def test_the_critic_takes_as_many_steps_after_the_policy() -> None:
     backend = ScriptedBackend(scores={"policy": tenths, "critic": tenths})
     row = algorithm(2, "ppo")
     batch = built(ANSWERS, row)
-    train_batch(backend, batch, parts_of(batch), algorithm=row, step=0, learning_rate=0.1)
+    train_batch(backend, batch, mini_batches_of(batch), algorithm=row, step=0, learning_rate=0.1)
     assert backend.asked == ["score policy", "score critic", *["step policy"] * 2, *["step critic"] * 2]
 
 
@@ -96,7 +97,7 @@ def test_a_batch_that_changed_the_weights_is_not_trained_again(script: list[str]
     row = algorithm(2)
     batch = built(ANSWERS, row)
     with pytest.raises(error, match="out of range"):
-        train_batch(Failing(script), batch, parts_of(batch), algorithm=row, step=0, learning_rate=0.1)
+        train_batch(Failing(script), batch, mini_batches_of(batch), algorithm=row, step=0, learning_rate=0.1)
 
 
 def test_a_loss_without_a_ratio_takes_one_step() -> None:
@@ -111,11 +112,11 @@ def test_the_clip_binds_from_the_second_step_on(kind: str, tmp_path: Path) -> No
     row = algorithm(2, options={"clip_low": 0.001, "clip_high": 0.001})
     batch = built([*ANSWERS[:1], answer([10, 11, 12], reward=1.0)], row)
     with started(kind, folder, algorithm=row) as backend:
-        metrics = train_batch(backend, batch, parts_of(batch), algorithm=row, step=0, learning_rate=0.01).metrics
+        metrics = train_batch(backend, batch, mini_batches_of(batch), algorithm=row, step=0, learning_rate=0.01).metrics
         bound = weights(backend)
     # no token of the first step, all tokens of the second
     assert metrics["offpolicy/clip_fraction"] == pytest.approx(0.5)
     with started(kind, folder, algorithm=row) as backend:
-        for part in parts_of(batch):
-            backend.step(part, learning_rate=0.01)
+        for mini_batch in mini_batches_of(batch):
+            backend.step(mini_batch, learning_rate=0.01)
         assert distance(bound, weights(backend)) > 0

@@ -32,14 +32,23 @@ def run_config(folder: Path = Path(), *, mode: str = "async", **staleness: Any) 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "freshest first that waits": ({"order": "freshest_first", "eviction": "wait"}, 'eviction = "wait" waits for; use'),
-    "parts that wait": ({"parts": "alone", "eviction": "wait"}, 'parts = "alone" leaves out what eviction = "wait"'),
-    "tokens that wait": ({"parts": "tokens", "eviction": "wait"}, 'parts = "tokens" leaves out what eviction = "wait"'),
-    "tokens in sync": (
-        {"parts": "tokens", "mode": "sync"},
-        'parts = "tokens" needs run.mode = "async": sync',
+    "discard that waits": (
+        {"discard": "trajectories", "eviction": "wait"},
+        'discard = "trajectories" leaves out what eviction = "wait"',
     ),
-    "tokens one step off": ({"parts": "tokens", "mode": "one_step_off"}, "one_step_off trains no answer that new"),
-    "parts of nothing": ({"parts": "token"}, "parts must be one of 'whole', 'alone', 'tokens', got 'token'"),
+    "tokens that wait": (
+        {"discard": "tokens", "eviction": "wait"},
+        'discard = "tokens" leaves out what eviction = "wait"',
+    ),
+    "tokens in sync": (
+        {"discard": "tokens", "mode": "sync"},
+        'discard = "tokens" needs run.mode = "async": sync',
+    ),
+    "tokens one step off": ({"discard": "tokens", "mode": "one_step_off"}, "one_step_off trains no answer of several"),
+    "discard of nothing": (
+        {"discard": "token"},
+        "discard must be one of 'groups', 'trajectories', 'tokens', got 'token'",
+    ),
     "weights that do not fall": ({"weight": "exponential", "weight_rate": 0.0}, "weight_rate must be > 0, got 0.0"),
     "unknown weight": ({"weight": "quadratic"}, "weight must be one of 'exponential', 'inverse', 'linear'"),
     "unknown rule": ({"learning_rate": "sqrt"}, "learning_rate must be one of 'ess_sqrt', 'ess_linear', got 'sqrt'"),
@@ -62,8 +71,8 @@ def test_invalid_staleness_is_refused_with_a_remedy(section: dict[str, Any], mes
         ({}, True),
         ({"order": "in_order"}, True),
         ({"order": "freshest_first"}, False),
-        ({"parts": "alone"}, False),
-        ({"parts": "tokens"}, False),
+        ({"discard": "trajectories"}, False),
+        ({"discard": "tokens"}, False),
         ({"eviction": "drop"}, False),
     ],
 )

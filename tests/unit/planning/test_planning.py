@@ -216,7 +216,7 @@ def test_a_run_that_waits_for_late_groups_loses_none_where_one_that_drops_does()
 
 def test_a_run_that_leaves_out_old_tokens_neither_waits_nor_loses_a_group() -> None:
     """With the same long answers, their trained tokens count, and the learner waits for none of them."""
-    waits, tokens = with_late_groups(eviction="wait"), with_late_groups(too_old="tokens")
+    waits, tokens = with_late_groups(eviction="wait"), with_late_groups(discard="tokens")
     waited, left_out = waits.run(), tokens.run()
     assert tokens.lost == 0
     assert left_out.learner_busy > waited.learner_busy

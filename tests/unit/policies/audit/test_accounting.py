@@ -110,22 +110,22 @@ def test_a_late_second_answer_is_not_taken_for_the_record_that_was_trained() -> 
 
 
 @pytest.mark.parametrize(
-    ("parts", "left_out", "problems"),
+    ("discard", "left_out", "problems"),
     [
-        ("alone", 1, []),
-        ("alone", 0, ["0 trajectories were left out, by the log 1"]),
+        ("trajectories", 1, []),
+        ("trajectories", 0, ["0 trajectories were left out, by the log 1"]),
         ("tokens", 3, []),
         ("tokens", 2, ["2 tokens were left out, by the log 3"]),
-        ("whole", 0, ["group 0 was 4 versions old, over 2", "recorded staleness 1, by the log 4"]),
+        ("groups", 0, ["group 0 was 4 versions old, over 2", "recorded staleness 1, by the log 4"]),
     ],
 )
-def test_what_was_too_old_alone_is_counted_on_the_log_again(parts: str, left_out: int, problems: list[str]) -> None:
+def test_what_was_too_old_alone_is_counted_on_the_log_again(discard: str, left_out: int, problems: list[str]) -> None:
     """Step 5 trains version 4: a trajectory of version 0 is too old, a trajectory of version 3 is not."""
     written = Written()
     written.begin(0)
-    written.entries[0] = dataclasses.replace(written.entries[0], settings={"staleness": {"parts": parts}})
+    written.entries[0] = dataclasses.replace(written.entries[0], settings={"staleness": {"discard": discard}})
     written.add("trained", 0, step=5, oldest=1)
-    name = "old_tokens" if parts == "tokens" else "old_parts"
+    name = "old_tokens" if discard == "tokens" else "old_trajectories"
     written.entries[1] = dataclasses.replace(written.entries[1], **{name: left_out})
     bus = BusFacts(prompts=1, queued=(), log=[logged(1, 0, 0, 3)], first=1, last=1)
     made = account(written.entries, saved=saved(written, done=1, next_group_id=1), bus=bus)
@@ -243,7 +243,7 @@ def test_only_tokens_that_the_policy_sampled_have_an_age() -> None:
 
 
 def oldest(one: Logged, *, step: int, forks: dict[int, int]) -> int:
-    return one.trained(step=step, forks=forks, too_old="whole", bound=0)[0]
+    return one.trained(step=step, forks=forks, discard="groups", bound=0)[0]
 
 
 def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:

@@ -1,4 +1,4 @@
-"""staleness.parts = "tokens": a token that is too old stays as context untrained; all others are trained."""
+"""staleness.discard = "tokens": a token that is too old stays as context untrained; all others are trained."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ LATE = group(sampled_by(3, 6, 7, 9, reward=1.0), sampled_by(8, 9))
 """With a bound of 2, step 10 (from version 9) leaves out the first two tokens of the first answer."""
 
 
-def build(*groups: TrajectoryGroup, algorithm: Algorithm = GRPO, bound: int = BOUND, too_old: Any = "tokens") -> Batch:
-    return batch.build(groups, algorithm=algorithm, policy_version=AT, max_staleness=bound, forks={}, too_old=too_old)
+def build(*groups: TrajectoryGroup, algorithm: Algorithm = GRPO, bound: int = BOUND, discard: Any = "tokens") -> Batch:
+    return batch.build(groups, algorithm=algorithm, policy_version=AT, max_staleness=bound, forks={}, discard=discard)
 
 
 def behind_prompt(made: Document) -> list[int]:
@@ -69,13 +69,13 @@ def test_only_what_is_over_the_bound_is_left_out_and_everything_counts_in_the_ba
     assert made.metrics["length/trained_tokens"] == made.num_tokens == 4
     assert made.metrics["staleness/histogram"].counts == (2, 1, 1)  # type: ignore[union-attr]
     assert made.metrics["reward/mean"] == 0.5
-    assert "staleness/old_parts" not in made.metrics
-    assert build(LATE, too_old="alone").metrics["staleness/old_parts"] == 1
+    assert "staleness/old_trajectories" not in made.metrics
+    assert build(LATE, discard="trajectories").metrics["staleness/old_trajectories"] == 1
 
 
 def test_with_all_tokens_within_the_bound_it_is_the_batch_that_it_would_be_anyway() -> None:
     for mine, other in zip(
-        build(LATE, bound=6).documents, build(LATE, bound=6, too_old="whole").documents, strict=True
+        build(LATE, bound=6).documents, build(LATE, bound=6, discard="groups").documents, strict=True
     ):
         for field in dataclasses.fields(Document):
             np.testing.assert_array_equal(getattr(mine, field.name), getattr(other, field.name), err_msg=field.name)
@@ -180,7 +180,7 @@ def test_no_token_over_the_bound_is_trained_and_none_within_it_is_lost(
     for number, one in enumerate(groups):
         made.publish(number, position=number)
         made.arrive(number + 1, one, now=0.0)
-    rule = Selection(max_staleness=bound, too_old="tokens")
+    rule = Selection(max_staleness=bound, discard="tokens")
     stale = rule.stale(made)
     young = {one.group_id: [within(t, step, forks, bound) for t in one.trajectories] for one in groups}
     assert {one.group_id for one in stale} == {i for i, masks in young.items() if not any(map(np.any, masks))}
@@ -188,7 +188,7 @@ def test_no_token_over_the_bound_is_trained_and_none_within_it_is_lost(
     kept = [one.group for one in made.buffered.values()]
     if not kept:
         return
-    built = batch.build(kept, algorithm=GRPO, policy_version=step, max_staleness=bound, forks=forks, too_old="tokens")
+    built = batch.build(kept, algorithm=GRPO, policy_version=step, max_staleness=bound, forks=forks, discard="tokens")
     expected = [mask for one in kept for mask in young[one.group_id]]
     assert [document.response_mask[2:].tolist() for document in built.documents] == [m.tolist() for m in expected]
     sampled = sum(int(t.response_mask.sum()) for one in kept for t in one.trajectories)

@@ -72,13 +72,13 @@ def test_a_part_that_is_too_old_trains_nothing_and_its_rollout_counts_all_the_sa
     )
     with pytest.raises(AssertionError, match="let a stale token through"):
         build()
-    made = build(too_old="alone")
+    made = build(discard="trajectories")
     assert advantages(made) == pytest.approx([0.0, 1.5, -0.5, -0.5, -0.5], abs=1e-5)
     trained = [int(document.response_mask.sum()) for document in made.documents]
     assert trained == [0, 4, 3, 3, 3] and made.num_tokens == 13
     assert [float(document.loss_weights.sum()) > 0 for document in made.documents] == [False, True, True, True, True]
-    assert (made.old_parts, made.max_staleness, made.metrics["staleness/max"]) == (1, 1, 1.0)
-    assert made.metrics["staleness/old_parts"] == 1.0 and made.metrics["reward/mean"] == 0.25
+    assert (made.old_trajectories, made.max_staleness, made.metrics["staleness/max"]) == (1, 1, 1.0)
+    assert made.metrics["staleness/old_trajectories"] == 1.0 and made.metrics["reward/mean"] == 0.25
 
 
 def test_samples_that_failed_are_counted_apart_from_those_that_were_cut_off() -> None:

@@ -53,7 +53,7 @@ def test_where_trajectories_are_too_old_alone_a_group_is_dropped_with_its_last_o
     both = dataclasses.replace(group(1), trajectories=(old, young))
     made.publish(1, position=1)
     made.arrive(2, both, now=0.0)
-    alone = dataclasses.replace(rule(max_staleness=2), too_old="alone")
+    alone = dataclasses.replace(rule(max_staleness=2), discard="trajectories")
     assert ids(rule(max_staleness=2).stale(made)) == [0, 1]
     assert ids(alone.stale(made)) == [0]
     made.step = 6
@@ -68,7 +68,7 @@ def test_where_tokens_are_too_old_alone_a_group_is_dropped_with_its_last_one() -
     late = dataclasses.replace(trajectory(), response_mask=mask, version_spans=spans)
     made.publish(1, position=1)
     made.arrive(2, dataclasses.replace(group(1), trajectories=(trajectory(version=1), late)), now=0.0)
-    tokens = dataclasses.replace(rule(max_staleness=2), too_old="tokens")
+    tokens = dataclasses.replace(rule(max_staleness=2), discard="tokens")
     assert ids(rule(max_staleness=2).stale(made)) == [0, 1]
     assert ids(tokens.stale(made)) == [0]
     made.step = 6
