@@ -44,7 +44,7 @@ from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS, unrouted
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching.packing import Document, MicroBatch
+from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence
 from tests.harness.packing import pack
 
 ARMS: Final = (
@@ -129,13 +129,13 @@ async def _answers(engine: Engine) -> list[Generation]:
 
 
 def _packed(answers: Sequence[Generation]) -> MicroBatch:
-    documents = []
+    sequences = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         tokens = np.concatenate([prompt, answer.tokens])
         mask = np.arange(len(tokens)) >= len(prompt)
         zeros = np.zeros(len(tokens), np.float32)
-        documents.append(
-            Document(
+        sequences.append(
+            TrainingSequence(
                 tokens=tokens,
                 response_mask=mask,
                 behavior_logprobs=np.concatenate([zeros[: len(prompt)], answer.logprobs]),
@@ -145,7 +145,7 @@ def _packed(answers: Sequence[Generation]) -> MicroBatch:
                 experts=answer.experts,
             )
         )
-    (packed,) = pack(documents, max_tokens=10_000)
+    (packed,) = pack(sequences, max_tokens=10_000)
     return packed
 
 

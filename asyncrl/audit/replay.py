@@ -244,7 +244,7 @@ class ReplayTrainer:
             discard=section.discard,
         )
         mini_batches = pack_mini_batches(
-            batch.documents,
+            batch.sequences,
             sizes=batch.mini_batch_sizes,
             ranks=run.learner.data_parallel,
             max_tokens=run.learner.micro_batch_tokens,

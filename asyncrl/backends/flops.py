@@ -69,7 +69,7 @@ def _feed_forward(shape: ModelShape, layer: int) -> int:
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: bool = False) -> float:
-    """Return the FLOPs of one optimizer step on documents of these ``lengths`` in tokens.
+    """Return the FLOPs of one optimizer step on sequences of these ``lengths`` in tokens.
 
     has_adapters  matrices have no gradients; the products of the adapters are not counted
     """

@@ -15,18 +15,18 @@ from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
 
 LENGTH_RATIO = 0.75
-"""Documents share a rectangle if each has at least this fraction of the longest one's length."""
+"""Sequences share a rectangle if each has at least this fraction of the longest one's length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangles:
-    """A packed row of N tokens as a few rectangles, each with documents of similar length.
+    """A packed row of N tokens as a few rectangles, each with sequences of similar length.
 
-    Attention must not cross documents. One call per document is slow when there are many, and a single rectangle wastes
-    memory when lengths differ. Documents are left-aligned and padded by repeating their last token. With causal
+    Attention must not cross sequences. One call per sequence is slow when there are many, and a single rectangle wastes
+    memory when lengths differ. Sequences are left-aligned and padded by repeating their last token. With causal
     attention, this padding cannot change the outputs that are read back.
 
-    indices  i64[documents, length] each: the token of the packed row at each position
+    indices  i64[sequences, length] each: the token of the packed row at each position
     order    i64[N]: position of each token of the packed row in the flattened, concatenated rectangles
     """
 
@@ -38,9 +38,9 @@ class Rectangles:
 class PackedRow:
     """A micro-batch on the device.
 
-    tokens, positions  i64[N];  boundaries  i32[D+1];  longest  tokens of the longest document
+    tokens, positions  i64[N];  boundaries  i32[D+1];  longest  tokens of the longest sequence
     rows               i64[M]: tokens that need a logprob
-    layout             the documents as rectangles, for attention without variable-length support
+    layout             the sequences as rectangles, for attention without variable-length support
     """
 
     tokens: torch.Tensor
@@ -127,15 +127,15 @@ _TORCH = {"<i8": torch.int64, "<i4": torch.int32, "<i2": torch.int16, "<f4": tor
 def rectangles(boundaries: NDArray[np.int32]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     """Return ``indices`` and ``order`` of Rectangles.  boundaries: i32[D+1]
 
-    Documents are sorted by length, longest first. A document shorter than LENGTH_RATIO times the first one of its
+    Sequences are sorted by length, longest first. A sequence shorter than LENGTH_RATIO times the first one of its
     rectangle starts a new rectangle.
     """
     lengths = np.diff(boundaries).astype(np.int64)
     groups: list[list[int]] = []
-    for document in np.argsort(-lengths, kind="stable"):
-        if not groups or lengths[document] < LENGTH_RATIO * lengths[groups[-1][0]]:
+    for sequence in np.argsort(-lengths, kind="stable"):
+        if not groups or lengths[sequence] < LENGTH_RATIO * lengths[groups[-1][0]]:
             groups.append([])
-        groups[-1].append(int(document))
+        groups[-1].append(int(sequence))
     indices: list[NDArray[np.int64]] = []
     order = np.zeros(int(boundaries[-1]), np.int64)
     offset = 0
@@ -150,26 +150,26 @@ def rectangles(boundaries: NDArray[np.int32]) -> tuple[list[NDArray[np.int64]], 
 
 
 def response_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
-    """Return i64[M]: the tokens that the policy sampled, without the first of each document, which has no logprob."""
+    """Return i64[M]: the tokens that the policy sampled, without the first of each sequence, which has no logprob."""
     mask = np.array(micro_batch.response_mask)
     mask[micro_batch.boundaries[:-1]] = False
     return np.flatnonzero(mask)
 
 
 def predicted_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
-    """Return i64[N - D]: every token except the first of each document."""
+    """Return i64[N - D]: every token except the first of each sequence."""
     return np.flatnonzero(micro_batch.positions)
 
 
 class RecordedTokens:
-    """Logprobs and entropy of recorded documents in a step. They stay on the device until the end, then are copied."""
+    """Logprobs and entropy of recorded sequences in a step. They stay on the device until the end, then are copied."""
 
     def __init__(self) -> None:
-        self._documents: list[int] = []
+        self._sequences: list[int] = []
         self._rows: list[torch.Tensor] = []
 
     def add(self, micro_batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> None:
-        """Keep the outputs of recorded documents. Outputs of a value head are ignored.
+        """Keep the outputs of recorded sequences. Outputs of a value head are ignored.
 
         outputs  logprobs and entropy f32[M] of the response rows
         """
@@ -177,15 +177,15 @@ class RecordedTokens:
             return
         ends = np.searchsorted(response_rows(micro_batch), micro_batch.boundaries)
         both = torch.stack([output.detach() for output in outputs])
-        for place, document in enumerate(micro_batch.documents.tolist()):
-            if document in micro_batch.recorded:
-                self._documents.append(document)
+        for place, sequence in enumerate(micro_batch.sequences.tolist()):
+            if sequence in micro_batch.recorded:
+                self._sequences.append(sequence)
                 self._rows.append(both[:, ends[place] : ends[place + 1]])
 
     def on_host(self) -> dict[int, NDArray[np.float32]]:
-        """Return f32[2, M] by document. Waits for the device."""
+        """Return f32[2, M] by sequence. Waits for the device."""
         if not self._rows:
             return {}
         joined = torch.cat(self._rows, dim=1).float().cpu().numpy()
         ends = np.cumsum([rows.shape[1] for rows in self._rows])
-        return dict(zip(self._documents, np.split(joined, ends[:-1], axis=1), strict=True))
+        return dict(zip(self._sequences, np.split(joined, ends[:-1], axis=1), strict=True))

@@ -20,8 +20,8 @@ class StepResult:
     """Result of one step.
 
     metrics  named as in asyncrl/metrics/schema.py, reduced over micro-batches and data-parallel ranks
-    tokens   for each document in MicroBatch.recorded, f32[2, M]: the policy's logprobs and entropies (nats) of the M
-             trained tokens, as they were at the start of the step. A backend may leave documents out
+    tokens   for each sequence in MicroBatch.recorded, f32[2, M]: the policy's logprobs and entropies (nats) of the M
+             trained tokens, as they were at the start of the step. A backend may leave sequences out
     """
 
     metrics: Mapping[str, float]
@@ -49,7 +49,7 @@ class Backend(Protocol):
         the batch and goes on with the next. A backend that cannot guarantee this raises BackendError, as one of several
         ranks does: they end together.
 
-        Returns the objective's metrics and the logprobs and entropies of recorded documents (StepResult). For the
+        Returns the objective's metrics and the logprobs and entropies of recorded sequences (StepResult). For the
         critic, the metrics include critic/grad_norm, critic/learning_rate and critic/skipped_steps.
         """
         ...
@@ -59,7 +59,7 @@ class Backend(Protocol):
     ) -> list[list[NDArray[np.float32]]]:
         """Return a model's output for every token, without gradient: f32[N] per micro-batch, nested as ``dp_shards``.
 
-        policy, reference, teacher: logprobs at the sampling temperature, 0 at document starts.
+        policy, reference, teacher: logprobs at the sampling temperature, 0 at sequence starts.
         critic: the value after each token. Token n was chosen in the state whose value is values[n - 1]. A truncated
         answer is bootstrapped from the value at its last token.
         """

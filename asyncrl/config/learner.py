@@ -61,7 +61,7 @@ class LearnerSection:
     """Parts of the layers on each stage, interleaved with those of the other stages. More parts reduce idle time and
     increase communication."""
     context_parallel: int = 1
-    """Ranks that share every packed row, for documents that do not fit on one rank."""
+    """Ranks that share every packed row, for sequences that do not fit on one rank."""
     expert_parallel: int = 1
     """Ranks over which the experts of each layer are distributed, in a mixture of experts."""
     expert_tensor_parallel: int = 1

@@ -102,7 +102,7 @@ class _Probe:
             groups, algorithm=self._algorithm, policy_version=0, max_staleness=self._run.max_staleness, forks={}
         )
         mini_batches = pack_mini_batches(
-            batch.documents, sizes=batch.mini_batch_sizes, ranks=self._run.learner.data_parallel, max_tokens=rows
+            batch.sequences, sizes=batch.mini_batch_sizes, ranks=self._run.learner.data_parallel, max_tokens=rows
         )
         began = time.monotonic()
         _, critic_rate = learning_rates(self._run, self._step)
@@ -118,4 +118,4 @@ class _Probe:
         )
         self._backend.export()
         self._step += 1
-        return TrainReading(tokens=sum(map(len, batch.documents)), seconds=time.monotonic() - began)
+        return TrainReading(tokens=sum(map(len, batch.sequences)), seconds=time.monotonic() - began)

@@ -8,7 +8,7 @@
     python -m benchmarks.gpu.learner --checkpoints FOLDER        the pause for a checkpoint that is written there
     python -m benchmarks.gpu.learner --device cpu --shapes tiny --tokens 512    a rehearsal
 
-A step is the backend's own: GRPO on documents of about a thousand random tokens, all but the first token trained, one
+A step is the backend's own: GRPO on sequences of about a thousand random tokens, all but the first token trained, one
 optimizer step per --micro-batches rows. Packed lengths differ from step to step. Utilisation includes attention and
 excludes recomputation (asyncrl/backends/flops.py); an H200 reaches 790e12 FLOP/s on large matrices, and its data sheet
 says 989e12. Measurements run in a child process. A measurement that fails or hangs is reported, and the rest continue.
@@ -94,7 +94,7 @@ def table_row(result: dict[str, Any]) -> str:
     if "failed" in result:
         return f"{result['name']:44} failed"
     return (
-        f"{result['name']:44} {result['documents']:5} {result['tokens_per_second']:9,.0f} "
+        f"{result['name']:44} {result['sequences']:5} {result['tokens_per_second']:9,.0f} "
         f"{result['mfu_790']:6.3f} {result['mfu_790_without_attention']:6.3f} {result['mfu_989']:6.3f} "
         f"{result['step_seconds']:7.3f} {result.get('optimizer_gpu_seconds', float('nan')):7.4f} "
         f"{result.get('gpu_busy', float('nan')):5.2f} {result['peak_gib']:6.1f} "
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="append one object a line")
     parser.add_argument("--shapes", nargs="*", default=["0.6B", "1.7B"], choices=list(SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=[16_384, 32_768])
-    parser.add_argument("--length", type=int, default=1024, help="mean tokens of a document")
+    parser.add_argument("--length", type=int, default=1024, help="mean tokens of a sequence")
     parser.add_argument("--recompute", nargs="*", default=["none", "full"], choices=["none", "selective", "full"])
     parser.add_argument("--layouts", nargs="*", default=["1x1"], help="data-parallel x tensor-parallel, or as tp2-cp2")
     parser.add_argument("--micro-batches", nargs="*", type=int, default=[1], help="rows a copy trains per step")

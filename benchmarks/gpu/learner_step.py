@@ -26,7 +26,7 @@ from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
+from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, pack_for_ranks
 from benchmarks.gpu.learner_profile import profiled
 
 PEAKS: Final = (790e12, 989e12)
@@ -102,8 +102,8 @@ class Variant:
         )
 
 
-def documents(variant: Variant, *, vocabulary: int, seed: int) -> list[Document]:
-    """Return documents for one row per micro-batch of each rank, a few per cent below what fits into these rows."""
+def sequences(variant: Variant, *, vocabulary: int, seed: int) -> list[TrainingSequence]:
+    """Return sequences for one row per micro-batch of each rank, a few per cent below what fits into these rows."""
     random = np.random.default_rng(seed)
     made = []
     rows = variant.micro_batches * variant.data_parallel
@@ -114,13 +114,13 @@ def documents(variant: Variant, *, vocabulary: int, seed: int) -> list[Document]
             drawn = int(np.clip(random.normal(variant.length, spread), 2, 2 * variant.length))
             length = left if left - drawn < 2 else min(drawn, left)
             left -= length
-            made.append(document(length, vocabulary=vocabulary, random=random))
+            made.append(sequence(length, vocabulary=vocabulary, random=random))
     return made
 
 
-def document(length: int, *, vocabulary: int, random: np.random.Generator) -> Document:
+def sequence(length: int, *, vocabulary: int, random: np.random.Generator) -> TrainingSequence:
     mask = np.arange(length) > 0
-    return Document(
+    return TrainingSequence(
         tokens=random.integers(0, vocabulary, length).astype(np.int32),
         response_mask=mask,
         behavior_logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
@@ -130,7 +130,7 @@ def document(length: int, *, vocabulary: int, random: np.random.Generator) -> Do
     )
 
 
-def shares(variant: Variant, batch: Sequence[Document]) -> list[list[MicroBatch]]:
+def shares(variant: Variant, batch: Sequence[TrainingSequence]) -> list[list[MicroBatch]]:
     return pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=variant.tokens)
 
 
@@ -219,7 +219,7 @@ def measure(
     """
     torch.compiler.set_stance("default" if variant.compile else "force_eager")
     shape = huggingface.read_shape(folder)
-    batches = [documents(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(warm_up + steps)]
+    batches = [sequences(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(warm_up + steps)]
     packed = [shares(variant, batch) for batch in batches]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -245,7 +245,7 @@ def measure(
         "name": variant.name,
         "warm_up": warm_up,
         "steps": steps,
-        "documents": len(lengths[0]),
+        "sequences": len(lengths[0]),
         "step_tokens": sum(lengths[0]),
         "step_seconds": float(np.median(seconds)),
         "slowest_seconds": max(seconds),
@@ -297,18 +297,18 @@ def timed(
 
 
 def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequence[Sizes]) -> dict[str, Any]:
-    """Run three steps on the same documents in each layout, and compare metrics and weights with the first layout."""
+    """Run three steps on the same sequences in each layout, and compare metrics and weights with the first layout."""
     shape = huggingface.read_shape(folder)
     results: list[dict[str, Any]] = []
     for layout in layouts:
         variant = Variant(shape="agree", tokens=tokens, length=256, **layout)
-        same = dataclasses.replace(variant, data_parallel=2)  # the same number of documents for every layout
+        same = dataclasses.replace(variant, data_parallel=2)  # the same number of sequences for every layout
         print(json.dumps({"begins": variant.name}), flush=True)
         with backend(variant, folder, device=device, dtype=dtype) as learner:
             before = cpu_weights(learner)
             metrics = []
             for seed in range(3):
-                batch = documents(same, vocabulary=shape.vocabulary_size, seed=seed)
+                batch = sequences(same, vocabulary=shape.vocabulary_size, seed=seed)
                 cut = pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=tokens)
                 metrics.append(dict(learner.step(cut, learning_rate=1e-3).metrics))
             after = cpu_weights(learner)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from asyncrl.backends import huggingface
 from asyncrl.backends.megatron.rank_group import rank_from_environment
-from benchmarks.gpu.learner_step import METRICS, TIMEOUT_SECONDS, Variant, backend, documents, made, shares
+from benchmarks.gpu.learner_step import METRICS, TIMEOUT_SECONDS, Variant, backend, made, sequences, shares
 
 SAVED_STEP: Final = 2
 """After this step two machines write a checkpoint."""
@@ -40,7 +40,7 @@ def run(task: Mapping[str, Any]) -> int:
         is_first = bool(info and task["is_killed"] and not is_resumed)
         steps = range(SAVED_STEP + 1 if is_resumed else 1, task["steps"] + 1)
         for step in itertools.count(1) if is_first else steps:
-            share = shares(variant, documents(variant, vocabulary=vocabulary, seed=step))
+            share = shares(variant, sequences(variant, vocabulary=vocabulary, seed=step))
             began = time.perf_counter()
             metrics = learner.step(share, learning_rate=LEARNING_RATE).metrics
             seconds = time.perf_counter() - began

@@ -16,7 +16,7 @@ from asyncrl.policies.metric import histogram
 from benchmarks.gpu import lengths, plans, shapes, window
 from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.learner import layout_of
-from benchmarks.gpu.learner_step import Variant, documents
+from benchmarks.gpu.learner_step import Variant, sequences
 
 LENGTHS = lengths.Lengths(mean=100.0, sigma=1.0, maximum=800, seed=3)
 
@@ -261,10 +261,10 @@ def test_an_unknown_layout_is_refused() -> None:
         layout_of("qp2")
 
 
-def test_a_document_that_fills_the_row_is_alone_in_it() -> None:
-    (alone,) = documents(Variant(shape="tiny", tokens=4096, length=4096), vocabulary=100, seed=0)
+def test_a_sequence_that_fills_the_row_is_alone_in_it() -> None:
+    (alone,) = sequences(Variant(shape="tiny", tokens=4096, length=4096), vocabulary=100, seed=0)
     assert 0.97 * 4096 < len(alone) <= 4096
-    assert len(documents(Variant(shape="tiny", tokens=4096, length=512), vocabulary=100, seed=0)) > 4
+    assert len(sequences(Variant(shape="tiny", tokens=4096, length=512), vocabulary=100, seed=0)) > 4
 
 
 # -- shapes and pictures -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from asyncrl.adapters import registry
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import SamplingParams
-from asyncrl.policies.batching.packing import Document, MicroBatch
+from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence
 from asyncrl.tensors.snapshot import Snapshot
 from benchmarks import staleness_bus
 from benchmarks.delayed_channel import SPARE, DelayedChannel
@@ -176,11 +176,11 @@ def micro_batch(seed: int) -> MicroBatch:
     generator = np.random.default_rng(seed)
     mask = np.arange(2 + LENGTH) >= 2
 
-    def document() -> Document:
+    def sequence() -> TrainingSequence:
         def per_token(values: Any) -> Any:
             return np.where(mask, values, 0).astype(np.float32)
 
-        return Document(
+        return TrainingSequence(
             tokens=(generator.integers(0, staleness_task.SIZE, 2 + LENGTH) + tiny_files.FIRST_DIGIT).astype(np.int32),
             response_mask=mask,
             behavior_logprobs=per_token(-2.0),
@@ -189,5 +189,5 @@ def micro_batch(seed: int) -> MicroBatch:
             staleness=np.zeros(2 + LENGTH, np.int32),
         )
 
-    (made,) = pack([document() for _ in range(4)], max_tokens=1024)
+    (made,) = pack([sequence() for _ in range(4)], max_tokens=1024)
     return made

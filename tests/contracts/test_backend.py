@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.port import Offloads
 from asyncrl.errors import BackendError, CheckpointError
-from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.policies.batching.packing import empty, pack_for_ranks, recording
+from asyncrl.policies.batching.packing import empty, pack_for_ranks, recording, sequence_slices
 from tests.harness.backends import (
     KINDS,
     KINDS_AND_RANKS,
@@ -22,12 +21,12 @@ from tests.harness.backends import (
     RANKS,
     SETTINGS,
     distance,
-    documents,
     expected_logprobs,
     hugging_face,
     learned,
     num_shares,
     scored,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -50,19 +49,19 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_of_a_packed_row_are_those_of_each_document_alone(kind: str, folder: Path, temperature: float) -> None:
-    (packed,) = pack(documents(), max_tokens=1000)
+def test_logprobs_of_a_packed_row_are_those_of_each_sequence_alone(kind: str, folder: Path, temperature: float) -> None:
+    (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, temperature=temperature) as backend:
         logprobs = scored(backend, kind, packed)
     model = hugging_face(folder)
     assert logprobs.dtype == np.float32
-    for where in document_slices(packed):
+    for where in sequence_slices(packed):
         expected = expected_logprobs(model, packed.tokens[where], temperature=temperature)
         np.testing.assert_allclose(logprobs[where], expected, atol=1e-4)
 
 
-def test_documents_in_one_row_do_not_see_each_other(kind: str, folder: Path) -> None:
-    first, other, last = documents(lengths=(20, 20, 13))
+def test_sequences_in_one_row_do_not_see_each_other(kind: str, folder: Path) -> None:
+    first, other, last = sequences(lengths=(20, 20, 13))
     with started(kind, folder) as backend:
         one = scored(backend, kind, pack([first, last], max_tokens=100)[0])[-13:]
         two = scored(backend, kind, pack([other, last], max_tokens=100)[0])[-13:]
@@ -70,9 +69,9 @@ def test_documents_in_one_row_do_not_see_each_other(kind: str, folder: Path) -> 
 
 
 def test_a_step_is_adamw_on_the_clipped_sum_of_policy_gradients(folder: Path) -> None:
-    """Recompute the step by hand, document by document: min(ratio, 2) x -A x logprob x weight, as GRPO with TIS at
+    """Recompute the step by hand, sequence by sequence: min(ratio, 2) x -A x logprob x weight, as GRPO with TIS at
     ratio 1."""
-    batch = documents()
+    batch = sequences()
     model = hugging_face(folder)
     optimizer = torch.optim.AdamW(
         [
@@ -110,7 +109,7 @@ def test_three_steps_make_the_weights_and_metrics_of_the_reference(
         with started(kind, model) as backend:
             before = weights(backend)
             for step in range(3):
-                metrics = backend.step(shares(kind, documents(step)), learning_rate=LEARNING_RATE).metrics
+                metrics = backend.step(shares(kind, sequences(step)), learning_rate=LEARNING_RATE).metrics
                 results[kind, step] = (weights(backend), learned(metrics))
     for step in range(3):
         expected, got = results["reference", step], results[megatron, step]
@@ -121,7 +120,7 @@ def test_three_steps_make_the_weights_and_metrics_of_the_reference(
 
 @and_ranks
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(kind: str, folder: Path) -> None:
-    batch = documents()
+    batch = sequences()
     results = []
     for max_tokens, order in ((1000, 1), (31, 1), (40, -1)):
         with started(kind, folder) as backend:
@@ -138,13 +137,13 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(kind: str, folder: Path
 def test_restored_training_equals_uninterrupted_training(kind: str, folder: Path, tmp_path: Path, dtype: str) -> None:
     with started(kind, folder, dtype=dtype) as backend:
         for step in range(2):
-            backend.step(shares(kind, documents(step)), learning_rate=LEARNING_RATE)
+            backend.step(shares(kind, sequences(step)), learning_rate=LEARNING_RATE)
         backend.save(tmp_path)
-        backend.step(shares(kind, documents(2)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences(2)), learning_rate=LEARNING_RATE)
         uninterrupted = weights(backend)
     with started(kind, folder, dtype=dtype) as backend:
         backend.restore(tmp_path)
-        backend.step(shares(kind, documents(2)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences(2)), learning_rate=LEARNING_RATE)
         assert distance(weights(backend), uninterrupted) == 0.0
 
 
@@ -153,11 +152,11 @@ def test_a_checkpoint_from_before_the_first_step_restores(kind: str, folder: Pat
     with started(kind, folder) as backend:
         start = weights(backend)
         backend.save(tmp_path)
-        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
         after = weights(backend)
         backend.restore(tmp_path)
         assert distance(weights(backend), start) == 0.0
-        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
         assert distance(weights(backend), after) == 0.0
 
 
@@ -172,7 +171,7 @@ def test_training_that_left_the_gpus_and_came_back_is_training_that_stayed(kind:
                     backend.export()  # other ranks drop their parts of it when they leave
                     backend.offload()
                     backend.onload()
-                backend.step(shares(kind, documents(seed)), learning_rate=LEARNING_RATE)
+                backend.step(shares(kind, sequences(seed)), learning_rate=LEARNING_RATE)
             return weights(backend)
 
     stayed, left = trained(leaves=False), trained(leaves=True)
@@ -197,12 +196,12 @@ def test_export_gives_back_the_folder_bit_for_bit(kind: str, folder: Path) -> No
 
 
 def test_an_export_is_a_snapshot_that_hugging_face_loads(kind: str, folder: Path, tmp_path: Path) -> None:
-    (packed,) = pack(documents(lengths=(20,)), max_tokens=100)
+    (packed,) = pack(sequences(lengths=(20,)), max_tokens=100)
     with started(kind, folder) as backend:
-        backend.step(shares(kind, documents(0)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences(0)), learning_rate=LEARNING_RATE)
         exported = weights(backend)
         logprobs = scored(backend, kind, packed)
-        backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences(1)), learning_rate=LEARNING_RATE)
     save_file(exported, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     np.testing.assert_allclose(expected_logprobs(hugging_face(tmp_path), packed.tokens), logprobs, atol=1e-4)
@@ -210,7 +209,7 @@ def test_an_export_is_a_snapshot_that_hugging_face_loads(kind: str, folder: Path
 
 @and_ranks
 def test_a_batch_that_is_not_finite_is_skipped(kind: str, folder: Path) -> None:
-    good = documents()
+    good = sequences()
     bad = [*good[:-1], dataclasses.replace(good[-1], advantages=np.full_like(good[-1].advantages, np.nan))]
     with started(kind, folder) as backend:
         before = weights(backend)
@@ -242,8 +241,8 @@ def test_micro_batches_without_response_tokens_train_nothing(kind: str, folder: 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
-def test_a_rank_without_documents_does_not_matter(folder: Path) -> None:
-    (item,) = documents(lengths=(20,))
+def test_a_rank_without_sequences_does_not_matter(folder: Path) -> None:
+    (item,) = sequences(lengths=(20,))
     with started("reference", folder) as backend:
         expected = backend.step(shares("reference", [item]), learning_rate=LEARNING_RATE).metrics
     with started("megatron-2", folder) as backend:
@@ -263,7 +262,7 @@ def test_bfloat16_trains_close_to_float32(kind: str, folder: Path) -> None:
     results = {}
     for dtype in ("float32", "bfloat16"):
         with started(kind, folder, dtype=dtype) as backend:
-            metrics = backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE).metrics
+            metrics = backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE).metrics
             results[dtype] = (metrics, weights(backend))
     metrics, exported = results["bfloat16"]
     assert metrics["loss"] == pytest.approx(results["float32"][0]["loss"], abs=0.02)
@@ -275,7 +274,7 @@ def test_bfloat16_trains_close_to_float32(kind: str, folder: Path) -> None:
 def test_small_steps_add_up_in_bfloat16(kind: str, folder: Path) -> None:
     """A weight near 1 moves by 2.5e-4 per step in its float32 copy; a single step is below bfloat16's spacing of
     2^-8."""
-    item = documents(lengths=(30, 30))
+    item = sequences(lengths=(30, 30))
     with started(kind, folder, dtype="bfloat16") as backend:
         before = weights(backend)
         for _ in range(24):
@@ -290,10 +289,10 @@ def test_small_steps_add_up_in_bfloat16(kind: str, folder: Path) -> None:
     [*KINDS, *(pytest.param(kind, marks=RANKS) for kind in ("megatron-cp2", "megatron-pp2"))],
     indirect=True,
 )
-def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_documents(kind: str, folder: Path) -> None:
+def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_sequences(kind: str, folder: Path) -> None:
     """The metrics describe the policy before the update, and only the tokens that it trains, whichever rank trains
     them."""
-    batch = documents()
+    batch = sequences()
     (recorded,) = recording([shares(kind, batch)], (1, 4, 5))
     model = hugging_face(folder)
     with started(kind, folder, temperature=0.7) as backend:

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.backends.port import Backend
 from asyncrl.errors import AsyncRLError
 from asyncrl.policies.batching.packing import MicroBatch
-from tests.harness.backends import LEARNING_RATE, distance, documents, shares, started, tiny_model, weights
+from tests.harness.backends import LEARNING_RATE, distance, sequences, shares, started, tiny_model, weights
 
 KINDS = ("reference", "megatron-1")
 
@@ -26,8 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def broken(kind: str, number: int, *, max_tokens: int) -> list[list[MicroBatch]]:
-    """Return a batch in which the last token of document ``number`` has no embedding."""
-    made = documents(3)
+    """Return a batch in which the last token of sequence ``number`` has no embedding."""
+    made = sequences(3)
     tokens = np.array(made[number].tokens)
     tokens[-1] = 10**6
     made[number] = dataclasses.replace(made[number], tokens=tokens)
@@ -35,7 +35,7 @@ def broken(kind: str, number: int, *, max_tokens: int) -> list[list[MicroBatch]]
 
 
 def fail(backend: Backend, kind: str, *, max_tokens: int) -> None:
-    """Step and score with a bad document at several positions. The errors are those of torch, whatever they are."""
+    """Step and score with a bad sequence at several positions. The errors are those of torch, whatever they are."""
     for number in (0, 1, 7):
         cut = broken(kind, number, max_tokens=max_tokens)
         for call in (lambda cut: backend.step(cut, learning_rate=LEARNING_RATE), backend.score):
@@ -51,7 +51,7 @@ def test_an_error_in_a_step_changes_neither_weights_nor_optimizer(kind: str, fol
             for step in range(3):
                 if with_failures:  # also before the first step, in which ranks learn what to wait for
                     fail(backend, kind, max_tokens=(1000, 40)[step % 2])
-                backend.step(shares(kind, documents(step), max_tokens=40), learning_rate=LEARNING_RATE)
+                backend.step(shares(kind, sequences(step), max_tokens=40), learning_rate=LEARNING_RATE)
             return weights(backend)
 
     assert distance(trained(with_failures=False), trained(with_failures=True)) == 0.0

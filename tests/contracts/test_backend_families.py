@@ -16,19 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.kernels import fused
-from asyncrl.policies.batching.packing import Document, empty
-from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.policies.batching.packing import TrainingSequence, empty, sequence_slices
 from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import (
     LEARNING_RATE,
     RANKS,
     SETTINGS,
     distance,
-    documents,
     expected_logprobs,
     hugging_face,
     num_shares,
     scored,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -56,8 +55,8 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def model_with_gradients(folder: Path, batch: Sequence[Document]) -> Any:
-    """Return transformers' model with its gradients, document by document, for GRPO with TIS at ratio 1."""
+def model_with_gradients(folder: Path, batch: Sequence[TrainingSequence]) -> Any:
+    """Return transformers' model with its gradients, sequence by sequence, for GRPO with TIS at ratio 1."""
     model = hugging_face(folder)
     for item in batch:
         ids = torch.from_numpy(item.tokens.astype(np.int64))
@@ -75,14 +74,14 @@ def test_logprobs_an_export_and_a_step_are_those_of_transformers(kind: str, fold
     factor.
     """
     settings = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, optimizer=settings) as backend:
         logprobs = scored(backend, kind, packed)
         exported = weights(backend)
-        backend.step(shares(kind, documents()), learning_rate=0.1)
+        backend.step(shares(kind, sequences()), learning_rate=0.1)
         trained = weights(backend)
-    model = model_with_gradients(folder, documents())
-    for where in document_slices(packed):
+    model = model_with_gradients(folder, sequences())
+    for where in sequence_slices(packed):
         np.testing.assert_allclose(logprobs[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
 
     original = load_file(folder / "model.safetensors")
@@ -116,7 +115,7 @@ def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path, architectur
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
     tiny_model(tmp_path, architecture=architecture)
     config = json.loads((tmp_path / "config.json").read_text())
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     with started("megatron-1", tmp_path) as backend:
         plain = scored(backend, "megatron-1", packed)
     of_deepseek = {"mscale": 1.0, "mscale_all_dim": 1.0} if architecture == "deepseek_v3" else {}
@@ -125,7 +124,7 @@ def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path, architectur
     with started("megatron-1", tmp_path) as backend:
         logprobs = scored(backend, "megatron-1", packed)
     model = hugging_face(tmp_path)
-    for where in document_slices(packed):
+    for where in sequence_slices(packed):
         np.testing.assert_allclose(logprobs[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
     assert np.abs(logprobs - plain).max() > 1e-2
 
@@ -135,7 +134,7 @@ def test_embeddings_are_scaled_by_a_factor_of_the_run_s_dtype(kind: str, tmp_pat
     tiny_model(tmp_path, architecture="gemma3", hidden_size=72)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     config = json.loads((tmp_path / "config.json").read_text())
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     found: dict[str, list[Any]] = {"float32": [], "bfloat16": []}
     for stored, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": stored}))
@@ -147,7 +146,7 @@ def test_embeddings_are_scaled_by_a_factor_of_the_run_s_dtype(kind: str, tmp_pat
     for one, other in found.values():
         np.testing.assert_array_equal(one, other)
     model = hugging_face(tmp_path)
-    for where in document_slices(packed):
+    for where in sequence_slices(packed):
         expected = expected_logprobs(model, packed.tokens[where])
         np.testing.assert_allclose(found["float32"][0][where], expected, atol=1e-5)
 
@@ -163,7 +162,7 @@ def test_the_bias_of_the_choice_stays_in_float32(kind: str, tmp_path: Path) -> N
     with started(kind, tmp_path, dtype="bfloat16") as backend:
         backend.save(tmp_path / "checkpoint")
         backend.restore(tmp_path / "checkpoint")
-        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
         exported = weights(backend)
     assert exported["lm_head.weight"].dtype == torch.bfloat16
     assert exported[name].dtype == torch.float32
@@ -176,13 +175,13 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(
     kind: str, mixture: Path, tmp_path: Path, dtype: str
 ) -> None:
     with started(kind, mixture, dtype=dtype) as backend:
-        backend.step(shares(kind, documents(0)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences(0)), learning_rate=LEARNING_RATE)
         backend.save(tmp_path)
-        backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences(1)), learning_rate=LEARNING_RATE)
         uninterrupted = weights(backend)
     with started(kind, mixture, dtype=dtype) as backend:
         backend.restore(tmp_path)
-        backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences(1)), learning_rate=LEARNING_RATE)
         assert distance(weights(backend), uninterrupted) == 0.0
 
 
@@ -191,7 +190,7 @@ def test_experts_and_router_that_are_frozen_stay(kind: str, mixture: Path) -> No
     settings = dataclasses.replace(SETTINGS, freeze=tuple(map(re.escape, frozen)))
     with started(kind, mixture, optimizer=settings) as backend:
         before = weights(backend)
-        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
         after = weights(backend)
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     assert moved == {name for name in after if not any(part in name for part in frozen)}
@@ -238,7 +237,7 @@ def test_recomputation_changes_no_number_of_a_mixture(mixture: Path, monkeypatch
     results = {}
     for option in ("none", "selective", "full"):
         with started("megatron-1", mixture, options={"recompute": option}) as backend:
-            backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
             results[option] = weights(backend)
     for recompute in ("selective", "full"):
         assert distance(results["none"], results[recompute]) == 0.0

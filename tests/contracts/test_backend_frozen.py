@@ -13,7 +13,7 @@ from tests.harness.backends import (
     RANKS,
     SETTINGS,
     distance,
-    documents,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -49,13 +49,13 @@ def test_what_is_frozen_stays_to_the_last_bit_and_the_rest_is_trained(kind: str,
     settings = dataclasses.replace(SETTINGS, **FREEZE[which])
     with started(kind, folder, optimizer=settings) as backend:
         before = weights(backend)
-        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
         after = weights(backend)
     moved = {name for name in before if not bool((before[name] == after[name]).all())}
     assert moved == {name for name in before if not is_frozen(name, FREEZE[which])}
     if kind != "reference":
         with started("reference", folder, optimizer=settings) as backend:
-            backend.step(shares("reference", documents()), learning_rate=LEARNING_RATE)
+            backend.step(shares("reference", sequences()), learning_rate=LEARNING_RATE)
             assert distance(after, weights(backend)) < 1e-4
 
 
@@ -65,7 +65,7 @@ def test_a_pipeline_stage_with_nothing_to_train_scales_no_gradients(kind: str, f
     found = []
     for one in ("reference", kind):
         with started(one, folder, optimizer=settings) as backend:
-            assert backend.step(shares(one, documents()), learning_rate=LEARNING_RATE).metrics["grad_norm"] > 1e-3
+            assert backend.step(shares(one, sequences()), learning_rate=LEARNING_RATE).metrics["grad_norm"] > 1e-3
             found.append(weights(backend))
     assert distance(*found) < 1e-4
 
@@ -79,10 +79,10 @@ def test_ranks_that_share_experts_train_the_experts_alone(kind: str, options: di
     found = []
     for one in ("reference", kind):
         with started(one, folder, optimizer=settings, options=options) as backend:
-            backend.step(shares(one, documents(0)), learning_rate=0.05)
+            backend.step(shares(one, sequences(0)), learning_rate=0.05)
             backend.save(tmp_path / one)
             for _ in range(2):  # the second time from the checkpoint
-                backend.step(shares(one, documents(1)), learning_rate=0.05)
+                backend.step(shares(one, sequences(1)), learning_rate=0.05)
                 found.append(weights(backend))
                 backend.restore(tmp_path / one)
     assert distance(found[0], found[2]) < 1e-5
@@ -101,7 +101,7 @@ def test_a_checkpoint_has_every_weight_whatever_is_frozen_later(
             if number:
                 backend.restore(tmp_path / str(number - 1))
                 assert held is not None and distance(weights(backend), held) == 0.0
-            backend.step(shares(kind, documents(number)), learning_rate=LEARNING_RATE)
+            backend.step(shares(kind, sequences(number)), learning_rate=LEARNING_RATE)
             backend.save(tmp_path / str(number))
             held = weights(backend)
 
@@ -111,7 +111,7 @@ def test_frozen_embeddings_go_with_full_recomputation(folder: Path) -> None:
     results = []
     for recompute in ("none", "full"):
         with started("megatron-1", folder, optimizer=settings, options={"recompute": recompute}) as backend:
-            backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
             results.append(weights(backend))
     assert distance(*results) < 1e-6
 

@@ -17,8 +17,7 @@ from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.port import Backend
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
-from asyncrl.policies.batching.packing import MicroBatch, empty
-from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.policies.batching.packing import MicroBatch, empty, sequence_slices
 from tests.harness.backends import (
     KINDS,
     KINDS_AND_RANKS,
@@ -26,12 +25,12 @@ from tests.harness.backends import (
     RANKS,
     critic,
     distance,
-    documents,
     expected_logprobs,
     hugging_face,
     learned,
     num_shares,
     scored,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -55,10 +54,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def train_critic(backend: Backend, kind: str, *, steps: Sequence[int], returns: float | None = None) -> dict[str, Any]:
-    """Return the metrics of the last step. Each step trains on documents seeded with its number."""
+    """Return the metrics of the last step. Each step trains on sequences seeded with its number."""
     metrics: dict[str, Any] = {}
     for step in steps:
-        cut = with_returns(shares(kind, documents(step)), returns)
+        cut = with_returns(shares(kind, sequences(step)), returns)
         metrics = dict(backend.step(cut, learning_rate=CRITIC_RATE, model="critic").metrics)
     return metrics
 
@@ -67,7 +66,7 @@ def train_critic(backend: Backend, kind: str, *, steps: Sequence[int], returns: 
 
 
 def test_a_new_critic_says_zero_of_every_token(kind: str, folder: Path) -> None:
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         values = scored(backend, kind, packed, model="critic")
     assert values.dtype == np.float32
@@ -75,7 +74,7 @@ def test_a_new_critic_says_zero_of_every_token(kind: str, folder: Path) -> None:
 
 
 def test_a_critic_learns_a_constant_return(kind: str, folder: Path) -> None:
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     # positions of the states in which a response token was chosen
     is_before_response = np.roll(packed.response_mask, -1)
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
@@ -84,7 +83,7 @@ def test_a_critic_learns_a_constant_return(kind: str, folder: Path) -> None:
         values = scored(backend, kind, packed, model="critic")
     assert last["critic/loss"] < first["critic/loss"] / 100
     np.testing.assert_allclose(values[is_before_response], 1.5, atol=0.5)
-    assert first["critic/tokens"] == sum(document.response_mask.sum() for document in documents())
+    assert first["critic/tokens"] == sum(sequence.response_mask.sum() for sequence in sequences())
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -94,7 +93,7 @@ def test_steps_of_a_critic_make_the_values_and_metrics_of_the_reference(
 ) -> None:
     """Whole, data-parallel and tensor-parallel: the gradient norm counts every gradient once."""
     model = tiny_model(tmp_path, tied=tied)
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     results: dict[str, list[Any]] = {"reference": [], megatron: []}
     for kind, found in results.items():
         with started(kind, model, auxiliary={"critic": critic(model)}) as backend:
@@ -116,7 +115,7 @@ def test_steps_of_a_critic_make_the_values_and_metrics_of_the_reference(
 def test_a_value_is_of_the_state_before_the_token_it_is_trained_at(kind: str, folder: Path) -> None:
     """Returns are 1 and -1 at the first two response tokens, so these are the values after the last prompt token and
     after the first response token."""
-    (packed,) = pack(documents(lengths=(16,)), max_tokens=100)
+    (packed,) = pack(sequences(lengths=(16,)), max_tokens=100)
     first = int(np.flatnonzero(packed.response_mask)[0])
     place = np.arange(packed.num_tokens)
     returns = np.select([place == first, place == first + 1], [1.0, -1.0]).astype(np.float32)
@@ -133,7 +132,7 @@ def test_a_value_is_of_the_state_before_the_token_it_is_trained_at(kind: str, fo
 
 @and_ranks
 def test_a_critic_s_batch_that_is_not_finite_is_skipped(kind: str, folder: Path) -> None:
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         train_critic(backend, kind, steps=[0])
         before, policy = scored(backend, kind, packed, model="critic"), weights(backend)
@@ -159,10 +158,10 @@ def test_an_objective_is_not_asked_about_micro_batches_without_response_tokens(k
 def test_policy_and_critic_go_on_from_a_checkpoint_as_if_never_stopped(
     kind: str, folder: Path, tmp_path: Path, dtype: str
 ) -> None:
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
 
     def both(backend: Backend, step: int) -> None:
-        backend.step(shares(kind, documents(step)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences(step)), learning_rate=LEARNING_RATE)
         train_critic(backend, kind, steps=[step])
 
     results = []
@@ -185,7 +184,7 @@ def test_a_checkpoint_without_the_critic_is_refused_before_anything_changes(
     kind: str, folder: Path, tmp_path: Path
 ) -> None:
     with started(kind, folder) as backend:
-        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
         backend.save(tmp_path)
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         before = weights(backend)
@@ -199,11 +198,11 @@ def test_a_checkpoint_without_the_critic_is_refused_before_anything_changes(
 
 @and_ranks
 def test_what_a_reference_says_does_not_change_when_the_policy_trains(kind: str, folder: Path) -> None:
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, auxiliary={"reference": AuxiliaryModel(path=folder)}) as backend:
         start = scored(backend, kind, packed)
         np.testing.assert_allclose(scored(backend, kind, packed, model="reference"), start, atol=1e-5)
-        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
         np.testing.assert_allclose(scored(backend, kind, packed, model="reference"), start, atol=1e-5)
         assert np.abs(scored(backend, kind, packed) - start).max() > 1e-3
 
@@ -216,7 +215,7 @@ def test_a_policy_trains_the_same_whatever_is_held_beside_it(kind: str, folder: 
             for step in range(2):
                 if auxiliary:
                     train_critic(backend, kind, steps=[step])
-                metrics = backend.step(shares(kind, documents(step)), learning_rate=LEARNING_RATE).metrics
+                metrics = backend.step(shares(kind, sequences(step)), learning_rate=LEARNING_RATE).metrics
             results.append((learned(metrics), weights(backend)))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     assert distance(results[0][1], results[1][1]) < 1e-6
@@ -227,19 +226,19 @@ def test_a_teacher_of_another_shape_says_what_hugging_face_says(
     kind: str, folder: Path, tmp_path: Path, temperature: float
 ) -> None:
     make_tiny_model(tmp_path, architecture="llama", hidden_size=32, num_layers=3, num_heads=2, initializer_range=0.15)
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     teacher = {"teacher": AuxiliaryModel(path=tmp_path)}
     with started(kind, folder, auxiliary=teacher, temperature=temperature) as backend:
         logprobs = scored(backend, kind, packed, model="teacher")
-    for where in document_slices(packed):
+    for where in sequence_slices(packed):
         expected = expected_logprobs(hugging_face(tmp_path), packed.tokens[where], temperature=temperature)
         np.testing.assert_allclose(logprobs[where], expected, atol=1e-4)
 
 
 @and_ranks
 def test_scores_are_shaped_as_the_shares(kind: str, folder: Path) -> None:
-    """Several micro-batches per rank, one of them empty: each document's scores equal those it gets alone."""
-    batch = documents()
+    """Several micro-batches per rank, one of them empty: each sequence's scores equal those it gets alone."""
+    batch = sequences()
     cut = shares(kind, batch, max_tokens=31)
     cut[-1].append(empty())
     with started(kind, folder) as backend:
@@ -249,11 +248,11 @@ def test_scores_are_shaped_as_the_shares(kind: str, folder: Path) -> None:
     seen: dict[int, NDArray[np.float32]] = {}
     for share, rows in zip(cut, found, strict=True):
         for micro_batch, row in zip(share, rows, strict=True):
-            where = document_slices(micro_batch)
-            seen |= {int(index): row[part] for index, part in zip(micro_batch.documents, where, strict=True)}
+            where = sequence_slices(micro_batch)
+            seen |= {int(index): row[part] for index, part in zip(micro_batch.sequences, where, strict=True)}
     assert sorted(seen) == [-1, *range(len(batch))]
-    for index, document in enumerate(batch):
-        np.testing.assert_allclose(seen[index], expected_logprobs(model, document.tokens), atol=1e-4)
+    for index, sequence in enumerate(batch):
+        np.testing.assert_allclose(seen[index], expected_logprobs(model, sequence.tokens), atol=1e-4)
 
 
 def test_a_frozen_model_has_no_gradients_to_keep(folder: Path) -> None:
@@ -270,9 +269,9 @@ def test_a_frozen_model_has_no_gradients_to_keep(folder: Path) -> None:
 def test_a_model_that_is_not_there_or_is_frozen_is_an_error(kind: str, folder: Path) -> None:
     with started(kind, folder, auxiliary={"reference": AuxiliaryModel(path=folder)}) as backend:
         with pytest.raises(BackendError, match="no model 'critic'.*policy, reference"):
-            backend.score(shares(kind, documents()), model="critic")
+            backend.score(shares(kind, sequences()), model="critic")
         with pytest.raises(BackendError, match="step: no model 'reference'"):
-            backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE, model="reference")
+            backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE, model="reference")
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
@@ -300,7 +299,7 @@ def test_numbers_of_other_models_reach_the_objective_beside_the_tokens_they_are_
     from asyncrl.backends.micro_batches import PackedRow, response_rows
     from asyncrl.messages import codec
 
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     packed = dataclasses.replace(packed, scores={"ref_logprobs": np.arange(packed.num_tokens, dtype=np.float32)})
     command = Command(name="step", micro_batches=(packed,))
     (received,) = codec.decode(codec.encode(command), Command).micro_batches
@@ -308,4 +307,4 @@ def test_numbers_of_other_models_reach_the_objective_beside_the_tokens_they_are_
     row = PackedRow.from_micro_batch(received, rows, device=torch.device("cpu"), in_rectangles=True)
     inputs = row.loss_inputs(torch.zeros(len(rows)), torch.zeros(len(rows)))
     assert inputs.scores["ref_logprobs"].tolist() == rows.tolist()
-    assert received.documents.tolist() == packed.documents.tolist() == list(range(len(documents())))
+    assert received.sequences.tolist() == packed.sequences.tolist() == list(range(len(sequences())))

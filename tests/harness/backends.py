@@ -1,4 +1,4 @@
-"""Shared by the backend tests: documents, tiny models, and a way to start every backend."""
+"""Shared by the backend tests: sequences, tiny models, and a way to start every backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
+from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, pack_for_ranks
 from asyncrl.policies.corrections.diagnostics import Sums
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from tests.harness import contract_adapters
@@ -191,28 +191,28 @@ def critic(path: Path) -> AuxiliaryModel:
     return AuxiliaryModel(path=path, head="values", objective=SquaredError(), optimizer=SETTINGS)
 
 
-def document(length: int, *, seed: int, num_documents: int = 8) -> Document:
+def sequence(length: int, *, seed: int, num_sequences: int = 8) -> TrainingSequence:
     """Return random tokens. The response is the second half; if it is long enough, it contains one observation
     token."""
     random = np.random.default_rng(seed)
     mask = np.arange(length) >= max(1, length // 2)
     if length > 8:
         mask[-2] = False
-    return Document(
+    return TrainingSequence(
         tokens=random.integers(0, VOCABULARY, length).astype(np.int32),
         response_mask=mask,
         behavior_logprobs=np.where(mask, -3.0 + random.standard_normal(length), 0).astype(np.float32),
         advantages=np.where(mask, random.standard_normal(), 0).astype(np.float32),
-        loss_weights=np.where(mask, 1 / (num_documents * mask.sum()), 0).astype(np.float32),
+        loss_weights=np.where(mask, 1 / (num_sequences * mask.sum()), 0).astype(np.float32),
         staleness=np.where(mask, seed % 3, 0).astype(np.int32),
     )
 
 
-def documents(seed: int = 0, lengths: Sequence[int] = (12, 30, 2, 17, 9, 23, 12, 5)) -> list[Document]:
-    return [document(length, seed=100 * seed + i, num_documents=len(lengths)) for i, length in enumerate(lengths)]
+def sequences(seed: int = 0, lengths: Sequence[int] = (12, 30, 2, 17, 9, 23, 12, 5)) -> list[TrainingSequence]:
+    return [sequence(length, seed=100 * seed + i, num_sequences=len(lengths)) for i, length in enumerate(lengths)]
 
 
-def shares(kind: str, batch: Sequence[Document], *, max_tokens: int = 64) -> list[list[MicroBatch]]:
+def shares(kind: str, batch: Sequence[TrainingSequence], *, max_tokens: int = 64) -> list[list[MicroBatch]]:
     return pack_for_ranks(batch, ranks=num_shares(kind), max_tokens=max_tokens)
 
 
@@ -242,7 +242,7 @@ def learned(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def expected_logprobs(model: Any, tokens: NDArray[np.int32], *, temperature: float = 1.0) -> NDArray[np.float32]:
-    """Return Hugging Face's logprobs of one document alone: log_softmax(logits / temperature); 0 for its first
+    """Return Hugging Face's logprobs of one sequence alone: log_softmax(logits / temperature); 0 for its first
     token."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():

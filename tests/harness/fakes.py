@@ -353,8 +353,8 @@ class Loop:
     @property
     def trained_groups(self) -> int:
         """Groups of every batch that this backend has trained."""
-        documents = sum(len(m.boundaries) - 1 for step in self.backend.trained for m in step)
-        return documents // self.group_size
+        sequences = sum(len(m.boundaries) - 1 for step in self.backend.trained for m in step)
+        return sequences // self.group_size
 
 
 def worker(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
+from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, pack_for_ranks
 
 
-def pack(documents: Sequence[Document], *, max_tokens: int) -> list[MicroBatch]:
-    (micro_batches,) = pack_for_ranks(documents, ranks=1, max_tokens=max_tokens)
+def pack(sequences: Sequence[TrainingSequence], *, max_tokens: int) -> list[MicroBatch]:
+    (micro_batches,) = pack_for_ranks(sequences, ranks=1, max_tokens=max_tokens)
     return micro_batches

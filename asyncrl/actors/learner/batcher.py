@@ -208,7 +208,7 @@ class Batcher:
                 await self._changed.wait()
 
     async def prepare(self, groups: Sequence[BufferedGroup], *, owner: asyncio.TaskGroup) -> PreparedBatch:
-        """Return documents and micro-batches of ``groups``, which the next step trains. They are prepared now unless
+        """Return sequences and micro-batches of ``groups``, which the next step trains. They are prepared now unless
         they were prepared ahead.
 
         The work runs in a thread, as a task of ``owner``: it outlives a cancelled caller and can be used by the next.
@@ -337,22 +337,22 @@ class Batcher:
             discard=self._selection.discard,
         )
         mini_batches = pack_mini_batches(
-            batch.documents,
+            batch.sequences,
             sizes=batch.mini_batch_sizes,
             ranks=self._num_dp_shards,
             max_tokens=self._micro_batch_tokens,
         )
         mini_batches = recording(
             mini_batches,
-            self._pick_documents([len(one.group.trajectories) for one in groups], step=policy_version + 1),
+            self._pick_sequences([len(one.group.trajectories) for one in groups], step=policy_version + 1),
         )
         return PreparedBatch(batch=batch, mini_batches=mini_batches, seconds=time.monotonic() - started)
 
-    def _pick_documents(self, sizes: Sequence[int], *, step: int) -> list[int]:
-        """Return the numbers of recorded documents. ``sizes``: number of documents of each group of the batch."""
+    def _pick_sequences(self, sizes: Sequence[int], *, step: int) -> list[int]:
+        """Return the numbers of recorded sequences. ``sizes``: number of sequences of each group of the batch."""
         if self._picks is None:
             return []
-        # Groups of 2, 3 and 2 documents have the numbers 0-1, 2-4 and 5-6; picking group 1 returns 2, 3, 4.
+        # Groups of 2, 3 and 2 sequences have the numbers 0-1, 2-4 and 5-6; picking group 1 returns 2, 3, 4.
         ends = list(itertools.accumulate(sizes))
         picked = self._picks(len(sizes), step)
         return [number for index in picked for number in range(ends[index] - sizes[index], ends[index])]

@@ -323,19 +323,19 @@ class Learner(Actor):
         """
         groups = [one.group for one in batch]
         suspects = Suspects()
-        if (to_score := self._validator.choose(prepared.batch.documents, groups, step=self.step)) is not None:
-            scores = await self._trainer.score(to_score.documents)
+        if (to_score := self._validator.choose(prepared.batch.sequences, groups, step=self.step)) is not None:
+            scores = await self._trainer.score(to_score.sequences)
             without_experts = await self._trainer.score(list(to_score.without_experts.values()))
             suspects = self._validator.check_scores(to_score, scores, without_experts)
         has_quarantined = any(group.worker in self._validator.quarantined for group in groups)
-        if not suspects.workers and not suspects.documents and not has_quarantined:
+        if not suspects.workers and not suspects.sequences and not has_quarantined:
             return False
         self.table.put_back()
         for worker, reason in suspects.workers.items():
             await self._remover.quarantine(worker, reason)
         await self._remover.drop_quarantined()
-        ids = [group.group_id for group in groups for _ in group.trajectories]  # of each document
-        await self._remover.fail({ids[index]: problem for index, problem in suspects.documents.items()})
+        ids = [group.group_id for group in groups for _ in group.trajectories]  # of each sequence
+        await self._remover.fail({ids[index]: problem for index, problem in suspects.sequences.items()})
         return True
 
     async def _record_skipped(self, groups: Sequence[BufferedGroup], metrics: Mapping[str, float]) -> None:

@@ -55,7 +55,7 @@ class ProgressReporter:
         self, outcome: Outcome, *, batch: Batch | None = None, tokens: Mapping[int, NDArray[np.float32]] | None = None
     ) -> None:
         """Write what happened to groups to the history. Call it before anything else can run. ``batch``: the batch of
-        a step;  ``tokens``: the step's logprobs and entropies of its documents (StepResult)."""
+        a step;  ``tokens``: the step's logprobs and entropies of its sequences (StepResult)."""
         if outcome.fate == "trained":
             self._history.record_trained(
                 outcome.group_ids,

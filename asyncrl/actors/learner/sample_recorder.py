@@ -193,9 +193,9 @@ class SampleRecorder:
         """Return for each group f32[T] of each answer; () if unknown."""
         if batch is None or not self._has_advantages:
             return [()] * len(groups)
-        documents = iter(batch.documents)
+        sequences = iter(batch.sequences)
         return [
-            [next(documents).advantages[len(group.prompt_of(one)) :] for one in group.trajectories] for group in groups
+            [next(sequences).advantages[len(group.prompt_of(one)) :] for one in group.trajectories] for group in groups
         ]
 
 
@@ -208,14 +208,14 @@ def _trainer_tokens(
     """
     if batch is None or not tokens:
         return [()] * len(groups)
-    numbers = iter(range(len(batch.documents)))
+    numbers = iter(range(len(batch.sequences)))
 
     def of_answer(number: int, prompt: int) -> NDArray[np.float32]:
-        mask = batch.documents[number].response_mask
+        mask = batch.sequences[number].response_mask
         found = np.full((2, len(mask)), np.nan, np.float32)
         if number in tokens:
             trained = np.flatnonzero(mask)
-            found[:, trained[trained > 0]] = tokens[number]  # the first token of a document has no logprob
+            found[:, trained[trained > 0]] = tokens[number]  # the first token of a sequence has no logprob
         return found[:, prompt:]
 
     return [[of_answer(next(numbers), len(group.prompt_of(one))) for one in group.trajectories] for group in groups]

@@ -27,7 +27,7 @@ from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.messages.roles import WORKER
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import packing
-from asyncrl.policies.batching.packing import Document, pack_for_ranks
+from asyncrl.policies.batching.packing import TrainingSequence, pack_for_ranks
 from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.policies.metric import Metric
 
@@ -96,22 +96,22 @@ class Trainer:
             train = functools.partial(self._profile, step + 1, train)
         return await self._call_with_data(train, what="a training step", on="step")
 
-    async def score(self, documents: Sequence[Document]) -> list[NDArray[np.float32]]:
-        """Return the policy's logprobs f32[T] of each document. Raises StepFailed as ``step`` does."""
-        if not documents:
+    async def score(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
+        """Return the policy's logprobs f32[T] of each sequence. Raises StepFailed as ``step`` does."""
+        if not sequences:
             return []
         await self.take_gpus()
-        return await self._call_with_data(functools.partial(self._score, documents), what="answers to be scored again")
+        return await self._call_with_data(functools.partial(self._score, sequences), what="answers to be scored again")
 
-    def _score(self, documents: Sequence[Document]) -> list[NDArray[np.float32]]:
+    def _score(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
         learner = self._run.learner
-        shards = pack_for_ranks(documents, ranks=learner.data_parallel, max_tokens=learner.micro_batch_tokens)
+        shards = pack_for_ranks(sequences, ranks=learner.data_parallel, max_tokens=learner.micro_batch_tokens)
         logprobs: dict[int, NDArray[np.float32]] = {}
         for shard, scored in zip(shards, self._backend.score(shards), strict=True):
             for micro_batch, array in zip(shard, scored, strict=True):
-                for index, place in zip(micro_batch.documents, packing.documents(micro_batch), strict=True):
+                for index, place in zip(micro_batch.sequences, packing.sequence_slices(micro_batch), strict=True):
                     logprobs[int(index)] = array[place]  # fillers have index -1
-        return [logprobs[index] for index in range(len(documents))]
+        return [logprobs[index] for index in range(len(sequences))]
 
     async def _call_with_data(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
         """``call`` a function that bad data may make raise anything: its errors become StepFailed (Backend.step)."""

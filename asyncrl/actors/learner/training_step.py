@@ -144,7 +144,7 @@ def _train_mini_batches(backend: Backend, mini_batches: MiniBatches, *, learning
     joined = join_metrics([one.metrics for one in results], model=model)
     if num_skipped := int(joined.get(f"{_prefix(model)}/skipped_mini_batches", 0)):
         log.warning("%d of %d optimizer steps of the %s on a batch were not finite", num_skipped, len(results), model)
-    tokens = {document: row for one in results for document, row in one.tokens.items()}
+    tokens = {sequence: row for one in results for sequence, row in one.tokens.items()}
     return StepResult(metrics=joined, tokens=tokens)
 
 

@@ -28,7 +28,7 @@ from asyncrl.messages.roles import WORKER
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of, sender_of
-from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.groups import resumed_tokens
 from asyncrl.policies.groups.logprob_mismatch import ChosenAnswer, LogprobMismatch, routing_mismatch
 from asyncrl.policies.groups.table import GroupTable
@@ -41,28 +41,28 @@ from asyncrl.policies.metric import Metric
 class ToScore:
     """Answers of a batch whose logprobs the trainer computes before they are trained.
 
-    indices          of these documents in the batch
-    documents        in the same order
+    indices          of these sequences in the batch
+    sequences        in the same order
     without_experts  the chosen ones without the engine's experts, to see what replaying them changes; may be empty
     chosen           answers that show whether a worker is honest
-    own              each document of the batch with only its worker's own tokens
-    taken_over       document index -> the document with the tokens that its worker took over (resumed_tokens.py)
+    own              each sequence of the batch with only its worker's own tokens
+    taken_over       sequence index -> the sequence with the tokens that its worker took over (resumed_tokens.py)
     """
 
     indices: Sequence[int]
-    documents: Sequence[Document]
-    without_experts: Mapping[int, Document]
+    sequences: Sequence[TrainingSequence]
+    without_experts: Mapping[int, TrainingSequence]
     chosen: Sequence[ChosenAnswer]
-    own: Sequence[Document]
-    taken_over: Mapping[int, Document]
+    own: Sequence[TrainingSequence]
+    taken_over: Mapping[int, TrainingSequence]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspects:
-    """workers: to quarantine -> why;  documents: index of a document of the batch that is not to be trained -> why"""
+    """workers: to quarantine -> why;  sequences: index of a sequence of the batch that is not to be trained -> why"""
 
     workers: Mapping[str, str] = field(default_factory=dict)
-    documents: Mapping[int, str] = field(default_factory=dict)
+    sequences: Mapping[int, str] = field(default_factory=dict)
 
 
 MOST_IMPOSSIBLE: Final = 3
@@ -214,22 +214,24 @@ class Validator:
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
-    def choose(self, documents: Sequence[Document], groups: Sequence[TrajectoryGroup], *, step: int) -> ToScore | None:
+    def choose(
+        self, sequences: Sequence[TrainingSequence], groups: Sequence[TrajectoryGroup], *, step: int
+    ) -> ToScore | None:
         """Return what to score again before a batch of ``groups`` is trained; None if nothing."""
         if not self.is_on:
             return None
-        own, taken_over = resumed_tokens.split(documents, groups)
+        own, taken_over = resumed_tokens.split(sequences, groups)
         workers = [group.worker for group in groups for _ in group.trajectories]
         answers = self._rescoring.choose(own, workers, step=step)
         if not answers and not taken_over:
             return None
-        chosen = sorted({one.document for one in answers})
+        chosen = sorted({one.sequence for one in answers})
         indices = sorted({*chosen, *taken_over})
-        has_experts = any(len(documents[index].experts) for index in chosen)
+        has_experts = any(len(sequences[index].experts) for index in chosen)
         return ToScore(
             indices=indices,
-            documents=[documents[index] for index in indices],
-            without_experts={i: replace(documents[i], experts=NO_EXPERTS) for i in chosen} if has_experts else {},
+            sequences=[sequences[index] for index in indices],
+            without_experts={i: replace(sequences[i], experts=NO_EXPERTS) for i in chosen} if has_experts else {},
             chosen=answers,
             own=own,
             taken_over=taken_over,
@@ -245,9 +247,9 @@ class Validator:
         logprobs = dict(zip(to_score.indices, scores, strict=True))
         if to_score.without_experts:
             replayed = {index: logprobs[index] for index in to_score.without_experts}
-            documents = dict(zip(to_score.indices, to_score.documents, strict=True))
+            sequences = dict(zip(to_score.indices, to_score.sequences, strict=True))
             own = dict(zip(to_score.without_experts, scores_without_experts, strict=True))
-            self.routing = routing_mismatch(documents, replayed, own)
+            self.routing = routing_mismatch(sequences, replayed, own)
         found, guilty = self._rescoring.judge(to_score.chosen, to_score.own, logprobs)
         if to_score.chosen:
             self.mismatch = {worker: of.mean for worker, of in found.items()}
@@ -257,7 +259,7 @@ class Validator:
                 f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
                 for worker in guilty
             },
-            documents=resumed_tokens.spoiled(to_score.taken_over, logprobs, bound=self._rescoring.bound),
+            sequences=resumed_tokens.spoiled(to_score.taken_over, logprobs, bound=self._rescoring.bound),
         )
 
     # -- quarantine ----------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""Gated delta rule (arXiv:2412.06464) and short convolution, within the documents of a packed row.
+"""Gated delta rule (arXiv:2412.06464) and short convolution, within the sequences of a packed row.
 
-A head's state S, [key size, value size], is zero before each document. A token with a unit query q, unit key k, value
+A head's state S, [key size, value size], is zero before each sequence. A token with a unit query q, unit key k, value
 v, decay exp(g) and step b changes it and reads it:
 
     S <- exp(g) S,  S <- S + k (b (v - S^T k))^T,  output = S^T q / sqrt(key size)
 
-A loop over tokens would be slow, so documents are cut into chunks of 64 tokens. What the tokens of a chunk write
+A loop over tokens would be slow, so sequences are cut into chunks of 64 tokens. What the tokens of a chunk write
 follows from one triangular system for each chunk and head, given the state before the chunk. All systems are solved at
-once. Only the states need a loop, over the chunks of the longest document, with one step for all documents.
+once. Only the states need a loop, over the chunks of the longest sequence, with one step for all sequences.
 
 On CUDA in 16 bits, flash-linear-attention does all of this if it is installed, and computes the same in a first try:
 it refuses the gradient with some versions of Triton on some GPUs. Computation is in float32.
@@ -34,23 +34,23 @@ from asyncrl.backends.micro_batches import to_device
 
 CHUNK: Final = 64
 _TRIED: Final = np.array([0, 70, 71, 200], np.int32)
-"""Boundaries of the documents on which kernels are compared with plain torch."""
+"""Boundaries of the sequences on which kernels are compared with plain torch."""
 
 log = logging.getLogger("asyncrl.kernels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """The documents of a packed row of N tokens, in chunks.
+    """The sequences of a packed row of N tokens, in chunks.
 
-    The first chunks of all documents come first, then the second ones, and so on. Within each of these runs, chunks of
-    longer documents come first. So a run continues the first documents of the run before it. Padding repeats the last
-    token of a document. It cannot change an output that is read, because nothing follows it.
+    The first chunks of all sequences come first, then the second ones, and so on. Within each of these runs, chunks of
+    longer sequences come first. So a run continues the first sequences of the run before it. Padding repeats the last
+    token of a sequence. It cannot change an output that is read, because nothing follows it.
 
     indices     i64[chunks, 64]: tokens of the row
     order       i64[N]: position of each token in the flattened chunks
     runs        number of chunks of each run
-    positions   i64[N]: position of each token in its document
+    positions   i64[N]: position of each token in its sequence
     boundaries  i64[D + 1], on the device, and on the host
     """
 
@@ -64,7 +64,7 @@ class Chunks:
     @classmethod
     def from_boundaries(cls, boundaries: NDArray[np.int32], device: torch.device) -> Chunks:
         """boundaries: i32[D + 1]"""
-        # Example: documents of 70, 1 and 129 tokens. Longest first: 129, 70, 1, with 3, 2 and 1 chunks of 64. The runs
+        # Example: sequences of 70, 1 and 129 tokens. Longest first: 129, 70, 1, with 3, 2 and 1 chunks of 64. The runs
         # are [3, 2, 1] chunks: the first chunks of all three, the second ones of two, the third one of the longest.
         ends = boundaries.astype(np.int64)
         lengths = np.diff(ends)
@@ -95,7 +95,7 @@ class Chunks:
 
 
 def short_convolution(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-    """Return silu of sum over j of kernels[:, 0, -1 - j] x x[t - j], with zeros before a document.
+    """Return silu of sum over j of kernels[:, 0, -1 - j] x x[t - j], with zeros before a sequence.
 
     x [N, channels], kernels [channels, 1, width] -> [N, channels]
     """

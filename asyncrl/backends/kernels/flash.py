@@ -1,4 +1,4 @@
-"""FlashAttention over the documents of a packed row, on CUDA in 16 bits.
+"""FlashAttention over the sequences of a packed row, on CUDA in 16 bits.
 
 The kernels are those of the package flash-attn-4 where it is installed and agrees with torch, and torch's otherwise:
 within a window, and for heads that the package does not support. The first call compiles kernels for some ten seconds

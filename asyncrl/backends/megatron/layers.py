@@ -39,7 +39,7 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
     local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     """Rotary embeddings of layers with local attention, if they have their own."""
     chunks: Chunks | None = None
-    """The documents of the row, for layers with linear attention."""
+    """The sequences of the row, for layers with linear attention."""
 
 
 def recompute_selectively(

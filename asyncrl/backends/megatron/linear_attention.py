@@ -1,6 +1,6 @@
 """Linear attention on packed rows with Megatron's linear layers: a gated DeltaNet (arXiv:2412.06464).
 
-Megatron's own needs the package flash-linear-attention, and takes one document per row.
+Megatron's own needs the package flash-linear-attention, and takes one sequence per row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Causal attention within each document of a packed row. A rank may hold only a part of the row.
+"""Causal attention within each sequence of a packed row. A rank may hold only a part of the row.
 
 In 16 bits on CUDA this uses FlashAttention (kernels/flash.py). Otherwise it uses scaled_dot_product_attention,
-over a few rectangles of documents (micro_batches.Rectangles) or document by document. Never synchronises with the
+over a few rectangles of sequences (micro_batches.Rectangles) or sequence by sequence. Never synchronises with the
 device.
 """
 
@@ -26,9 +26,9 @@ with quiet(), cpu_shim.without_compilation():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Consecutive queries and the keys that they see, as runs within one document each.
+    """Consecutive queries and the keys that they see, as runs within one sequence each.
 
-    queries, keys  slices of the rank's queries, and of the row's keys; keys begin with the first query's document
+    queries, keys  slices of the rank's queries, and of the row's keys; keys begin with the first query's sequence
     query_boundaries, key_boundaries  i32[runs + 1]: run r is [boundaries[r], boundaries[r + 1]) of the slice
     longest_query, longest_key  tokens of the longest run
     runs           the boundaries as slices on the host, for attention without variable-length support
@@ -59,7 +59,7 @@ class Pieces:
 
 Plain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Varlen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Piece], torch.Tensor]
-"""Attention of a query, key and value; see ``within_documents``."""
+"""Attention of a query, key and value; see ``within_sequences``."""
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
@@ -75,12 +75,12 @@ def attention(
     Scores are scaled by 1 / sqrt(d).
     window: most tokens that a query sees, itself and those before it; 0 for all tokens before it
     """
-    return within_documents(
+    return within_sequences(
         query, key, value, how, plain=partial(_plain, window=window), varlen=partial(_varlen, window=window)
     )
 
 
-def within_documents(
+def within_sequences(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -1,8 +1,8 @@
 """The part of a packed row that one rank computes, and where its results belong in the row.
 
-Context parallelism cuts the whole row, not its documents, into two pieces per rank. Rank r of R has pieces r and
+Context parallelism cuts the whole row, not its sequences, into two pieces per rank. Rank r of R has pieces r and
 2R - 1 - r, so that all ranks compute the same amount of attention. A rank has the queries of its pieces and gathers the
-keys and values of the row. Positions travel with the tokens. Only the end of the row is padded, by one document.
+keys and values of the row. Positions travel with the tokens. Only the end of the row is padded, by one sequence.
 Tests: tests/unit/backends/megatron/test_row_part.py, test_layouts.py.
 """
 
@@ -127,7 +127,7 @@ class RowPart:
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
-        """i32[documents + 1] of the padded row; the padding is a document."""
+        """i32[sequences + 1] of the padded row; the padding is a sequence."""
         return _pad_boundaries(self.micro_batch, self.length)
 
 
@@ -195,7 +195,7 @@ def order(*, length: int, ranks: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """A piece [begin, end) of a row: a run for each document in it, with the keys from the document's start on."""
+    """A piece [begin, end) of a row: a run for each sequence in it, with the keys from the sequence's start on."""
 
     begin: int
     end: int

@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.backends.kernels import flash
 from asyncrl.backends.kernels.fused import fused
-from asyncrl.backends.megatron.packed_attention import Piece, Pieces, visible, within_documents
+from asyncrl.backends.megatron.packed_attention import Piece, Pieces, visible, within_sequences
 from asyncrl.backends.micro_batches import Rectangles
 
 
@@ -32,7 +32,7 @@ def attention_with_sinks(
     window: int = 0,
 ) -> torch.Tensor:
     """See packed_attention.attention.  sinks: one per query head, [heads]"""
-    return within_documents(
+    return within_sequences(
         query,
         key,
         value,

@@ -23,7 +23,7 @@ class ValueInputs:
     old_values     f32[M]  the same value from the critic before the batch
     returns        f32[M]  targets of the values
     loss_weights   f32[M]
-    sequence       i64[M]  index of the token's document among the micro-batch's ``num_sequences``, non-decreasing
+    sequence       i64[M]  index of the token's sequence among the micro-batch's ``num_sequences``, non-decreasing
     """
 
     values: torch.Tensor

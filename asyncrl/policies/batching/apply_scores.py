@@ -2,7 +2,7 @@
 
 A batch is packed ahead of its step. Whatever depends on the current weights (a critic's values, the policy's logprobs)
 is added here, at the step. Scores arrive as the backend returns them, f32[N] per micro-batch and share. Advantages are
-computed over the whole batch, with its response tokens concatenated in the order of its documents.
+computed over the whole batch, with its response tokens concatenated in the order of its sequences.
 Test: tests/actors/learner/test_training_step.py.
 """
 
@@ -25,7 +25,7 @@ from asyncrl.policies.losses.ratios import ratio
 
 Shares = Sequence[Sequence[MicroBatch]]
 Scores = Mapping[str, Sequence[Sequence[NDArray[np.float32]]]]
-PerDocument = list[NDArray[np.float32]]
+PerSequence = list[NDArray[np.float32]]
 
 
 def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorithm) -> list[list[MicroBatch]]:
@@ -37,10 +37,10 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
       "prox_logprobs", if several optimizer steps follow
       "effective_fraction", "keep" or "rewards", if the loss asks for them
     """
-    known = {name: _by_document(shares, of, count=len(batch.documents)) for name, of in scores.items()}
+    known = {name: _by_sequence(shares, of, count=len(batch.sequences)) for name, of in scores.items()}
     taken = ("ref_logprobs", "teacher_logprobs", *(("prox_logprobs",) if algorithm.keeps_prox else ()))
-    added: dict[str, PerDocument] = {name: known[name] for name in taken if name in known}
-    advantages: PerDocument | None = None
+    added: dict[str, PerSequence] = {name: known[name] for name in taken if name in known}
+    advantages: PerSequence | None = None
     if algorithm.advantage_scores:
         of_tokens, returns = _advantages(known, batch, algorithm)
         advantages = _on_tokens(of_tokens, batch)
@@ -52,13 +52,13 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
     wanted = algorithm.batch_scores
     if "effective_fraction" in wanted:
         fraction = np.float32(effective_fraction(known["prox_logprobs"], batch))
-        added["effective_fraction"] = [np.full(len(document), fraction) for document in batch.documents]
+        added["effective_fraction"] = [np.full(len(sequence), fraction) for sequence in batch.sequences]
     if "keep" in wanted:
         added["keep"] = kept(known["prox_logprobs"], batch, loss=algorithm.loss)
     if "rewards" in wanted:
         rewards = batch.advantage_inputs.rewards.astype(np.float32)
         added["rewards"] = [
-            np.full(len(document), reward) for document, reward in zip(batch.documents, rewards, strict=True)
+            np.full(len(sequence), reward) for sequence, reward in zip(batch.sequences, rewards, strict=True)
         ]
     return [[_with(micro_batch, added, advantages) for micro_batch in share] for share in shares]
 
@@ -66,22 +66,22 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
 def effective_fraction(prox_logprobs: Sequence[NDArray[np.float32]], batch: Batch) -> float:
     """Return the effective sample size of the batch's token ratios divided by its trained tokens, in (0, 1]."""
     ratios = [
-        ratio(*(of[document.response_mask].astype(np.float64) for of in (prox, document.behavior_logprobs))).numpy()
-        for prox, document in zip(prox_logprobs, batch.documents, strict=True)
+        ratio(*(of[sequence.response_mask].astype(np.float64) for of in (prox, sequence.behavior_logprobs))).numpy()
+        for prox, sequence in zip(prox_logprobs, batch.sequences, strict=True)
     ]
     every = np.concatenate(ratios)
     return effective_samples(float(every.sum()), float(np.square(every).sum())) / len(every) if len(every) else 1.0
 
 
-def kept(prox_logprobs: PerDocument, batch: Batch, *, loss: Loss) -> PerDocument:
-    """Return 1 for each trained token of the batch that ``loss`` keeps, else 0.  f32[T] of each document"""
-    masks = [document.response_mask for document in batch.documents]
+def kept(prox_logprobs: PerSequence, batch: Batch, *, loss: Loss) -> PerSequence:
+    """Return 1 for each trained token of the batch that ``loss`` keeps, else 0.  f32[T] of each sequence"""
+    masks = [sequence.response_mask for sequence in batch.sequences]
     prox, behavior = (
         np.concatenate([of[mask] for of, mask in zip(every, masks, strict=True)])
-        for every in (prox_logprobs, [document.behavior_logprobs for document in batch.documents])
+        for every in (prox_logprobs, [sequence.behavior_logprobs for sequence in batch.sequences])
     )
     keep = loss.kept(prox, behavior).numpy()
-    result = [np.zeros(len(document), np.float32) for document in batch.documents]
+    result = [np.zeros(len(sequence), np.float32) for sequence in batch.sequences]
     pieces = np.split(keep, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     for values, mask, piece in zip(result, masks, pieces, strict=True):
         values[mask] = piece
@@ -89,12 +89,12 @@ def kept(prox_logprobs: PerDocument, batch: Batch, *, loss: Loss) -> PerDocument
 
 
 def _advantages(
-    known: Mapping[str, PerDocument], batch: Batch, algorithm: Algorithm
+    known: Mapping[str, PerSequence], batch: Batch, algorithm: Algorithm
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
     """Return the advantages of the batch's response tokens, and the returns if there is a critic.  f32[M] each"""
     made = batch.advantage_inputs
     if algorithm.kl is not None and algorithm.kl.place == "reward":
-        behavior = [document.behavior_logprobs for document in batch.documents]
+        behavior = [sequence.behavior_logprobs for sequence in batch.sequences]
         three = [_sampled(of, batch) for of in (known["prox_logprobs"], known["ref_logprobs"], behavior)]
         made = replace(made, kl=algorithm.kl(*three).numpy())
     if "values" in known:
@@ -112,38 +112,38 @@ def _before(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _sampled(values: Sequence[NDArray[Any]], batch: Batch) -> NDArray[np.float64]:
-    """Concatenate the values of all response tokens of the batch.  f32[T] per document -> f64[M]"""
+    """Concatenate the values of all response tokens of the batch.  f32[T] per sequence -> f64[M]"""
     return np.concatenate([of[mask] for of, mask in zip(values, batch.sampled, strict=True)]).astype(np.float64)
 
 
-def _on_tokens(of_sampled: NDArray[np.float32], batch: Batch) -> PerDocument:
-    """Split values of the response tokens by document; 0 where nothing is trained.  f32[M] -> f32[T] per document"""
+def _on_tokens(of_sampled: NDArray[np.float32], batch: Batch) -> PerSequence:
+    """Split values of the response tokens by sequence; 0 where nothing is trained.  f32[M] -> f32[T] per sequence"""
     pieces = np.split(of_sampled, np.cumsum([np.count_nonzero(mask) for mask in batch.sampled])[:-1])
     result = []
-    for document, mask, piece in zip(batch.documents, batch.sampled, pieces, strict=True):
-        values = np.zeros(len(document), np.float32)
+    for sequence, mask, piece in zip(batch.sequences, batch.sampled, pieces, strict=True):
+        values = np.zeros(len(sequence), np.float32)
         values[mask] = piece
-        result.append(np.where(document.response_mask, values, np.float32(0)))
+        result.append(np.where(sequence.response_mask, values, np.float32(0)))
     return result
 
 
-def _by_document(shares: Shares, arrays: Sequence[Sequence[NDArray[np.float32]]], *, count: int) -> PerDocument:
-    """From f32[N] per micro-batch to f32[T] for each of the batch's ``count`` documents."""
+def _by_sequence(shares: Shares, arrays: Sequence[Sequence[NDArray[np.float32]]], *, count: int) -> PerSequence:
+    """From f32[N] per micro-batch to f32[T] for each of the batch's ``count`` sequences."""
     found = {
         int(index): array[place]
         for share, of_share in zip(shares, arrays, strict=True)
         for micro_batch, array in zip(share, of_share, strict=True)
-        for index, place in zip(micro_batch.documents, packing.documents(micro_batch), strict=True)
+        for index, place in zip(micro_batch.sequences, packing.sequence_slices(micro_batch), strict=True)
     }
     return [found[index] for index in range(count)]
 
 
-def _with(micro_batch: MicroBatch, added: Mapping[str, PerDocument], advantages: PerDocument | None) -> MicroBatch:
-    def packed(values: PerDocument) -> NDArray[np.float32]:
+def _with(micro_batch: MicroBatch, added: Mapping[str, PerSequence], advantages: PerSequence | None) -> MicroBatch:
+    def packed(values: PerSequence) -> NDArray[np.float32]:
         lengths = np.diff(micro_batch.boundaries)
         pieces = [
             values[index] if index >= 0 else np.zeros(length, np.float32)
-            for index, length in zip(micro_batch.documents, lengths, strict=True)
+            for index, length in zip(micro_batch.sequences, lengths, strict=True)
         ]
         return np.concatenate(pieces)
 

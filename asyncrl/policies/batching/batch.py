@@ -1,4 +1,4 @@
-"""From a batch of trajectory groups to training documents and the batch's metrics, before it is trained."""
+"""From a batch of trajectory groups to training sequences and the batch's metrics, before it is trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.turns import turns_of
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
-from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.metric import Histogram, Metric, histogram
 from asyncrl.policies.staleness.staleness import AgeWeight, Forks, lag, per_token, statistics
 
@@ -26,20 +26,20 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 class Batch:
     """A batch that is ready to be packed.
 
-    documents         one per trajectory
+    sequences         one per trajectory
     advantage_inputs  inputs of advantages that wait for scores of other models (apply_scores.py)
-    sampled           bool[T] of each document: True where the policy sampled the token, trained or not
+    sampled           bool[T] of each sequence: True where the policy sampled the token, trained or not
     metrics           metrics of the samples, under the schema's names
     """
 
-    documents: list[Document]
+    sequences: list[TrainingSequence]
     advantage_inputs: AdvantageInputs
     sampled: list[NDArray[np.bool_]]
     metrics: dict[str, Metric]
     num_tokens: int
     """Response tokens that are trained; tokens of a masked answer do not count."""
     mini_batch_sizes: tuple[int, ...]
-    """Number of documents in each optimizer step on the batch. Groups stay whole and keep the order of the batch."""
+    """Number of sequences in each optimizer step on the batch. Groups stay whole and keep the order of the batch."""
     max_staleness: int
     """Staleness of the oldest sampled token, in versions; tokens left out as too old do not count."""
     old_trajectories: int = 0
@@ -66,7 +66,7 @@ def build(
     single token. Only the loss weight of that token becomes 0, as with an ``age_weight``, so the rest of a long answer
     does not count as if it were the whole answer."""
     # Three levels of numbering. Example: group 0 has two rollouts, and the context of the second was cut in two.
-    #     trajectory (document)   0  1  2
+    #     trajectory (sequence)   0  1  2
     #     rollout                 0  1  1     one reward each
     #     members (group)         0  0  0     one baseline each
     # A mask is bool[T] of one trajectory; an array "per token" below has an entry for each True of all masks.
@@ -107,8 +107,8 @@ def build(
     weights = [weight * mask for weight, mask in zip(weights, trained, strict=True)]
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
-    documents = [
-        _document(group, trajectory, mask=mask, advantages=sampled, loss_weights=weight, staleness=age)
+    sequences = [
+        _sequence(group, trajectory, mask=mask, advantages=sampled, loss_weights=weight, staleness=age)
         for (group, trajectory), mask, sampled, weight, age in zip(
             trajectories, trained, per_token_advantages, weights, ages, strict=True
         )
@@ -126,7 +126,7 @@ def build(
     if age_weight is not None and ages_trained.size:
         metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
     return Batch(
-        documents=documents,
+        sequences=sequences,
         advantage_inputs=advantage_inputs,
         sampled=[
             np.concatenate([np.zeros(len(group.prompt_of(trajectory)), np.bool_), trajectory.response_mask])
@@ -160,7 +160,7 @@ def _left_out(old: Sequence[NDArray[np.bool_]], discard: Discard) -> dict[str, i
 
 
 def _mini_batch_sizes(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
-    """Return the number of documents in each of ``count`` mini-batches, which have about equally many groups.
+    """Return the number of sequences in each of ``count`` mini-batches, which have about equally many groups.
 
     With fewer groups than ``count`` there are fewer mini-batches.
     """
@@ -176,7 +176,7 @@ def _loss_weights(
     group: NDArray[np.int64],
     rollout: NDArray[np.int64],
 ) -> list[NDArray[np.float32]]:
-    """Return the loss weights of each document; each optimizer step is a mean over its own part of the batch."""
+    """Return the loss weights of each sequence; each optimizer step is a mean over its own part of the batch."""
     ends = np.cumsum(sizes)
     return [
         weight
@@ -230,7 +230,7 @@ def _sampled(of_tokens: Sequence[NDArray[Scalar]], masks: Sequence[NDArray[np.bo
     return np.concatenate([values[mask] for values, mask in zip(of_tokens, masks, strict=True)])
 
 
-def _document(
+def _sequence(
     group: TrajectoryGroup,
     trajectory: Trajectory,
     *,
@@ -238,8 +238,8 @@ def _document(
     advantages: NDArray[np.float32],
     loss_weights: NDArray[np.float32],
     staleness: NDArray[np.int32],
-) -> Document:
-    """Return the document: prompt, then response, with zeros for the prompt in every per-token array.
+) -> TrainingSequence:
+    """Return the sequence: prompt, then response, with zeros for the prompt in every per-token array.
 
     ``mask`` marks the trained tokens; ``advantages`` has one value per sampled token. Logprobs and staleness are also
     kept for sampled tokens that serve only as context: a KL in the reward may include them, and no token after them is
@@ -253,7 +253,7 @@ def _document(
 
     of_tokens, sampled = np.zeros(len(mask), np.float32), trajectory.response_mask
     of_tokens[sampled] = advantages
-    return Document(
+    return TrainingSequence(
         tokens=np.concatenate([prompt_tokens, trajectory.tokens]),
         response_mask=behind_prompt(mask),  # type: ignore[arg-type]
         behavior_logprobs=behind_prompt(np.where(sampled, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Pack trajectories into micro-batches: documents concatenated in one row, without padding.
+"""Pack trajectories into micro-batches: sequences concatenated in one row, without padding.
 
-A micro-batch has N tokens of D documents. The logprob of token n is stored at position n (it is computed from the
-hidden state at n - 1), so every array below is aligned with ``tokens``, and position 0 of a document carries no loss.
+A micro-batch has N tokens of D sequences. The logprob of token n is stored at position n (it is computed from the
+hidden state at n - 1), so every array below is aligned with ``tokens``, and position 0 of a sequence carries no loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class TrainingSequence:
     """A trajectory that is ready to train: its prompt and response, and the per-token values that the loss needs.
 
     tokens             i32[T]   prompt, then response
@@ -44,15 +44,15 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Documents packed into one row of N tokens; fields as in Document, concatenated.
+    """Sequences packed into one row of N tokens; fields as in TrainingSequence, concatenated.
 
-    boundaries  i32[D+1]  document d is tokens[boundaries[d]:boundaries[d+1]]
-    documents   i64[D]    index of each document in the packed list; -1 for the filler of ``empty``
+    boundaries  i32[D+1]  sequence d is tokens[boundaries[d]:boundaries[d+1]]
+    sequences   i64[D]    index of each sequence in the packed list; -1 for the filler of ``empty``
     scores      f32[N] each, by name: per-token values of other models ("ref_logprobs", "teacher_logprobs",
                 "old_values", "returns"). Aligned like everything else: a value that belongs to choosing token n is at
                 n, so the old value of the state in which it was chosen is the critic's output at token n - 1
-    experts     empty if no document has any
-    recorded    the ``documents`` whose per-token results the step must report (StepResult.tokens)
+    experts     empty if no sequence has any
+    recorded    the ``sequences`` whose per-token results the step must report (StepResult.tokens)
     """
 
     tokens: NDArray[np.int32]
@@ -62,7 +62,7 @@ class MicroBatch:
     advantages: NDArray[np.float32]
     loss_weights: NDArray[np.float32]
     staleness: NDArray[np.int32]
-    documents: NDArray[np.int64]
+    sequences: NDArray[np.int64]
     scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     recorded: tuple[int, ...] = ()
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
@@ -74,17 +74,17 @@ class MicroBatch:
     @property
     def is_filler(self) -> bool:
         """Whether it was made by ``empty``."""
-        return not (self.documents >= 0).any()
+        return not (self.sequences >= 0).any()
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """i32[N]: index of each token in its document."""
+        """i32[N]: index of each token in its sequence."""
         lengths = np.diff(self.boundaries)
         return (np.arange(self.num_tokens) - np.repeat(self.boundaries[:-1], lengths)).astype(np.int32)
 
     @property
     def is_fresh(self) -> NDArray[np.bool_]:
-        """bool[N]: True if the version being trained sampled every token of the document.
+        """bool[N]: True if the version being trained sampled every token of the sequence.
 
         A fresh token after stale tokens does not count: its keys and values in the engine's cache came from older
         weights.
@@ -93,20 +93,20 @@ class MicroBatch:
         return np.repeat(oldest == 0, np.diff(self.boundaries))
 
 
-def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
+def pack_for_ranks(sequences: Sequence[TrainingSequence], *, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
     """Return few micro-batches of at most ``max_tokens`` for each data-parallel rank, all of about the same cost.
 
-    A document longer than ``max_tokens`` gets its own micro-batch. The result depends only on the documents and their
+    A sequence longer than ``max_tokens`` gets its own micro-batch. The result depends only on the sequences and their
     order. Every rank gets the same number of micro-batches, so that ranks reach collective operations together; a rank
-    with too few documents gets empty micro-batches.
+    with too few sequences gets empty micro-batches.
     """
-    lengths = [len(document) for document in documents]
-    shares = _dealt(range(len(documents)), ranks, lengths)
+    lengths = [len(sequence) for sequence in sequences]
+    shares = _dealt(range(len(sequences)), ranks, lengths)
     assert shares is not None, "without a limit everything fits"
     count = max(len(_packed(share, lengths, max_tokens, at_least=0)) for share in shares)
     return [
         [
-            _concatenate([documents[i] for i in sorted(group)], sorted(group)) if group else empty()
+            _concatenate([sequences[i] for i in sorted(group)], sorted(group)) if group else empty()
             for group in _packed(share, lengths, max_tokens, at_least=count)
         ]
         for share in shares
@@ -114,15 +114,15 @@ def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int
 
 
 def pack_mini_batches(
-    documents: Sequence[Document], *, sizes: Sequence[int], ranks: int, max_tokens: int
+    sequences: Sequence[TrainingSequence], *, sizes: Sequence[int], ranks: int, max_tokens: int
 ) -> list[list[list[MicroBatch]]]:
-    """Apply ``pack_for_ranks`` to each mini-batch in turn; mini-batch i has ``sizes[i]`` documents.
+    """Apply ``pack_for_ranks`` to each mini-batch in turn; mini-batch i has ``sizes[i]`` sequences.
 
-    Documents keep their index in the whole batch.
+    Sequences keep their index in the whole batch.
     """
     packed, begin = [], 0
     for size in sizes:
-        made = pack_for_ranks(documents[begin : begin + size], ranks=ranks, max_tokens=max_tokens)
+        made = pack_for_ranks(sequences[begin : begin + size], ranks=ranks, max_tokens=max_tokens)
         packed.append([[_numbered_from(begin, micro_batch) for micro_batch in share] for share in made])
         begin += size
     return packed
@@ -131,25 +131,25 @@ def pack_mini_batches(
 def _numbered_from(begin: int, micro_batch: MicroBatch) -> MicroBatch:
     if not begin:
         return micro_batch
-    numbers = np.where(micro_batch.documents < 0, micro_batch.documents, micro_batch.documents + begin)
-    return replace(micro_batch, documents=numbers)
+    numbers = np.where(micro_batch.sequences < 0, micro_batch.sequences, micro_batch.sequences + begin)
+    return replace(micro_batch, sequences=numbers)
 
 
 def recording(
-    mini_batches: Sequence[Sequence[Sequence[MicroBatch]]], documents: Collection[int]
+    mini_batches: Sequence[Sequence[Sequence[MicroBatch]]], sequences: Collection[int]
 ) -> list[list[list[MicroBatch]]]:
-    """Return the result of ``pack_mini_batches`` with ``documents`` (indices in the batch) marked as recorded."""
-    wanted = frozenset(documents)
+    """Return the result of ``pack_mini_batches`` with ``sequences`` (indices in the batch) marked as recorded."""
+    wanted = frozenset(sequences)
 
     def marked(micro_batch: MicroBatch) -> MicroBatch:
-        found = tuple(number for number in micro_batch.documents.tolist() if number in wanted)
+        found = tuple(number for number in micro_batch.sequences.tolist() if number in wanted)
         return replace(micro_batch, recorded=found) if found else micro_batch
 
     return [[[marked(micro_batch) for micro_batch in share] for share in mini_batch] for mini_batch in mini_batches]
 
 
 ATTENTION_TOKENS: Final = 16_384
-"""Length at which a document costs twice as much per token as a short one, because attention grows with the length.
+"""Length at which a sequence costs twice as much per token as a short one, because attention grows with the length.
 
 It is (parameters multiplied with each token) / (layers x width of attention): 10k for a model of 0.6B parameters, 30k
 for 1.7B, 58k for 7B. The arithmetic of attention is the slower of the two.
@@ -157,12 +157,12 @@ for 1.7B, 58k for 7B. The arithmetic of attention is the slower of the two.
 
 
 def cost(length: int) -> float:
-    """Return the time to train a document, in units of one token of a short document."""
+    """Return the time to train a sequence, in units of one token of a short sequence."""
     return length * (1 + length / ATTENTION_TOKENS)
 
 
 def _packed(share: Sequence[int], lengths: Sequence[int], max_tokens: int, *, at_least: int) -> list[list[int]]:
-    """Split the documents of ``share`` into at least ``at_least`` groups, as few as either way of dealing finds."""
+    """Split the sequences of ``share`` into at least ``at_least`` groups, as few as either way of dealing finds."""
     count = max(at_least, -(-sum(lengths[i] for i in share) // max_tokens))
     while True:
         for is_even in (True, False):  # evenly if that fits; filling groups in order sometimes needs one group less
@@ -175,7 +175,7 @@ def _packed(share: Sequence[int], lengths: Sequence[int], max_tokens: int, *, at
 def _dealt(
     share: Iterable[int], count: int, lengths: Sequence[int], *, max_tokens: float = math.inf, is_even: bool = True
 ) -> list[list[int]] | None:
-    """Deal documents, longest first, to the cheapest group with room, or to the first one; None if one does not fit."""
+    """Deal sequences, longest first, to the cheapest group with room, or to the first one; None if one does not fit."""
     groups: list[list[int]] = [[] for _ in range(count)]
     costs, room = [0.0] * count, [max_tokens] * count
     for index in sorted(share, key=lambda i: -lengths[i]):
@@ -190,8 +190,8 @@ def _dealt(
 
 
 def empty() -> MicroBatch:
-    """Return two tokens that train nothing; they keep a data-parallel rank in step when it has no documents left."""
-    blank = Document(
+    """Return two tokens that train nothing; they keep a data-parallel rank in step when it has no sequences left."""
+    blank = TrainingSequence(
         tokens=np.zeros(2, np.int32),
         response_mask=np.zeros(2, np.bool_),
         behavior_logprobs=np.zeros(2, np.float32),
@@ -208,31 +208,31 @@ def of_one_length(shares: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatc
     return [[*share, *(empty() for _ in range(count - len(share)))] for share in shares]
 
 
-def _concatenate(documents: Sequence[Document], indices: Sequence[int]) -> MicroBatch:
-    lengths = [len(document) for document in documents]
-    per_token: dict[str, Any] = {name: np.concatenate([getattr(d, name) for d in documents]) for name in _PER_TOKEN}
+def _concatenate(sequences: Sequence[TrainingSequence], indices: Sequence[int]) -> MicroBatch:
+    lengths = [len(sequence) for sequence in sequences]
+    per_token: dict[str, Any] = {name: np.concatenate([getattr(d, name) for d in sequences]) for name in _PER_TOKEN}
     return MicroBatch(
         boundaries=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        documents=np.array(indices, np.int64),
-        experts=_experts(documents),
+        sequences=np.array(indices, np.int64),
+        experts=_experts(sequences),
         **per_token,
     )
 
 
-def _experts(documents: Sequence[Document]) -> ExpertArray:
-    """Return [N, layers, experts per token]; documents without experts are marked as unrouted."""
-    known = next((document.experts for document in documents if len(document.experts)), None)
+def _experts(sequences: Sequence[TrainingSequence]) -> ExpertArray:
+    """Return [N, layers, experts per token]; sequences without experts are marked as unrouted."""
+    known = next((sequence.experts for sequence in sequences if len(sequence.experts)), None)
     if known is None:
         return NO_EXPERTS
     return np.concatenate(
-        [d.experts if len(d.experts) else unrouted_rows(len(d), like=known) for d in documents], dtype=known.dtype
+        [d.experts if len(d.experts) else unrouted_rows(len(d), like=known) for d in sequences], dtype=known.dtype
     )
 
 
 _PER_TOKEN = ("tokens", "response_mask", "behavior_logprobs", "advantages", "loss_weights", "staleness")
 
 
-def documents(micro_batch: MicroBatch) -> Iterator[slice]:
-    """Yield the slice of each document in the micro-batch's arrays."""
+def sequence_slices(micro_batch: MicroBatch) -> Iterator[slice]:
+    """Yield the slice of each sequence in the micro-batch's arrays."""
     for start, end in zip(micro_batch.boundaries[:-1], micro_batch.boundaries[1:], strict=True):
         yield slice(int(start), int(end))

@@ -129,7 +129,7 @@ def token_sums(
     """Sum over M response tokens.  f32[M] each; ``loss`` is the micro-batch's scalar part of the batch loss
 
     log_ratio = trainer - behavior logprobs. Where ``is_fresh``, the learner's version sampled every token of the
-    document, so a difference comes from the engine's numerics, not from staleness.
+    sequence, so a difference comes from the engine's numerics, not from staleness.
     """
     if log_ratio.numel() == 0:
         return zero(log_ratio.device)
@@ -297,7 +297,7 @@ def metrics(totals: Sums) -> dict[str, float]:
                               (0, 1]. It is 1 without a correction, even if the loss itself weights by the ratio; see
                               sequence_ess and chi2_token for the ratios
     offpolicy/k1, k3          estimates of KL(behavior || trainer) per token, nats
-    mismatch/*                |trainer - behavior| logprob; fresh_*: documents sampled only by the learner's version
+    mismatch/*                |trainer - behavior| logprob; fresh_*: sequences sampled only by the learner's version
     kl, teacher_kl            k3 per token to the reference and to the teacher, if there is one
     """
     values = dict(zip(SUMS, totals.sums.tolist(), strict=True))

@@ -28,7 +28,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.batching.packing import TrainingSequence
 
 SLACK: Final = 2.0
 """How much further off than the old answers of others a worker's may be, because two answers are a small sample."""
@@ -36,9 +36,9 @@ SLACK: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenAnswer:
-    """The answer of document ``document``.  age: versions since its oldest token was sampled"""
+    """The answer of sequence ``sequence``.  age: versions since its oldest token was sampled"""
 
-    document: int
+    sequence: int
     worker: str
     age: int
 
@@ -76,26 +76,29 @@ class LogprobMismatch:
         """Forget the suspicion: the name now belongs to another worker."""
         self._suspects.discard(worker)
 
-    def choose(self, documents: Sequence[Document], workers: Sequence[str], *, step: int) -> list[ChosenAnswer]:
-        """Return which ``documents`` to score before the step after ``step`` steps; ``workers[i]`` made document i.
+    def choose(self, sequences: Sequence[TrainingSequence], workers: Sequence[str], *, step: int) -> list[ChosenAnswer]:
+        """Return which ``sequences`` to score before the step after ``step`` steps; ``workers[i]`` made sequence i.
 
-        These are documents of every worker if a check is due or the batch has suspects, and none otherwise.
+        These are sequences of every worker if a check is due or the batch has suspects, and none otherwise.
         """
         if not self.is_on or not (step % self._every == 0 or self._suspects & set(workers)):
             return []
         known: dict[str, list[ChosenAnswer]] = {}
-        for index, (document, worker) in enumerate(zip(documents, workers, strict=True)):
-            if worker and document.response_mask.any():
-                age = max(0, int(document.staleness.max()))  # includes left-out tokens: fresh tokens may follow them
-                known.setdefault(worker, []).append(ChosenAnswer(document=index, worker=worker, age=age))
-        by_age = (sorted(of, key=lambda chosen: (chosen.age, chosen.document)) for of in known.values())
+        for index, (sequence, worker) in enumerate(zip(sequences, workers, strict=True)):
+            if worker and sequence.response_mask.any():
+                age = max(0, int(sequence.staleness.max()))  # includes left-out tokens: fresh tokens may follow them
+                known.setdefault(worker, []).append(ChosenAnswer(sequence=index, worker=worker, age=age))
+        by_age = (sorted(of, key=lambda chosen: (chosen.age, chosen.sequence)) for of in known.values())
         return [chosen for of in by_age for chosen in (of if len(of) < 2 else (of[0], of[-1]))]
 
     def judge(
-        self, chosen: Sequence[ChosenAnswer], documents: Sequence[Document], logprobs: Mapping[int, NDArray[np.float32]]
+        self,
+        chosen: Sequence[ChosenAnswer],
+        sequences: Sequence[TrainingSequence],
+        logprobs: Mapping[int, NDArray[np.float32]],
     ) -> tuple[dict[str, Mismatch], list[str]]:
-        """Return each worker's mismatch, and the workers to quarantine.  ``logprobs``: trainer's, f32[T] by document"""
-        answers = [_ScoredAnswer.of(one, documents[one.document], logprobs[one.document]) for one in chosen]
+        """Return each worker's mismatch, and the workers to quarantine.  ``logprobs``: trainer's, f32[T] by sequence"""
+        answers = [_ScoredAnswer.of(one, sequences[one.sequence], logprobs[one.sequence]) for one in chosen]
         found = {worker: self._mismatch(worker, answers) for worker in {one.worker for one in answers}}
         over = {worker for worker, mismatch in found.items() if mismatch.is_over}
         guilty = sorted(over & self._suspects)
@@ -118,19 +121,19 @@ class LogprobMismatch:
 
 
 def routing_mismatch(
-    documents: Mapping[int, Document],
+    sequences: Mapping[int, TrainingSequence],
     replayed: Mapping[int, NDArray[np.float32]],
     own: Mapping[int, NDArray[np.float32]],
 ) -> dict[str, float]:
     """Return metrics of the trainer's distance from the engine, with the engine's experts and with its own.
 
-    replayed, own  trainer logprobs f32[T] by document
+    replayed, own  trainer logprobs f32[T] by sequence
     """
     made = {}
     for name, logprobs in (("replayed", replayed), ("own", own)):
         differences = np.concatenate(
             [
-                (of.astype(np.float64) - documents[i].behavior_logprobs)[documents[i].response_mask]
+                (of.astype(np.float64) - sequences[i].behavior_logprobs)[sequences[i].response_mask]
                 for i, of in logprobs.items()
             ]
         )
@@ -149,8 +152,8 @@ class _ScoredAnswer:
     tokens: int
 
     @classmethod
-    def of(cls, chosen: ChosenAnswer, document: Document, logprobs: NDArray[np.float32]) -> _ScoredAnswer:
-        differences = np.abs(logprobs.astype(np.float64) - document.behavior_logprobs)[document.response_mask]
+    def of(cls, chosen: ChosenAnswer, sequence: TrainingSequence, logprobs: NDArray[np.float32]) -> _ScoredAnswer:
+        differences = np.abs(logprobs.astype(np.float64) - sequence.behavior_logprobs)[sequence.response_mask]
         return cls(worker=chosen.worker, age=chosen.age, mean=float(differences.mean()), tokens=len(differences))
 
 

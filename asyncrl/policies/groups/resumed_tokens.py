@@ -18,46 +18,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
-from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.batching.packing import TrainingSequence
 
 
 def split(
-    documents: Sequence[Document], groups: Sequence[TrajectoryGroup]
-) -> tuple[list[Document], dict[int, Document]]:
-    """Split documents by who sampled their tokens.
+    sequences: Sequence[TrainingSequence], groups: Sequence[TrajectoryGroup]
+) -> tuple[list[TrainingSequence], dict[int, TrainingSequence]]:
+    """Split sequences by who sampled their tokens.
 
-    Return (each document masked to the tokens that its worker sampled, index -> document masked to the tokens that the
-    worker took over). ``documents`` are those of the groups' trajectories, in order.
+    Return (each sequence masked to the tokens that its worker sampled, index -> sequence masked to the tokens that the
+    worker took over). ``sequences`` are those of the groups' trajectories, in order.
     """
-    own, taken_over = list(documents), dict[int, Document]()
+    own, taken_over = list(sequences), dict[int, TrainingSequence]()
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    for index, (document, (group, trajectory)) in enumerate(zip(documents, trajectories, strict=True)):
+    for index, (sequence, (group, trajectory)) in enumerate(zip(sequences, trajectories, strict=True)):
         if trajectory.resumed:
-            before = np.arange(len(document)) < len(group.prompt_of(trajectory)) + _end(trajectory)
+            before = np.arange(len(sequence)) < len(group.prompt_of(trajectory)) + _end(trajectory)
             own[index] = dataclasses.replace(
-                document,
-                response_mask=document.response_mask & ~before,
-                staleness=np.where(before, np.int32(0), document.staleness),
+                sequence,
+                response_mask=sequence.response_mask & ~before,
+                staleness=np.where(before, np.int32(0), sequence.staleness),
             )
-            if document.response_mask.any():  # tokens left out as too old still influence the trained tokens after them
-                prompt = np.zeros(len(document) - len(trajectory.tokens), np.bool_)
+            if sequence.response_mask.any():  # tokens left out as too old still influence the trained tokens after them
+                prompt = np.zeros(len(sequence) - len(trajectory.tokens), np.bool_)
                 sampled = np.concatenate([prompt, trajectory.response_mask])
-                taken_over[index] = dataclasses.replace(document, response_mask=sampled & before)
+                taken_over[index] = dataclasses.replace(sequence, response_mask=sampled & before)
     return own, taken_over
 
 
 def spoiled(
-    taken_over: Mapping[int, Document], logprobs: Mapping[int, NDArray[np.float32]], *, bound: float
+    taken_over: Mapping[int, TrainingSequence], logprobs: Mapping[int, NDArray[np.float32]], *, bound: float
 ) -> dict[int, str]:
     """Return index -> reason for tokens that are not the policy's: over ``bound`` nats per token and version.
 
-    logprobs  trainer logprobs f32[T] by document
+    logprobs  trainer logprobs f32[T] by sequence
     """
     found: dict[int, str] = {}
-    for index, document in taken_over.items():
-        mask = document.response_mask
-        off = float(np.abs(logprobs[index].astype(np.float64) - document.behavior_logprobs)[mask].mean())
-        allowed = bound * (1 + max(0, int(document.staleness[mask].max())))
+    for index, sequence in taken_over.items():
+        mask = sequence.response_mask
+        off = float(np.abs(logprobs[index].astype(np.float64) - sequence.behavior_logprobs)[mask].mean())
+        allowed = bound * (1 + max(0, int(sequence.staleness[mask].max())))
         if not off <= allowed:  # NaN is over
             found[index] = (
                 f"{np.count_nonzero(mask)} tokens that an earlier attempt saved are {off:.3g} nats per token off the "

@@ -29,9 +29,9 @@ class LossInputs:
     logprobs           f32[M]   trainer logprobs at the sampling temperature, with gradient
     entropy            f32[M]   entropy of the trainer's distribution, in nats
     behavior_logprobs, advantages, loss_weights  f32[M]
-    is_fresh           bool[M]  True if the version being trained sampled every token of the document
+    is_fresh           bool[M]  True if the version being trained sampled every token of the sequence
     staleness          i32[M]   version being trained - version that sampled the token
-    sequence           i64[M]   index of the token's document among the micro-batch's ``num_sequences``, non-decreasing
+    sequence           i64[M]   index of the token's sequence among the micro-batch's ``num_sequences``, non-decreasing
     scores             f32[M] each, by name: scores of other models, and values computed over the whole batch
                        (packing.MicroBatch)
     """

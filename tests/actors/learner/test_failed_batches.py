@@ -28,7 +28,7 @@ Shards = Sequence[Sequence[MicroBatch]]
 
 
 def prompts_of(shards: Shards) -> set[int]:
-    """Return the second token of each document, which identifies its prompt: group 0 has prompt 4."""
+    """Return the second token of each sequence, which identifies its prompt: group 0 has prompt 4."""
     return {int(m.tokens[start + 1]) for share in shards for m in share for start in m.boundaries[:-1]}
 
 
@@ -115,10 +115,10 @@ async def test_a_batch_that_cannot_be_prepared_fails_too(tmp_path: Path, monkeyp
 
     real = batcher.pack_mini_batches
 
-    def pack(documents: Any, **settings: Any) -> Any:
-        if any(int(document.tokens[1]) == 5 for document in documents):
+    def pack(sequences: Any, **settings: Any) -> Any:
+        if any(int(sequence.tokens[1]) == 5 for sequence in sequences):
             raise AssertionError("packed wrong")
-        return real(documents, **settings)
+        return real(sequences, **settings)
 
     monkeypatch.setattr(batcher, "pack_mini_batches", pack)
     loop = new_loop(Picky(lambda prompts: None), tmp_path)

@@ -85,8 +85,8 @@ async def test_whatever_the_order_what_is_left_out_is_as_recorded_and_on_the_log
     assert max(row["staleness/max"] for row in loop.recorder.rows) <= BOUND
     for row, micro_batches in zip(loop.recorder.rows, loop.backend.trained, strict=True):
         trained = sum(int(np.count_nonzero(micro.response_mask)) for micro in micro_batches)
-        documents = sum(len(micro.documents) for micro in micro_batches)
-        assert trained == row["length/trained_tokens"] == 4 * documents - row["staleness/old_tokens"]
+        sequences = sum(len(micro.sequences) for micro in micro_batches)
+        assert trained == row["length/trained_tokens"] == 4 * sequences - row["staleness/old_tokens"]
         assert max(int(micro.staleness[micro.response_mask].max()) for micro in micro_batches) <= BOUND
     made = await account_with(RecordedRun(loop.directory), loop.bus)
     assert made.problems == ()

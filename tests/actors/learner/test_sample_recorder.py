@@ -21,7 +21,7 @@ from asyncrl.backends.port import StepResult
 from asyncrl.errors import RewardError
 from asyncrl.messages.topics import EVENTS
 from asyncrl.policies.batching.filters import dynamic_sampling
-from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.policies.batching.packing import sequence_slices
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness import buses, fakes
@@ -109,13 +109,13 @@ async def test_a_slow_decoder_holds_up_nobody(tmp_path: Path, caplog: pytest.Log
 
 
 class Telling(Backend):
-    """Returns a logprob whose digits are the token, and an entropy, for each token of a recorded document."""
+    """Returns a logprob whose digits are the token, and an entropy, for each token of a recorded sequence."""
 
     def step(self, shares: Any, *, learning_rate: float, model: str = "policy") -> StepResult:
         result = super().step(shares, learning_rate=learning_rate, model=model)
         tokens = {}
         for micro_batch in shares[0]:
-            for number, place in zip(micro_batch.documents.tolist(), document_slices(micro_batch), strict=True):
+            for number, place in zip(micro_batch.sequences.tolist(), sequence_slices(micro_batch), strict=True):
                 if number in micro_batch.recorded:
                     ids = micro_batch.tokens[place][micro_batch.response_mask[place]].astype(np.float32)
                     tokens[number] = np.stack([-ids / 1000, ids])

@@ -41,7 +41,7 @@ def algorithm(steps: int, name: str = "dapo", **options: Any) -> Algorithm:
 
 
 def mini_batches_of(batch: Batch, *, ranks: int = 1, max_tokens: int = 100) -> MiniBatches:
-    return pack_mini_batches(batch.documents, sizes=batch.mini_batch_sizes, ranks=ranks, max_tokens=max_tokens)
+    return pack_mini_batches(batch.sequences, sizes=batch.mini_batch_sizes, ranks=ranks, max_tokens=max_tokens)
 
 
 def tenths(micro_batch: MicroBatch) -> Any:

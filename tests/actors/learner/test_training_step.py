@@ -42,7 +42,7 @@ def step(
     **settings: Any,
 ) -> dict[str, float]:
     batch = built(ANSWERS, algorithm)
-    shares = pack_for_ranks(batch.documents, ranks=ranks, max_tokens=max_tokens)
+    shares = pack_for_ranks(batch.sequences, ranks=ranks, max_tokens=max_tokens)
     options = {"learning_rate": 0.1} | settings
     return dict(train_batch(backend, batch, [shares], algorithm=algorithm, step=0, **options).metrics)
 
@@ -50,7 +50,7 @@ def step(
 def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing_else() -> None:
     backend, algorithm = ScriptedBackend(), resolve(ALGORITHMS["grpo"])
     batch = built(ANSWERS, algorithm)
-    shares = pack_for_ranks(batch.documents, ranks=1, max_tokens=100)
+    shares = pack_for_ranks(batch.sequences, ranks=1, max_tokens=100)
     result = train_batch(backend, batch, [shares], algorithm=algorithm, step=0, learning_rate=0.1)
     assert backend.asked == ["step policy"]
     assert backend.trained["policy"][0] is shares

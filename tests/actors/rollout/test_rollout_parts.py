@@ -62,7 +62,7 @@ async def test_trains_each_part_of_a_rollout_once_with_its_advantage(bus: Bus, t
     for step in loop.backend.trained:
         found: dict[int, float] = {}
         for micro_batch in step:
-            for number, place in zip(micro_batch.documents.tolist(), packing.documents(micro_batch), strict=True):
+            for number, place in zip(micro_batch.sequences.tolist(), packing.sequence_slices(micro_batch), strict=True):
                 found[number] = float(micro_batch.advantages[place][micro_batch.response_mask[place]][0])
         assert [round(found[number], 4) for number in sorted(found) if number >= 0] == [1.5] * 3 + [-0.5] * 3
     account = await account_with(RecordedRun(loop.directory), bus)

@@ -117,8 +117,8 @@ class TinyBackend(BackendAdapter):
 
     def _predict(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the distribution at each response token, and the token's logprob.  f32[M, SIZE], f32[M]"""
-        documents = torch.from_numpy(micro_batch.tokens.astype(np.int64) - FIRST_DIGIT).view(-1, 2 + LENGTH)
-        prompts, answers = documents[:, :2], documents[:, 2:]
+        sequences = torch.from_numpy(micro_batch.tokens.astype(np.int64) - FIRST_DIGIT).view(-1, 2 + LENGTH)
+        prompts, answers = sequences[:, :2], sequences[:, 2:]
         each = self._policy.distributions(prompts, answers)
         return each, each.gather(1, answers.reshape(-1, 1))[:, 0]
 

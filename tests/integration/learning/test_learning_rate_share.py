@@ -19,8 +19,8 @@ from tests.harness.backends import (
     KINDS_AND_RANKS,
     LEARNING_RATE,
     distance,
-    documents,
     num_shares,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS_AND_RANKS)
 def test_a_step_is_one_at_the_learning_rate_its_batch_is_worth(kind: str, folder: Path) -> None:
-    batch = documents()
+    batch = sequences()
     with started(kind, folder) as backend:
         start = weights(backend)
         plain = backend.step(shares(kind, batch), learning_rate=LEARNING_RATE).metrics

@@ -13,7 +13,7 @@ from asyncrl.adapters import registry
 from asyncrl.backends.null import NullBackend
 from asyncrl.backends.reference import read_state
 from asyncrl.errors import CheckpointError, ConfigError
-from tests.harness.backends import documents, tiny_model
+from tests.harness.backends import sequences, tiny_model
 from tests.harness.packing import pack
 
 
@@ -34,7 +34,7 @@ def test_weights_are_those_of_the_model_before_and_after_a_step(tmp_path: Path) 
     backend = registry.backend(run)
     assert isinstance(backend, NullBackend)
     backend.start()
-    packed = pack(documents(), max_tokens=1000)
+    packed = pack(sequences(), max_tokens=1000)
     assert backend.step([packed], learning_rate=1.0).metrics == {}
     (checkpoint := tmp_path / "saved").mkdir()
     backend.save(checkpoint)

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks, and the convolution before it, are what a loop over the tokens of a document does."""
+"""The gated delta rule in chunks, and the convolution before it, are what a loop over the tokens of a sequence does."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def test_chunked_delta_rule_equals_a_loop_over_tokens(lengths: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_convolution_stays_within_documents(lengths: tuple[int, ...]) -> None:
+def test_convolution_stays_within_sequences(lengths: tuple[int, ...]) -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(sum(lengths), 10, generator=random).requires_grad_()
     kernels = torch.randn(10, 1, WIDTH, generator=random).requires_grad_()
     chunks = Chunks.from_boundaries(boundaries(lengths), CPU)
 
     def one_by_one() -> torch.Tensor:
-        documents = [F.pad(document.T, (WIDTH - 1, 0)) for document in x.split(lengths)]
-        return torch.cat([F.silu(F.conv1d(one[None], kernels, groups=10))[0].T for one in documents])
+        sequences = [F.pad(sequence.T, (WIDTH - 1, 0)) for sequence in x.split(lengths)]
+        return torch.cat([F.silu(F.conv1d(one[None], kernels, groups=10))[0].T for one in sequences])
 
     assert_same(lambda: delta_rule.short_convolution(x, kernels, chunks), one_by_one, [x, kernels])
 

@@ -87,7 +87,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_cpu(dtype: torch.dtype,
 
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize(("query_lengths", "key_lengths"), [((200, 56, 1), (200, 56, 1)), ((7, 120), (300, 120))])
-def test_attention_within_documents_and_its_gradients_are_those_of_the_cpu(
+def test_attention_within_sequences_and_its_gradients_are_those_of_the_cpu(
     query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int
 ) -> None:
     """Of whichever kernels are installed: flash-attn-4's or torch's."""
@@ -127,7 +127,7 @@ def pairs(ends: list[int]) -> list[tuple[int, int]]:
 
 
 def test_linear_attention_in_kernels_is_that_in_plain_torch() -> None:
-    """In bfloat16, on documents of 100, 1 and 200 tokens, up to the rounding of 8 bits in a sum of products."""
+    """In bfloat16, on sequences of 100, 1 and 200 tokens, up to the rounding of 8 bits in a sum of products."""
     if not flash_linear_attention.is_installed():
         pytest.skip("needs flash-linear-attention")
     if torch.cuda.get_device_capability()[0] == 9 and (3, 4) <= triton_version() < (3, 7, 1):

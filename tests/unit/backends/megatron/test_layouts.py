@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 
 from asyncrl.engines.validation import check_weights
 from asyncrl.messages import WeightVersion
-from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.policies.batching.packing import MicroBatch, sequence_slices
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.weights.files import FilesChannel
@@ -31,12 +30,12 @@ from tests.harness.backends import (
     SETTINGS,
     critic,
     distance,
-    documents,
     expected_logprobs,
     hugging_face,
     learned,
     parts,
     scored,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -108,7 +107,7 @@ class Done:
 
 
 def row() -> MicroBatch:
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     return packed
 
 
@@ -119,7 +118,7 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
 
         def cut(number: int) -> list[list[MicroBatch]]:
             """Micro-batches of different lengths, several for each rank."""
-            return shares(kind, documents(number), max_tokens=45)
+            return shares(kind, sequences(number), max_tokens=45)
 
         def step(number: int) -> dict[str, float]:
             metrics = learned(backend.step(cut(number), learning_rate=LEARNING_RATE).metrics)
@@ -175,9 +174,9 @@ def case(
     return Case(kind, folder, expected, done(kind, folder, tmp_path_factory.mktemp("saved"), **options))
 
 
-def test_scores_are_those_of_transformers_document_by_document(case: Case) -> None:
+def test_scores_are_those_of_transformers_sequence_by_sequence(case: Case) -> None:
     packed, model = row(), hugging_face(case.folder)
-    for where in document_slices(packed):
+    for where in sequence_slices(packed):
         np.testing.assert_allclose(case.got.scores[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
 
 
@@ -235,7 +234,7 @@ def test_checkpoint_moves_between_layouts(tmp_path: Path, kind: str, architectur
     folder = tiny_model(tmp_path / "model", architecture=architecture, tied=architecture == "qwen2", num_layers=4)
 
     def step(backend: Any, of: str, number: int) -> None:
-        backend.step(shares(of, documents(number), max_tokens=30), learning_rate=LEARNING_RATE)
+        backend.step(shares(of, sequences(number), max_tokens=30), learning_rate=LEARNING_RATE)
 
     with started(kind, folder, optimizer=GENTLE) as backend:
         step(backend, kind, 0)

@@ -17,17 +17,16 @@ from asyncrl.backends.megatron.job import Options
 from asyncrl.backends.megatron.mixture import OwnExperts
 from asyncrl.backends.port import Backend
 from asyncrl.errors import ConfigError
-from asyncrl.policies.batching.packing import MicroBatch, empty
-from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.policies.batching.packing import MicroBatch, empty, sequence_slices
 from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import (
     LAYOUT_RANKS,
     SETTINGS,
     distance,
-    documents,
     gradients_of_megatron,
     hugging_face,
     num_shares,
+    sequences,
     started,
     tiny_model,
     weights,
@@ -58,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows() -> list[MicroBatch]:
     """Rows of 35, 37 and 38 tokens, so that ranks fill some of them up, with a policy loss of 0."""
     packed = pack(
-        [dataclasses.replace(one, advantages=np.zeros_like(one.advantages)) for one in documents()], max_tokens=45
+        [dataclasses.replace(one, advantages=np.zeros_like(one.advantages)) for one in sequences()], max_tokens=45
     )
     assert [row.num_tokens for row in packed] == [35, 37, 38]
     return packed
@@ -79,7 +78,7 @@ class ByHand:
 
 
 def by_hand(folder: Path, packed: Sequence[MicroBatch]) -> ByHand:
-    """The loss from what transformers' routers see, document by document."""
+    """The loss from what transformers' routers see, sequence by sequence."""
     model = hugging_face(folder)
     seen: dict[str, list[torch.Tensor]] = defaultdict(list)
     gates = {name: part for name, part in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))}
@@ -92,7 +91,7 @@ def by_hand(folder: Path, packed: Sequence[MicroBatch]) -> ByHand:
     total, chosen = torch.zeros(()), []
     for row in packed:
         seen.clear()
-        for where in document_slices(row):
+        for where in sequence_slices(row):
             model(torch.from_numpy(row.tokens[where].astype(np.int64))[None])
         of_layers = []
         for name, gate in gates.items():
@@ -136,7 +135,7 @@ def test_loss_and_gradients_are_those_of_the_paper(mixture: Path, recompute: str
 
 
 def test_balance_loss_is_added_to_the_policy_loss(folder: Path) -> None:
-    packed = pack(documents(), max_tokens=45)
+    packed = pack(sequences(), max_tokens=45)
     found = {}
     for coefficient in (0.0, COEFFICIENT, 2 * COEFFICIENT):
         with started("megatron-1", folder, optimizer=GENTLE, options={"aux_loss_coefficient": coefficient}) as backend:
@@ -182,7 +181,7 @@ def test_every_layout_trains_the_balance_loss_as_one_process(
 
 
 def test_what_the_engine_chose_counts_for_the_load_and_the_routers_own_choice_for_the_loss(folder: Path) -> None:
-    (alone,) = pack([documents()[0]], max_tokens=100)
+    (alone,) = pack([sequences()[0]], max_tokens=100)
     layers, experts_per_token, num_experts = 2, 2, 8
     chosen = np.zeros((alone.num_tokens, layers, experts_per_token), np.uint8)
     chosen[..., 1] = 1  # all tokens to experts 0 and 1

@@ -28,10 +28,10 @@ from tests.harness.backends import (
     LAYOUT_RANKS,
     SETTINGS,
     distance,
-    documents,
     expected_logprobs,
     hugging_face,
     scored,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -73,7 +73,7 @@ def merged(folder: Path, base: Tensors, pairs: Mapping[str, tuple[torch.Tensor, 
 def gradients(folder: Path, number: int) -> Tensors:
     """Return the gradients of every tensor of the folder for batch ``number``."""
     with started("reference", folder, optimizer=GENTLE) as plain:
-        plain.step(shares("reference", documents(number)), learning_rate=0.0)
+        plain.step(shares("reference", sequences(number)), learning_rate=0.0)
         model = plain._trained["policy"]  # type: ignore[attr-defined]
         return dict(
             by_names_in_files(
@@ -88,7 +88,7 @@ def gradients(folder: Path, number: int) -> Tensors:
 def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)
     base = load_file(folder / "model.safetensors")
-    (row,) = pack(documents(), max_tokens=1000)
+    (row,) = pack(sequences(), max_tokens=1000)
     now = folder
     with started("megatron-1", folder, **settings(ADAPTERS)) as backend:
         pairs = factors(weights(backend))
@@ -106,7 +106,7 @@ def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str,
                 down.grad = ADAPTERS.scale * up.T @ of_weights[name]
                 up.grad = ADAPTERS.scale * of_weights[name] @ down.T
             adamw.step()
-            backend.step(shares("megatron-1", documents(number), max_tokens=30), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", sequences(number), max_tokens=30), learning_rate=LEARNING_RATE)
             trained = factors(weights(backend))
             for name, pair in pairs.items():
                 for ours, theirs in zip(trained[name], pair, strict=True):
@@ -126,7 +126,7 @@ def test_a_merged_export_is_the_folder_plus_the_adapters_and_nothing_else_moves(
         with started("megatron-1", folder, **settings(lora)) as backend:
             if lora is MERGED:
                 assert distance(weights(backend), base) == 0.0  # B is 0
-            backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
             exported.append(weights(backend))
             backend.save(tmp_path / f"saved-{len(saved)}")
             saved.append(FileSystemReader(tmp_path / f"saved-{len(saved)}").read_metadata().state_dict_metadata)
@@ -178,11 +178,11 @@ def test_ranks_that_share_a_model_train_the_adapters_of_one_process(
     after = []
     for ranks in ("megatron-1", kind):
         with started(ranks, folder, **settings(dataclasses.replace(ADAPTERS, modules=modules))) as backend:
-            backend.step(shares(ranks, documents(), max_tokens=30), learning_rate=LEARNING_RATE)
+            backend.step(shares(ranks, sequences(), max_tokens=30), learning_rate=LEARNING_RATE)
             backend.save(tmp_path / ranks)
             again = []
             for _ in range(2):
-                metrics = backend.step(shares(ranks, documents(1), max_tokens=30), learning_rate=LEARNING_RATE).metrics
+                metrics = backend.step(shares(ranks, sequences(1), max_tokens=30), learning_rate=LEARNING_RATE).metrics
                 again.append(weights(backend))
                 backend.restore(tmp_path / ranks)
             assert distance(*again) == 0.0
@@ -195,7 +195,7 @@ def test_a_published_version_is_a_folder_that_peft_reads(tmp_path: Path) -> None
     folder = tiny_model(tmp_path / "base")
     channel = FilesChannel(tmp_path / "weights", keep=2, model_path=folder)
     with started("megatron-1", folder, **settings(ADAPTERS)) as backend:
-        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
         first = channel.publish(backend.export(), incarnation=0, policy_version=1)
         version = channel.publish(backend.export(), incarnation=0, policy_version=2)
         exported = weights(backend)
@@ -212,5 +212,5 @@ def test_a_published_version_is_a_folder_that_peft_reads(tmp_path: Path) -> None
     base = load_file(folder / "model.safetensors")
     plain = hugging_face(merged(folder, base, factors(exported), tmp_path / "merged"))
     adapted = peft.PeftModel.from_pretrained(hugging_face(folder), made).eval()
-    (one, *_) = documents()
+    (one, *_) = sequences()
     np.testing.assert_allclose(expected_logprobs(adapted, one.tokens), expected_logprobs(plain, one.tokens), atol=1e-5)

@@ -25,10 +25,10 @@ from asyncrl.errors import ConfigError
 from tests.harness.backends import (
     LEARNING_RATE,
     distance,
-    documents,
     expected_logprobs,
     hugging_face,
     scored,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -105,7 +105,7 @@ def test_tensors_that_engines_would_miss_are_one_line_before_the_start(folder: P
 )
 def test_scaled_rotary_positions_are_those_of_transformers(folder: Path, tmp_path: Path, rope: dict[str, Any]) -> None:
     model = edited(folder, tmp_path, rope_parameters=rope | {"rope_theta": 1000.0})
-    (packed,) = pack(documents(lengths=(60,)), max_tokens=100)
+    (packed,) = pack(sequences(lengths=(60,)), max_tokens=100)
     with started("megatron-1", model) as backend:
         logprobs = scored(backend, "megatron-1", packed)
     np.testing.assert_allclose(logprobs, expected_logprobs(hugging_face(model), packed.tokens), atol=1e-4)
@@ -230,8 +230,8 @@ def test_logits_that_are_kept_give_the_same_gradient(monkeypatch: pytest.MonkeyP
         assert torch.equal(again, kept)
 
 
-def test_rectangles_hold_documents_of_similar_length_and_lose_no_token() -> None:
-    """Lengths 3, 8, 1, 7, 4 make rectangles of 8 and 7; 4 and 3; 1. The document of 7 is padded with its last token."""
+def test_rectangles_hold_sequences_of_similar_length_and_lose_no_token() -> None:
+    """Lengths 3, 8, 1, 7, 4 make rectangles of 8 and 7; 4 and 3; 1. The sequence of 7 is padded with its last token."""
     boundaries = np.array([0, 3, 11, 12, 19, 23], np.int32)
     indices, order = micro_batches.rectangles(boundaries)
     assert [part.shape for part in indices] == [(2, 8), (2, 4), (1, 1)]
@@ -249,7 +249,7 @@ def test_cpu_shim_does_not_change_torch(folder: Path) -> None:
     before_cuda = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "get_rng_state")}
     type_name = torch.Tensor.type
     with started("megatron-1", folder) as backend:
-        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
     assert before == {name: getattr(torch, name) for name in before}
     assert before_cuda == {name: getattr(torch.cuda, name) for name in before_cuda}
     assert torch.Tensor.type is type_name
@@ -282,7 +282,7 @@ def test_recomputation_changes_memory_and_not_numbers(folder: Path, monkeypatch:
     for recompute in ("none", "selective", "full"):
         calls.clear()
         with started("megatron-1", folder, options={"recompute": recompute}) as backend:
-            backend.step(shares("megatron-1", documents(), max_tokens=1000), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", sequences(), max_tokens=1000), learning_rate=LEARNING_RATE)
             results[recompute] = ([calls.count(name) for name in ("heads", "rms_norm", "swiglu")], weights(backend))
     # Two layers, each with attention, two norms and a gate, and a last norm. The backward pass repeats calls as the
     # option requires.
@@ -298,7 +298,7 @@ def test_a_closed_backend_leaves_nothing_behind(architecture: str, recompute: st
     folder = tiny_model(tmp_path, architecture=architecture)
     before = living_models()  # ignore models that other tests have left
     with started("megatron-1", folder, options={"recompute": recompute}) as backend:
-        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
         assert living_models() - before
     gc.collect()
     assert not living_models() - before
@@ -312,18 +312,18 @@ def test_offloaded_moments_do_not_change_training(folder: Path, tmp_path: Path) 
     results = []
     for offload in (False, True):
         with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
-            backend.step(shares("megatron-1", documents(0)), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", sequences(0)), learning_rate=LEARNING_RATE)
             backend.save(tmp_path)
         with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
             backend.restore(tmp_path)
-            backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", sequences(1)), learning_rate=LEARNING_RATE)
             results.append(weights(backend))
     assert distance(*results) == 0.0
 
 
 def test_flops_of_a_step_are_counted_by_hand(folder: Path) -> None:
     """Per token and layer: q 64 x 64, k and v 64 x 32, o 64 x 64, three matrices of 64 x 128; then the head 64 x 50.
-    Per document of 10 tokens: 2 products of 10 x 10 scores x 64 wide, half masked, in 3 passes: 6 x 100 x 64."""
+    Per sequence of 10 tokens: 2 products of 10 x 10 scores x 64 wide, half masked, in 3 passes: 6 x 100 x 64."""
     shape = huggingface.read_shape(folder)
     sizes = (shape.hidden_size, shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size)
     assert (*sizes, shape.feed_forward_size, shape.num_layers) == (64, 64, 32, 128, 2)

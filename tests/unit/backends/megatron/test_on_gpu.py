@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.policies.batching.packing import sequence_slices
 from tests.harness.backends import (
     LEARNING_RATE,
     distance,
-    documents,
     expected_logprobs,
     hugging_face,
     scored,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -36,10 +36,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_step_in_bfloat16_is_close_to_the_reference(folder: Path) -> None:
     """The tolerances match test_bfloat16_trains_close_to_float32, which compares the same on the CPU."""
     with started("reference", folder) as backend:
-        expected = backend.step(shares("reference", documents()), learning_rate=LEARNING_RATE).metrics
+        expected = backend.step(shares("reference", sequences()), learning_rate=LEARNING_RATE).metrics
         expected_weights = weights(backend)
     with started("megatron-1", folder, device="cuda", dtype="bfloat16") as backend:
-        metrics = backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE).metrics
+        metrics = backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE).metrics
         exported = {name: tensor.cpu() for name, tensor in weights(backend).items()}
     assert metrics["loss"] == pytest.approx(expected["loss"], abs=0.02)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
@@ -48,21 +48,21 @@ def test_a_step_in_bfloat16_is_close_to_the_reference(folder: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "mean", "largest"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.05, 1.0)])
 def test_logprobs_are_close_to_those_of_hugging_face(folder: Path, dtype: str, mean: float, largest: float) -> None:
-    """Packed documents attend only to themselves. bfloat16's 8 bits cause errors of a few hundredths; a mixture's
+    """Packed sequences attend only to themselves. bfloat16's 8 bits cause errors of a few hundredths; a mixture's
     errors are far larger where rounding selects other experts. transformers' own mixture in bfloat16 has 0.034 and 0.75
     here."""
     model = hugging_face(folder)
-    (packed,) = pack(documents(), max_tokens=1000)
+    (packed,) = pack(sequences(), max_tokens=1000)
     with started("megatron-1", folder, device="cuda", dtype=dtype) as backend:
         logprobs = scored(backend, "megatron-1", packed)
-    expected = np.concatenate([expected_logprobs(model, packed.tokens[where]) for where in document_slices(packed)])
+    expected = np.concatenate([expected_logprobs(model, packed.tokens[where]) for where in sequence_slices(packed)])
     errors = np.abs(logprobs - expected)
     assert errors.mean() < mean
     assert errors.max() < largest
 
 
 def test_checkpoint_restores_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    batch = shares("megatron-1", documents())
+    batch = shares("megatron-1", sequences())
     with started("megatron-1", folder, device="cuda", dtype="bfloat16") as backend:
         backend.step(batch, learning_rate=LEARNING_RATE)
         backend.save(tmp_path)

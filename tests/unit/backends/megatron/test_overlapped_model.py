@@ -27,11 +27,11 @@ from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import MicroBatch
-from tests.harness.backends import LAYOUTS, LEARNING_RATE, SETTINGS, documents, shares, tiny_model
+from tests.harness.backends import LAYOUTS, LEARNING_RATE, SETTINGS, sequences, shares, tiny_model
 from tests.harness.ports import free_ports
 
 KIND = "megatron-tp2"
-ROWS = (documents(0), documents(1, (3, 5)), documents(2, (33, 12, 7, 39, 22)))
+ROWS = (sequences(0), sequences(1, (3, 5)), sequences(2, (33, 12, 7, 39, 22)))
 """Of one step each. Later rows are shorter or longer, so that windows grow."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -13,7 +13,7 @@ from asyncrl.backends.huggingface import read_shape
 from asyncrl.backends.megatron.refusals import require_quantizable
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import quantized_model
-from tests.harness.backends import LEARNING_RATE, RANKS, documents, shares, started, tiny_model, weights
+from tests.harness.backends import LEARNING_RATE, RANKS, sequences, shares, started, tiny_model, weights
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_engines_get_the_trained_weights_in_their_format(kind: str, folder: Path
     made = {}
     for wanted in ("", quantization):
         with started(kind, folder, quantization=wanted) as backend:
-            backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+            backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
             made[wanted] = weights(backend)
     assert any(not torch.equal(one, made[""][name]) for name, one in load_file(folder / "model.safetensors").items())
     expected = dict(quantized_model.quantize_tensors(made[""].items(), quantization))

@@ -26,7 +26,7 @@ from tests import ROOT
 from tests.harness.backends import (
     LEARNING_RATE,
     distance,
-    documents,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -63,18 +63,18 @@ def test_a_checkpoint_restores_on_another_number_of_ranks(folder: Path, tmp_path
     """From ranks that each keep the whole optimizer; test_layouts.py moves checkpoints of a distributed one."""
     options = {"distributed_optimizer": False}
     with started("megatron-2", folder, options=options) as backend:
-        backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-2", sequences(0)), learning_rate=LEARNING_RATE)
         backend.save(tmp_path / "two")
-        backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-2", sequences(1)), learning_rate=LEARNING_RATE)
         expected = weights(backend)
     with started("megatron-1", folder) as backend:
         backend.restore(tmp_path / "two")
         backend.save(tmp_path / "one")
-        backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-1", sequences(1)), learning_rate=LEARNING_RATE)
         assert distance(weights(backend), expected) < 1e-5
     with started("megatron-2", folder, options=options) as backend:
         backend.restore(tmp_path / "one")
-        backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-2", sequences(1)), learning_rate=LEARNING_RATE)
         assert distance(weights(backend), expected) == 0.0
 
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_restores_on_another_number_of_ranks(folder: Path, tmp_path
 def test_failed_save_can_be_repeated_on_all_ranks(folder: Path, tmp_path: Path) -> None:
     """A folder blocks the file of rank 1, but not the leader's. Once it is gone, all ranks save while a step runs."""
     with started("megatron-2", folder) as backend:
-        backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-2", sequences(0)), learning_rate=LEARNING_RATE)
         taken = tmp_path / "one" / "__1_0.distcp"
         taken.mkdir(parents=True)
         for _ in range(2):
@@ -92,7 +92,7 @@ def test_failed_save_can_be_repeated_on_all_ranks(folder: Path, tmp_path: Path) 
         expected = weights(backend)
         beside: Any = backend
         beside.begin_save(tmp_path / "one")
-        backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-2", sequences(1)), learning_rate=LEARNING_RATE)
         hashed = beside.finish_save(tmp_path / "one", wait=True)
         assert sorted(path.name for path in hashed) == ["__0_0.distcp", "__1_0.distcp"]
         assert distance(weights(backend), expected) > 0.0
@@ -108,7 +108,7 @@ def test_failed_save_can_be_repeated_on_all_ranks(folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["megatron-2", "megatron-pp2"])
 def test_a_rank_that_fails_in_a_step_ends_the_backend_with_its_name_and_reason(folder: Path, kind: str) -> None:
     """The other ranks wait for it in a collective, which fails since the rank is gone."""
-    made = documents()
+    made = sequences()
     if kind == "megatron-2":  # the last share is that of rank 1
         cut = shares(kind, made)
         broken = dataclasses.replace(cut[1][0], tokens=np.full_like(cut[1][0].tokens, 10**6))  # without an embedding
@@ -135,9 +135,9 @@ def test_a_killed_rank_is_an_error_with_its_exit_code(folder: Path, tmp_path: Pa
         os.kill(child_pid(backend), signal.SIGKILL)
         with pytest.raises(BackendError, match=r"learner rank 1 \(pid \d+\) is gone: it ended with exit code -9"):
             if moment == "stepping":
-                backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)
+                backend.step(shares("megatron-2", sequences()), learning_rate=LEARNING_RATE)
             elif moment == "scoring":  # scoring uses no collective
-                backend.score(shares("megatron-2", documents()))
+                backend.score(shares("megatron-2", sequences()))
             else:
                 backend.save(tmp_path)
 
@@ -149,7 +149,7 @@ def test_a_stopped_rank_ends_the_backend_within_the_timeout(folder: Path) -> Non
         own._group._end = Ends()
         os.kill(child_pid(backend), signal.SIGSTOP)
         with pytest.raises(BackendError, match="^step failed on learner rank 0: .*[Tt]ime"):
-            backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-2", sequences()), learning_rate=LEARNING_RATE)
 
 
 @pytest.mark.slow
@@ -160,17 +160,17 @@ def test_a_checkpoint_of_a_larger_model_is_refused_before_any_rank_is_told(folde
     with started("megatron-2", folder) as backend:
         with pytest.raises(CheckpointError, match="which the model or its adapters lack"):
             backend.restore(tmp_path / "saved")
-        backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)  # all ranks are there
+        backend.step(shares("megatron-2", sequences()), learning_rate=LEARNING_RATE)  # all ranks are there
 
 
 @pytest.mark.slow
 def test_ranks_go_on_after_a_sigterm_to_every_process_so_that_the_learner_can_drain(folder: Path) -> None:
     with started("megatron-2", folder) as backend:
-        backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-2", sequences(0)), learning_rate=LEARNING_RATE)
         server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         for pid in (server, child_pid(backend)):
             os.kill(pid, signal.SIGTERM)
-        backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-2", sequences(1)), learning_rate=LEARNING_RATE)
         assert os_process.is_alive(server)
 
 

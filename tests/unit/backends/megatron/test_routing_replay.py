@@ -19,19 +19,19 @@ from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess.engine import InProcessEngine, Options
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS
-from asyncrl.policies.batching.packing import Document, MicroBatch
+from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence
 from tests.harness.backends import (
     LAYOUT_RANKS,
     SETTINGS,
-    document,
     learned,
     scored,
+    sequence,
     shares,
     started,
     tiny_model,
     weights,
 )
-from tests.harness.backends import documents as random_documents
+from tests.harness.backends import sequences as random_sequences
 from tests.harness.packing import pack
 
 PROMPTS = [np.arange(4 + n, 4 + n + 6 + 3 * n, dtype=np.int32) % 40 + 4 for n in range(8)]
@@ -59,7 +59,7 @@ def answers(folder: Path, dtype: str) -> list[Generation]:
     return asyncio.run(sample())
 
 
-def documents(generations: list[Generation]) -> list[Document]:
+def sequences(generations: list[Generation]) -> list[TrainingSequence]:
     made = []
     for prompt, answer in zip(PROMPTS, generations, strict=True):
         tokens = np.concatenate([prompt, answer.tokens])
@@ -67,7 +67,7 @@ def documents(generations: list[Generation]) -> list[Document]:
         logprobs = np.concatenate([np.zeros(len(prompt), np.float32), answer.logprobs])
         made.append(
             dataclasses.replace(
-                document(len(tokens), seed=len(prompt)),
+                sequence(len(tokens), seed=len(prompt)),
                 tokens=tokens,
                 response_mask=mask,
                 behavior_logprobs=logprobs,
@@ -79,7 +79,7 @@ def documents(generations: list[Generation]) -> list[Document]:
 
 
 def row(generations: list[Generation]) -> MicroBatch:
-    (packed,) = pack(documents(generations), max_tokens=10_000)
+    (packed,) = pack(sequences(generations), max_tokens=10_000)
     return packed
 
 
@@ -136,11 +136,11 @@ def test_experts_are_those_of_their_layer_where_the_first_has_none(tmp_path: Pat
     assert np.abs(mismatch(wrong, packed)).max() > 0.1
 
 
-def far_from_its_own(number: int) -> list[Document]:
-    """Documents with experts that no router would choose; the second document names no experts."""
+def far_from_its_own(number: int) -> list[TrainingSequence]:
+    """Sequences with experts that no router would choose; the second sequence names no experts."""
     random = np.random.default_rng(number)
     made = []
-    for one in random_documents(number):
+    for one in random_sequences(number):
         experts = random.permuted(np.tile(np.arange(8, dtype=np.uint8), (len(one), 4, 1)), axis=-1)[..., :2]
         experts[-1] = 255
         made.append(dataclasses.replace(one, experts=experts))

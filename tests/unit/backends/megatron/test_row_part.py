@@ -11,14 +11,14 @@ from asyncrl.backends.megatron.row_part import RowPart, order, spans, tokens_of_
 from asyncrl.backends.micro_batches import response_rows
 from asyncrl.config.layout import Layout
 from asyncrl.policies.batching.packing import MicroBatch
-from tests.harness.backends import documents
+from tests.harness.backends import sequences
 from tests.harness.packing import pack
 
 CPU = torch.device("cpu")
 
 
 def packed(*lengths: int) -> MicroBatch:
-    (row,) = pack(documents(lengths=lengths), max_tokens=1000)
+    (row,) = pack(sequences(lengths=lengths), max_tokens=1000)
     return row
 
 
@@ -37,11 +37,11 @@ def test_context_parallel_pieces_balance_attention() -> None:
     np.testing.assert_array_equal(gathered[order(length=16, ranks=2)], np.arange(16))
 
 
-def test_a_piece_has_the_keys_of_its_documents_from_their_start() -> None:
-    """Documents of 6 and 8 tokens, and 2 tokens of padding; the second rank's pieces are [4, 8) and [8, 12)."""
+def test_a_piece_has_the_keys_of_its_sequences_from_their_start() -> None:
+    """Sequences of 6 and 8 tokens, and 2 tokens of padding; the second rank's pieces are [4, 8) and [8, 12)."""
     first, second = (piece for piece in part(packed(6, 8), 1, context=2).attention.pieces)  # type: ignore[union-attr]
     assert (first.queries, first.keys) == (slice(0, 4), slice(0, 8))
-    assert first.query_boundaries.tolist() == [0, 2, 4]  # tokens 4 and 5 of the first document, 6 and 7 of the second
+    assert first.query_boundaries.tolist() == [0, 2, 4]  # tokens 4 and 5 of the first sequence, 6 and 7 of the second
     assert first.key_boundaries.tolist() == [0, 6, 8]
     assert (second.queries, second.keys) == (slice(4, 8), slice(6, 12))
     assert (second.query_boundaries.tolist(), second.key_boundaries.tolist()) == ([0, 4], [0, 6])
@@ -59,7 +59,7 @@ def test_every_token_is_predicted_by_the_rank_that_has_the_one_before_it() -> No
         np.testing.assert_array_equal(one.targets.numpy(), row.tokens[rows[one.places]])
 
 
-def test_padding_is_a_document_without_loss() -> None:
+def test_padding_is_a_sequence_without_loss() -> None:
     row = packed(6, 7)
     one = part(row, 0, context=2)
     assert (one.length, one.row.boundaries.tolist()) == (16, row.boundaries.tolist())

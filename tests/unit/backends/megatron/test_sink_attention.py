@@ -25,7 +25,7 @@ def inputs(length: int, *, device: str = "cpu", dtype: torch.dtype = torch.float
 def explicit(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """One document, head by head and query by query."""
+    """One sequence, head by head and query by query."""
     rows = []
     for position in range(len(query)):
         first = max(0, position + 1 - window) if window else 0
@@ -46,7 +46,7 @@ def with_gradients(attended: torch.Tensor, tensors: list[torch.Tensor]) -> list[
 
 @dataclass(frozen=True)
 class OnCpu:
-    """A kernel like FlashAttention's for one document: its backward pass knows the weights only from ``lse``."""
+    """A kernel like FlashAttention's for one sequence: its backward pass knows the weights only from ``lse``."""
 
     window: int
 
@@ -106,7 +106,7 @@ def test_attention_sink_is_a_softmax_with_one_more_column(attend: Callable[..., 
 
 
 def cut_row(device: str) -> Pieces:
-    """Documents of 7 and 12 tokens. A rank has the tokens [4, 10) and keys from the first document on."""
+    """Sequences of 7 and 12 tokens. A rank has the tokens [4, 10) and keys from the first sequence on."""
     boundaries = {"dtype": torch.int32, "device": device}
     piece = Piece(
         queries=slice(0, 6),
@@ -123,9 +123,9 @@ def cut_row(device: str) -> Pieces:
 def of_cut_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """The rank's queries, document by document."""
-    documents = (slice(0, 7), slice(7, 19))
-    whole = torch.cat([explicit(query[one], key[one], value[one], sinks, window) for one in documents])
+    """The rank's queries, sequence by sequence."""
+    sequences = (slice(0, 7), slice(7, 19))
+    whole = torch.cat([explicit(query[one], key[one], value[one], sinks, window) for one in sequences])
     return whole[4:10]
 
 
@@ -138,7 +138,7 @@ def of_cut_row(
         pytest.param("cuda", torch.bfloat16, 0.05, marks=pytest.mark.gpu),
     ],
 )
-def test_a_piece_of_a_row_attends_within_its_documents(
+def test_a_piece_of_a_row_attends_within_its_sequences(
     window: int, device: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     tensors = inputs(19, device=device, dtype=dtype)

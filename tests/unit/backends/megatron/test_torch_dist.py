@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.backends import huggingface
-from tests.harness.backends import LEARNING_RATE, documents, shares, started, tiny_model
+from tests.harness.backends import LEARNING_RATE, sequences, shares, started, tiny_model
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Megatron calls functions that torch has renamed
@@ -19,7 +19,7 @@ def test_megatron_reads_model_and_optimizer(tmp_path: Path) -> None:
     assert shape.experts is not None
     experts, size = shape.experts.num_experts, shape.experts.feed_forward_size
     with started("megatron-1", folder) as backend:
-        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
         backend.save(tmp_path / "saved")
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing import ShardedTensor

@@ -25,9 +25,9 @@ from tests.harness.backends import (
     LAYOUTS,
     SETTINGS,
     distance,
-    documents,
     learned,
     scored,
+    sequences,
     shares,
     started,
     tiny_model,
@@ -70,13 +70,13 @@ class Done:
 
 def done(kind: str, folder: Path, saved: Path, *without: str, device: str) -> Done:
     """``without``: options of the backend that are off."""
-    (row,) = pack(documents(), max_tokens=1000)
+    (row,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, optimizer=GENTLE, device=device, options=dict.fromkeys(without, False)) as backend:
         if kind == "megatron-tp2" and device == "cuda":
             assert (process_groups.exchange() is None) == bool(without)
         scores = scored(backend, kind, row)
         arrived = received(backend.export(), parts=LAYOUTS[kind].exporters) if device == "cuda" else {}
-        cut = shares(kind, documents(), max_tokens=30)
+        cut = shares(kind, sequences(), max_tokens=30)
         metrics = learned(backend.step(cut, learning_rate=LEARNING_RATE).metrics)
         after = {name: tensor.cpu() for name, tensor in weights(backend).items()}
         restored = {}

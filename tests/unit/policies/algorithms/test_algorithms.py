@@ -130,7 +130,7 @@ def trained(
     """Return the metrics of one step, and the weights after it."""
     models = auxiliary(algorithm, folder)
     with started(kind, folder, algorithm=algorithm, **({"auxiliary": models} if models else {})) as backend:
-        shares = [pack(batch.documents, max_tokens=max_tokens)]
+        shares = [pack(batch.sequences, max_tokens=max_tokens)]
         rates = {"learning_rate": LEARNING_RATE, "critic_learning_rate": LEARNING_RATE}
         result = train_batch(backend, batch, [shares], algorithm=algorithm, step=0, **rates)
         return dict(result.metrics), weights(backend)
@@ -195,7 +195,7 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path
     batch = batch_of(algorithm, model)
     whole, whole_weights = trained(algorithm, batch, folder)
     cut, cut_weights = trained(algorithm, batch, folder, max_tokens=20)
-    assert len(pack(batch.documents, max_tokens=20)) > 3
+    assert len(pack(batch.sequences, max_tokens=20)) > 3
     assert whole["grad_norm"] > 1e-3
     assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-6)
@@ -208,19 +208,19 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path
 def policy_gradient_norm(model: Any, batch: Batch, *, correction: str) -> float:
     """Return |grad| of -sum(w A logprob) / divisor, with explicit weights and divisor."""
     loss, divisor = torch.zeros(()), 0.0
-    for document in batch.documents:
-        tokens = torch.from_numpy(document.tokens.astype(np.int64))
-        mask = torch.from_numpy(document.response_mask)[1:]
+    for sequence in batch.sequences:
+        tokens = torch.from_numpy(sequence.tokens.astype(np.int64))
+        mask = torch.from_numpy(sequence.response_mask)[1:]
         all_logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1], dim=-1)
         logprobs = all_logprobs.gather(-1, tokens[1:, None])[:, 0][mask]
-        ratio = (logprobs.detach() - torch.from_numpy(document.behavior_logprobs)[1:][mask]).exp()
+        ratio = (logprobs.detach() - torch.from_numpy(sequence.behavior_logprobs)[1:][mask]).exp()
         if correction == "icepop":  # "after": only kept tokens count
             weight = torch.where((ratio >= 0.8) & (ratio <= 1.25), ratio, 0.0)
             divisor += float((weight > 0).sum())
         else:  # self_norm: the weights have mean 1
             weight = ratio.clamp(max=2.0)
             divisor += float(weight.sum())
-        loss = loss - (weight * torch.from_numpy(document.advantages)[1:][mask] * logprobs).sum()
+        loss = loss - (weight * torch.from_numpy(sequence.advantages)[1:][mask] * logprobs).sum()
     gradients = torch.autograd.grad(loss / divisor, list(model.parameters()), allow_unused=True)
     return float(torch.stack([g.norm() for g in gradients if g is not None]).norm())
 
@@ -252,7 +252,7 @@ def test_entropy_coef_raises_entropy_and_nothing_else(folder: Path, model: Any) 
     norms = []
     for coefficient in (0.1, 0.2):
         algorithm = resolve(ALGORITHMS["grpo"], entropy_coef=coefficient)
-        batch = pack(batch_of(algorithm, model, rewards=same).documents, max_tokens=1000)
+        batch = pack(batch_of(algorithm, model, rewards=same).sequences, max_tokens=1000)
         with started("reference", folder, algorithm=algorithm) as backend:
             first, second = (backend.step([batch], learning_rate=LEARNING_RATE).metrics for _ in range(2))
         norms.append(first["grad_norm"])

@@ -44,7 +44,7 @@ def build(algorithm: Algorithm, *groups: tuple[Trajectory, ...]) -> Batch:
 
 
 def advantages(batch: Batch) -> np.ndarray:
-    return np.concatenate([document.advantages[document.response_mask] for document in batch.documents])
+    return np.concatenate([sequence.advantages[sequence.response_mask] for sequence in batch.sequences])
 
 
 CUT = answer(0.0, "x" * 9, finish_reason="length")
@@ -90,9 +90,9 @@ def test_a_batch_counts_the_tokens_that_it_trains(caplog: pytest.LogCaptureFixtu
     assert some.metrics["staleness/histogram"].counts == (3, 0, 0, 0, 0)  # type: ignore[union-attr]
     step = functools.partial(train_batch, Backend(), algorithm=algorithm)
     with caplog.at_level(logging.WARNING):
-        step(some, [[pack(some.documents, max_tokens=99)]], step=6, learning_rate=1e-3)
+        step(some, [[pack(some.sequences, max_tokens=99)]], step=6, learning_rate=1e-3)
         assert not caplog.messages
-        step(none, [[pack(none.documents, max_tokens=99)]], step=6, learning_rate=1e-3)
+        step(none, [[pack(none.sequences, max_tokens=99)]], step=6, learning_rate=1e-3)
     assert caplog.messages == ["step 7 trains nothing: no answer of its batch has a token that is trained"]
 
 

@@ -113,7 +113,7 @@ def built(algorithm: Algorithm) -> Batch:
 def gradient(algorithm: Algorithm) -> np.ndarray:
     """d loss / d logprob of each token, with the whole batch in one micro-batch.  f64[M]"""
     made = built(algorithm)
-    (packed,) = pack(made.documents, max_tokens=1000)
+    (packed,) = pack(made.sequences, max_tokens=1000)
     scores = {
         name: [[on_tokens(packed, values)]]
         for name, values in {"prox_logprobs": LIVE, "teacher_logprobs": TEACHER, "values": VALUES}.items()
@@ -144,7 +144,7 @@ def gradient(algorithm: Algorithm) -> np.ndarray:
 
 
 def on_tokens(packed: MicroBatch, values: np.ndarray) -> np.ndarray:
-    assert packed.documents.tolist() == list(range(B))
+    assert packed.sequences.tolist() == list(range(B))
     result = np.zeros(packed.num_tokens, np.float32)
     result[packed.response_mask] = values
     return result
@@ -219,7 +219,7 @@ def test_long_answers_lose_reward_before_advantages_are_made_of_it() -> None:
     penalty = -np.maximum(LENGTHS - 3, 0) / 4
     expected = (REWARDS + penalty)[SEQUENCE]
     for algorithm, advantages in ((plain, REWARDS[SEQUENCE]), (shaped, expected)):
-        documents = built(algorithm).documents
-        got = np.concatenate([document.advantages[document.response_mask] for document in documents])
+        sequences = built(algorithm).sequences
+        got = np.concatenate([sequence.advantages[sequence.response_mask] for sequence in sequences])
         np.testing.assert_allclose(got, advantages, rtol=1e-6)
     assert built(shaped).metrics["reward/mean"] == pytest.approx(REWARDS.mean())  # without the penalty

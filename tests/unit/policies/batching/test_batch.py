@@ -1,4 +1,4 @@
-"""A batch: what it carries, which groups are filtered, and how documents are packed."""
+"""A batch: what it carries, which groups are filtered, and how sequences are packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching import batch, filters
-from asyncrl.policies.batching.packing import Document, MicroBatch, cost, pack_for_ranks
+from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, cost, pack_for_ranks
 from tests.harness.groups import group
 from tests.harness.packing import pack
 
@@ -26,7 +26,7 @@ def test_a_batch_carries_prompt_zeros_and_the_staleness_of_every_token() -> None
         max_staleness=4,
         forks={},
     )
-    first = made.documents[0]
+    first = made.sequences[0]
     assert first.response_mask.tolist() == [False, False, True, True, True]
     assert first.staleness.tolist() == [0, 0, 2, 2, 2]
     assert first.advantages[0] == 0
@@ -34,7 +34,7 @@ def test_a_batch_carries_prompt_zeros_and_the_staleness_of_every_token() -> None
     assert made.metrics["staleness/mean"] == 1.0
     assert made.metrics["staleness/histogram"].counts == (6, 0, 6, 0, 0)
     assert made.metrics["reward/mean"] == 0.5
-    assert sum(float(d.loss_weights.sum()) for d in made.documents) == pytest.approx(1.0)
+    assert sum(float(d.loss_weights.sum()) for d in made.sequences) == pytest.approx(1.0)
 
 
 def test_a_token_over_the_bound_is_never_trained() -> None:
@@ -44,16 +44,16 @@ def test_a_token_over_the_bound_is_never_trained() -> None:
         )
 
 
-def test_a_truncated_answer_that_is_masked_is_in_no_document_s_mask() -> None:
+def test_a_truncated_answer_that_is_masked_is_in_no_sequence_s_mask() -> None:
     """So its tokens count in no mean; its reward still counts in its group's baseline."""
     algorithm = dataclasses.replace(resolve(ALGORITHMS["grpo"]), masks_truncated=True)
     made = group(0, version=5)
     first, *others = made.trajectories
     cut = dataclasses.replace(made, trajectories=(dataclasses.replace(first, finish_reason="length"), *others))
-    documents = batch.build([cut], algorithm=algorithm, policy_version=5, max_staleness=4, forks={}).documents
-    assert not documents[0].response_mask.any()
-    assert not documents[0].loss_weights.any()
-    assert documents[1].response_mask.any()
+    sequences = batch.build([cut], algorithm=algorithm, policy_version=5, max_staleness=4, forks={}).sequences
+    assert not sequences[0].response_mask.any()
+    assert not sequences[0].loss_weights.any()
+    assert sequences[1].response_mask.any()
 
 
 def rewarded(*rewards: float) -> TrajectoryGroup:
@@ -107,8 +107,8 @@ def test_a_truncated_answer_trains_nothing() -> None:
     assert not truncated.any()
 
 
-def document(length: int, fill: int = 1) -> Document:
-    return Document(
+def sequence(length: int, fill: int = 1) -> TrainingSequence:
+    return TrainingSequence(
         tokens=np.full(length, fill, np.int32),
         response_mask=np.ones(length, np.bool_),
         behavior_logprobs=np.zeros(length, np.float32),
@@ -119,8 +119,8 @@ def document(length: int, fill: int = 1) -> Document:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 4), st.integers(10, 60))
-def test_packing_keeps_every_document_once_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
-    shares = pack_for_ranks([document(n, fill=i + 1) for i, n in enumerate(lengths)], ranks=ranks, max_tokens=budget)
+def test_packing_keeps_every_sequence_once_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
+    shares = pack_for_ranks([sequence(n, fill=i + 1) for i, n in enumerate(lengths)], ranks=ranks, max_tokens=budget)
     assert len({len(share) for share in shares}) == 1
     counts = np.zeros(len(lengths) + 1, int)
     for micro_batch in (m for share in shares for m in share):
@@ -136,17 +136,17 @@ def sizes(micro_batches: list[MicroBatch]) -> list[list[int]]:
 
 def test_micro_batches_are_filled_evenly() -> None:
     """14 tokens in rows of at most 10 make two rows of 8 and 6; filling one row first would make 10 and 4."""
-    assert sizes(pack([document(n) for n in (4, 4, 2, 4)], max_tokens=10)) == [[4, 4], [4, 2]]
+    assert sizes(pack([sequence(n) for n in (4, 4, 2, 4)], max_tokens=10)) == [[4, 4], [4, 2]]
 
 
 def test_no_more_micro_batches_than_filling_one_after_the_other_needs() -> None:
     """Dealt evenly into rows of 6, they would be 3 2 | 3 2, with no room for the last 2."""
-    assert sizes(pack([document(n) for n in (3, 3, 2, 2, 2)], max_tokens=6)) == [[3, 3], [2, 2, 2]]
+    assert sizes(pack([sequence(n) for n in (3, 3, 2, 2, 2)], max_tokens=6)) == [[3, 3], [2, 2, 2]]
 
 
 def test_ranks_share_the_cost_and_not_the_tokens() -> None:
-    """A document of 16384 tokens costs 32768, about as much as short documents of 32 x 992 tokens in total."""
-    batch = [document(16_384), *(document(496) for _ in range(64))]
+    """A sequence of 16384 tokens costs 32768, about as much as short sequences of 32 x 992 tokens in total."""
+    batch = [sequence(16_384), *(sequence(496) for _ in range(64))]
     shares = pack_for_ranks(batch, ranks=2, max_tokens=40_000)
     (long,), (short,) = shares
     assert long.num_tokens < 18_000
@@ -155,12 +155,12 @@ def test_ranks_share_the_cost_and_not_the_tokens() -> None:
     assert totals[0] == pytest.approx(totals[1], rel=0.02)
 
 
-def test_positions_start_anew_in_every_document() -> None:
-    (micro_batch,) = pack([document(3), document(2)], max_tokens=10)
+def test_positions_start_anew_in_every_sequence() -> None:
+    (micro_batch,) = pack([sequence(3), sequence(2)], max_tokens=10)
     assert micro_batch.positions.tolist() == [0, 1, 2, 0, 1]
 
 
-def test_only_documents_sampled_wholly_by_the_trained_version_are_fresh() -> None:
-    mixed = dataclasses.replace(document(3), staleness=np.array([1, 1, 0], np.int32))
-    (micro_batch,) = pack([document(2), mixed], max_tokens=10)
+def test_only_sequences_sampled_wholly_by_the_trained_version_are_fresh() -> None:
+    mixed = dataclasses.replace(sequence(3), staleness=np.array([1, 1, 0], np.int32))
+    (micro_batch,) = pack([sequence(2), mixed], max_tokens=10)
     assert micro_batch.is_fresh.tolist() == [True, True, False, False, False]

@@ -20,7 +20,7 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching import apply_scores, batch
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import Document, pack_for_ranks
+from asyncrl.policies.batching.packing import TrainingSequence, pack_for_ranks
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
@@ -52,15 +52,15 @@ def build(*groups: TrajectoryGroup, algorithm: Algorithm = GRPO, bound: int = BO
     return batch.build(groups, algorithm=algorithm, policy_version=AT, max_staleness=bound, forks={}, discard=discard)
 
 
-def behind_prompt(made: Document) -> list[int]:
+def behind_prompt(made: TrainingSequence) -> list[int]:
     """Return the trained positions of the response."""
     return np.flatnonzero(made.response_mask[2:]).tolist()
 
 
 def test_only_what_is_over_the_bound_is_left_out_and_everything_counts_in_the_baseline() -> None:
     made = build(LATE)
-    assert [behind_prompt(document) for document in made.documents] == [[2, 3], [0, 1]]
-    late, other = made.documents
+    assert [behind_prompt(sequence) for sequence in made.sequences] == [[2, 3], [0, 1]]
+    late, other = made.sequences
     assert late.tokens.tolist() == [1, 2, *LATE.trajectories[0].tokens]  # old tokens stay as context
     assert (late.advantages[2:] > 0).tolist() == [False, False, True, True]
     assert (other.advantages[2:] < 0).all()
@@ -75,9 +75,9 @@ def test_only_what_is_over_the_bound_is_left_out_and_everything_counts_in_the_ba
 
 def test_with_all_tokens_within_the_bound_it_is_the_batch_that_it_would_be_anyway() -> None:
     for mine, other in zip(
-        build(LATE, bound=6).documents, build(LATE, bound=6, discard="groups").documents, strict=True
+        build(LATE, bound=6).sequences, build(LATE, bound=6, discard="groups").sequences, strict=True
     ):
-        for field in dataclasses.fields(Document):
+        for field in dataclasses.fields(TrainingSequence):
             np.testing.assert_array_equal(getattr(mine, field.name), getattr(other, field.name), err_msg=field.name)
 
 
@@ -85,7 +85,7 @@ def test_with_all_tokens_within_the_bound_it_is_the_batch_that_it_would_be_anywa
 def test_no_token_counts_more_because_another_was_left_out(name: str) -> None:
     """Otherwise the last tokens of a slow answer would count for the whole answer."""
     algorithm = dataclasses.replace(GRPO, aggregation=AGGREGATIONS[name]())
-    left, whole = (build(LATE, algorithm=algorithm, bound=bound).documents for bound in (BOUND, 6))
+    left, whole = (build(LATE, algorithm=algorithm, bound=bound).sequences for bound in (BOUND, 6))
     for mine, other in zip(left, whole, strict=True):
         np.testing.assert_array_equal(mine.loss_weights, other.loss_weights * mine.response_mask)
 
@@ -111,7 +111,7 @@ def test_a_penalty_in_the_reward_knows_what_sampled_the_tokens_that_are_left_out
     found = []
     for bound in (BOUND, 6):
         one = build(made, algorithm=algorithm, bound=bound)
-        shares = pack_for_ranks(one.documents, ranks=1, max_tokens=100)
+        shares = pack_for_ranks(one.sequences, ranks=1, max_tokens=100)
         scores = {
             name: [[np.full(micro.num_tokens, value, np.float32) for micro in share] for share in shares]
             for name, value in (("prox_logprobs", -0.7), ("ref_logprobs", -1.5))
@@ -130,7 +130,7 @@ def test_a_sequence_s_ratio_is_that_of_its_trained_tokens_given_what_is_before_t
     tail = group(sampled_by(7, 9, reward=1.0, behavior_logprobs=strange[2:]))
     losses = []
     for one in (late, tail):
-        ((micro,),) = pack_for_ranks(build(one, algorithm=algorithm).documents, ranks=1, max_tokens=100)
+        ((micro,),) = pack_for_ranks(build(one, algorithm=algorithm).sequences, ranks=1, max_tokens=100)
         row = PackedRow.from_micro_batch(micro, response_rows(micro), device=torch.device("cpu"), in_rectangles=False)
         inputs = row.loss_inputs(torch.tensor([-0.4, -0.9]), torch.zeros(2))
         loss, _ = GSPO(anchor="behavior")(inputs)
@@ -142,18 +142,18 @@ def test_each_part_of_a_rollout_loses_its_own_old_tokens() -> None:
     first, second = sampled_by(3, 8, reward=1.0, rollout=0, part=0), sampled_by(9, reward=1.0, rollout=0, part=1)
     other = sampled_by(9, 9, rollout=1, part=0)
     made = build(group(first, second, other))
-    assert [behind_prompt(document) for document in made.documents] == [[1], [0], [0, 1]]
+    assert [behind_prompt(sequence) for sequence in made.sequences] == [[1], [0], [0, 1]]
     assert made.metrics["reward/mean"] == 0.5 and made.metrics["length/trained_mean"] == 2.5
-    assert [float(document.advantages[-1]) > 0 for document in made.documents] == [True, True, False]
+    assert [float(sequence.advantages[-1]) > 0 for sequence in made.sequences] == [True, True, False]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_split_among_ranks_trains_the_same_tokens(ranks: int) -> None:
     made = build(LATE, dataclasses.replace(LATE, group_id=1))
     trained = set()
-    for share in pack_for_ranks(made.documents, ranks=ranks, max_tokens=6):
+    for share in pack_for_ranks(made.sequences, ranks=ranks, max_tokens=6):
         for micro in share:
-            owner = np.repeat(micro.documents, np.diff(micro.boundaries))
+            owner = np.repeat(micro.sequences, np.diff(micro.boundaries))
             trained |= set(zip(owner[micro.response_mask], micro.positions[micro.response_mask], strict=True))
     assert trained == {(0, 4), (0, 5), (1, 2), (1, 3), (2, 4), (2, 5), (3, 2), (3, 3)}
 
@@ -190,7 +190,7 @@ def test_no_token_over_the_bound_is_trained_and_none_within_it_is_lost(
         return
     built = batch.build(kept, algorithm=GRPO, policy_version=step, max_staleness=bound, forks=forks, discard="tokens")
     expected = [mask for one in kept for mask in young[one.group_id]]
-    assert [document.response_mask[2:].tolist() for document in built.documents] == [m.tolist() for m in expected]
+    assert [sequence.response_mask[2:].tolist() for sequence in built.sequences] == [m.tolist() for m in expected]
     sampled = sum(int(t.response_mask.sum()) for one in kept for t in one.trajectories)
     assert built.old_tokens == sampled - sum(int(mask.sum()) for mask in expected)
     assert built.max_staleness <= bound

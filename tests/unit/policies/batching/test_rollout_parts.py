@@ -43,8 +43,8 @@ def built(*groups: TrajectoryGroup, **changes: Any) -> Batch:
 
 
 def advantages(made: Batch) -> list[float]:
-    """Return one advantage per document; all tokens of a document have the same advantage."""
-    return [float(document.advantages[-1]) for document in made.documents]
+    """Return one advantage per sequence; all tokens of a sequence have the same advantage."""
+    return [float(sequence.advantages[-1]) for sequence in made.sequences]
 
 
 def test_the_winner_in_three_parts_counts_once_in_its_group() -> None:
@@ -74,9 +74,9 @@ def test_a_part_that_is_too_old_trains_nothing_and_its_rollout_counts_all_the_sa
         build()
     made = build(discard="trajectories")
     assert advantages(made) == pytest.approx([0.0, 1.5, -0.5, -0.5, -0.5], abs=1e-5)
-    trained = [int(document.response_mask.sum()) for document in made.documents]
+    trained = [int(sequence.response_mask.sum()) for sequence in made.sequences]
     assert trained == [0, 4, 3, 3, 3] and made.num_tokens == 13
-    assert [float(document.loss_weights.sum()) > 0 for document in made.documents] == [False, True, True, True, True]
+    assert [float(sequence.loss_weights.sum()) > 0 for sequence in made.sequences] == [False, True, True, True, True]
     assert (made.old_trajectories, made.max_staleness, made.metrics["staleness/max"]) == (1, 1, 1.0)
     assert made.metrics["staleness/old_trajectories"] == 1.0 and made.metrics["reward/mean"] == 0.25
 
@@ -127,9 +127,9 @@ def test_a_part_follows_its_own_prompt() -> None:
     made = dataclasses.replace(
         made, trajectories=(first, dataclasses.replace(second, prompt_tokens=np.array([7, 8, 9], np.int32)), third)
     )
-    documents = built(made).documents
-    assert [d.tokens.tolist() for d in documents] == [[1, 2, 4, 5], [7, 8, 9, 4, 5], [1, 2, 4, 5]]
-    assert [int(np.flatnonzero(d.response_mask)[0]) for d in documents] == [2, 3, 2]
+    sequences = built(made).sequences
+    assert [d.tokens.tolist() for d in sequences] == [[1, 2, 4, 5], [7, 8, 9, 4, 5], [1, 2, 4, 5]]
+    assert [int(np.flatnonzero(d.response_mask)[0]) for d in sequences] == [2, 3, 2]
 
 
 def test_every_part_ends_with_the_reward_and_no_part_looks_into_the_next() -> None:
@@ -174,7 +174,7 @@ def test_gae_adds_what_turns_earned_to_the_return_of_their_part_alone() -> None:
 def test_turns_are_compared_with_turns_of_the_same_number() -> None:
     """Turn 0 returns 3 and 1: 2 +- 1, so +-0.7071. Turn 1 returns 2 and 0, with the same result. Turn 2 is alone."""
     made = built(with_turns([[[1.0], [2.0]], [[1.0, 0.0, 0.0]]]), advantage=TurnGRPO())
-    tokens = list(itertools.chain.from_iterable(d.advantages[2:].tolist() for d in made.documents))
+    tokens = list(itertools.chain.from_iterable(d.advantages[2:].tolist() for d in made.sequences))
     half = 0.5**0.5
     assert tokens == pytest.approx([half, half, -half, -half, 0.0], abs=1e-5)
     as_grpo = group_of([(1.0, [1, 2]), (0.0, [1])])

@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch, routing_mismatch
 
 
-def document(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> Document:
+def sequence(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> TrainingSequence:
     """Two prompt tokens, then ``tokens`` sampled tokens."""
     mask = np.arange(2 + tokens) >= 2
-    return Document(
+    return TrainingSequence(
         tokens=np.ones(2 + tokens, np.int32),
         response_mask=mask,
         behavior_logprobs=np.where(mask, behavior, 0).astype(np.float32),
@@ -25,49 +25,49 @@ def document(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> Docume
 
 
 def looked(
-    rescoring: LogprobMismatch, documents: list[Document], workers: list[str], *, step: int, trainer: float
+    rescoring: LogprobMismatch, sequences: list[TrainingSequence], workers: list[str], *, step: int, trainer: float
 ) -> list[str]:
     """Return the workers that one look quarantines when the trainer gives every token the logprob ``trainer``."""
-    chosen = rescoring.choose(documents, workers, step=step)
-    logprobs = {one.document: np.full(len(documents[one.document]), trainer, np.float32) for one in chosen}
-    return rescoring.judge(chosen, documents, logprobs)[1]
+    chosen = rescoring.choose(sequences, workers, step=step)
+    logprobs = {one.sequence: np.full(len(sequences[one.sequence]), trainer, np.float32) for one in chosen}
+    return rescoring.judge(chosen, sequences, logprobs)[1]
 
 
 def test_the_youngest_and_the_oldest_answer_of_each_worker_are_scored() -> None:
-    documents = [document(age=age) for age in (3, 1, 2, 0)]
-    chosen = LogprobMismatch(bound=0.5, every=10).choose(documents, ["a", "a", "a", "b"], step=20)
+    sequences = [sequence(age=age) for age in (3, 1, 2, 0)]
+    chosen = LogprobMismatch(bound=0.5, every=10).choose(sequences, ["a", "a", "a", "b"], step=20)
     assert sorted((one.worker, one.age) for one in chosen) == [("a", 1), ("a", 3), ("b", 0)]
 
 
 @pytest.mark.parametrize(("bound", "step"), [(0.5, 7), (0.0, 10)])
 def test_nothing_is_scored_between_the_looks_or_when_it_is_off(bound: float, step: int) -> None:
-    assert LogprobMismatch(bound=bound, every=10).choose([document()], ["a"], step=step) == []
+    assert LogprobMismatch(bound=bound, every=10).choose([sequence()], ["a"], step=step) == []
 
 
 def test_a_worker_over_the_bound_twice_is_quarantined_and_the_others_are_not() -> None:
     rescoring = LogprobMismatch(bound=0.5, every=10)
-    documents = [document(behavior=-1.0), document(behavior=-3.0)]  # |trainer - behavior| is 0 and 2
-    assert looked(rescoring, documents, ["good", "bad"], step=0, trainer=-1.0) == []
-    assert looked(rescoring, documents, ["good", "bad"], step=1, trainer=-1.0) == ["bad"]
+    sequences = [sequence(behavior=-1.0), sequence(behavior=-3.0)]  # |trainer - behavior| is 0 and 2
+    assert looked(rescoring, sequences, ["good", "bad"], step=0, trainer=-1.0) == []
+    assert looked(rescoring, sequences, ["good", "bad"], step=1, trainer=-1.0) == ["bad"]
 
 
 def test_who_was_over_the_bound_once_and_is_not_again_goes_free() -> None:
     rescoring = LogprobMismatch(bound=0.5, every=10)
-    assert looked(rescoring, [document(behavior=-3.0)], ["w"], step=0, trainer=-1.0) == []
-    assert looked(rescoring, [document()], ["w"], step=1, trainer=-1.0) == []
-    assert looked(rescoring, [document(behavior=-3.0)], ["w"], step=10, trainer=-1.0) == []
+    assert looked(rescoring, [sequence(behavior=-3.0)], ["w"], step=0, trainer=-1.0) == []
+    assert looked(rescoring, [sequence()], ["w"], step=1, trainer=-1.0) == []
+    assert looked(rescoring, [sequence(behavior=-3.0)], ["w"], step=10, trainer=-1.0) == []
 
 
-def guilty_of(documents: list[Document], workers: list[str], *, looks: int = 3) -> list[str]:
+def guilty_of(sequences: list[TrainingSequence], workers: list[str], *, looks: int = 3) -> list[str]:
     """Return the workers that ``looks`` looks at the same answers quarantine; the trainer gives every token -1."""
     rescoring = LogprobMismatch(bound=0.5, every=1)
     return sorted(
-        {one for step in range(looks) for one in looked(rescoring, documents, workers, step=step, trainer=-1.0)}
+        {one for step in range(looks) for one in looked(rescoring, sequences, workers, step=step, trainer=-1.0)}
     )
 
 
-def off(nats: float, *, age: int) -> Document:
-    return document(age=age, behavior=-1.0 - nats)
+def off(nats: float, *, age: int) -> TrainingSequence:
+    return sequence(age=age, behavior=-1.0 - nats)
 
 
 def test_no_worker_is_quarantined_for_a_policy_that_moves_fast() -> None:
@@ -97,7 +97,7 @@ def test_who_was_off_when_fresh_is_quarantined_when_its_next_answers_are_old() -
 
 def test_what_routing_replay_is_good_for_is_the_mismatch_with_and_without_it() -> None:
     one = dataclasses.replace(
-        document(),
+        sequence(),
         response_mask=np.array([False, True, True, False]),
         behavior_logprobs=np.array([0, -1, -2, 0], np.float32),
     )

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
-from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.groups.resumed_tokens import split, spoiled
 
 
@@ -24,10 +24,10 @@ def trajectory(*, resumed: int) -> Trajectory:
     )
 
 
-def document(*, age: int = 0) -> Document:
-    """A document of such a trajectory after a prompt of one token."""
+def sequence(*, age: int = 0) -> TrainingSequence:
+    """A sequence of such a trajectory after a prompt of one token."""
     mask = np.array([False, True, True, False, True, True])
-    return Document(
+    return TrainingSequence(
         tokens=np.zeros(6, np.int32),
         response_mask=mask,
         behavior_logprobs=np.where(mask, -1, 0).astype(np.float32),
@@ -43,8 +43,8 @@ def group(*resumed: int) -> TrajectoryGroup:
 
 
 def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
-    """Three of four are resumed: positions 1, 2 and 4 of the document. The worker sampled position 5 itself."""
-    own, taken_over = split([document(), document(), document()], [group(0, 3), group(4)])
+    """Three of four are resumed: positions 1, 2 and 4 of the sequence. The worker sampled position 5 itself."""
+    own, taken_over = split([sequence(), sequence(), sequence()], [group(0, 3), group(4)])
     assert [np.flatnonzero(one.response_mask).tolist() for one in own] == [[1, 2, 4, 5], [5], []]
     masks = {index: np.flatnonzero(one.response_mask).tolist() for index, one in taken_over.items()}
     assert masks == {1: [1, 2, 4], 2: [1, 2, 4, 5]}
@@ -52,7 +52,7 @@ def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
 
 def test_what_was_taken_over_and_is_left_out_as_too_old_is_scored_too() -> None:
     """Resumed tokens influence the tokens trained after them. The worker's own part is as old as its own tokens."""
-    late = document(age=1)
+    late = sequence(age=1)
     late = dataclasses.replace(late, response_mask=late.response_mask & (np.arange(6) > 4))
     own, taken_over = split([late], [group(3)])
     assert np.flatnonzero(own[0].response_mask).tolist() == [5]
@@ -64,7 +64,7 @@ def test_what_was_taken_over_and_is_left_out_as_too_old_is_scored_too() -> None:
 
 def test_what_was_taken_over_may_be_off_by_the_bound_for_each_version_that_it_is_old() -> None:
     """1.4 nats off is within 0.5 x (1 + 2), but not within 0.5 x (1 + 1)."""
-    own, taken_over = split([document(age=1), document(age=2)], [group(4, 4)])
+    own, taken_over = split([sequence(age=1), sequence(age=2)], [group(4, 4)])
     logprobs = {index: np.full(6, -2.4, np.float32) for index in taken_over}
     found = spoiled(taken_over, logprobs, bound=0.5)
     assert found == {
