@@ -20,6 +20,8 @@ from asyncrl import keeper
 _KEEPER: Final = Path(keeper.__file__)
 _PATIENCE_SECONDS: Final = keeper.GIVE_UP_SECONDS + 5
 _CHUNK: Final = 2**16
+GONE: Final = (BrokenPipeError, ConnectionResetError, RuntimeError)
+"""What writing to a program that has ended raises. RuntimeError is uvloop's, for a pipe that it has closed itself."""
 
 
 class Program:

@@ -1,8 +1,8 @@
 """harness = "command": any program, started once per sample, in its own process and virtual environment.
 
 The program finds the model through environment variables (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ...). It
-reads the task as one JSON line from standard input. It reports the reward on the last JSON line of its output or in a
-file, or leaves it to the run's reward function. Tests: tests/unit/environments/harnesses/test_command.py.
+reads the task as one JSON line from standard input. It prints the reward as a JSON object on a line of its own, writes
+it to a file, or leaves it to the run's reward function. Tests: tests/unit/environments/harnesses/test_command.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Final, Literal
 from asyncrl.environments.agent.harnesses import environment
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
-from asyncrl.program import Program, last_bytes
+from asyncrl.program import GONE, Program, last_bytes
 
 _KEPT_BYTES: Final = 2**18
 """Bytes kept from the end of the program's output; the reward must be in them."""
 _SHOWN: Final = 300
-"""Characters of the last stderr line to show in an error."""
+"""Characters of the program's last line to show in an error."""
 REWARD_FILE: Final = "REWARD_FILE"
 
 
@@ -35,9 +35,9 @@ class Options:
     command: tuple[str, ...]
     """The program and its arguments; {model} and {base_url} are replaced."""
     reward: Literal["stdout", "file", "grader"] = "stdout"
-    """Where the reward comes from. stdout: the last line that is JSON. file: the file named by REWARD_FILE, or its last
-    line. Both hold a number or a table: reward, reward_parts, turn_rewards, metrics. grader: the run's reward
-    function."""
+    """Where the reward comes from. stdout: the line of the output that is a JSON object with a reward; it may also have
+    reward_parts, turn_rewards and metrics. file: the file named by REWARD_FILE, which holds such an object or a number.
+    grader: the run's reward function."""
     venv: str = ""
     """Virtual environment whose bin comes first on PATH."""
     directory: str = ""
@@ -59,7 +59,7 @@ class Options:
         environment.check_names(self.environment)
         environment.check_venv(self.venv)
         environment.check_program(
-            self.command[0], directory=self.directory, path=self.base_variables().get("PATH", os.defpath)
+            self.command, directory=self.directory, path=self.base_variables().get("PATH", os.defpath)
         )
 
     def base_variables(self) -> dict[str, str]:
@@ -81,14 +81,14 @@ class CommandHarness:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True))
                 file = Path(folder) / "reward.json"
                 variables[REWARD_FILE] = str(file)
-            output = await self._run(task, endpoint, variables)
+            output, errors = await self._run(task, endpoint, variables)
             try:
                 return self._outcome(output, file)
             except (ValueError, OSError) as error:
-                raise _error(f"{' '.join(str(error).split())}") from error
+                raise _error(" ".join(str(error).split()), said=_last_line(errors)) from error
 
-    async def _run(self, task: Task, endpoint: Endpoint, variables: Mapping[str, str]) -> bytes:
-        """Run the program and return the end of its output. Raises RolloutError."""
+    async def _run(self, task: Task, endpoint: Endpoint, variables: Mapping[str, str]) -> tuple[bytes, bytes]:
+        """Run the program and return the ends of its output and of its errors. Raises RolloutError."""
         program = await Program.start(
             [_fill(part, endpoint) for part in self._options.command],
             environment=variables,
@@ -106,8 +106,7 @@ class CommandHarness:
                 output = group.create_task(last_bytes(program.stdout, keep=_KEPT_BYTES, most=most))
                 errors = group.create_task(last_bytes(program.stderr, keep=_KEPT_BYTES, most=most))
             if problem := await program.wait_for_problem():
-                said = _last_line(errors.result())
-                raise _error(f"{problem}: {said}" if said else problem)
+                raise _error(problem, said=_last_line(errors.result()) or _last_line(output.result()))
         except ExceptionGroup as error:
             first = error.exceptions[0]
             if isinstance(first, ValueError):
@@ -115,7 +114,7 @@ class CommandHarness:
             raise first from error
         finally:
             await program.end()
-        return output.result()
+        return output.result(), errors.result()
 
     def _outcome(self, output: bytes, file: Path | None) -> Outcome:
         """Read the outcome from the output or the reward file. Raises ValueError and OSError."""
@@ -126,42 +125,42 @@ class CommandHarness:
                 raise ValueError(f"wrote no reward to the file that {REWARD_FILE} names")
             found = _read_json(file)
         else:
-            found = _find_last_json(output)
+            found = _find_reward(output)
         outcome = outcome_of(found)
         if outcome.reward is None:
             raise ValueError(
-                "gave no reward: the last line that is JSON must be a number or a table with a reward "
-                '(or leave it to reward.kind: reward = "grader")'
+                'gave no reward: print it as one line, {"reward": 0.5} (a number alone is not read: it may be what the '
+                'model said), or leave it to reward.kind: reward = "grader"'
             )
         return outcome
 
 
 def _read_json(file: Path) -> Any:
-    """Return the number or table that is the whole file, or the one of its last line. Raises ValueError and OSError."""
+    """Return what the whole file is, or the table with a reward in one of its lines. Raises ValueError, OSError."""
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - _KEPT_BYTES))
         text = stream.read()
     whole = _parse(text) if size <= _KEPT_BYTES else None
-    return _find_last_json(text) if whole is None else whole
+    return _find_reward(text) if whole is None else whole
 
 
-def _find_last_json(text: bytes) -> Any:
-    """Return the value of the last line that is a JSON number or table; None if no line is.
+def _find_reward(text: bytes) -> Any:
+    """Return the line of ``text`` that is a JSON object with a reward; None if no line is.
 
-    Raises ValueError if that line is the last element of a value over several lines (json.dumps with indent).
+    The output may hold what the model said. So a number is never a reward, and two lines that differ are none: the
+    program may have printed {"reward": 0.0}, and the model {"reward": 1.0}. Raises ValueError.
     """
-    after = b""
-    for line in reversed(text.splitlines()):
-        if not line.strip():
-            continue
-        found = _parse(line)
-        if found is not None:
-            if after.startswith((b"]", b"}")):
-                raise ValueError("its last JSON is spread over several lines; print the reward on one line")
-            return found
-        after = line.strip()
-    return None
+    lines = text.splitlines()
+    found = [one for one in map(_parse, lines) if isinstance(one, dict) and "reward" in one]
+    if not found and any(line.strip().startswith(b'"reward":') for line in lines):
+        raise ValueError("its reward is in JSON over several lines; print it on one line")
+    if other := next((one for one in found if one != found[-1]), None):
+        raise ValueError(
+            f"printed several rewards, {_short(other)} and {_short(found[-1])}, and the model may have written one; "
+            f'print one, or write it to the file that {REWARD_FILE} names: reward = "file"'
+        )
+    return found[-1] if found else None
 
 
 def _parse(text: bytes) -> Any:
@@ -173,13 +172,17 @@ def _parse(text: bytes) -> Any:
     return found if isinstance(found, dict | int | float) and not isinstance(found, bool) else None
 
 
+def _short(value: Any) -> str:
+    return json.dumps(value)[:_SHOWN]
+
+
 async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
     """Write the task to the program's standard input. The program need not read it."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    with contextlib.suppress(*GONE):
         stdin.write(data)
         await stdin.drain()
     stdin.close()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    with contextlib.suppress(*GONE):
         await stdin.wait_closed()
 
 
@@ -188,9 +191,10 @@ def _fill(part: str, endpoint: Endpoint) -> str:
 
 
 def _last_line(text: bytes) -> str:
+    """Return the last line that says something; a traceback may end with a frame, as of an ExceptionGroup."""
     lines = [line.strip() for line in text.decode(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "")[:_SHOWN]
+    return next((line for line in reversed(lines) if any(map(str.isalnum, line))), "")[:_SHOWN]
 
 
-def _error(problem: str) -> RolloutError:
-    return RolloutError(f"harness command: {problem}")
+def _error(problem: str, *, said: str = "") -> RolloutError:
+    return RolloutError(f"harness command: {problem}" + (f": {said}" if said else ""))

@@ -21,6 +21,9 @@ INHERITED: Final = (
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
 """Variables that a harness inherits from the worker; the option ``inherit`` adds more."""
+_DIRECT: Final = ("NO_PROXY", "no_proxy")
+_SCRIPTS: Final = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
+"""Endings by which the first argument of a command is known to be a script: ["python", "-u", "agent.py"]."""
 
 
 def base_variables(*, venv: str, inherit: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
@@ -37,12 +40,11 @@ def base_variables(*, venv: str, inherit: Sequence[str], added: Mapping[str, str
 
 
 def endpoint_variables(endpoint: Endpoint, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that OpenAI and Anthropic clients read."""
-    host = urlsplit(endpoint.base_url).hostname or ""
-    direct = {  # a proxy cannot reach a loopback address
-        name: ",".join(filter(None, (environment.get(name, ""), host))) for name in ("NO_PROXY", "no_proxy")
-    }
-    return direct | {
+    """Return the variables that OpenAI and Anthropic clients read.
+
+    environment   the variables that the program gets besides
+    """
+    return direct_variables(endpoint, environment) | {
         "OPENAI_BASE_URL": f"{endpoint.base_url}/v1",
         "OPENAI_API_BASE": f"{endpoint.base_url}/v1",
         "OPENAI_API_KEY": endpoint.api_key,
@@ -51,6 +53,18 @@ def endpoint_variables(endpoint: Endpoint, environment: Mapping[str, str]) -> di
         "ANTHROPIC_API_KEY": endpoint.api_key,
         "ANTHROPIC_MODEL": endpoint.model,
     }
+
+
+def direct_variables(endpoint: Endpoint, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep HTTP clients from asking a proxy for the endpoint.
+
+    A proxy cannot reach a loopback address, and must not see prompts and the sample's key. Both spellings get the
+    entries of both, because a client that knows both reads only one of them.
+    """
+    given = [entry.strip() for name in _DIRECT for entry in environment.get(name, "").split(",")]
+    hosts = [*filter(None, given), urlsplit(endpoint.base_url).hostname or "", "localhost"]
+    direct = "*" if "*" in hosts else ",".join(dict.fromkeys(hosts))  # "*" means every host only where it stands alone
+    return dict.fromkeys(_DIRECT, direct)
 
 
 def check_names(environment: Mapping[str, object]) -> None:
@@ -66,11 +80,15 @@ def check_venv(venv: str) -> None:
         raise ConfigError(f"venv: {venv} is not a virtual environment (it has no bin/python); make one: python -m venv")
 
 
-def check_program(program: str, *, directory: str, path: str) -> None:
-    """Raise ConfigError unless the program can be started from ``directory`` with this PATH."""
+def check_program(command: Sequence[str], *, directory: str, path: str) -> None:
+    """Raise ConfigError unless the program can be started from ``directory`` with this PATH, and has its script."""
     if directory and not os.path.isdir(directory):
         raise ConfigError(f"directory: {directory} is not a folder")
+    program = command[0]
     where = os.path.join(directory, program) if os.sep in program else program
     if shutil.which(where, path=path) is None:
         looked = "it is not there, or not executable" if os.sep in program else f"it is not on PATH ({path})"
         raise ConfigError(f"{program!r} cannot be started: {looked}")
+    script = next((part for part in command[1:] if not part.startswith("-")), "")
+    if script.endswith(_SCRIPTS) and not os.path.exists(os.path.join(directory, script)):
+        raise ConfigError(f"{program!r} cannot run {script!r}: no such file (from {directory or os.getcwd()})")

@@ -27,7 +27,7 @@ from typing import Any, Final
 from asyncrl.environments.agent.harnesses import child, environment
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
-from asyncrl.program import Program
+from asyncrl.program import GONE, Program
 
 CANCEL_SECONDS: Final = 5.0
 """Time for a cancelled sample to end; after that its child is killed."""
@@ -60,7 +60,7 @@ class Options:
             raise ConfigError("processes must be >= 1 and memory_mib >= 0")
         environment.check_names(self.environment)
         environment.check_venv(self.venv)
-        environment.check_program(self.python, directory=self.directory, path="")
+        environment.check_program([self.python], directory=self.directory, path="")
 
     @property
     def python(self) -> str:
@@ -113,7 +113,7 @@ class PythonHarness:
             raise ConfigError(f"{self._name!r} cannot be imported{where}: {problem}")
 
     async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
-        member = await self._choose_child()
+        member = await self._choose_child(endpoint)
         try:
             return await self._play(member, task, endpoint)
         finally:
@@ -133,24 +133,26 @@ class PythonHarness:
         while self._children:
             await _end(self._children.pop())
 
-    async def _choose_child(self) -> _Child:
+    async def _choose_child(self, endpoint: Endpoint) -> _Child:
         """Choose a child for one more sample; start a child if needed."""
         async with self._starting:
             self._children = [one for one in self._children if not one.program.has_ended]
             least = min(self._children, key=lambda one: one.num_samples, default=None)
             if least is None or (least.num_samples and len(self._children) < self._options.processes):
-                least = await self._start()
+                least = await self._start(endpoint)
                 self._children.append(least)
             least.num_samples += 1
             return least
 
-    async def _start(self) -> _Child:
+    async def _start(self, endpoint: Endpoint) -> _Child:
+        """Start a child. Its variables lead to the endpoint, which is the same for all samples of a worker."""
+        variables = self._variables()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 program = await Program.start(
                     [self._options.python, child.__file__, self._address],
-                    environment=self._variables(),
+                    environment=variables | environment.direct_variables(endpoint, variables),
                     directory=self._options.directory,
                     memory_mib=2 * self._options.memory_mib,
                     stdin=theirs,
@@ -174,7 +176,7 @@ class PythonHarness:
         try:
             writer.write(json.dumps(request, default=str).encode() + b"\n")
             line = await reader.readline()
-        except OSError as error:
+        except (OSError, *GONE) as error:
             raise await self._describe_end(member) from error
         except asyncio.CancelledError:
             await self._cancel(member, reader, writer)
@@ -194,13 +196,13 @@ class PythonHarness:
 
     async def _cancel(self, member: _Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Cancel a sample. If its child does not end it in time, kill the child and all processes it started."""
-        writer.write_eof()
         try:
+            writer.write_eof()
             async with asyncio.timeout(CANCEL_SECONDS):
                 await reader.read()
         except TimeoutError:
             self._kill(member)
-        except OSError:  # the child has exited
+        except (OSError, *GONE):  # the child has exited
             pass
         except asyncio.CancelledError:  # the caller does not wait any longer
             self._kill(member)

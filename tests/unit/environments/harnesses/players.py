@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,12 @@ async def leaves(task, endpoint):  # type: ignore[no-untyped-def]
 async def hoards(task, endpoint):  # type: ignore[no-untyped-def]
     hoards.held = b"x" * (64 * 2**20)  # type: ignore[attr-defined]
     return {"reward": 1.0, "metrics": {"pid": os.getpid()}}
+
+
+def names_proxies(task, endpoint):  # type: ignore[no-untyped-def]
+    """Whether the standard library would ask a proxy for the endpoint, and for another host."""
+    others = {host: not urllib.request.proxy_bypass(host) for host in (endpoint.base_url.split("/")[2], "a.org")}
+    return {"reward": 0.0, "metrics": dict(zip(("endpoint", "other"), others.values(), strict=True))}
 
 
 async def waits(task, endpoint):  # type: ignore[no-untyped-def]

@@ -15,7 +15,8 @@ import pytest
 
 from asyncrl import keeper
 from asyncrl.config import tables
-from asyncrl.environments.agent.harnesses.command import CommandHarness, Options
+from asyncrl.environments.agent.harnesses.command import REWARD_FILE, CommandHarness, Options
+from asyncrl.environments.agent.harnesses.environment import endpoint_variables
 from asyncrl.environments.agent.harnesses.load import Limited, load_harness
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
@@ -51,7 +52,8 @@ async def test_a_program_gets_the_task_and_finds_the_model_by_its_environment(
     monkeypatch.setenv("HF_TOKEN", "allowed")
     seen = tmp_path / "seen"
     script = (
-        f"import json, os, sys; json.dump([json.load(sys.stdin), dict(os.environ)], open({str(seen)!r}, 'w')); print(1)"
+        f"import json, os, sys; json.dump([json.load(sys.stdin), dict(os.environ)], open({str(seen)!r}, 'w')); "
+        "print('{\"reward\": 1}')"
     )
     await played(script, environment={"LEVEL": "easy"}, inherit=("HF_TOKEN",))
     task, environment = json.loads(seen.read_text())
@@ -68,22 +70,47 @@ async def test_a_program_gets_the_task_and_finds_the_model_by_its_environment(
     assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1234"
     assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] == "key-of-this-sample"
     assert environment["OPENAI_MODEL"] == "policy"
-    assert "127.0.0.1" in environment["NO_PROXY"]
     assert environment["LEVEL"] == "easy" and environment["HF_TOKEN"] == "allowed"
     assert "ASYNCRL_BUS_TOKEN" not in environment
 
 
-async def test_the_reward_is_on_the_last_line_that_is_json() -> None:
-    assert await played("print('thinking'); print(0.25); print('done')") == Outcome(reward=0.25)
+@pytest.mark.parametrize(
+    ("given", "direct"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "intern.org, 10.0.0.0/8"}, "intern.org,10.0.0.0/8,127.0.0.1,localhost"),
+        ({"NO_PROXY": "a.org", "no_proxy": "b.org,127.0.0.1"}, "a.org,b.org,127.0.0.1,localhost"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_no_proxy_is_asked_for_the_endpoint_in_any_spelling(given: dict[str, str], direct: str) -> None:
+    found = endpoint_variables(ENDPOINT, given)
+    assert (found["NO_PROXY"], found["no_proxy"]) == (direct, direct)
+
+
+async def test_the_reward_is_the_line_that_is_an_object_with_a_reward() -> None:
     table = {"reward": 1, "reward_parts": {"right": 1}, "turn_rewards": [0, 1], "metrics": {"tools": 2}}
-    assert await played(f"print({json.dumps(table)!r})") == Outcome(
+    assert await played(f"print('thinking'); print({json.dumps(table)!r}); print('done')") == Outcome(
         reward=1.0, reward_parts={"right": 1.0}, turn_rewards=(0.0, 1.0), metrics={"tools": 2.0}
     )
 
 
+@pytest.mark.parametrize("said", ["7", "[7]", "0.5", '{"answer": 7}', "true", '"reward"', "reward: 1", "NaN"])
+async def test_what_the_model_said_is_not_the_reward(said: str) -> None:
+    assert (await played(f"print('{{\"reward\": 0.0}}'); print('the model said:'); print({said!r})")).reward == 0.0
+    assert "a number alone is not read" in await failure(f"print({said!r})")
+
+
+async def test_a_reward_that_the_model_writes_beside_the_programs_is_refused() -> None:
+    reason = await failure("print('{\"reward\": 0.0}'); print('{\"reward\": 1.0}')")
+    assert 'printed several rewards, {"reward": 0.0} and {"reward": 1.0}' in reason and REWARD_FILE in reason
+    assert (await played("print('{\"reward\": 0.5}\\n' * 2)")).reward == 0.5
+
+
 async def test_the_reward_is_in_a_file_where_output_is_no_place_for_it() -> None:
-    write = "import os; print('{\"reward\": 9}'); open(os.environ['REWARD_FILE'], 'w').write('0.5')"
-    assert (await played(write, reward="file")).reward == 0.5
+    for text, reward in (("0.5", 0.5), ('{"reward": 0.5}\n', 0.5), ('seen\n{"reward": 0.25}\n7\n', 0.25)):
+        write = f"import os; print('{{\"reward\": 9}}'); open(os.environ['REWARD_FILE'], 'w').write({text!r})"
+        assert (await played(write, reward="file")).reward == reward
     assert "wrote no reward" in await failure("print(1)", reward="file")
 
 
@@ -93,18 +120,38 @@ async def test_a_reward_over_several_lines_is_read_from_a_file_and_refused_in_ou
         write = f"import json, os; open(os.environ['REWARD_FILE'], 'w').write({table})"
         assert await played(write, reward="file") == Outcome(reward=0.5, turn_rewards=(1.0, 2.0, 3.0))
         reason = await failure(f"import json; print({table})")
-        assert "spread over several lines; print the reward on one line" in reason
-    assert (await played("print('[1,\\n2]'); print('   0.5')")).reward == 0.5
+        assert "over several lines; print it on one line" in reason
 
 
 async def test_a_program_that_gives_no_reward_fails_its_sample_with_the_reason() -> None:
     assert "gave no reward" in await failure("print('hello')")
     assert "gave no reward" in await failure("print('{\"metrics\": {}}')")
-    assert "reward is nan" in await failure("print('NaN')")
+    assert "gave no reward" in await failure("print('{\"reward\": null}')")
+    assert "reward is nan" in await failure("print('{\"reward\": NaN}')")
     assert "reward is a number" in await failure('print(\'{"reward": "1"}\')')
-    assert "no 'rewards'" in await failure("print('{\"rewards\": 1}')")
-    reason = await failure("import sys; print(1); sys.exit('no such tool')")
-    assert reason == "harness command: ended with exit code 1: no such tool"
+    assert "no 'rewards'" in await failure('print(\'{"reward": 1, "rewards": 1}\')')
+    assert (await failure("import sys; print('no tool found', file=sys.stderr)")).endswith(": no tool found")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("import sys; print(1); sys.exit('no such tool')", "ended with exit code 1: no such tool"),
+        ("import nothing_here", "ended with exit code 1: ModuleNotFoundError: No module named 'nothing_here'"),
+        ("raise ExceptionGroup('tools', [KeyError('a')])", "ended with exit code 1: | KeyError: 'a'"),
+        ("print('cannot log in'); raise SystemExit(3)", "ended with exit code 3: cannot log in"),
+        ("import os; os.close(0); os._exit(4)", "ended with exit code 4"),
+    ],
+)
+def test_the_last_line_of_a_program_that_dies_at_once_is_the_reason(script: str, reason: str) -> None:
+    """On uvloop, as in a worker: it raises RuntimeError where a pipe has been closed."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def play() -> list[str]:
+        return list(await asyncio.gather(*(failure(script) for _ in range(8))))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert {*runner.run(play())} == {f"harness command: {reason}"}
 
 
 async def test_a_cancelled_sample_ends_its_program(tmp_path: Path) -> None:
@@ -124,6 +171,8 @@ async def test_a_cancelled_sample_ends_its_program(tmp_path: Path) -> None:
         ({"command": []}, "command is empty"),
         ({"command": ["no-such-agent"]}, "'no-such-agent' cannot be started: it is not on PATH"),
         ({"command": ["/nowhere/agent"]}, "it is not there, or not executable"),
+        ({"command": ["python3", "-u", "no_agent.py"]}, "'python3' cannot run 'no_agent.py': no such file (from "),
+        ({"command": ["python3", "/nowhere/agent.py"]}, "cannot run '/nowhere/agent.py': no such file"),
         ({"command": ["python3"], "venv": "/nowhere"}, "venv: /nowhere is not a virtual environment"),
         ({"command": ["python3"], "directory": "/nowhere"}, "directory: /nowhere is not a folder"),
         ({"command": ["python3"], "environment": {"A": 1}}, "'A' must be a text"),

@@ -94,6 +94,27 @@ async def test_a_child_that_dies_is_replaced() -> None:
                 await harness(TASK, ENDPOINT)
 
 
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+async def test_a_harness_reaches_its_endpoint_without_the_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "b.org")
+    async with pool("names_proxies", inherit=(name,)) as harness:
+        assert (await harness(TASK, ENDPOINT)).metrics == {"endpoint": 0.0, "other": 1.0}
+
+
+def test_a_child_that_dies_before_it_has_read_its_sample_is_told_in_words() -> None:
+    """On uvloop, as in a worker: it raises RuntimeError where a socket has been closed."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def play() -> None:
+        async with pool("leaves", processes=1) as harness:
+            for result in await asyncio.gather(*(harness(TASK, ENDPOINT) for _ in range(8)), return_exceptions=True):
+                assert "its process ended with exit code 9" in str(result)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(play())
+
+
 async def test_a_cancelled_sample_is_cancelled_in_its_child_which_lives(tmp_path: Path) -> None:
     async with pool("waits") as harness:
         sample = asyncio.ensure_future(harness(Task(prompt=str(tmp_path)), ENDPOINT))
