@@ -77,7 +77,7 @@ device = "cpu"
 threads = 1
 groups_per_batch = 8
 micro_batch_tokens = 16384
-rescore_every = 1000000
+logprob_check_every = 1000000
 options = {{ weights_bytes = {weights_bytes}, log = "{folder}/steps.jsonl" }}
 
 [staleness]

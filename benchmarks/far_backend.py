@@ -74,7 +74,7 @@ class FarBackend(TimedBackend):
                 log.write(json.dumps({"time": time.monotonic(), "tokens": self.steps[-1][0]}) + "\n")
         return result
 
-    def score(
+    def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
         """Return the same logprobs as SimulatedEngine, so that its worker is not quarantined."""

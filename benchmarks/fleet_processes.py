@@ -333,7 +333,7 @@ class FleetBackend(BackendAdapter):
         self._weights += 1
         return StepResult(metrics={"loss": 0.0})
 
-    def score(
+    def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
         return [[np.full(batch.num_tokens, LOGPROB, np.float32) for batch in share] for share in dp_shards]

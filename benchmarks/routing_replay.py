@@ -2,7 +2,8 @@
 
     python -m benchmarks.routing_replay --json docs/results/routing_replay.jsonl     SGLang and Megatron, on a CPU
 
-A tiny random model (four layers, two of eight experts per token) samples 320 tokens. The trainer scores them twice.
+A tiny random model (four layers, two of eight experts per token) samples 320 tokens. The trainer computes their
+logprobs twice.
 
 decisions, tokens     share of (token, layer) pairs that the trainer's own router sends to other experts than the
                       engine, and share of tokens with any such pair
@@ -79,8 +80,8 @@ def rows(scratch: Path, architecture: Architecture, engine: str) -> Iterator[dic
         packed = sampled[of_engine]
         with _trainer(_noisy(folder, scratch / "noisy", noise) if noise else folder, of_trainer) as backend:
             with _routed() as routed:
-                own = backend.score([[dataclasses.replace(packed, experts=NO_EXPERTS)]])[0][0]
-            replayed = backend.score([[packed]])[0][0]
+                own = backend.forward([[dataclasses.replace(packed, experts=NO_EXPERTS)]])[0][0]
+            replayed = backend.forward([[packed]])[0][0]
         differs = _differs(routed, packed)
         yield {
             "architecture": architecture,

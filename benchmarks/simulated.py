@@ -217,7 +217,7 @@ class TimedBackend(BackendAdapter):
         self.steps.append((sum(int(batch.response_mask.sum()) for batch in batches), time.monotonic() - started))
         return StepResult(metrics={"loss": 0.0})
 
-    def score(
+    def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
         return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in dp_shards]

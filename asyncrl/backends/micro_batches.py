@@ -50,7 +50,7 @@ class PackedRow:
     rows: torch.Tensor
     layout: Rectangles | None
     _loss: Mapping[str, torch.Tensor]
-    _scores: Mapping[str, torch.Tensor]
+    _model_outputs: Mapping[str, torch.Tensor]
 
     @classmethod
     def from_micro_batch(
@@ -63,18 +63,18 @@ class PackedRow:
             "rows": rows,
         }
         loss = {name: getattr(micro_batch, name)[rows] for name in _LOSS}
-        scores = {f"score {name}": array[rows] for name, array in micro_batch.scores.items()}
+        outputs = {f"output {name}": array[rows] for name, array in micro_batch.model_outputs.items()}
         loss["sequence"] = np.searchsorted(micro_batch.boundaries[1:], rows, side="right")
         parts, order = rectangles(micro_batch.boundaries) if in_rectangles else ([], np.empty(0, np.int64))
         rectangular = {f"rectangle {i}": part for i, part in enumerate(parts)} | {"order": order}
-        moved = to_device(arrays | loss | scores | rectangular, device)
+        moved = to_device(arrays | loss | outputs | rectangular, device)
         layout = Rectangles(indices=tuple(moved[f"rectangle {i}"] for i in range(len(parts))), order=moved["order"])
         return cls(
             **{name: moved[name] for name in arrays},
             longest=int(np.diff(micro_batch.boundaries).max()),
             layout=layout if in_rectangles else None,
             _loss={name: moved[name] for name in loss},
-            _scores={name: moved[f"score {name}"] for name in micro_batch.scores},
+            _model_outputs={name: moved[f"output {name}"] for name in micro_batch.model_outputs},
         )
 
     def loss_inputs(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
@@ -83,19 +83,19 @@ class PackedRow:
             logprobs=logprobs,
             entropy=entropy,
             num_sequences=len(self.boundaries) - 1,
-            scores=self._scores,
+            model_outputs=self._model_outputs,
             **self._loss,
         )
 
     def value_inputs(self, values: torch.Tensor) -> ValueInputs:
         """Return the value loss inputs of ``rows``, given the value after each token f32[N].
 
-        The value *before* each row is used. The micro-batch must have the scores "old_values" and "returns".
+        The value *before* each row is used. The micro-batch must have the outputs "old_values" and "returns".
         """
         return ValueInputs(
             values=values.index_select(0, self.rows - 1),
-            old_values=self._scores["old_values"],
-            returns=self._scores["returns"],
+            old_values=self._model_outputs["old_values"],
+            returns=self._model_outputs["returns"],
             loss_weights=self._loss["loss_weights"],
             sequence=self._loss["sequence"],
             num_sequences=len(self.boundaries) - 1,

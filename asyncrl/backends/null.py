@@ -1,8 +1,7 @@
 """A backend that trains nothing, to try engines, prompts and rewards (``learner.backend = "none"``).
 
-A step changes no weights and costs no time; every published version has the model's weights. Scores are the behavior
-logprobs, so logprobs always agree and no worker is quarantined.
-"""
+A step changes no weights and costs no time; every published version has the model's weights. forward returns the
+behavior logprobs, so logprobs always agree and no worker is quarantined."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ class NullBackend(BackendAdapter):
     ) -> StepResult:
         return StepResult(metrics={})
 
-    def score(
+    def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
         return [[micro_batch.behavior_logprobs for micro_batch in shard] for shard in dp_shards]

@@ -54,7 +54,7 @@ class Backend(Protocol):
         """
         ...
 
-    def score(
+    def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
         """Return a model's output for every token, without gradient: f32[N] per micro-batch, nested as ``dp_shards``.

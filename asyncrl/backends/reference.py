@@ -98,11 +98,11 @@ class ReferenceBackend(BackendAdapter):
     ) -> StepResult:
         return models.find(self._trained, model, doing="step").step(_only(dp_shards), learning_rate=learning_rate)
 
-    def score(
+    def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
     ) -> list[list[NDArray[np.float32]]]:
-        loaded = models.find(self._loaded, model, doing="score")
-        return [[loaded.score(micro_batch) for micro_batch in _only(dp_shards)]]
+        loaded = models.find(self._loaded, model, doing="forward")
+        return [[loaded.forward(micro_batch) for micro_batch in _only(dp_shards)]]
 
     def export(self) -> Snapshot:
         policy = self._trained[POLICY]
@@ -171,8 +171,8 @@ class LoadedModel:
         yield from self._all_buffers
 
     @torch.no_grad()
-    def score(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
-        """f32[N], see Backend.score."""
+    def forward(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
+        """f32[N], see Backend.forward."""
         rows = micro_batches.predicted_rows(micro_batch)
         row = self._row(micro_batch, rows)
         if self._value_head is not None:

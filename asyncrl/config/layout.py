@@ -90,8 +90,8 @@ class Layout:
         return range(first, first + together)
 
     @property
-    def scorers(self) -> Sequence[int]:
-        """The rank of each share that has its scores: the first rank of the share on the last stage."""
+    def output_ranks(self) -> Sequence[int]:
+        """The rank of each share that has its outputs: the first rank of the share on the last stage."""
         last = [rank for rank in range(self.ranks) if self.stage(rank) == self.pipeline - 1]
         return last[:: self.tensor * self.context]
 

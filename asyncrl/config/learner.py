@@ -118,14 +118,14 @@ class LearnerSection:
     in nats per token). Its groups are no longer trained. A worker without fresh answers is compared with the other
     workers. 0 is off. Typical differences: bfloat16 0.02, a wrong temperature 0.3 or more, wrong weights several
     nats."""
-    rescore_every: int = 10
+    logprob_check_every: int = 10
     """Steps between these comparisons. Each takes two answers per worker and one forward pass."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the backend."""
 
     def __post_init__(self) -> None:
         positive(self, "groups_per_batch", "micro_batch_tokens")
-        positive(self, "learning_rate", "max_grad_norm", "eps", "rescore_every")
+        positive(self, "learning_rate", "max_grad_norm", "eps", "logprob_check_every")
         positive(self, "steps_per_batch", "machines")
         _ = self.layout  # raises ConfigError if the sizes do not fit
         require(

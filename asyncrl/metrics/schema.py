@@ -72,7 +72,7 @@ SCHEMA: dict[str, str] = {
     "learner/aux_loss": "load-balancing loss of a layer without its coefficient, mean over tokens and layers; 1 if the "
     "routers prefer all experts alike, usually more otherwise; with learner.options.aux_loss_coefficient",
     "learner/memory_bytes": "peak GPU memory of tensors on the first rank since the start; GPU only",
-    "learner/score_seconds": "part of step_seconds in which other models scored the batch and advantages were computed",
+    "learner/forward_seconds": "part of step_seconds for the forward passes of other models and for advantages",
     "learner/prepare_seconds": "time on the host to pack a batch into micro-batches, usually during the previous step",
     "learner/learning_rate": "learning rate of this step, including warm-up, schedule and staleness.learning_rate",
     "learner/skipped_mini_batches": "skipped optimizer steps of the batch (non-finite loss or gradient); with "
@@ -132,9 +132,8 @@ SCHEMA: dict[str, str] = {
     "numerics only",
     "mismatch/fresh_max": "maximum over these trajectories",
     "mismatch/fresh_k3": "k3 over the tokens of these trajectories",
-    "mismatch/*/mean": "mismatch of a worker's answers in the latest comparison (learner.rescore_every), nats per "
-    "token",
-    "mismatch/routing_replayed": "mean |trainer - behavior logprob| of rescored answers of a mixture of experts, with "
+    "mismatch/*/mean": "mismatch of a worker's answers in the last check (learner.logprob_check_every), nats per token",
+    "mismatch/routing_replayed": "mean |trainer - behavior logprob| of checked answers of a mixture of experts, with "
     "routing replay",
     "mismatch/routing_replayed_k3": "k3 over these tokens",
     "mismatch/routing_own": "mismatch/routing_replayed with the trainer's own choice of experts; the difference is the "

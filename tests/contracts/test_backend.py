@@ -22,10 +22,10 @@ from tests.harness.backends import (
     SETTINGS,
     distance,
     expected_logprobs,
+    forward,
     hugging_face,
     learned,
     num_shares,
-    scored,
     sequences,
     shares,
     started,
@@ -52,7 +52,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_logprobs_of_a_packed_row_are_those_of_each_sequence_alone(kind: str, folder: Path, temperature: float) -> None:
     (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, temperature=temperature) as backend:
-        logprobs = scored(backend, kind, packed)
+        logprobs = forward(backend, kind, packed)
     model = hugging_face(folder)
     assert logprobs.dtype == np.float32
     for where in sequence_slices(packed):
@@ -63,8 +63,8 @@ def test_logprobs_of_a_packed_row_are_those_of_each_sequence_alone(kind: str, fo
 def test_sequences_in_one_row_do_not_see_each_other(kind: str, folder: Path) -> None:
     first, other, last = sequences(lengths=(20, 20, 13))
     with started(kind, folder) as backend:
-        one = scored(backend, kind, pack([first, last], max_tokens=100)[0])[-13:]
-        two = scored(backend, kind, pack([other, last], max_tokens=100)[0])[-13:]
+        one = forward(backend, kind, pack([first, last], max_tokens=100)[0])[-13:]
+        two = forward(backend, kind, pack([other, last], max_tokens=100)[0])[-13:]
     np.testing.assert_allclose(one, two, atol=1e-5)
 
 
@@ -200,7 +200,7 @@ def test_an_export_is_a_snapshot_that_hugging_face_loads(kind: str, folder: Path
     with started(kind, folder) as backend:
         backend.step(shares(kind, sequences(0)), learning_rate=LEARNING_RATE)
         exported = weights(backend)
-        logprobs = scored(backend, kind, packed)
+        logprobs = forward(backend, kind, packed)
         backend.step(shares(kind, sequences(1)), learning_rate=LEARNING_RATE)
     save_file(exported, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -298,7 +298,7 @@ def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_sequences(kind: 
     with started(kind, folder, temperature=0.7) as backend:
         result = backend.step(recorded, learning_rate=LEARNING_RATE)
         again = backend.step(shares(kind, batch), learning_rate=LEARNING_RATE)
-        assert scored(backend, kind, pack(batch, max_tokens=1000)[0]).size  # no rank has unreported metrics left
+        assert forward(backend, kind, pack(batch, max_tokens=1000)[0]).size  # no rank has unreported metrics left
     assert sorted(result.tokens) == [1, 4, 5]
     assert not again.tokens
     for number, (logprobs, entropies) in result.tokens.items():

@@ -38,7 +38,7 @@ def fail(backend: Backend, kind: str, *, max_tokens: int) -> None:
     """Step and score with a bad sequence at several positions. The errors are those of torch, whatever they are."""
     for number in (0, 1, 7):
         cut = broken(kind, number, max_tokens=max_tokens)
-        for call in (lambda cut: backend.step(cut, learning_rate=LEARNING_RATE), backend.score):
+        for call in (lambda cut: backend.step(cut, learning_rate=LEARNING_RATE), backend.forward):
             with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever torch raises
                 call(cut)
             assert not isinstance(caught.value, AsyncRLError)

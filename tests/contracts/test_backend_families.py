@@ -24,9 +24,9 @@ from tests.harness.backends import (
     SETTINGS,
     distance,
     expected_logprobs,
+    forward,
     hugging_face,
     num_shares,
-    scored,
     sequences,
     shares,
     started,
@@ -76,7 +76,7 @@ def test_logprobs_an_export_and_a_step_are_those_of_transformers(kind: str, fold
     settings = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
     (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, optimizer=settings) as backend:
-        logprobs = scored(backend, kind, packed)
+        logprobs = forward(backend, kind, packed)
         exported = weights(backend)
         backend.step(shares(kind, sequences()), learning_rate=0.1)
         trained = weights(backend)
@@ -109,7 +109,7 @@ def test_logprobs_an_export_and_a_step_are_those_of_transformers(kind: str, fold
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "glm4_moe", "deepseek_v3"])
-def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+def test_outputs_under_yarn_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
     """DeepSeek-V3 scales the softmax by (0.1 x ln 4 + 1)^2; other families scale cosines and sines by 0.1 x ln 4 +
     1."""
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -117,12 +117,12 @@ def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path, architectur
     config = json.loads((tmp_path / "config.json").read_text())
     (packed,) = pack(sequences(), max_tokens=1000)
     with started("megatron-1", tmp_path) as backend:
-        plain = scored(backend, "megatron-1", packed)
+        plain = forward(backend, "megatron-1", packed)
     of_deepseek = {"mscale": 1.0, "mscale_all_dim": 1.0} if architecture == "deepseek_v3" else {}
     config["rope_parameters"] = {**config["rope_parameters"], **yarn, **of_deepseek}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with started("megatron-1", tmp_path) as backend:
-        logprobs = scored(backend, "megatron-1", packed)
+        logprobs = forward(backend, "megatron-1", packed)
     model = hugging_face(tmp_path)
     for where in sequence_slices(packed):
         np.testing.assert_allclose(logprobs[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
@@ -142,7 +142,7 @@ def test_embeddings_are_scaled_by_a_factor_of_the_run_s_dtype(kind: str, tmp_pat
         save_file(written, tmp_path / "model.safetensors", metadata={"format": "pt"})
         for of_run, logprobs in found.items():
             with started(kind, tmp_path, dtype=of_run) as backend:
-                logprobs.append(scored(backend, kind, packed))
+                logprobs.append(forward(backend, kind, packed))
     for one, other in found.values():
         np.testing.assert_array_equal(one, other)
     model = hugging_face(tmp_path)

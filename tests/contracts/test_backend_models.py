@@ -26,10 +26,10 @@ from tests.harness.backends import (
     critic,
     distance,
     expected_logprobs,
+    forward,
     hugging_face,
     learned,
     num_shares,
-    scored,
     sequences,
     shares,
     started,
@@ -68,7 +68,7 @@ def train_critic(backend: Backend, kind: str, *, steps: Sequence[int], returns: 
 def test_a_new_critic_says_zero_of_every_token(kind: str, folder: Path) -> None:
     (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
-        values = scored(backend, kind, packed, model="critic")
+        values = forward(backend, kind, packed, model="critic")
     assert values.dtype == np.float32
     np.testing.assert_array_equal(values, np.zeros(packed.num_tokens))
 
@@ -80,7 +80,7 @@ def test_a_critic_learns_a_constant_return(kind: str, folder: Path) -> None:
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         first = train_critic(backend, kind, steps=[0], returns=1.5)
         last = train_critic(backend, kind, steps=[0] * 20, returns=1.5)
-        values = scored(backend, kind, packed, model="critic")
+        values = forward(backend, kind, packed, model="critic")
     assert last["critic/loss"] < first["critic/loss"] / 100
     np.testing.assert_allclose(values[is_before_response], 1.5, atol=0.5)
     assert first["critic/tokens"] == sum(sequence.response_mask.sum() for sequence in sequences())
@@ -99,8 +99,8 @@ def test_steps_of_a_critic_make_the_values_and_metrics_of_the_reference(
         with started(kind, model, auxiliary={"critic": critic(model)}) as backend:
             for step in range(3):
                 metrics = train_critic(backend, kind, steps=[step])
-                found.append((metrics, scored(backend, kind, packed, model="critic")))
-            untouched = scored(backend, kind, packed)
+                found.append((metrics, forward(backend, kind, packed, model="critic")))
+            untouched = forward(backend, kind, packed)
         np.testing.assert_allclose(
             untouched[: packed.boundaries[1]],
             expected_logprobs(hugging_face(model), packed.tokens[: packed.boundaries[1]]),
@@ -120,13 +120,13 @@ def test_a_value_is_of_the_state_before_the_token_it_is_trained_at(kind: str, fo
     place = np.arange(packed.num_tokens)
     returns = np.select([place == first, place == first + 1], [1.0, -1.0]).astype(np.float32)
     packed = dataclasses.replace(
-        packed, loss_weights=np.abs(returns), scores={"old_values": np.zeros(16, np.float32), "returns": returns}
+        packed, loss_weights=np.abs(returns), model_outputs={"old_values": np.zeros(16, np.float32), "returns": returns}
     )
     cut: list[list[MicroBatch]] = [[packed], *[[] for _ in range(num_shares(kind) - 1)]]
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         for _ in range(40):
             backend.step(cut, learning_rate=CRITIC_RATE, model="critic")
-        values = scored(backend, kind, packed, model="critic")
+        values = forward(backend, kind, packed, model="critic")
     np.testing.assert_allclose(values[[first - 1, first]], [1.0, -1.0], atol=0.3)
 
 
@@ -135,9 +135,9 @@ def test_a_critic_s_batch_that_is_not_finite_is_skipped(kind: str, folder: Path)
     (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         train_critic(backend, kind, steps=[0])
-        before, policy = scored(backend, kind, packed, model="critic"), weights(backend)
+        before, policy = forward(backend, kind, packed, model="critic"), weights(backend)
         metrics = train_critic(backend, kind, steps=[0], returns=math.nan)
-        np.testing.assert_array_equal(scored(backend, kind, packed, model="critic"), before)
+        np.testing.assert_array_equal(forward(backend, kind, packed, model="critic"), before)
         assert metrics["critic/skipped_steps"] == 1.0
         assert train_critic(backend, kind, steps=[1])["critic/skipped_steps"] == 0.0
         assert distance(weights(backend), policy) == 0.0
@@ -145,7 +145,7 @@ def test_a_critic_s_batch_that_is_not_finite_is_skipped(kind: str, folder: Path)
 
 @and_ranks
 def test_an_objective_is_not_asked_about_micro_batches_without_response_tokens(kind: str, folder: Path) -> None:
-    """Such micro-batches have no scores either."""
+    """Such micro-batches have no model outputs either."""
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         for share in ([empty()], []):
             cut: list[list[MicroBatch]] = [share] * num_shares(kind)
@@ -174,7 +174,7 @@ def test_policy_and_critic_go_on_from_a_checkpoint_as_if_never_stopped(
                 both(backend, 1)
                 backend.save(tmp_path)
             both(backend, 2)
-            results.append((weights(backend), scored(backend, kind, packed, model="critic")))
+            results.append((weights(backend), forward(backend, kind, packed, model="critic")))
     assert distance(results[0][0], results[1][0]) == 0.0
     np.testing.assert_array_equal(results[0][1], results[1][1])
 
@@ -200,11 +200,11 @@ def test_a_checkpoint_without_the_critic_is_refused_before_anything_changes(
 def test_what_a_reference_says_does_not_change_when_the_policy_trains(kind: str, folder: Path) -> None:
     (packed,) = pack(sequences(), max_tokens=1000)
     with started(kind, folder, auxiliary={"reference": AuxiliaryModel(path=folder)}) as backend:
-        start = scored(backend, kind, packed)
-        np.testing.assert_allclose(scored(backend, kind, packed, model="reference"), start, atol=1e-5)
+        start = forward(backend, kind, packed)
+        np.testing.assert_allclose(forward(backend, kind, packed, model="reference"), start, atol=1e-5)
         backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
-        np.testing.assert_allclose(scored(backend, kind, packed, model="reference"), start, atol=1e-5)
-        assert np.abs(scored(backend, kind, packed) - start).max() > 1e-3
+        np.testing.assert_allclose(forward(backend, kind, packed, model="reference"), start, atol=1e-5)
+        assert np.abs(forward(backend, kind, packed) - start).max() > 1e-3
 
 
 def test_a_policy_trains_the_same_whatever_is_held_beside_it(kind: str, folder: Path) -> None:
@@ -229,20 +229,20 @@ def test_a_teacher_of_another_shape_says_what_hugging_face_says(
     (packed,) = pack(sequences(), max_tokens=1000)
     teacher = {"teacher": AuxiliaryModel(path=tmp_path)}
     with started(kind, folder, auxiliary=teacher, temperature=temperature) as backend:
-        logprobs = scored(backend, kind, packed, model="teacher")
+        logprobs = forward(backend, kind, packed, model="teacher")
     for where in sequence_slices(packed):
         expected = expected_logprobs(hugging_face(tmp_path), packed.tokens[where], temperature=temperature)
         np.testing.assert_allclose(logprobs[where], expected, atol=1e-4)
 
 
 @and_ranks
-def test_scores_are_shaped_as_the_shares(kind: str, folder: Path) -> None:
-    """Several micro-batches per rank, one of them empty: each sequence's scores equal those it gets alone."""
+def test_outputs_are_shaped_as_the_shares(kind: str, folder: Path) -> None:
+    """Several micro-batches per rank, one of them empty: each sequence's outputs equal those it gets alone."""
     batch = sequences()
     cut = shares(kind, batch, max_tokens=31)
     cut[-1].append(empty())
     with started(kind, folder) as backend:
-        found = backend.score(cut)
+        found = backend.forward(cut)
     model = hugging_face(folder)
     assert [[len(row) for row in share] for share in found] == [[one.num_tokens for one in share] for share in cut]
     seen: dict[int, NDArray[np.float32]] = {}
@@ -269,7 +269,7 @@ def test_a_frozen_model_has_no_gradients_to_keep(folder: Path) -> None:
 def test_a_model_that_is_not_there_or_is_frozen_is_an_error(kind: str, folder: Path) -> None:
     with started(kind, folder, auxiliary={"reference": AuxiliaryModel(path=folder)}) as backend:
         with pytest.raises(BackendError, match="no model 'critic'.*policy, reference"):
-            backend.score(shares(kind, sequences()), model="critic")
+            backend.forward(shares(kind, sequences()), model="critic")
         with pytest.raises(BackendError, match="step: no model 'reference'"):
             backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE, model="reference")
 
@@ -300,11 +300,11 @@ def test_numbers_of_other_models_reach_the_objective_beside_the_tokens_they_are_
     from asyncrl.messages import codec
 
     (packed,) = pack(sequences(), max_tokens=1000)
-    packed = dataclasses.replace(packed, scores={"ref_logprobs": np.arange(packed.num_tokens, dtype=np.float32)})
+    packed = dataclasses.replace(packed, model_outputs={"ref_logprobs": np.arange(packed.num_tokens, dtype=np.float32)})
     command = Command(name="step", micro_batches=(packed,))
     (received,) = codec.decode(codec.encode(command), Command).micro_batches
     rows = response_rows(received)
     row = PackedRow.from_micro_batch(received, rows, device=torch.device("cpu"), in_rectangles=True)
     inputs = row.loss_inputs(torch.zeros(len(rows)), torch.zeros(len(rows)))
-    assert inputs.scores["ref_logprobs"].tolist() == rows.tolist()
+    assert inputs.model_outputs["ref_logprobs"].tolist() == rows.tolist()
     assert received.sequences.tolist() == packed.sequences.tolist() == list(range(len(sequences())))

@@ -216,21 +216,21 @@ def shares(kind: str, batch: Sequence[TrainingSequence], *, max_tokens: int = 64
     return pack_for_ranks(batch, ranks=num_shares(kind), max_tokens=max_tokens)
 
 
-def scored(backend: Backend, kind: str, micro_batch: MicroBatch, *, model: str = "policy") -> NDArray[np.float32]:
-    """Return a model's scores of one micro-batch. The micro-batch is the last share, so that another rank scores it if
+def forward(backend: Backend, kind: str, micro_batch: MicroBatch, *, model: str = "policy") -> NDArray[np.float32]:
+    """Return a model's outputs of one micro-batch. The micro-batch is the last share, so that another rank has it if
     possible."""
-    return backend.score([*[[]] * (num_shares(kind) - 1), [micro_batch]], model=model)[-1][0]
+    return backend.forward([*[[]] * (num_shares(kind) - 1), [micro_batch]], model=model)[-1][0]
 
 
 def with_returns(cut: Sequence[Sequence[MicroBatch]], returns: float | None = None) -> list[list[MicroBatch]]:
     """Add targets for a critic: the same number everywhere, or a different number for each token."""
 
-    def scores(micro_batch: MicroBatch) -> dict[str, NDArray[np.float32]]:
+    def outputs(micro_batch: MicroBatch) -> dict[str, NDArray[np.float32]]:
         own = np.sin(micro_batch.tokens).astype(np.float32)
         wanted = own if returns is None else np.full_like(own, returns)
         return {"old_values": np.zeros_like(own), "returns": wanted}
 
-    return [[dataclasses.replace(one, scores=scores(one)) for one in share] for share in cut]
+    return [[dataclasses.replace(one, model_outputs=outputs(one)) for one in share] for share in cut]
 
 
 def learned(metrics: Mapping[str, float]) -> dict[str, float]:

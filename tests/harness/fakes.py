@@ -150,7 +150,7 @@ class Backend:
         self.trained.append(list(shares[0]))
         return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0} | self.measures(self.steps))
 
-    def score(
+    def forward(
         self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
         return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in shares]

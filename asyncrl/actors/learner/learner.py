@@ -317,16 +317,15 @@ class Learner(Actor):
     async def _remove_suspects(self, batch: Sequence[BufferedGroup], prepared: PreparedBatch) -> bool:
         """Return whether the batch has answers that must not be trained; then it is put back without them.
 
-        The trainer scores a few of the answers again (logprob_mismatch.py). Those of a worker whose logprobs are not
-        the policy's are dropped, and so are those of a worker that was quarantined since they were buffered. A group
-        with taken-over tokens that are not the policy's is failed.
-        """
+        The trainer computes the logprobs of a few answers again (logprob_mismatch.py). Those of a worker whose logprobs
+        are not the policy's are dropped, and so are those of a worker that was quarantined since they were buffered. A
+        group with taken-over tokens that are not the policy's is failed."""
         groups = [one.group for one in batch]
         suspects = Suspects()
-        if (to_score := self._validator.choose(prepared.batch.sequences, groups, step=self.step)) is not None:
-            scores = await self._trainer.score(to_score.sequences)
-            without_experts = await self._trainer.score(list(to_score.without_experts.values()))
-            suspects = self._validator.check_scores(to_score, scores, without_experts)
+        if (to_check := self._validator.choose(prepared.batch.sequences, groups, step=self.step)) is not None:
+            logprobs = await self._trainer.compute_logprobs(to_check.sequences)
+            without_experts = await self._trainer.compute_logprobs(list(to_check.without_experts.values()))
+            suspects = self._validator.check_logprobs(to_check, logprobs, without_experts)
         has_quarantined = any(group.worker in self._validator.quarantined for group in groups)
         if not suspects.workers and not suspects.sequences and not has_quarantined:
             return False

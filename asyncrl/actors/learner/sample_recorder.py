@@ -132,7 +132,8 @@ class SampleRecorder:
     per_step        number of recorded groups per batch, and of recorded lost groups between two steps
     seed            decides which groups of a batch are picked
     bound           as in sample_of
-    has_advantages  whether a batch has advantages when it is taken, and not only after other models have scored it
+    has_advantages  whether a batch has advantages when it is taken, and not only after the forward passes of other
+                    models
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The model in training: its backend, in a thread of its own, and the publication of its weights.
 
-Learner._step -> Trainer.step -> (thread) train_batch: scores of other models -> Backend.step
+Learner._step -> Trainer.step -> (thread) train_batch: Backend.forward of other models -> Backend.step
 """
 
 from __future__ import annotations
@@ -96,19 +96,21 @@ class Trainer:
             train = functools.partial(self._profile, step + 1, train)
         return await self._call_with_data(train, what="a training step", on="step")
 
-    async def score(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
+    async def compute_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
         """Return the policy's logprobs f32[T] of each sequence. Raises StepFailed as ``step`` does."""
         if not sequences:
             return []
         await self.take_gpus()
-        return await self._call_with_data(functools.partial(self._score, sequences), what="answers to be scored again")
+        return await self._call_with_data(
+            functools.partial(self._compute_logprobs, sequences), what="logprobs to be checked"
+        )
 
-    def _score(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
+    def _compute_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
         learner = self._run.learner
         shards = pack_for_ranks(sequences, ranks=learner.data_parallel, max_tokens=learner.micro_batch_tokens)
         logprobs: dict[int, NDArray[np.float32]] = {}
-        for shard, scored in zip(shards, self._backend.score(shards), strict=True):
-            for micro_batch, array in zip(shard, scored, strict=True):
+        for shard, arrays in zip(shards, self._backend.forward(shards), strict=True):
+            for micro_batch, array in zip(shard, arrays, strict=True):
                 for index, place in zip(micro_batch.sequences, packing.sequence_slices(micro_batch), strict=True):
                     logprobs[int(index)] = array[place]  # fillers have index -1
         return [logprobs[index] for index in range(len(sequences))]

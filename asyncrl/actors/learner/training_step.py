@@ -1,10 +1,11 @@
-"""One step of the learner, including the scores of other models that an algorithm needs.
+"""One step of the learner, including the forward passes of other models that an algorithm needs.
 
-    score (critic, reference, teacher, policy) -> advantages and returns -> step the policy -> step the critic
+    forward (critic, reference, teacher, policy) -> advantages and returns -> step the policy -> step the critic
 
 With learner.steps_per_batch a batch is several mini-batches, one optimizer step each: the policy steps on all of them,
-then the critic does. The policy is scored before the first step: all mini-batches use that proximal policy, and the
-staleness of the batch's tokens counts from it. A mini-batch whose loss is not finite changes nothing; the others count.
+then the critic does. The policy's logprobs are computed before the first step: all mini-batches use that proximal
+policy, and the staleness of the batch's tokens counts from it. A mini-batch whose loss is not finite changes nothing;
+the others count.
 
 Blocking: the trainer calls it in the backend's thread. Batches are packed ahead; only work that depends on the current
 weights happens here. An algorithm that needs no other model gets ``backend.step`` and nothing else. During the first
@@ -30,9 +31,9 @@ from asyncrl.config import RunConfig
 from asyncrl.config.layout import Layout
 from asyncrl.config.models import CriticSection
 from asyncrl.errors import BackendError
-from asyncrl.policies.algorithms.algorithm import SCORED_BY, Algorithm
-from asyncrl.policies.batching.apply_scores import complete
+from asyncrl.policies.algorithms.algorithm import COMPUTED_BY, Algorithm
 from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.model_outputs import complete
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.learning_rate import Schedule
 
@@ -83,18 +84,20 @@ def train_batch(
     if not batch.num_tokens:
         log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
     started, metrics = time.monotonic(), _rank_metrics(mini_batches, layout or Layout())
-    scored = _score(backend, batch, mini_batches, algorithm=algorithm)
-    if scored is not mini_batches:
-        metrics["learner/score_seconds"] = time.monotonic() - started
+    completed = _add_outputs(backend, batch, mini_batches, algorithm=algorithm)
+    if completed is not mini_batches:
+        metrics["learner/forward_seconds"] = time.monotonic() - started
     tokens: Mapping[int, NDArray[np.float32]] = {}
     if learning_rate is None:
         metrics["learner/learning_rate"] = 0.0
     else:
-        result = _train_mini_batches(backend, scored, learning_rate=learning_rate, model="policy")
+        result = _train_mini_batches(backend, completed, learning_rate=learning_rate, model="policy")
         metrics, tokens = metrics | dict(result.metrics), result.tokens
     if "critic" in algorithm.models and not is_skipped(metrics):
         try:
-            metrics |= _train_mini_batches(backend, scored, learning_rate=critic_learning_rate, model="critic").metrics
+            metrics |= _train_mini_batches(
+                backend, completed, learning_rate=critic_learning_rate, model="critic"
+            ).metrics
         except Exception as error:  # the policy's step is done and cannot be repeated
             raise BackendError(f"the critic's step failed: {type(error).__name__}: {error}") from error
     return StepResult(metrics=metrics, tokens=tokens)
@@ -111,16 +114,16 @@ def _rank_metrics(mini_batches: MiniBatches, layout: Layout) -> dict[str, float]
     return {f"learner/rank{rank}/tokens": float(shares[layout.share(rank)]) for rank in range(layout.ranks)}
 
 
-def _score(backend: Backend, batch: Batch, mini_batches: MiniBatches, *, algorithm: Algorithm) -> MiniBatches:
-    """Return ``mini_batches`` with the scores that the algorithm needs from other models and from the current
+def _add_outputs(backend: Backend, batch: Batch, mini_batches: MiniBatches, *, algorithm: Algorithm) -> MiniBatches:
+    """Return ``mini_batches`` with the outputs that the algorithm needs from other models and from the current
     policy."""
-    names = algorithm.advantage_scores | algorithm.loss_scores
-    if not (names or algorithm.batch_scores):
+    names = algorithm.outputs_for_advantage | algorithm.outputs_for_loss
+    if not (names or algorithm.batch_inputs):
         return mini_batches
-    # A model scores the whole batch at once: the mini-batches of each rank are joined, then split again.
+    # A model sees the whole batch at once: the mini-batches of each rank are joined, then split again.
     shares = [[one for share in of_rank for one in share] for of_rank in zip(*mini_batches, strict=True)]
-    scores = {name: backend.score(shares, model=SCORED_BY[name]) for name in sorted(names)}
-    rows = [iter(share) for share in complete(shares, scores, batch=batch, algorithm=algorithm)]
+    outputs = {name: backend.forward(shares, model=COMPUTED_BY[name]) for name in sorted(names)}
+    rows = [iter(share) for share in complete(shares, outputs, batch=batch, algorithm=algorithm)]
     return [
         [[next(row) for _ in share] for row, share in zip(rows, mini_batch, strict=True)] for mini_batch in mini_batches
     ]

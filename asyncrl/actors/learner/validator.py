@@ -1,7 +1,7 @@
 """Decides which groups the learner accepts: valid groups, kept by the filters, of workers whose logprobs match the
 policy's. The only place that judges; group_remover.py acts on it.
 
-A worker is quarantined when, twice in a row, the trainer's scores of its answers differ from the logprobs it sent
+A worker is quarantined when, twice in a row, the trainer's logprobs of its answers differ from the logprobs it sent
 (logprob_mismatch.py), or when it has sent ``MOST_IMPOSSIBLE`` impossible groups (validation.py). From then on nothing
 it made is trained in this incarnation. The worker learns of it through the state ``quarantine``. A run in which every
 worker is quarantined ends with the reason. The verdict applies to one life of the worker: a new life under the same
@@ -38,7 +38,7 @@ from asyncrl.policies.metric import Metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToScore:
+class LogprobCheck:
     """Answers of a batch whose logprobs the trainer computes before they are trained.
 
     indices          of these sequences in the batch
@@ -99,14 +99,14 @@ class Validator:
         bus: Bus,
         *,
         validation: GroupValidation | None = None,
-        rescoring: LogprobMismatch | None = None,
+        logprob_check: LogprobMismatch | None = None,
         filters: GroupFilters | None = None,
         tickets: Tickets | None = None,
     ) -> None:
         """filters: None keeps every group;  tickets: None for answers without tickets"""
         self._bus = bus
         self._validation = validation or GroupValidation()
-        self._rescoring = rescoring or LogprobMismatch(bound=0.0, every=1)
+        self._logprob_check = logprob_check or LogprobMismatch(bound=0.0, every=1)
         self.filters = filters
         self.tickets = tickets or Tickets()
         self._explained = ""
@@ -199,7 +199,7 @@ class Validator:
     @property
     def is_on(self) -> bool:
         """Whether workers are quarantined (learner.quarantine_mismatch)."""
-        return self._rescoring.is_on
+        return self._logprob_check.is_on
 
     async def other_workers(self, workers: Collection[str]) -> set[str]:
         """Return workers that are live and trusted, except ``workers``."""
@@ -216,19 +216,19 @@ class Validator:
 
     def choose(
         self, sequences: Sequence[TrainingSequence], groups: Sequence[TrajectoryGroup], *, step: int
-    ) -> ToScore | None:
-        """Return what to score again before a batch of ``groups`` is trained; None if nothing."""
+    ) -> LogprobCheck | None:
+        """Return what to check before a batch of ``groups`` is trained; None if nothing."""
         if not self.is_on:
             return None
         own, taken_over = resumed_tokens.split(sequences, groups)
         workers = [group.worker for group in groups for _ in group.trajectories]
-        answers = self._rescoring.choose(own, workers, step=step)
+        answers = self._logprob_check.choose(own, workers, step=step)
         if not answers and not taken_over:
             return None
         chosen = sorted({one.sequence for one in answers})
         indices = sorted({*chosen, *taken_over})
         has_experts = any(len(sequences[index].experts) for index in chosen)
-        return ToScore(
+        return LogprobCheck(
             indices=indices,
             sequences=[sequences[index] for index in indices],
             without_experts={i: replace(sequences[i], experts=NO_EXPERTS) for i in chosen} if has_experts else {},
@@ -237,21 +237,21 @@ class Validator:
             taken_over=taken_over,
         )
 
-    def check_scores(
+    def check_logprobs(
         self,
-        to_score: ToScore,
-        scores: Sequence[NDArray[np.float32]],
-        scores_without_experts: Sequence[NDArray[np.float32]],
+        to_check: LogprobCheck,
+        found_logprobs: Sequence[NDArray[np.float32]],
+        logprobs_without_experts: Sequence[NDArray[np.float32]],
     ) -> Suspects:
-        """Return who and what is not to be trained, by the trainer's logprobs f32[T] of ``to_score``."""
-        logprobs = dict(zip(to_score.indices, scores, strict=True))
-        if to_score.without_experts:
-            replayed = {index: logprobs[index] for index in to_score.without_experts}
-            sequences = dict(zip(to_score.indices, to_score.sequences, strict=True))
-            own = dict(zip(to_score.without_experts, scores_without_experts, strict=True))
+        """Return who and what is not to be trained, by the trainer's logprobs f32[T] of ``to_check``."""
+        logprobs = dict(zip(to_check.indices, found_logprobs, strict=True))
+        if to_check.without_experts:
+            replayed = {index: logprobs[index] for index in to_check.without_experts}
+            sequences = dict(zip(to_check.indices, to_check.sequences, strict=True))
+            own = dict(zip(to_check.without_experts, logprobs_without_experts, strict=True))
             self.routing = routing_mismatch(sequences, replayed, own)
-        found, guilty = self._rescoring.judge(to_score.chosen, to_score.own, logprobs)
-        if to_score.chosen:
+        found, guilty = self._logprob_check.judge(to_check.chosen, to_check.own, logprobs)
+        if to_check.chosen:
             self.mismatch = {worker: of.mean for worker, of in found.items()}
         return Suspects(
             workers={
@@ -259,7 +259,7 @@ class Validator:
                 f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
                 for worker in guilty
             },
-            sequences=resumed_tokens.spoiled(to_score.taken_over, logprobs, bound=self._rescoring.bound),
+            sequences=resumed_tokens.spoiled(to_check.taken_over, logprobs, bound=self._logprob_check.bound),
         )
 
     # -- quarantine ----------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Validator:
             return False
         del self.quarantined[worker], self.lives[worker]
         self._impossible.pop(worker, None)
-        self._rescoring.forget(worker)
+        self._logprob_check.forget(worker)
         await self._bus.forget(QUARANTINE, key=worker)
         return True
 

@@ -28,7 +28,7 @@ from asyncrl.backends.adapter import BackendAdapter, optimizer_settings
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import refusals, shared_settings
 from asyncrl.backends.megatron.background_save import SavedModel, SavedPart, complete
-from asyncrl.backends.megatron.job import Command, Done, Job, Options, Scores
+from asyncrl.backends.megatron.job import Command, Done, Job, Options, Outputs
 from asyncrl.backends.megatron.rank_group import (
     COMMAND,
     FOREVER,
@@ -234,13 +234,14 @@ class MegatronBackend(BackendAdapter):
             metrics["learner/mfu"] = work / (seconds * peak * self._layout.ranks)
         return metrics
 
-    def score(
+    def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
     ) -> list[list[NDArray[np.float32]]]:
-        models.find(self._job.models, model, doing="score")
-        results = self._run_on_all_ranks(self._commands("score", dp_shards, model=model), Scores)
+        models.find(self._job.models, model, doing="forward")
+        results = self._run_on_all_ranks(self._commands("forward", dp_shards, model=model), Outputs)
         return [
-            list(results[rank].rows[: len(share)]) for rank, share in zip(self._layout.scorers, dp_shards, strict=True)
+            list(results[rank].rows[: len(share)])
+            for rank, share in zip(self._layout.output_ranks, dp_shards, strict=True)
         ]
 
     def export(self) -> Snapshot:
@@ -336,7 +337,7 @@ class MegatronBackend(BackendAdapter):
         except AsyncRLError:
             raise
         except Exception as error:
-            if self._group is None and doing in ("step", "score"):
+            if self._group is None and doing in ("step", "forward"):
                 raise  # nothing has changed
             lost = self._group.lost() if self._group else ""  # torch knows only that a connection broke
             causes = "; ".join(filter(None, (lost, describe(error))))

@@ -28,7 +28,7 @@ def forward_backward(
     *,
     make_row: Callable[[MicroBatch], RowPart],
     finish: Callable[[RowPart, torch.Tensor], tuple[torch.Tensor, T]],
-    is_scoring: bool = False,
+    is_forward_only: bool = False,
 ) -> list[T]:
     """Return the result of each micro-batch; only the last stage has any.
 
@@ -36,7 +36,7 @@ def forward_backward(
     states move between stages. Any error leaves the ranks of a learner at different places.
 
     finish      called on the last stage with a row and its hidden states; returns the loss for backward, and a result
-    is_scoring  run forward passes only
+    is_forward_only  run forward passes only
     """
 
     def forward(rows: Iterator[MicroBatch], stage: PackedGPT) -> Any:
@@ -62,6 +62,6 @@ def forward_backward(
         num_microbatches=len(filled),
         seq_length=1,  # unused, like micro_batch_size: lengths travel with the hidden states
         micro_batch_size=1,
-        forward_only=is_scoring,
+        forward_only=is_forward_only,
     )
     return results[: len(micro_batches)]

@@ -85,7 +85,7 @@ class Job:
 class Command:
     """What all ranks execute together.
 
-    name           step, score, export, save, finish_save, restore, offload or onload
+    name           step, forward, export, save, finish_save, restore, offload or onload
     micro_batches  the receiver's share
     batch_tokens   tokens of all shares, prompts included, without fillers
     waits          for finish_save: wait until this rank's part is on disk
@@ -105,8 +105,8 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """The result of score.  rows: f32[N] per micro-batch of the rank's share; empty if another rank has them"""
+class Outputs:
+    """The result of forward.  rows: f32[N] per micro-batch of the rank's share; empty if another rank has them"""
 
     rows: tuple[NDArray[float32], ...] = ()
 

@@ -1,4 +1,4 @@
-"""One rank's part of a model in the Megatron learner: loads the folder's weights, scores, exports.
+"""One rank's part of a model in the Megatron learner: loads the folder's weights, runs forward passes, exports.
 
 Tests: tests/contracts/test_backend.py and tests/contracts/test_backend_models.py (equal to the reference).
 """
@@ -17,7 +17,7 @@ from asyncrl.backends import huggingface, lora, micro_batches, models, weight_cu
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron import adapters
 from asyncrl.backends.megatron.forward_backward import forward_backward
-from asyncrl.backends.megatron.job import Job, Scores
+from asyncrl.backends.megatron.job import Job, Outputs
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
 from asyncrl.backends.megatron.process_groups import expert_parallel_group, pipeline_group, tensor_parallel_group
@@ -120,13 +120,13 @@ class LoadedModel:
                 parameter.tensor_model_parallel = not entry.is_replicated
 
     @torch.no_grad()
-    def score(self, share: Sequence[MicroBatch]) -> Scores:
-        """Return f32[N] per micro-batch on the rank that scores the share (see Backend.score).
+    def forward(self, share: Sequence[MicroBatch]) -> Outputs:
+        """Return f32[N] per micro-batch on the rank that has the share's outputs (see Backend.forward).
 
         Synchronises with the device once, at the end.
         """
         if not share:
-            return Scores()
+            return Outputs()
         has_values = self._model.head == "values"
 
         def make_row(micro_batch: MicroBatch) -> RowPart:
@@ -134,17 +134,17 @@ class LoadedModel:
             return self._row(micro_batch, rows)
 
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """Return a pair: a tensor for the schedule, not a loss, and scores f32[N] on the device."""
+            """Return a pair: a tensor for the schedule, not a loss, and outputs f32[N] on the device."""
             outputs, num_tokens = self._outputs(row, hidden), len(row.row.tokens)
             if has_values:
                 return hidden, outputs[0][:num_tokens]
             return hidden, outputs[0].new_zeros(num_tokens).index_copy(0, row.row.rows, outputs[0])
 
-        scores = forward_backward(self._stages, share, make_row=make_row, finish=finish, is_scoring=True)
-        if self._rank not in self._layout.scorers:
-            return Scores()
-        ends = np.cumsum([len(score) for score in scores])
-        return Scores(rows=tuple(np.split(torch.cat(scores).cpu().numpy(), ends[:-1])))
+        outputs = forward_backward(self._stages, share, make_row=make_row, finish=finish, is_forward_only=True)
+        if self._rank not in self._layout.output_ranks:
+            return Outputs()
+        ends = np.cumsum([len(output) for output in outputs])
+        return Outputs(rows=tuple(np.split(torch.cat(outputs).cpu().numpy(), ends[:-1])))
 
     def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, batch_tokens: int = 0) -> RowPart:
         return RowPart.from_micro_batch(

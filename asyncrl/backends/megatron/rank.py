@@ -1,6 +1,6 @@
 """One rank of the Megatron-Core learner: meets the others, holds its part of every model, executes rank 0's commands.
 
-loaded_model.py (score, export) and trained_model.py (step, restore, checkpoint parts) implement the operations.
+loaded_model.py (forward, export) and trained_model.py (step, restore, checkpoint parts) implement the operations.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class MegatronRank:
                 return self._trained[command.model].step(
                     command.micro_batches, batch_tokens=command.batch_tokens, learning_rate=command.learning_rate
                 )
-            case "score":
-                return self._loaded[command.model].score(command.micro_batches)
+            case "forward":
+                return self._loaded[command.model].forward(command.micro_batches)
             case "export":
                 return self._export(command)
             case "save":

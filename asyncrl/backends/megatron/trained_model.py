@@ -138,7 +138,7 @@ class TrainedModel(LoadedModel):
             except RuntimeError as error:  # AdamW's moments may not fit into memory
                 raise BackendError(f"the optimizer's update failed: {error}") from error
         # Rank 0 reports what all have reduced. One rank of each copy of the model reports its recorded tokens.
-        tokens = recorded.on_host() if self._rank in (0, *self._layout.scorers) else {}
+        tokens = recorded.on_host() if self._rank in (0, *self._layout.output_ranks) else {}
         if self._rank:
             return StepResult(metrics={}, tokens=tokens)
         metrics = step_metrics(

@@ -16,7 +16,7 @@ from asyncrl.policies.losses.segments import Array, as_floats
 class M2PO(Loss):
     """-A r without a clip; 0 for the tokens that ``kept`` leaves out. Clipped: left out.
 
-    ``keep`` is computed over the whole batch before it is split (batching/apply_scores.py), as in AReaL. The authors'
+    ``keep`` is computed over the whole batch before it is split (batching/model_outputs.py), as in AReaL. The authors'
     own repository instead clips, with a range adapted to the tokens that A would move further; this is not offered.
     """
 

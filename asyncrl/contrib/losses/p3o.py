@@ -16,7 +16,7 @@ class P3O(Loss):
     """-sg(min(ratio, E)) A logprob + (1 - E) k3(policy || behavior), where E is the effective sample fraction.
 
     E = (sum w)^2 / (n sum w^2), in (0, 1], over the token ratios w of all tokens of the batch on every rank
-    (batching/apply_scores.py). An off-policy batch gets small weights and a strong pull back; an on-policy batch is
+    (batching/model_outputs.py). An off-policy batch gets small weights and a strong pull back; an on-policy batch is
     plain REINFORCE. There is no hyper-parameter. Clipped: the ratio is over E. As in FeynRL; intended for
     ``token_mean``.
     """

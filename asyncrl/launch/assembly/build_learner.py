@@ -292,7 +292,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             asked_before=_prompt_limits(run_files),
             **_expert_limits(model),
         ),
-        rescoring=LogprobMismatch(bound=bound, every=run.learner.rescore_every),
+        logprob_check=LogprobMismatch(bound=bound, every=run.learner.logprob_check_every),
         filters=GroupFilters(
             registry.filters(run),
             max_in_a_row=max(1000, 20 * run.window),

@@ -33,7 +33,7 @@ def open_recorders(run: RunConfig, *, algorithm: Algorithm) -> Recorders:
             per_step=section.samples_per_step,
             seed=run.run.seed,
             bound=run.max_staleness if run.staleness.discard == "tokens" else None,
-            has_advantages=not algorithm.advantage_scores,
+            has_advantages=not algorithm.outputs_for_advantage,
         )
     if section.samples_per_evaluation and run.evaluation.is_on:
         file = SampleFile(run.run_directory, most_bytes=section.samples_max_bytes, name=EVALUATION_FILE)

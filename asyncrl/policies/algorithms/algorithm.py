@@ -36,16 +36,16 @@ from asyncrl.policies.losses.segments import segment_mean, spread
 
 Denominator = Literal["before", "after"]
 
-SCORED_BY: Final[Mapping[str, str]] = {
+COMPUTED_BY: Final[Mapping[str, str]] = {
     "values": "critic",
     "ref_logprobs": "reference",
     "teacher_logprobs": "teacher",
     "prox_logprobs": "policy",
 }
-"""Which model computes each per-token score, before the step (Backend in backends/port.py.score)."""
+"""Which model computes each model output, before the step (Backend.forward)."""
 
 OF_BATCH: Final = ("effective_fraction", "keep")
-"""Loss inputs that are computed over the whole batch, from the policy's logprobs (apply_scores.py)."""
+"""Loss inputs that are computed over the whole batch, from the policy's logprobs (model_outputs.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,34 +94,35 @@ class Algorithm:
         return chains.is_uncorrected(self.correction) and not is_covered
 
     @property
-    def advantage_scores(self) -> frozenset[str]:
-        """The scores in SCORED_BY that the advantages need, so that they must wait for the current weights."""
+    def outputs_for_advantage(self) -> frozenset[str]:
+        """The outputs in COMPUTED_BY that the advantages need, so that they must wait for the current weights."""
         is_in_reward = self.kl is not None and self.kl.place == "reward"
         named = {*self.advantage.inputs, *(("prox_logprobs", "ref_logprobs") if is_in_reward else ())}
-        return frozenset(SCORED_BY.keys() & named)
+        return frozenset(COMPUTED_BY.keys() & named)
 
     @property
-    def loss_scores(self) -> frozenset[str]:
-        """The scores in SCORED_BY that the loss needs; the current policy's logprobs are available without scoring."""
+    def outputs_for_loss(self) -> frozenset[str]:
+        """The outputs in COMPUTED_BY that the loss needs; the current policy's logprobs are available without a
+        pass."""
         named = {*self.loss.inputs, *(("ref_logprobs",) if self.kl else ())} - {"prox_logprobs"}
-        if named & set(OF_BATCH) or self.keeps_prox:  # scored before the first micro-batch
+        if named & set(OF_BATCH) or self.keeps_prox:  # computed before the first micro-batch
             named.add("prox_logprobs")
-        return frozenset(SCORED_BY.keys() & named)
+        return frozenset(COMPUTED_BY.keys() & named)
 
     @property
     def keeps_prox(self) -> bool:
-        """Whether the policy is scored once, before several optimizer steps; the scores are their proximal policy."""
+        """Whether logprobs are computed once, before several optimizer steps; they are those of the proximal policy."""
         return self.steps_per_batch > 1 and not self.loss.is_supervised
 
     @property
-    def batch_scores(self) -> frozenset[str]:
-        """Inputs of the loss that are computed over the whole batch, besides scores of models (apply_scores.py)."""
+    def batch_inputs(self) -> frozenset[str]:
+        """Inputs of the loss that are computed over the whole batch, besides outputs of models (model_outputs.py)."""
         return frozenset({*OF_BATCH, "rewards"} & set(self.loss.inputs))
 
     @property
     def models(self) -> frozenset[str]:
         """Models besides the policy that the algorithm needs: "critic", "reference", "teacher"."""
-        return frozenset(SCORED_BY[name] for name in self.advantage_scores | self.loss_scores) - {"policy"}
+        return frozenset(COMPUTED_BY[name] for name in self.outputs_for_advantage | self.outputs_for_loss) - {"policy"}
 
     def objective(self, inputs: LossInputs) -> tuple[torch.Tensor, Sums]:
         """Return the tensor to call backward() on (this micro-batch's part of the batch loss), and sums for metrics.
@@ -159,12 +160,12 @@ class Algorithm:
             num_sequences=inputs.num_sequences,
         )
         sums += version_sums(log_ratio=log_ratio, weights=weights, clipped=clipped, staleness=inputs.staleness)
-        if inputs.scores:
-            sums += divergence_sums(prox_logprobs, scores=inputs.scores)
+        if inputs.model_outputs:
+            sums += divergence_sums(prox_logprobs, model_outputs=inputs.model_outputs)
         if self.entropy_coef:
             objective = objective - self.entropy_coef * total(inputs.entropy, self._shares(loss_weights, weights))
         if self.kl is not None and self.kl.place == "loss":
-            distance = self.kl(inputs.logprobs, inputs.scores["ref_logprobs"], inputs.behavior_logprobs)
+            distance = self.kl(inputs.logprobs, inputs.model_outputs["ref_logprobs"], inputs.behavior_logprobs)
             objective = objective + total(distance, self._shares(loss_weights, weights))
         return objective, sums
 

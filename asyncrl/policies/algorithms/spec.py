@@ -171,7 +171,7 @@ def _refuse_masks_that_see_nothing(made: Algorithm) -> None:
 def _refuse_what_teaches_nothing(made: Algorithm) -> None:
     """Reject components whose result is never used."""
     has_rewards = "advantages" in made.loss.inputs
-    if made.advantage_scores and not has_rewards:
+    if made.outputs_for_advantage and not has_rewards:
         raise ConfigError(
             f"algorithm: loss {made.loss.name} does not look at advantages, which need a pass of another model here; "
             'use a loss such as ppo_clip, or advantage = "none" and no KL in the reward'

@@ -27,7 +27,7 @@ class Batch:
     """A batch that is ready to be packed.
 
     sequences         one per trajectory
-    advantage_inputs  inputs of advantages that wait for scores of other models (apply_scores.py)
+    advantage_inputs  inputs of advantages that wait for outputs of other models (model_outputs.py)
     sampled           bool[T] of each sequence: True where the policy sampled the token, trained or not
     metrics           metrics of the samples, under the schema's names
     """
@@ -60,7 +60,7 @@ def build(
 ) -> Batch:
     """Build the batch for the step from ``policy_version``.  Raises AssertionError if any token is over the bound.
 
-    Advantages that need scores of another model are 0 here. ``age_weight`` multiplies the loss weights, but their
+    Advantages that need outputs of another model are 0 here. ``age_weight`` multiplies the loss weights, but their
     denominators count whole tokens, so an old batch has less influence. With ``discard`` "trajectories", a trajectory
     over the bound trains nothing, but its rollout's reward stays in the baseline. With "tokens" the same applies to a
     single token. Only the loss weight of that token becomes 0, as with an ``age_weight``, so the rest of a long answer
@@ -97,7 +97,7 @@ def build(
     )
     # An answer that is too old to train is still part of its group's baseline.
     advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
-    if not algorithm.advantage_scores:
+    if not algorithm.outputs_for_advantage:
         advantages = algorithm.advantage(advantage_inputs)
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     sizes = _mini_batch_sizes(groups, algorithm.steps_per_batch)

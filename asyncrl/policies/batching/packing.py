@@ -48,7 +48,7 @@ class MicroBatch:
 
     boundaries  i32[D+1]  sequence d is tokens[boundaries[d]:boundaries[d+1]]
     sequences   i64[D]    index of each sequence in the packed list; -1 for the filler of ``empty``
-    scores      f32[N] each, by name: per-token values of other models ("ref_logprobs", "teacher_logprobs",
+    model_outputs      f32[N] each, by name: per-token outputs of other models ("ref_logprobs", "teacher_logprobs",
                 "old_values", "returns"). Aligned like everything else: a value that belongs to choosing token n is at
                 n, so the old value of the state in which it was chosen is the critic's output at token n - 1
     experts     empty if no sequence has any
@@ -63,7 +63,7 @@ class MicroBatch:
     loss_weights: NDArray[np.float32]
     staleness: NDArray[np.int32]
     sequences: NDArray[np.int64]
-    scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    model_outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     recorded: tuple[int, ...] = ()
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
 

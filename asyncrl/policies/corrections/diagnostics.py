@@ -162,11 +162,11 @@ def token_sums(
     return _of(sums, maxima, log_ratio.device)
 
 
-def divergence_sums(logprobs: torch.Tensor, *, scores: Mapping[str, torch.Tensor]) -> Sums:
-    """Sum the k3 of M tokens to the reference and to the teacher, as far as ``scores`` has them.  f32[M] each"""
+def divergence_sums(logprobs: torch.Tensor, *, model_outputs: Mapping[str, torch.Tensor]) -> Sums:
+    """Sum the k3 of M tokens to the reference and to the teacher, as far as ``model_outputs`` has them.  f32[M] each"""
     sums: dict[str, torch.Tensor] = {}
     for model in ("ref", "teacher"):
-        if (other := scores.get(f"{model}_logprobs")) is not None:
+        if (other := model_outputs.get(f"{model}_logprobs")) is not None:
             k3 = k3_of(log_ratio(other.double(), logprobs.double()))
             sums |= {f"{model}_tokens": torch.ones_like(k3).sum(), f"{model}_k3": k3.sum()}
     return _of(sums, {}, logprobs.device)

@@ -1,8 +1,9 @@
-"""Checks that a worker's behavior logprobs are those of the policy: the trainer scores a few of its answers again.
+"""Checks that a worker's behavior logprobs are those of the policy: the trainer computes those of a few answers again.
 
 A step reports the mismatch of the whole batch; this module reports it per worker. Every ``every`` steps, the youngest
-and the oldest answer of each worker in the batch are scored with the weights about to be trained. A forward pass takes
-a third of the time to train an answer, so the learner's time grows by 2 x workers / (3 x answers of a batch x every).
+and the oldest answer of each worker in the batch get logprobs with the weights about to be trained. A forward pass
+takes a third of the time to train an answer, so the learner's time grows by 2 x workers / (3 x answers of a batch x
+every).
 
 A fresh answer (age 0) was sampled from exactly these weights:
 
@@ -77,7 +78,7 @@ class LogprobMismatch:
         self._suspects.discard(worker)
 
     def choose(self, sequences: Sequence[TrainingSequence], workers: Sequence[str], *, step: int) -> list[ChosenAnswer]:
-        """Return which ``sequences`` to score before the step after ``step`` steps; ``workers[i]`` made sequence i.
+        """Return which ``sequences`` to check before the step after ``step`` steps; ``workers[i]`` made sequence i.
 
         These are sequences of every worker if a check is due or the batch has suspects, and none otherwise.
         """
@@ -98,14 +99,14 @@ class LogprobMismatch:
         logprobs: Mapping[int, NDArray[np.float32]],
     ) -> tuple[dict[str, Mismatch], list[str]]:
         """Return each worker's mismatch, and the workers to quarantine.  ``logprobs``: trainer's, f32[T] by sequence"""
-        answers = [_ScoredAnswer.of(one, sequences[one.sequence], logprobs[one.sequence]) for one in chosen]
+        answers = [_CheckedAnswer.of(one, sequences[one.sequence], logprobs[one.sequence]) for one in chosen]
         found = {worker: self._mismatch(worker, answers) for worker in {one.worker for one in answers}}
         over = {worker for worker, mismatch in found.items() if mismatch.is_over}
         guilty = sorted(over & self._suspects)
         self._suspects = (self._suspects - found.keys()) | {worker for worker in over if found[worker].is_certain}
         return found, guilty
 
-    def _mismatch(self, worker: str, answers: Sequence[_ScoredAnswer]) -> Mismatch:
+    def _mismatch(self, worker: str, answers: Sequence[_CheckedAnswer]) -> Mismatch:
         its = [one for one in answers if one.worker == worker]
         fresh = [one for one in its if one.age == 0]
         moved = _moved([one for one in answers if one.worker != worker])
@@ -143,8 +144,8 @@ def routing_mismatch(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ScoredAnswer:
-    """A scored answer: ``mean`` |trainer - behavior| over its ``tokens``."""
+class _CheckedAnswer:
+    """A checked answer: ``mean`` |trainer - behavior| over its ``tokens``."""
 
     worker: str
     age: int
@@ -152,12 +153,12 @@ class _ScoredAnswer:
     tokens: int
 
     @classmethod
-    def of(cls, chosen: ChosenAnswer, sequence: TrainingSequence, logprobs: NDArray[np.float32]) -> _ScoredAnswer:
+    def of(cls, chosen: ChosenAnswer, sequence: TrainingSequence, logprobs: NDArray[np.float32]) -> _CheckedAnswer:
         differences = np.abs(logprobs.astype(np.float64) - sequence.behavior_logprobs)[sequence.response_mask]
         return cls(worker=chosen.worker, age=chosen.age, mean=float(differences.mean()), tokens=len(differences))
 
 
-def _moved(others: Sequence[_ScoredAnswer]) -> float | None:
+def _moved(others: Sequence[_CheckedAnswer]) -> float | None:
     """Return how far the policy moves, in nats per token and version, by others' old answers; None without any."""
     known: dict[str, list[float]] = {}
     for one in others:

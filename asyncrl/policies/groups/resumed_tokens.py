@@ -3,7 +3,7 @@
 A worker that takes over a group continues from the tokens that others saved (topic ``segments``), and sends them along
 with its own. The saved tokens may be invented. So a trajectory states how many of its sampled tokens were taken over
 (always the first ones), and the worker is judged only by the rest (logprob_mismatch.py). Tokens that were taken over
-are scored whenever they are about to be trained. If they are not the policy's, their group is not trained, and no
+are checked whenever they are about to be trained. If they are not the policy's, their group is not trained, and no
 worker is quarantined.
 
 Tests: tests/unit/policies/groups/test_resumed_tokens.py, tests/actors/learner/test_validator.py.

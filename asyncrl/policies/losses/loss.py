@@ -1,7 +1,7 @@
 """Base of the policy losses: a number per token, before aggregation, to be minimised. The table is in table.py.
 
 Shapes: the M response tokens of a micro-batch, concatenated, without prompt and observation tokens. A formula may ask
-for any field of ``LossInputs`` and for the scores of other models. Gradients flow only through ``logprobs``. Numpy
+for any field of ``LossInputs`` and for outputs of other models. Gradients flow only through ``logprobs``. Numpy
 arrays are accepted, float64 stays float64, and log ratios are clamped to +-20 before exp.
 
 A loss moves the policy relative to an anchor:
@@ -32,7 +32,7 @@ class LossInputs:
     is_fresh           bool[M]  True if the version being trained sampled every token of the sequence
     staleness          i32[M]   version being trained - version that sampled the token
     sequence           i64[M]   index of the token's sequence among the micro-batch's ``num_sequences``, non-decreasing
-    scores             f32[M] each, by name: scores of other models, and values computed over the whole batch
+    model_outputs             f32[M] each, by name: outputs of other models, and values computed over the whole batch
                        (packing.MicroBatch)
     """
 
@@ -45,16 +45,16 @@ class LossInputs:
     staleness: torch.Tensor
     sequence: torch.Tensor
     num_sequences: int
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    model_outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def prox_logprobs(self) -> torch.Tensor:
         """Logprobs of the learner before the batch: stored ones if there are several optimizer steps, else its own."""
-        return self.scores["prox_logprobs"] if "prox_logprobs" in self.scores else self.logprobs.detach()
+        return self.model_outputs["prox_logprobs"] if "prox_logprobs" in self.model_outputs else self.logprobs.detach()
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field or a score by its name."""
-        return self.scores[name] if name in self.scores else getattr(self, name)
+        """Return a field or a model output by its name."""
+        return self.model_outputs[name] if name in self.model_outputs else getattr(self, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

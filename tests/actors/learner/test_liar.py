@@ -48,7 +48,7 @@ async def test_a_worker_on_which_alone_every_group_fails_is_quarantined_and_the_
     held = Engine()
     held.gate.clear()
     # enabled; the fake's logprobs are within the bound
-    judged = Validator(bus, rescoring=LogprobMismatch(bound=10.0, every=1000))
+    judged = Validator(bus, logprob_check=LogprobMismatch(bound=10.0, every=1000))
     loop = Loop(bus, tmp_path, max_failed_in_a_row=8, validator=judged)
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), held, name="w1", max_running=2)))

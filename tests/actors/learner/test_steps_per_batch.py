@@ -22,7 +22,7 @@ from asyncrl.policies.batching.packing import MicroBatch, pack_mini_batches
 from asyncrl.policies.component import load_class
 from asyncrl.policies.losses.table import LOSSES
 from tests.harness.backends import distance, started, tiny_model, weights
-from tests.harness.scoring import ScriptedBackend, answer, built, by_tokens
+from tests.harness.scripted_backend import ScriptedBackend, answer, built, by_tokens
 
 ANSWERS = (
     answer([10, 11, 12], reward=1.0),
@@ -50,12 +50,12 @@ def tenths(micro_batch: MicroBatch) -> Any:
 
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 6), (2, 6)])
 def test_every_part_is_a_step_around_the_policy_before_the_first(ranks: int, max_tokens: int) -> None:
-    backend, row = ScriptedBackend(scores={"policy": tenths}), algorithm(2)
+    backend, row = ScriptedBackend(outputs={"policy": tenths}), algorithm(2)
     batch = built(ANSWERS, row)
     mini_batches = mini_batches_of(batch, ranks=ranks, max_tokens=max_tokens)
     train_batch(backend, batch, mini_batches, algorithm=row, step=0, learning_rate=0.1)
-    assert backend.asked == ["score policy", "step policy", "step policy"]
-    tokens = [by_tokens(shares, lambda m: m.scores["prox_logprobs"]) for shares in backend.trained["policy"]]
+    assert backend.asked == ["forward policy", "step policy", "step policy"]
+    tokens = [by_tokens(shares, lambda m: m.model_outputs["prox_logprobs"]) for shares in backend.trained["policy"]]
     assert [sorted(mini_batch) for mini_batch in tokens] == [[10, 11, 12, 20, 21, 30, 31], [13, 14, 15]]
     for mini_batch in tokens:
         assert mini_batch == pytest.approx({token: -token / 10 for token in mini_batch})
@@ -65,18 +65,18 @@ def test_every_part_is_a_step_around_the_policy_before_the_first(ranks: int, max
 
 
 def test_the_critic_takes_as_many_steps_after_the_policy() -> None:
-    backend = ScriptedBackend(scores={"policy": tenths, "critic": tenths})
+    backend = ScriptedBackend(outputs={"policy": tenths, "critic": tenths})
     row = algorithm(2, "ppo")
     batch = built(ANSWERS, row)
     train_batch(backend, batch, mini_batches_of(batch), algorithm=row, step=0, learning_rate=0.1)
-    assert backend.asked == ["score policy", "score critic", *["step policy"] * 2, *["step critic"] * 2]
+    assert backend.asked == ["forward policy", "forward critic", *["step policy"] * 2, *["step critic"] * 2]
 
 
 class Failing(ScriptedBackend):
     """Its steps are skipped, fail, or work, as ``script`` says."""
 
     def __init__(self, script: Sequence[str]) -> None:
-        super().__init__(scores={"policy": tenths})
+        super().__init__(outputs={"policy": tenths})
         self._script = iter(script)
 
     def step(self, shares: Any, *, learning_rate: float, model: str = "policy") -> StepResult:

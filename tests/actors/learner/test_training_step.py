@@ -18,7 +18,7 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import MicroBatch, pack_for_ranks
 from asyncrl.policies.losses.kl import Penalty
-from tests.harness.scoring import ScriptedBackend, answer, built, by_tokens
+from tests.harness.scripted_backend import ScriptedBackend, answer, built, by_tokens
 
 ANSWERS = (
     answer([10, 11, 12], reward=1.0),
@@ -60,17 +60,17 @@ def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 5), (2, 5)])
 def test_gae_of_the_step_is_the_pure_function_of_the_whole_batch(ranks: int, max_tokens: int) -> None:
     """gamma = lam = 1: the return is the reward, plus the value after the cut for a cut answer."""
-    backend = ScriptedBackend(scores={"critic": tenths})
+    backend = ScriptedBackend(outputs={"critic": tenths})
     algorithm = resolve(ALGORITHMS["ppo"], options={"truncated": "bootstrap"})
     step(algorithm, backend, ranks=ranks, max_tokens=max_tokens, critic_learning_rate=0.3)
-    assert backend.asked == ["score critic", "step policy", "step critic"]
+    assert backend.asked == ["forward critic", "step policy", "step critic"]
     (shares,) = backend.trained["policy"]
     # Values of the states in which the tokens were chosen: 0.2 after the prompt's 2, 1.0 after 10, 0.3 after 3.
     values = {10: 0.2, 11: 1.0, 12: 1.1, 20: 0.2, 21: 2.0, 30: 0.2, 31: 0.3}
     # 2.6: 0.5 plus the 2.1 after the last token
     targets = {10: 1.0, 11: 1.0, 12: 1.0, 20: 2.6, 21: 2.6, 30: 0.0, 31: 0.0}
-    assert by_tokens(shares, lambda m: m.scores["old_values"]) == pytest.approx(values)
-    assert by_tokens(shares, lambda m: m.scores["returns"]) == pytest.approx(targets)
+    assert by_tokens(shares, lambda m: m.model_outputs["old_values"]) == pytest.approx(values)
+    assert by_tokens(shares, lambda m: m.model_outputs["returns"]) == pytest.approx(targets)
     expected = returns.whiten(np.array([targets[token] - values[token] for token in values]))
     assert by_tokens(shares, lambda m: m.advantages) == pytest.approx(
         dict(zip(values, expected, strict=True)), abs=1e-5
@@ -80,7 +80,7 @@ def test_gae_of_the_step_is_the_pure_function_of_the_whole_batch(ranks: int, max
 
 
 def test_an_answer_that_is_masked_trains_neither_policy_nor_critic() -> None:
-    backend = ScriptedBackend(scores={"critic": tenths})
+    backend = ScriptedBackend(outputs={"critic": tenths})
     step(dataclasses.replace(resolve(ALGORITHMS["ppo"]), masks_truncated=True), backend)
     (shares,) = backend.trained["policy"]
     assert set(by_tokens(shares, lambda m: m.advantages)) == {10, 11, 12, 30, 31}
@@ -90,9 +90,9 @@ def test_an_answer_that_is_masked_trains_neither_policy_nor_critic() -> None:
 
 
 def test_the_critic_learns_alone_while_it_warms_up() -> None:
-    backend = ScriptedBackend(scores={"critic": tenths})
+    backend = ScriptedBackend(outputs={"critic": tenths})
     row = step(resolve(ALGORITHMS["ppo"]), backend, learning_rate=None)
-    assert backend.asked == ["score critic", "step critic"]
+    assert backend.asked == ["forward critic", "step critic"]
     assert row["learner/learning_rate"] == 0.0
 
 
@@ -104,28 +104,28 @@ def test_a_batch_that_the_policy_skipped_does_not_train_the_critic() -> None:
             super().step(shares, learning_rate=learning_rate, model=model)
             return StepResult(metrics={"learner/skipped_steps": 1.0})
 
-    backend = Overflowing(scores={"critic": tenths})
+    backend = Overflowing(outputs={"critic": tenths})
     row = step(resolve(ALGORITHMS["ppo"]), backend)
-    assert backend.asked == ["score critic", "step policy"]
+    assert backend.asked == ["forward critic", "step policy"]
     assert row["learner/skipped_steps"] == 1.0
 
 
 def test_a_reference_and_a_teacher_reach_the_loss() -> None:
-    backend = ScriptedBackend(scores={"reference": lambda m: -tenths(m), "teacher": lambda m: -2 * tenths(m)})
+    backend = ScriptedBackend(outputs={"reference": lambda m: -tenths(m), "teacher": lambda m: -2 * tenths(m)})
     step(resolve(ALGORITHMS["opd"], kl=Penalty(coef=0.1, estimate="k2", place="loss")), backend, max_tokens=5)
-    assert backend.asked == ["score reference", "score teacher", "step policy"]
+    assert backend.asked == ["forward reference", "forward teacher", "step policy"]
     (shares,) = backend.trained["policy"]
-    assert by_tokens(shares, lambda m: m.scores["ref_logprobs"])[21] == pytest.approx(-2.1)
-    assert by_tokens(shares, lambda m: m.scores["teacher_logprobs"])[21] == pytest.approx(-4.2)
+    assert by_tokens(shares, lambda m: m.model_outputs["ref_logprobs"])[21] == pytest.approx(-2.1)
+    assert by_tokens(shares, lambda m: m.model_outputs["teacher_logprobs"])[21] == pytest.approx(-4.2)
     assert set(by_tokens(shares, lambda m: m.advantages).values()) == {0.0}
 
 
 def test_kl_in_the_reward_is_taken_off_every_token_that_the_policy_sampled() -> None:
     """k1 = log policy - log reference is 0.5 everywhere, so with coefficient 0.2 each token costs 0.1."""
-    backend = ScriptedBackend(scores={"reference": lambda m: -tenths(m), "policy": lambda m: 0.5 - tenths(m)})
+    backend = ScriptedBackend(outputs={"reference": lambda m: -tenths(m), "policy": lambda m: 0.5 - tenths(m)})
     kl = Penalty(coef=0.2, estimate="k1", place="reward")
     step(resolve(ALGORITHMS["topr"], loss="reinforce", correction="tis_token", kl=kl), backend)
-    assert backend.asked == ["score policy", "score reference", "step policy"]
+    assert backend.asked == ["forward policy", "forward reference", "step policy"]
     costs = by_tokens(backend.trained["policy"][0], lambda m: m.advantages)
     # returns-to-go: 1 - 0.1 at the last token of the first answer, 1 - 0.3 at the first
     expected = {10: 0.7, 11: 0.8, 12: 0.9, 20: 0.3, 21: 0.4, 30: -0.2, 31: -0.1}
@@ -138,9 +138,9 @@ def test_p3o_gets_the_effective_fraction_of_the_whole_batch() -> None:
     def policy(micro_batch: MicroBatch) -> Any:
         return np.where(micro_batch.tokens // 10 == 1, math.log(2) - 1, -1).astype(np.float32)
 
-    backend = ScriptedBackend(scores={"policy": policy})
+    backend = ScriptedBackend(outputs={"policy": policy})
     step(resolve(ALGORITHMS["p3o"]), backend, max_tokens=5)
-    fractions = by_tokens(backend.trained["policy"][0], lambda m: m.scores["effective_fraction"])
+    fractions = by_tokens(backend.trained["policy"][0], lambda m: m.model_outputs["effective_fraction"])
     assert fractions == pytest.approx(dict.fromkeys(fractions, 100 / 112))
 
 
@@ -150,12 +150,12 @@ def test_m2po_drops_tokens_of_the_whole_batch_not_of_each_micro_batch() -> None:
     def policy(micro_batch: MicroBatch) -> Any:
         return np.where(micro_batch.tokens // 10 == 1, 0.3 - 1, -1).astype(np.float32)
 
-    backend = ScriptedBackend(scores={"policy": policy})
+    backend = ScriptedBackend(outputs={"policy": policy})
     step(resolve(ALGORITHMS["m2po"]), backend, max_tokens=5)
-    keep = by_tokens(backend.trained["policy"][0], lambda m: m.scores["keep"])
+    keep = by_tokens(backend.trained["policy"][0], lambda m: m.model_outputs["keep"])
     # 3 x 0.09 / 7 < 0.04; within the first answer alone, all but one token would be dropped
     assert sum(keep.values()) == 4 + 3
-    sharper = ScriptedBackend(scores={"policy": policy})
+    sharper = ScriptedBackend(outputs={"policy": policy})
     step(resolve(ALGORITHMS["m2po"], options={"threshold": 0.02}), sharper, max_tokens=5)
-    keep = by_tokens(sharper.trained["policy"][0], lambda m: m.scores["keep"])
+    keep = by_tokens(sharper.trained["policy"][0], lambda m: m.model_outputs["keep"])
     assert sum(keep.values()) == 4 + 1  # 2 x 0.09 / 6 is above the limit, 0.09 / 5 is below

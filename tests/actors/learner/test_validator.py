@@ -27,9 +27,9 @@ from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker
 
 
 class Trainer(Backend):
-    """Scores match the fake engine's logprobs: -1 per token."""
+    """forward matches the fake engine's logprobs: -1 per token."""
 
-    def score(self, shares: Any, *, model: str = "policy") -> list[list[NDArray[np.float32]]]:
+    def forward(self, shares: Any, *, model: str = "policy") -> list[list[NDArray[np.float32]]]:
         def of(micro_batch: MicroBatch) -> NDArray[np.float32]:
             return np.full(micro_batch.num_tokens, -1.0, np.float32)
 
@@ -53,7 +53,7 @@ class Liar(Engine):
 
 def judged_loop(bus: Bus, directory: Path, *, steps: int = 6) -> Loop:
     validator = Validator(
-        bus, validation=GroupValidation(vocabulary_size=14), rescoring=LogprobMismatch(bound=0.5, every=1)
+        bus, validation=GroupValidation(vocabulary_size=14), logprob_check=LogprobMismatch(bound=0.5, every=1)
     )
     loop = Loop(bus, directory, steps=steps, validator=validator)
     loop.backend = Trainer()
@@ -185,7 +185,7 @@ async def test_a_worker_whose_groups_cannot_be_is_quarantined_after_three(tmp_pa
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
     loop = judged_loop(bus, tmp_path)
     loop.validator = Validator(
-        bus, validation=GroupValidation(vocabulary_size=4), rescoring=LogprobMismatch(bound=0.5, every=1)
+        bus, validation=GroupValidation(vocabulary_size=4), logprob_check=LogprobMismatch(bound=0.5, every=1)
     )
     victim = asyncio.create_task(run_worker(worker(bus, Engine())))
     with pytest.raises(

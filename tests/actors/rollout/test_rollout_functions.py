@@ -154,7 +154,7 @@ async def train_overlong(directory: Path, **worker: Any) -> fakes.Loop:
 
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     judges = Validator(
-        bus, validation=GroupValidation(context_tokens=CONTEXT), rescoring=LogprobMismatch(bound=9.0, every=100)
+        bus, validation=GroupValidation(context_tokens=CONTEXT), logprob_check=LogprobMismatch(bound=9.0, every=100)
     )
     loop = fakes.Loop(bus, directory, steps=2, validator=judges)
     working = asyncio.create_task(fakes.run_worker(fakes.worker(bus, fakes.Engine(), rollout=rollout, **worker)))

@@ -123,7 +123,7 @@ class TinyBackend(BackendAdapter):
         return each, each.gather(1, answers.reshape(-1, 1))[:, 0]
 
     @torch.no_grad()
-    def score(
+    def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
     ) -> list[list[NDArray[np.float32]]]:
         """Return logprobs of the response tokens; 0 at prompt tokens, which the net does not predict."""

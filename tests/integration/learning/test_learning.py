@@ -78,7 +78,7 @@ async def test_two_optimizer_steps_a_batch_make_one_version_and_the_clip_binds(b
     assert [row["step"] for row in rows] == [row["weights/version"] for row in rows] == [1, 2, 3, 4]
     assert {row["staleness/max"] for row in rows} == {0}
     assert any(row["offpolicy/clip_fraction"] for row in rows)
-    assert all(row["learner/score_seconds"] > 0 and row["learner/skipped_mini_batches"] == 0 for row in rows)
+    assert all(row["learner/forward_seconds"] > 0 and row["learner/skipped_mini_batches"] == 0 for row in rows)
     assert [row["learner/learning_rate"] for row in rows] == pytest.approx([3e-3, 2.5e-3, 2e-3, 1.5e-3])
     # relative to the sampling policy, not to that of the second step
     assert max(row["mismatch/fresh_mean"] for row in rows) < 1e-3

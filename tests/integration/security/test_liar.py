@@ -44,9 +44,9 @@ WAIT_SECONDS = 0.02
 
 
 class Trainer(Backend):
-    """Its scores match the fake engine's logprobs."""
+    """Its outputs match the fake engine's logprobs."""
 
-    def score(self, shares: Shards, *, model: str = "policy") -> Any:
+    def forward(self, shares: Shards, *, model: str = "policy") -> Any:
         return [[np.full(m.num_tokens, -1.0, np.float32) for m in share] for share in shares]
 
 
@@ -84,7 +84,7 @@ async def run_among_lies(seeds: Sequence[int], directory: Path) -> tuple[Loop, s
     """Run an honest worker and a liar until all lies are published. Return the groups that the honest worker made."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
     possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
-    validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))
+    validator = Validator(bus, validation=possible, logprob_check=LogprobMismatch(bound=0.5, every=3))
     waits: dict[str, Any] = {"wait_for_stragglers": True, "staleness": {"wait_seconds": WAIT_SECONDS}}
     tickets = Tickets(b"of this run")
     loop = Loop(
@@ -140,7 +140,7 @@ async def test_an_answer_of_somebody_who_was_not_lent_the_group_is_nobodys(
     key that it can invent. Its answers take no place and fail no group, and the honest answers are trained."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
     possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
-    validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))
+    validator = Validator(bus, validation=possible, logprob_check=LogprobMismatch(bound=0.5, every=3))
     tickets = Tickets(b"of this run")
     rows = Rows(count=50)
     loop = Loop(bus, tmp_path / "run", steps=6, rows=rows, validator=validator, max_staleness=3, tickets=tickets)

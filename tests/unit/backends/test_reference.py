@@ -43,8 +43,8 @@ def test_weights_are_those_of_the_model_before_and_after_a_step(tmp_path: Path) 
     exported = dict(backend.export().tensors())
     assert exported.keys() == given.keys()
     assert all((exported[name] == tensor).all() for name, tensor in given.items())
-    (scores,) = backend.score([packed])
-    np.testing.assert_array_equal(scores[0], packed[0].behavior_logprobs)
+    (outputs,) = backend.forward([packed])
+    np.testing.assert_array_equal(outputs[0], packed[0].behavior_logprobs)
     backend.close()
 
 

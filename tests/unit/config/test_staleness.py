@@ -109,9 +109,9 @@ def test_ranks_are_tensor_parallel_neighbours_then_context_then_data_then_stages
     assert [layout.stage(rank) for rank in range(16)] == [0] * 8 + [1] * 8
 
 
-def test_scores_come_from_one_rank_of_each_copy_with_the_last_stage() -> None:
-    assert list(Layout(ranks=4, tensor=2).scorers) == [0, 2]
-    assert list(Layout(ranks=16, tensor=2, context=2, pipeline=2).scorers) == [8, 12]
+def test_outputs_come_from_one_rank_of_each_copy_with_the_last_stage() -> None:
+    assert list(Layout(ranks=4, tensor=2).output_ranks) == [0, 2]
+    assert list(Layout(ranks=16, tensor=2, context=2, pipeline=2).output_ranks) == [8, 12]
 
 
 def test_an_export_is_made_by_the_first_copy_without_the_rest_of_its_rows() -> None:

@@ -31,10 +31,10 @@ from tests.harness.backends import (
     critic,
     distance,
     expected_logprobs,
+    forward,
     hugging_face,
     learned,
     parts,
-    scored,
     sequences,
     shares,
     started,
@@ -93,10 +93,10 @@ def name(kind: str, architecture: str, options: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """Results of a backend: scores of one row; weights before training, by rank and as published; metrics and weights
+    """Results of a backend: logprobs of one row; weights before training, by rank and as published; metrics and weights
     after each step; the critic's values; and the weights after the last step repeated from the checkpoint before it."""
 
-    scores: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
     before: Mapping[str, torch.Tensor]
     parts: Sequence[Mapping[str, torch.Tensor]]
     version: WeightVersion
@@ -125,17 +125,17 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
             of_critic = backend.step(with_returns(cut(number)), learning_rate=LEARNING_RATE, model="critic").metrics
             return metrics | dict(of_critic)
 
-        scores, before, exported = scored(backend, kind, row()), weights(backend), backend.export()
+        logprobs, before, exported = forward(backend, kind, row()), weights(backend), backend.export()
         channel = FilesChannel(saved / "weights", keep=2, model_path=folder)
         version = channel.publish(exported, incarnation=0, policy_version=1)
         metrics, after = [step(0)], [weights(backend)]
         backend.save(saved)
         metrics.append(step(1))
         after.append(weights(backend))
-        values = scored(backend, kind, row(), model="critic")
+        values = forward(backend, kind, row(), model="critic")
         backend.restore(saved)
         backend.step(cut(1), learning_rate=LEARNING_RATE)
-        return Done(scores, before, parts(exported), version, metrics, after, values, weights(backend))
+        return Done(logprobs, before, parts(exported), version, metrics, after, values, weights(backend))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +174,10 @@ def case(
     return Case(kind, folder, expected, done(kind, folder, tmp_path_factory.mktemp("saved"), **options))
 
 
-def test_scores_are_those_of_transformers_sequence_by_sequence(case: Case) -> None:
+def test_outputs_are_those_of_transformers_sequence_by_sequence(case: Case) -> None:
     packed, model = row(), hugging_face(case.folder)
     for where in sequence_slices(packed):
-        np.testing.assert_allclose(case.got.scores[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
+        np.testing.assert_allclose(case.got.logprobs[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
 
 
 def test_an_export_gives_back_the_folder_bit_for_bit(case: Case) -> None:

@@ -29,8 +29,8 @@ from tests.harness.backends import (
     SETTINGS,
     distance,
     expected_logprobs,
+    forward,
     hugging_face,
-    scored,
     sequences,
     shares,
     started,
@@ -112,10 +112,10 @@ def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str,
                 for ours, theirs in zip(trained[name], pair, strict=True):
                     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0, msg=name)
             now = merged(folder, base, pairs, tmp_path / f"after-{number}")
-        model, scores = hugging_face(now), scored(backend, "megatron-1", row)
+        model, logprobs = hugging_face(now), forward(backend, "megatron-1", row)
         for start, stop in itertools.pairwise(row.boundaries):
             expected = expected_logprobs(model, row.tokens[start:stop])
-            np.testing.assert_allclose(scores[start:stop], expected, atol=1e-4)
+            np.testing.assert_allclose(logprobs[start:stop], expected, atol=1e-4)
 
 
 def test_a_merged_export_is_the_folder_plus_the_adapters_and_nothing_else_moves(tmp_path: Path) -> None:

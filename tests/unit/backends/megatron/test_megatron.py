@@ -26,8 +26,8 @@ from tests.harness.backends import (
     LEARNING_RATE,
     distance,
     expected_logprobs,
+    forward,
     hugging_face,
-    scored,
     sequences,
     shares,
     started,
@@ -107,7 +107,7 @@ def test_scaled_rotary_positions_are_those_of_transformers(folder: Path, tmp_pat
     model = edited(folder, tmp_path, rope_parameters=rope | {"rope_theta": 1000.0})
     (packed,) = pack(sequences(lengths=(60,)), max_tokens=100)
     with started("megatron-1", model) as backend:
-        logprobs = scored(backend, "megatron-1", packed)
+        logprobs = forward(backend, "megatron-1", packed)
     np.testing.assert_allclose(logprobs, expected_logprobs(hugging_face(model), packed.tokens), atol=1e-4)
     assert np.abs(logprobs - expected_logprobs(hugging_face(folder), packed.tokens)).max() > 1e-2
 

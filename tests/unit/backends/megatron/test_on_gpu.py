@@ -13,8 +13,8 @@ from tests.harness.backends import (
     LEARNING_RATE,
     distance,
     expected_logprobs,
+    forward,
     hugging_face,
-    scored,
     sequences,
     shares,
     started,
@@ -54,7 +54,7 @@ def test_logprobs_are_close_to_those_of_hugging_face(folder: Path, dtype: str, m
     model = hugging_face(folder)
     (packed,) = pack(sequences(), max_tokens=1000)
     with started("megatron-1", folder, device="cuda", dtype=dtype) as backend:
-        logprobs = scored(backend, "megatron-1", packed)
+        logprobs = forward(backend, "megatron-1", packed)
     expected = np.concatenate([expected_logprobs(model, packed.tokens[where]) for where in sequence_slices(packed)])
     errors = np.abs(logprobs - expected)
     assert errors.mean() < mean

@@ -62,16 +62,16 @@ class Window:
 
 
 def trained(rank: int, job: Job, port: int, rows: list[list[MicroBatch]]) -> list[torch.Tensor]:
-    """Return the scores before each step (of rank 0), and the weights of this rank after all."""
+    """Return the logprobs before each step (of rank 0), and the weights of this rank after all."""
     info = RankInfo(rank=rank, ranks=2, host="127.0.0.1", port=port, timeout_seconds=60.0)
-    one, scores = MegatronRank(job, info, store=open_store(info)), []
+    one, logprobs = MegatronRank(job, info, store=open_store(info)), []
     for share in map(tuple, rows):
-        told = one.execute(Command(name="score", micro_batches=share))
-        scores += [torch.from_numpy(score) for score in told.rows] if told else []
+        told = one.execute(Command(name="forward", micro_batches=share))
+        logprobs += [torch.from_numpy(one) for one in told.rows] if told else []
         one.execute(Command(name="step", micro_batches=share, learning_rate=LEARNING_RATE))
     found = [tensor.detach().clone() for tensor in one._loaded[POLICY].tensors()]
     one.close()
-    return [*scores, *found]
+    return [*logprobs, *found]
 
 
 def work(rank: int, jobs: dict[str, tuple[Job, Job]], ports: list[int], folder: Path) -> None:

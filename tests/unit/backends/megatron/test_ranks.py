@@ -137,7 +137,7 @@ def test_a_killed_rank_is_an_error_with_its_exit_code(folder: Path, tmp_path: Pa
             if moment == "stepping":
                 backend.step(shares("megatron-2", sequences()), learning_rate=LEARNING_RATE)
             elif moment == "scoring":  # scoring uses no collective
-                backend.score(shares("megatron-2", sequences()))
+                backend.forward(shares("megatron-2", sequences()))
             else:
                 backend.save(tmp_path)
 

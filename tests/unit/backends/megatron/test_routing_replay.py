@@ -23,8 +23,8 @@ from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence
 from tests.harness.backends import (
     LAYOUT_RANKS,
     SETTINGS,
+    forward,
     learned,
-    scored,
     sequence,
     shares,
     started,
@@ -83,9 +83,9 @@ def row(generations: list[Generation]) -> MicroBatch:
     return packed
 
 
-def mismatch(scores: NDArray[np.float32], packed: MicroBatch) -> NDArray[np.float64]:
+def mismatch(logprobs: NDArray[np.float32], packed: MicroBatch) -> NDArray[np.float64]:
     """Trainer logprob minus engine logprob of each sampled token."""
-    return (scores.astype(np.float64) - packed.behavior_logprobs)[packed.response_mask]
+    return (logprobs.astype(np.float64) - packed.behavior_logprobs)[packed.response_mask]
 
 
 def k3(difference: NDArray[np.float64]) -> float:
@@ -108,8 +108,8 @@ def test_engine_reports_experts_of_all_but_the_last_token(folder: Path) -> None:
 def test_replay_brings_bfloat16_logprobs_near_the_engine(folder: Path) -> None:
     packed = row(answers(folder, "bfloat16"))
     with started("megatron-1", folder, dtype="bfloat16") as backend:
-        own = mismatch(scored(backend, "megatron-1", without(packed)), packed)
-        replayed = mismatch(scored(backend, "megatron-1", packed), packed)
+        own = mismatch(forward(backend, "megatron-1", without(packed)), packed)
+        replayed = mismatch(forward(backend, "megatron-1", packed), packed)
     assert k3(own) > 3 * k3(replayed)
     assert np.abs(own).max() > 3 * np.abs(replayed).max()
 
@@ -117,7 +117,7 @@ def test_replay_brings_bfloat16_logprobs_near_the_engine(folder: Path) -> None:
 def test_replay_keeps_float32_scores(folder: Path) -> None:
     packed = row(answers(folder, "float32"))
     with started("megatron-1", folder) as backend:
-        own, replayed = (scored(backend, "megatron-1", one) for one in (without(packed), packed))
+        own, replayed = (forward(backend, "megatron-1", one) for one in (without(packed), packed))
     np.testing.assert_array_equal(own, replayed)
     assert np.abs(mismatch(own, packed)).max() < 1e-5
 
@@ -130,7 +130,7 @@ def test_experts_are_those_of_their_layer_where_the_first_has_none(tmp_path: Pat
     assert (packed.experts[:, 0] == 255).all()
     others = dataclasses.replace(packed, experts=np.concatenate([packed.experts[:, :1], packed.experts[:, :0:-1]], 1))
     with started("megatron-1", folder) as backend:
-        own, replayed, wrong = (scored(backend, "megatron-1", one) for one in (without(packed), packed, others))
+        own, replayed, wrong = (forward(backend, "megatron-1", one) for one in (without(packed), packed, others))
     np.testing.assert_allclose(own, replayed, atol=1e-5)  # an engine may list a token's experts in another order
     assert np.abs(mismatch(replayed, packed)).max() < 1e-5
     assert np.abs(mismatch(wrong, packed)).max() > 0.1
@@ -149,15 +149,15 @@ def far_from_its_own(number: int) -> list[TrainingSequence]:
 
 
 def trained(kind: str, folder: Path, *, with_experts: bool = True, **options: Any) -> Any:
-    """Return the scores of a row, the metrics of a step, and the weights after the step."""
+    """Return the logprobs of a row, the metrics of a step, and the weights after the step."""
     batch = far_from_its_own(0)
     if not with_experts:
         batch = [dataclasses.replace(one, experts=NO_EXPERTS) for one in batch]
     (packed,) = pack(batch, max_tokens=1000)
     with started(kind, folder, optimizer=GENTLE, **({"options": options} if options else {})) as backend:
-        scores = scored(backend, kind, packed)
+        logprobs = forward(backend, kind, packed)
         metrics = learned(backend.step(shares(kind, batch, max_tokens=30), learning_rate=0.05).metrics)
-        return scores, metrics, weights(backend)
+        return logprobs, metrics, weights(backend)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,8 @@ def on_one_rank(folder: Path) -> Any:
 
 def test_replay_changes_what_is_trained(folder: Path, on_one_rank: Any) -> None:
     """Without this, the tests below would prove nothing."""
-    scores, metrics, _ = trained("megatron-1", folder, with_experts=False)
-    assert np.abs(scores - on_one_rank[0]).max() > 0.1
+    logprobs, metrics, _ = trained("megatron-1", folder, with_experts=False)
+    assert np.abs(logprobs - on_one_rank[0]).max() > 0.1
     assert abs(metrics["loss"] / on_one_rank[1]["loss"] - 1) > 0.01
 
 
@@ -184,8 +184,8 @@ def test_replay_changes_what_is_trained(folder: Path, on_one_rank: Any) -> None:
 def test_every_layout_and_recomputation_replays_the_same(
     folder: Path, on_one_rank: Any, kind: str, options: dict[str, Any]
 ) -> None:
-    scores, metrics, after = trained(kind, folder, **options)
-    np.testing.assert_allclose(scores, on_one_rank[0], atol=1e-5)
+    logprobs, metrics, after = trained(kind, folder, **options)
+    np.testing.assert_allclose(logprobs, on_one_rank[0], atol=1e-5)
     assert metrics == pytest.approx(on_one_rank[1], rel=1e-3, abs=1e-6)
     for name, weight in on_one_rank[2].items():
         torch.testing.assert_close(after[name], weight, atol=2e-5, rtol=1e-4)

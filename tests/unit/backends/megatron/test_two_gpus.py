@@ -25,8 +25,8 @@ from tests.harness.backends import (
     LAYOUTS,
     SETTINGS,
     distance,
+    forward,
     learned,
-    scored,
     sequences,
     shares,
     started,
@@ -58,10 +58,10 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """Results of a backend: scores of one row; metrics and weights of a step; weights from its checkpoint; and the
+    """Results of a backend: logprobs of one row; metrics and weights of a step; weights from its checkpoint; and the
     weights that an engine received before the step, by name."""
 
-    scores: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
     metrics: Mapping[str, float]
     after: dict[str, torch.Tensor]
     restored: dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ def done(kind: str, folder: Path, saved: Path, *without: str, device: str) -> Do
     with started(kind, folder, optimizer=GENTLE, device=device, options=dict.fromkeys(without, False)) as backend:
         if kind == "megatron-tp2" and device == "cuda":
             assert (process_groups.exchange() is None) == bool(without)
-        scores = scored(backend, kind, row)
+        logprobs = forward(backend, kind, row)
         arrived = received(backend.export(), parts=LAYOUTS[kind].exporters) if device == "cuda" else {}
         cut = shares(kind, sequences(), max_tokens=30)
         metrics = learned(backend.step(cut, learning_rate=LEARNING_RATE).metrics)
@@ -85,7 +85,7 @@ def done(kind: str, folder: Path, saved: Path, *without: str, device: str) -> Do
             backend.step(cut, learning_rate=LEARNING_RATE)
             backend.restore(saved)
             restored = {name: tensor.cpu() for name, tensor in weights(backend).items()}
-        return Done(scores, metrics, after, restored, arrived)
+        return Done(logprobs, metrics, after, restored, arrived)
 
 
 def received(exported: Any, *, parts: int) -> dict[str, torch.Tensor]:
@@ -146,8 +146,8 @@ def case(
         yield Case(folder, expected, done(kind, folder, saved, *without, device="cuda"))
 
 
-def test_scores_are_those_of_one_process(case: Case) -> None:
-    errors = np.abs(case.got.scores - case.expected.scores)
+def test_outputs_are_those_of_one_process(case: Case) -> None:
+    errors = np.abs(case.got.logprobs - case.expected.logprobs)
     assert errors.mean() < 1e-5
     assert errors.max() < 1e-4
 

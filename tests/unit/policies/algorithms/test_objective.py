@@ -37,8 +37,10 @@ def inputs(rows: slice = slice(None), **changes: Any) -> LossInputs:
         "staleness": torch.ones(4, dtype=torch.int32),
         "sequence": torch.tensor([0, 0, 1, 1]),
     } | changes
-    scores = {name: score[rows] for name, score in columns.pop("scores", {}).items()}
-    return LossInputs(num_sequences=2, scores=scores, **{name: column[rows] for name, column in columns.items()})
+    model_outputs = {name: score[rows] for name, score in columns.pop("model_outputs", {}).items()}
+    return LossInputs(
+        num_sequences=2, model_outputs=model_outputs, **{name: column[rows] for name, column in columns.items()}
+    )
 
 
 def gradient(algorithm: Algorithm, of: str, *, cuts: tuple[slice, ...] = (slice(None),), **changes: Any) -> list[float]:
@@ -80,7 +82,7 @@ def test_kl_in_the_loss_is_a_mean_over_the_same_tokens(case: str) -> None:
     """The gradient of k2 is the log ratio to the reference."""
     parts, shares = SHARES[case]
     algorithm = resolve(ALGORITHMS["grpo"], kl=Penalty(coef=0.1, estimate="k2", place="loss"), **parts)
-    got = gradient(algorithm, "logprobs", cuts=HALVES, scores={"ref_logprobs": OTHER})
+    got = gradient(algorithm, "logprobs", cuts=HALVES, model_outputs={"ref_logprobs": OTHER})
     expected = [0.1 * share * ratio for share, ratio in zip(shares, (LOGPROBS - OTHER).tolist(), strict=True)]
     assert got == pytest.approx(expected)
 
@@ -95,22 +97,22 @@ def test_the_kl_of_the_run_file_is_the_function_of_that_name(estimate: Any, func
     more = (BEHAVIOR,) if estimate == "unbiased" else ()
     (0.3 * function(leaf, OTHER, *more)).mean().backward()
     assert leaf.grad is not None
-    got = gradient(algorithm, "logprobs", scores={"ref_logprobs": OTHER})
+    got = gradient(algorithm, "logprobs", model_outputs={"ref_logprobs": OTHER})
     assert got == pytest.approx(leaf.grad.tolist(), abs=1e-7)
 
 
 def test_kl_in_the_reward_adds_nothing_to_the_loss() -> None:
     algorithm = resolve(ALGORITHMS["ppo"], kl=Penalty(coef=0.3, estimate="k1", place="reward"))
-    assert gradient(algorithm, "logprobs", scores={"ref_logprobs": OTHER}) == [0.0] * 4
+    assert gradient(algorithm, "logprobs", model_outputs={"ref_logprobs": OTHER}) == [0.0] * 4
 
 
 def test_divergences_are_told_of_the_models_there_are() -> None:
     algorithm = resolve(ALGORITHMS["grpo"])
 
-    def metrics(cuts: tuple[slice, ...], **scores: torch.Tensor) -> dict[str, float]:
+    def metrics(cuts: tuple[slice, ...], **model_outputs: torch.Tensor) -> dict[str, float]:
         totals = algorithm.zero(torch.device("cpu"))
         for rows in cuts:
-            totals += algorithm.objective(inputs(rows, scores=scores))[1]
+            totals += algorithm.objective(inputs(rows, model_outputs=model_outputs))[1]
         return dict(algorithm.metrics(totals))
 
     assert not {"kl", "teacher_kl"} & metrics(HALVES).keys()
@@ -123,7 +125,7 @@ def test_divergences_are_told_of_the_models_there_are() -> None:
 def test_on_policy_distillation_follows_the_log_ratio_to_the_teacher() -> None:
     """-A logprob with A = teacher - student, weighted by tis_token: 1, 2 (capped), e^0.1 and 1 / e."""
     algorithm = resolve(ALGORITHMS["opd"])
-    got = gradient(algorithm, "logprobs", scores={"teacher_logprobs": OTHER})
+    got = gradient(algorithm, "logprobs", model_outputs={"teacher_logprobs": OTHER})
     signal = (OTHER - LOGPROBS).tolist()
     expected = [-0.25 * weight * gap for weight, gap in zip(WEIGHTS, signal, strict=True)]
     assert got == pytest.approx(expected)
@@ -132,7 +134,7 @@ def test_on_policy_distillation_follows_the_log_ratio_to_the_teacher() -> None:
 def test_a_teacher_beside_rewards_adds_to_their_advantages() -> None:
     algorithm = resolve(ALGORITHMS["opd"], advantage="grpo", options={"coef": 0.5})
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    got = gradient(algorithm, "logprobs", scores={"teacher_logprobs": OTHER}, advantages=advantages)
+    got = gradient(algorithm, "logprobs", model_outputs={"teacher_logprobs": OTHER}, advantages=advantages)
     mixed = (advantages + 0.5 * (OTHER - LOGPROBS)).tolist()
     assert got == pytest.approx([-0.25 * weight * value for weight, value in zip(WEIGHTS, mixed, strict=True)])
 
@@ -141,7 +143,7 @@ def test_a_mask_by_advantages_sees_the_teacher_s_part() -> None:
     """The second answer is off-policy (mean log ratio -0.45), and the teacher gives its last token a lower logprob."""
     algorithm = resolve(ALGORITHMS["opd"], correction="opsm", options={"delta": 0.4})
     teacher = LOGPROBS + torch.tensor([-1.0, -1.0, 1.0, -1.0])
-    got = gradient(algorithm, "logprobs", scores={"teacher_logprobs": teacher})
+    got = gradient(algorithm, "logprobs", model_outputs={"teacher_logprobs": teacher})
     assert got == pytest.approx([0.25, 0.25, -0.25, 0.0])
 
 

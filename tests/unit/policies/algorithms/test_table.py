@@ -20,7 +20,7 @@ from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching import apply_scores, batch
+from asyncrl.policies.batching import batch, model_outputs
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
@@ -114,14 +114,14 @@ def gradient(algorithm: Algorithm) -> np.ndarray:
     """d loss / d logprob of each token, with the whole batch in one micro-batch.  f64[M]"""
     made = built(algorithm)
     (packed,) = pack(made.sequences, max_tokens=1000)
-    scores = {
+    outputs = {
         name: [[on_tokens(packed, values)]]
         for name, values in {"prox_logprobs": LIVE, "teacher_logprobs": TEACHER, "values": VALUES}.items()
-        if name in algorithm.advantage_scores | algorithm.loss_scores
+        if name in algorithm.outputs_for_advantage | algorithm.outputs_for_loss
     }
-    if "values" in scores:  # the critic's value of choosing token n is at token n - 1
-        scores["values"] = [[np.append(scores["values"][0][0][1:], np.float32(0))]]
-    ((packed,),) = apply_scores.complete([[packed]], scores, batch=made, algorithm=algorithm)
+    if "values" in outputs:  # the critic's value of choosing token n is at token n - 1
+        outputs["values"] = [[np.append(outputs["values"][0][0][1:], np.float32(0))]]
+    ((packed,),) = model_outputs.complete([[packed]], outputs, batch=made, algorithm=algorithm)
     mask = packed.response_mask
     live = torch.tensor(LIVE, requires_grad=True)
     objective, _ = algorithm.objective(
@@ -135,7 +135,7 @@ def gradient(algorithm: Algorithm) -> np.ndarray:
             staleness=torch.full((M,), 3, dtype=torch.int32),
             sequence=torch.tensor(SEQUENCE),
             num_sequences=B,
-            scores={name: torch.tensor(values[mask]) for name, values in packed.scores.items()},
+            model_outputs={name: torch.tensor(values[mask]) for name, values in packed.model_outputs.items()},
         )
     )
     objective.backward()

@@ -18,7 +18,7 @@ from asyncrl.policies.advantages.returns import GAE, Returns
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching import apply_scores, batch
+from asyncrl.policies.batching import batch, model_outputs
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import TrainingSequence, pack_for_ranks
 from asyncrl.policies.groups.selection import Selection
@@ -112,11 +112,11 @@ def test_a_penalty_in_the_reward_knows_what_sampled_the_tokens_that_are_left_out
     for bound in (BOUND, 6):
         one = build(made, algorithm=algorithm, bound=bound)
         shares = pack_for_ranks(one.sequences, ranks=1, max_tokens=100)
-        scores = {
+        outputs = {
             name: [[np.full(micro.num_tokens, value, np.float32) for micro in share] for share in shares]
             for name, value in (("prox_logprobs", -0.7), ("ref_logprobs", -1.5))
         }
-        ((micro,),) = apply_scores.complete(shares, scores, batch=one, algorithm=algorithm)
+        ((micro,),) = model_outputs.complete(shares, outputs, batch=one, algorithm=algorithm)
         found.append(micro)
     left, whole = found
     np.testing.assert_array_equal(left.advantages, whole.advantages * left.response_mask)

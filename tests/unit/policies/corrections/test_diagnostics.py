@@ -52,7 +52,7 @@ def total(batch: dict[str, Any]) -> Sums:
             num_sequences=batch["num_sequences"],
         )
         + diagnostics.divergence_sums(
-            batch["logprobs"], scores={f"{name}_logprobs": batch["behavior"] for name in ("ref", "teacher")}
+            batch["logprobs"], model_outputs={f"{name}_logprobs": batch["behavior"] for name in ("ref", "teacher")}
         )
         + diagnostics.version_sums(
             log_ratio=log_ratio, weights=batch["weights"], clipped=batch["clipped"], staleness=batch["staleness"]

@@ -1,4 +1,4 @@
-"""Which answers are scored again, and which workers are quarantined for a mismatch."""
+"""Which answers are checked, and which workers are quarantined for a mismatch."""
 
 from __future__ import annotations
 
@@ -25,45 +25,43 @@ def sequence(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> Traini
 
 
 def looked(
-    rescoring: LogprobMismatch, sequences: list[TrainingSequence], workers: list[str], *, step: int, trainer: float
+    check: LogprobMismatch, sequences: list[TrainingSequence], workers: list[str], *, step: int, trainer: float
 ) -> list[str]:
     """Return the workers that one look quarantines when the trainer gives every token the logprob ``trainer``."""
-    chosen = rescoring.choose(sequences, workers, step=step)
+    chosen = check.choose(sequences, workers, step=step)
     logprobs = {one.sequence: np.full(len(sequences[one.sequence]), trainer, np.float32) for one in chosen}
-    return rescoring.judge(chosen, sequences, logprobs)[1]
+    return check.judge(chosen, sequences, logprobs)[1]
 
 
-def test_the_youngest_and_the_oldest_answer_of_each_worker_are_scored() -> None:
+def test_the_youngest_and_the_oldest_answer_of_each_worker_are_checked() -> None:
     sequences = [sequence(age=age) for age in (3, 1, 2, 0)]
     chosen = LogprobMismatch(bound=0.5, every=10).choose(sequences, ["a", "a", "a", "b"], step=20)
     assert sorted((one.worker, one.age) for one in chosen) == [("a", 1), ("a", 3), ("b", 0)]
 
 
 @pytest.mark.parametrize(("bound", "step"), [(0.5, 7), (0.0, 10)])
-def test_nothing_is_scored_between_the_looks_or_when_it_is_off(bound: float, step: int) -> None:
+def test_nothing_is_checked_between_the_looks_or_when_it_is_off(bound: float, step: int) -> None:
     assert LogprobMismatch(bound=bound, every=10).choose([sequence()], ["a"], step=step) == []
 
 
 def test_a_worker_over_the_bound_twice_is_quarantined_and_the_others_are_not() -> None:
-    rescoring = LogprobMismatch(bound=0.5, every=10)
+    check = LogprobMismatch(bound=0.5, every=10)
     sequences = [sequence(behavior=-1.0), sequence(behavior=-3.0)]  # |trainer - behavior| is 0 and 2
-    assert looked(rescoring, sequences, ["good", "bad"], step=0, trainer=-1.0) == []
-    assert looked(rescoring, sequences, ["good", "bad"], step=1, trainer=-1.0) == ["bad"]
+    assert looked(check, sequences, ["good", "bad"], step=0, trainer=-1.0) == []
+    assert looked(check, sequences, ["good", "bad"], step=1, trainer=-1.0) == ["bad"]
 
 
 def test_who_was_over_the_bound_once_and_is_not_again_goes_free() -> None:
-    rescoring = LogprobMismatch(bound=0.5, every=10)
-    assert looked(rescoring, [sequence(behavior=-3.0)], ["w"], step=0, trainer=-1.0) == []
-    assert looked(rescoring, [sequence()], ["w"], step=1, trainer=-1.0) == []
-    assert looked(rescoring, [sequence(behavior=-3.0)], ["w"], step=10, trainer=-1.0) == []
+    check = LogprobMismatch(bound=0.5, every=10)
+    assert looked(check, [sequence(behavior=-3.0)], ["w"], step=0, trainer=-1.0) == []
+    assert looked(check, [sequence()], ["w"], step=1, trainer=-1.0) == []
+    assert looked(check, [sequence(behavior=-3.0)], ["w"], step=10, trainer=-1.0) == []
 
 
 def guilty_of(sequences: list[TrainingSequence], workers: list[str], *, looks: int = 3) -> list[str]:
     """Return the workers that ``looks`` looks at the same answers quarantine; the trainer gives every token -1."""
-    rescoring = LogprobMismatch(bound=0.5, every=1)
-    return sorted(
-        {one for step in range(looks) for one in looked(rescoring, sequences, workers, step=step, trainer=-1.0)}
-    )
+    check = LogprobMismatch(bound=0.5, every=1)
+    return sorted({one for step in range(looks) for one in looked(check, sequences, workers, step=step, trainer=-1.0)})
 
 
 def off(nats: float, *, age: int) -> TrainingSequence:
@@ -90,9 +88,9 @@ def test_one_bad_worker_does_not_make_the_others_guilty_or_hide_behind_its_old_a
 
 
 def test_who_was_off_when_fresh_is_quarantined_when_its_next_answers_are_old() -> None:
-    rescoring = LogprobMismatch(bound=0.5, every=10)
-    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=0, trainer=-1.0) == []
-    assert looked(rescoring, [off(3.0, age=2)], ["w"], step=1, trainer=-1.0) == ["w"]
+    check = LogprobMismatch(bound=0.5, every=10)
+    assert looked(check, [off(3.0, age=0)], ["w"], step=0, trainer=-1.0) == []
+    assert looked(check, [off(3.0, age=2)], ["w"], step=1, trainer=-1.0) == ["w"]
 
 
 def test_what_routing_replay_is_good_for_is_the_mismatch_with_and_without_it() -> None:

@@ -1,4 +1,4 @@
-"""Tokens that a worker took over are scored apart from tokens that it sampled itself."""
+"""Tokens that a worker took over are checked apart from tokens that it sampled itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
     assert masks == {1: [1, 2, 4], 2: [1, 2, 4, 5]}
 
 
-def test_what_was_taken_over_and_is_left_out_as_too_old_is_scored_too() -> None:
+def test_what_was_taken_over_and_is_left_out_as_too_old_is_checked_too() -> None:
     """Resumed tokens influence the tokens trained after them. The worker's own part is as old as its own tokens."""
     late = sequence(age=1)
     late = dataclasses.replace(late, response_mask=late.response_mask & (np.arange(6) > 4))

@@ -1,4 +1,4 @@
-"""A batch small enough to compute by hand, and a backend whose models return scripted scores."""
+"""A batch small enough to compute by hand, and a backend whose models return scripted outputs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.tensors.snapshot import Snapshot
 
-Score = Callable[[MicroBatch], NDArray[np.float32]]
+Output = Callable[[MicroBatch], NDArray[np.float32]]
 
 
 @dataclass
 class ScriptedBackend:
-    """Returns given scores by model. Records its requests in order, and the micro-batches given to train, by model."""
+    """Returns given outputs by model. Records its requests in order, and the micro-batches given to train, by model."""
 
-    scores: Mapping[str, Score] = field(default_factory=dict)
+    outputs: Mapping[str, Output] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     trained: dict[str, list[Sequence[Sequence[MicroBatch]]]] = field(default_factory=dict)
     learning_rates: dict[str, list[float]] = field(default_factory=dict)
@@ -38,11 +38,11 @@ class ScriptedBackend:
         self.learning_rates.setdefault(model, []).append(learning_rate)
         return StepResult(metrics={"critic/loss" if model == "critic" else "loss": 1.0})
 
-    def score(
+    def forward(
         self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
-        self.asked.append(f"score {model}")
-        return [[self.scores[model](micro_batch) for micro_batch in share] for share in shares]
+        self.asked.append(f"forward {model}")
+        return [[self.outputs[model](micro_batch) for micro_batch in share] for share in shares]
 
     def start(self) -> None: ...
 

@@ -1,7 +1,7 @@
-"""Add the scores of other models, and the advantages that need them, to the micro-batches. Numpy, on the host.
+"""Add the outputs of other models, and the advantages that need them, to the micro-batches. Numpy, on the host.
 
 A batch is packed ahead of its step. Whatever depends on the current weights (a critic's values, the policy's logprobs)
-is added here, at the step. Scores arrive as the backend returns them, f32[N] per micro-batch and share. Advantages are
+is added here, at the step. They arrive as the backend returns them, f32[N] per micro-batch and share. Advantages are
 computed over the whole batch, with its response tokens concatenated in the order of its sequences.
 Test: tests/actors/learner/test_training_step.py.
 """
@@ -24,24 +24,27 @@ from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ratios import ratio
 
 Shares = Sequence[Sequence[MicroBatch]]
-Scores = Mapping[str, Sequence[Sequence[NDArray[np.float32]]]]
+ModelOutputs = Mapping[str, Sequence[Sequence[NDArray[np.float32]]]]
 PerSequence = list[NDArray[np.float32]]
 
 
-def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorithm) -> list[list[MicroBatch]]:
-    """Return ``shares`` with the advantages and scores that the algorithm derives from ``scores`` (see SCORED_BY).
+def complete(
+    shares: Shares, model_outputs: ModelOutputs, *, batch: Batch, algorithm: Algorithm
+) -> list[list[MicroBatch]]:
+    """Return ``shares`` with the advantages and model_outputs that the algorithm derives from ``model_outputs`` (see
+    COMPUTED_BY).
 
-    MicroBatch.scores gets
+    MicroBatch.model_outputs gets
       "ref_logprobs" and "teacher_logprobs" unchanged
       "old_values" and "returns", with a critic
       "prox_logprobs", if several optimizer steps follow
       "effective_fraction", "keep" or "rewards", if the loss asks for them
     """
-    known = {name: _by_sequence(shares, of, count=len(batch.sequences)) for name, of in scores.items()}
+    known = {name: _by_sequence(shares, of, count=len(batch.sequences)) for name, of in model_outputs.items()}
     taken = ("ref_logprobs", "teacher_logprobs", *(("prox_logprobs",) if algorithm.keeps_prox else ()))
     added: dict[str, PerSequence] = {name: known[name] for name in taken if name in known}
     advantages: PerSequence | None = None
-    if algorithm.advantage_scores:
+    if algorithm.outputs_for_advantage:
         of_tokens, returns = _advantages(known, batch, algorithm)
         advantages = _on_tokens(of_tokens, batch)
         if returns is not None:
@@ -49,7 +52,7 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
                 "old_values": [_before(values) for values in known["values"]],
                 "returns": _on_tokens(returns, batch),
             }
-    wanted = algorithm.batch_scores
+    wanted = algorithm.batch_inputs
     if "effective_fraction" in wanted:
         fraction = np.float32(effective_fraction(known["prox_logprobs"], batch))
         added["effective_fraction"] = [np.full(len(sequence), fraction) for sequence in batch.sequences]
@@ -147,6 +150,6 @@ def _with(micro_batch: MicroBatch, added: Mapping[str, PerSequence], advantages:
         ]
         return np.concatenate(pieces)
 
-    scores = {**micro_batch.scores, **{name: packed(values) for name, values in added.items()}}
+    model_outputs = {**micro_batch.model_outputs, **{name: packed(values) for name, values in added.items()}}
     made = micro_batch.advantages if advantages is None else packed(advantages)
-    return replace(micro_batch, scores=scores, advantages=made)
+    return replace(micro_batch, model_outputs=model_outputs, advantages=made)
