@@ -285,7 +285,7 @@ class FleetEngine:
         return growing.whole()
 
     async def load(self, weights: WeightVersion) -> LoadReport:
-        self._version = weights.order
+        self._version = weights.version
         for growing in self._growing.values():
             start = len(growing) + 1 if len(growing) else 0
             if start < growing.num_tokens:  # else it is complete, but not yet returned

@@ -164,7 +164,7 @@ class SimulatedEngine(EngineAdapter):
         await asyncio.sleep(self._timing.load_seconds)
         self._advance()
         self._decoding.is_paused = False
-        self._changes.append((self._decoding.position, weights.order))
+        self._changes.append((self._decoding.position, weights.version))
         self._timer.set()
         return LoadReport(pause_seconds=self._timing.load_seconds, load_seconds=self._timing.load_seconds)
 

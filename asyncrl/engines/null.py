@@ -55,7 +55,7 @@ class NullEngine(EngineAdapter):
         )
 
     async def load(self, weights: WeightVersion) -> LoadReport:
-        self._version = weights.order
+        self._version = weights.version
         return LoadReport(pause_seconds=0.0, load_seconds=0.0)
 
     def stats(self) -> EngineStats:

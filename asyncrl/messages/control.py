@@ -35,7 +35,7 @@ class WeightVersion:
         require("\0" not in self.uri, "uri is not a path")
 
     @property
-    def order(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """Newer weights compare greater: a new incarnation supersedes everything an older one published."""
         return (self.incarnation, self.policy_version)
 

@@ -65,7 +65,7 @@ class Evaluation:
 
     def has_sampled(self, spans: Iterable[VersionSpan]) -> bool:
         """Whether this version sampled every token. Tokens of an environment must have this version as well."""
-        return all((span.incarnation, span.policy_version) == self.weights.order for span in spans)
+        return all((span.incarnation, span.policy_version) == self.weights.version for span in spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

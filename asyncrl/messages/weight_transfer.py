@@ -63,5 +63,5 @@ class TransferOffer:
         check_counts(self, "incarnation", "policy_version")
 
     @property
-    def order(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         return (self.incarnation, self.policy_version)

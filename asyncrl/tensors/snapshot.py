@@ -126,20 +126,20 @@ class Snapshot:
         for bucket in self.buckets:
             yield from bucket.tensors()
 
-    def run_on_parts(self, worker: PartWorker, orders: Sequence[bytes]) -> list[bytes]:
+    def run_on_parts(self, worker: PartWorker, commands: Sequence[bytes]) -> list[bytes]:
         """Run ``worker`` on our part and on all other parts in parallel. Returns their answers, our own first.
 
-        orders  one per part, our own first
+        commands  one per part, our own first
 
         If parts fail, raises the error of the first of them after all have ended.
         """
-        assert len(orders) == 1 + len(self.others)
+        assert len(commands) == 1 + len(self.others)
         with ThreadPoolExecutor(max(1, len(self.others)), thread_name_prefix="weights-part") as threads:
             others = [
-                threads.submit(part.run, type(worker), order)
-                for part, order in zip(self.others, orders[1:], strict=True)
+                threads.submit(part.run, type(worker), command)
+                for part, command in zip(self.others, commands[1:], strict=True)
             ]
-            own = worker(self, orders[0])
+            own = worker(self, commands[0])
         return [own, *(answer.result() for answer in others)]
 
 
@@ -147,7 +147,7 @@ class PartWorker(ABC):
     """What a weight channel does with one part, in the process that holds the part.
 
     Each exporting rank holds a part of the model: whole tensors, none of which is in two parts. No rank holds the whole
-    model. A channel processes the parts where they are, while training goes on there: it sends an order to each rank
+    model. A channel processes the parts where they are, while training goes on there: it sends an command to each rank
     and gets a short answer.
 
     Subclasses are top-level classes without constructor arguments. Each process creates one instance and keeps it.
@@ -155,8 +155,8 @@ class PartWorker(ABC):
     """
 
     @abstractmethod
-    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
-        """Process the part ``snapshot``. The sender of the order gets any exception as a WeightsError."""
+    def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
+        """Process the part ``snapshot``. The sender of the command gets any exception as a WeightsError."""
 
 
 class Part(Protocol):
@@ -165,7 +165,7 @@ class Part(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def run(self, worker: type[PartWorker], order: bytes) -> bytes:
+    def run(self, worker: type[PartWorker], command: bytes) -> bytes:
         """Run ``worker`` on that rank and return its answer. Blocks.
 
         Raises WeightsError, or BackendError if the rank is gone.

@@ -99,4 +99,4 @@ class PullReceiver:
             engine=self._engine, group=self._engine, num_ranks=self._intake.num_ranks, has_joined=True
         )
         offer = await ask(request)
-        return await self._intake.take(offer.order, self._source, offer.payload)
+        return await self._intake.take(offer.version, self._source, offer.payload)

@@ -101,10 +101,10 @@ class FilesChannel(ChannelAdapter):
         )
 
     def retain(self, weights: WeightVersion) -> None:
-        self._retained.add(weights.order)
+        self._retained.add(weights.version)
 
     def release(self, weights: WeightVersion) -> None:
-        self._retained.discard(weights.order)
+        self._retained.discard(weights.version)
 
     def _write_parts(self, temporary: Path, snapshot: Snapshot, *, whole: str) -> list[WeightFile]:
         """Have every rank write its part, concurrently. Raises OSError, WeightsError."""
@@ -112,8 +112,8 @@ class FilesChannel(ChannelAdapter):
         paths = [temporary / weight_files.file_name(number, count, whole=whole) for number in range(count)]
         self._by_others = paths[1:]
         try:
-            orders = [encode(WriteOrder(file=str(path))) for path in paths]
-            answers = [decode(one, Written) for one in snapshot.run_on_parts(self._writer, orders)]
+            commands = [encode(WriteCommand(file=str(path))) for path in paths]
+            answers = [decode(one, Written) for one in snapshot.run_on_parts(self._writer, commands)]
             self._written_by_others += sum(map(_length, paths[1:]))
         finally:
             self._by_others = []
@@ -165,7 +165,7 @@ class FilesChannel(ChannelAdapter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOrder:
+class WriteCommand:
     """Tells a rank to write its part.  file: full path"""
 
     file: str
@@ -188,11 +188,11 @@ class PartWriter(PartWorker):
     def __init__(self) -> None:
         self.progress = 0
 
-    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+    def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
         header = safetensors_file.header(snapshot.entries)
         num_bytes = len(header) + snapshot.num_bytes
         try:
-            with Path(decode(order, WriteOrder).file).open("wb") as stream:
+            with Path(decode(command, WriteCommand).file).open("wb") as stream:
                 sha256 = safetensors_file.write(stream, itertools.chain([header], self._blocks(snapshot)))
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -225,7 +225,7 @@ def _to_host(bucket: Bucket, staging: torch.Tensor) -> memoryview:
 class PartReader(PartWorker):
     """Returns a part as the bytes of a safetensors file. For small parts."""
 
-    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+    def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
         data: bytes = safetensors.torch.save({name: tensor.cpu() for name, tensor in snapshot.tensors()})
         return data
 

@@ -29,7 +29,7 @@ class ModelKeeper:
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         """Publish through the channel, then keep the model if due. Raises WeightsError if it cannot be written."""
         published = self._stored
-        if published is None or published.order != (incarnation, policy_version):
+        if published is None or published.version != (incarnation, policy_version):
             published = self._channel.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
             self._stored = published
         if policy_version and policy_version // self._every > self._before(policy_version) // self._every:

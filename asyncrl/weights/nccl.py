@@ -70,7 +70,7 @@ class CollectiveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOffer:
-    """Payload of an offer: the rendezvous, and the buckets that are sent now, in order, one per broadcast.
+    """Payload of an offer: the rendezvous, and the buckets that are sent now, in command, one per broadcast.
 
     host, port, collective  rendezvous of the group, and its kind: nccl or gloo
     others                  the offers of the learner's other ranks that have a part of the model
@@ -92,7 +92,7 @@ def group_of_part(group: str, number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartOrder:
+class PartCommand:
     """What a rank that has a part of the model should do.
 
     action            begin: prepare a transfer to an engine; send: do it; forget: drop engines that are gone
@@ -138,7 +138,7 @@ class Sender:
 
     def begin(self, request: TransferRequest) -> Transfer:
         (incarnation, policy_version), snapshot = self._held()
-        begin = PartOrder(
+        begin = PartCommand(
             action="begin",
             request=request,
             host=self._host,
@@ -151,7 +151,7 @@ class Sender:
             incarnation=incarnation, policy_version=policy_version, payload=encode(replace(own, others=tuple(others)))
         )
         num_bytes = 8 * sum(bucket.num_elements for part in parts for bucket in part.buckets)  # upper bound
-        send = PartOrder(action="send", request=request, beside_bytes=num_bytes)
+        send = PartCommand(action="send", request=request, beside_bytes=num_bytes)
 
         def run() -> None:
             self._run(snapshot, [replace(send, number=number) for number in range(len(parts))])
@@ -161,7 +161,7 @@ class Sender:
     def forget(self, *, engines: Collection[str]) -> None:
         with contextlib.suppress(WeightsError):  # nothing was sent yet
             _, snapshot = self._held()
-            self._run(snapshot, [PartOrder(action="forget", engines=tuple(engines))] * (1 + len(snapshot.others)))
+            self._run(snapshot, [PartCommand(action="forget", engines=tuple(engines))] * (1 + len(snapshot.others)))
 
     def _held(self) -> tuple[tuple[int, int], Snapshot]:
         with self._lock:
@@ -169,8 +169,8 @@ class Sender:
                 raise WeightsError("the learner has no weights to send yet")
             return self._newest
 
-    def _run(self, snapshot: Snapshot, orders: Sequence[PartOrder]) -> list[bytes]:
-        return snapshot.run_on_parts(self._own, list(map(encode, orders)))
+    def _run(self, snapshot: Snapshot, commands: Sequence[PartCommand]) -> list[bytes]:
+        return snapshot.run_on_parts(self._own, list(map(encode, commands)))
 
 
 class PartSender(PartWorker):
@@ -183,26 +183,26 @@ class PartSender(PartWorker):
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
 
-    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
-        part_order = decode(order, PartOrder)
-        if part_order.action == "forget":
-            self._forget(part_order.engines)
-        elif part_order.request is not None and part_order.action == "begin":
-            return encode(self._begin(snapshot, part_order, part_order.request))
-        elif part_order.request is not None:
-            self._send(part_order, part_order.request)
+    def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
+        part_command = decode(command, PartCommand)
+        if part_command.action == "forget":
+            self._forget(part_command.engines)
+        elif part_command.request is not None and part_command.action == "begin":
+            return encode(self._begin(snapshot, part_command, part_command.request))
+        elif part_command.request is not None:
+            self._send(part_command, part_command.request)
         return b""
 
-    def _begin(self, snapshot: Snapshot, order: PartOrder, request: TransferRequest) -> CollectiveOffer:
+    def _begin(self, snapshot: Snapshot, command: PartCommand, request: TransferRequest) -> CollectiveOffer:
         """Prepare a transfer: of our part, or only of the name and address of the group to join."""
         if request.num_ranks > _MAX_RANKS:
             raise WeightsError(
                 f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
             )
-        name = group_of_part(request.group, order.number)
+        name = group_of_part(request.group, command.number)
         kind = _kind_of(snapshot)
         at_once = _buckets_at_once(request) if kind == "nccl" else 1
-        snapshot = snapshot.cut(max(1, order.bucket_bytes // at_once))
+        snapshot = snapshot.cut(max(1, command.bucket_bytes // at_once))
         with self._lock:
             group = before = self._groups.get(request.engine)
             if group is None or group.name != name:
@@ -210,20 +210,22 @@ class PartSender(PartWorker):
                     raise WeightsError(f"the learner has no group {name}: it was restarted; join again")
                 if group is None:
                     self._make_room(request.engine)
-                group = self._groups[request.engine] = _open_group(name, kind, request, seconds=order.patience_seconds)
+                group = self._groups[request.engine] = _open_group(
+                    name, kind, request, seconds=command.patience_seconds
+                )
         if before is not None and before is not group:  # left over from an earlier process of this engine
             before.give_up()
         if not group.is_free.acquire(timeout=_HANDOVER_SECONDS):
             raise WeightsError(f"group {name} is broken or still busy; join under another name")
         group.prepared = snapshot if request.has_joined else None
-        host = order.host if _is_ours(order.host) else _own_address(towards=order.host)
+        host = command.host if _is_ours(command.host) else _own_address(towards=command.host)
         return CollectiveOffer(
             host=host, port=group.port, collective=kind, buckets=tuple(map(_layout, snapshot.buckets))
         )
 
-    def _send(self, order: PartOrder, request: TransferRequest) -> None:
+    def _send(self, command: PartCommand, request: TransferRequest) -> None:
         """Join the engine, or send it what was prepared. Raises WeightsError, and gives the group up, if that fails."""
-        name = group_of_part(request.group, order.number)
+        name = group_of_part(request.group, command.number)
         with self._lock:
             group = self._groups.get(request.engine)
         if group is None or group.name != name:
@@ -232,7 +234,7 @@ class PartSender(PartWorker):
             if group.prepared is None:
                 group.join()
             else:
-                group.broadcast(group.prepared, beside_bytes=order.beside_bytes)
+                group.broadcast(group.prepared, beside_bytes=command.beside_bytes)
         except (RuntimeError, WeightsError) as error:
             group.give_up()
             raise WeightsError(f"group {name}: {error}") from error

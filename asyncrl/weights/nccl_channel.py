@@ -109,7 +109,7 @@ class CollectiveReceiver:
             offer = await ask(self.request)
             own = _decode_offer(offer)
             parts = [(group_of_part(self._group, number), one.buckets) for number, one in enumerate((own, *own.others))]
-            return await self._intake.receive(offer.order, parts)
+            return await self._intake.receive(offer.version, parts)
         except WeightsError:
             await self.leave()
             raise

@@ -104,8 +104,8 @@ class ObjectsChannel(ChannelAdapter):
         before = self._stored_bytes
         try:
             description = self._store(version)
-            self._stored.pop(version.order, None)
-            self._stored[version.order] = description
+            self._stored.pop(version.version, None)
+            self._stored[version.version] = description
             self._collect()
         except (BusError, OSError) as error:
             raise WeightsError(f"cannot store weights {incarnation}-{policy_version}: {error}") from error
@@ -118,10 +118,10 @@ class ObjectsChannel(ChannelAdapter):
         return self._fetched.folder(weights)
 
     def retain(self, weights: WeightVersion) -> None:
-        self._retained.add(weights.order)
+        self._retained.add(weights.version)
 
     def release(self, weights: WeightVersion) -> None:
-        self._retained.discard(weights.order)
+        self._retained.discard(weights.version)
 
     def _store(self, version: WeightVersion) -> Description:
         """Store a version whose folder is written, as a delta, in full, or both."""
@@ -129,7 +129,7 @@ class ObjectsChannel(ChannelAdapter):
         files = tuple((path.name, path.stat().st_size) for path in _weight_files(folder))
         size = sum(num_bytes for _, num_bytes in files)
         previous = next(reversed(self._stored.values()), None)
-        if previous is not None and (previous.files != files or not previous.newest.precedes(version.order)):
+        if previous is not None and (previous.files != files or not previous.newest.precedes(version.version)):
             previous = None  # other tensors, or another history
         with tempfile.TemporaryFile(dir=self._directory) as changes:
             delta_bytes = self._write_delta(changes, previous.newest, folder) if previous is not None else 0
@@ -171,7 +171,7 @@ class ObjectsChannel(ChannelAdapter):
     def _collect(self) -> None:
         """Remove objects that neither the newest ``keep`` versions nor retained ones need. Raises BusError."""
         newest = list(self._stored)[-self._keep :]
-        self._stored = {order: one for order, one in self._stored.items() if order in {*newest, *self._retained}}
+        self._stored = {version: one for version, one in self._stored.items() if version in {*newest, *self._retained}}
         needed = set[str]().union(*(description.objects for description in self._stored.values()))
         for name in self._objects.names() - needed:
             self._objects.remove(name)

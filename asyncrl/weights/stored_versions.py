@@ -57,9 +57,9 @@ class Link:
         """Name of the object of weight file ``number``, from 0."""
         return f"{self.name}.full" if not number else f"{self.name}.{number}.full"
 
-    def precedes(self, order: tuple[int, int]) -> bool:
+    def precedes(self, version: tuple[int, int]) -> bool:
         """Whether this is an earlier version of the same incarnation."""
-        return self.incarnation == order[0] and self.policy_version < order[1]
+        return self.incarnation == version[0] and self.policy_version < version[1]
 
     @property
     def uri(self) -> str:
@@ -140,7 +140,7 @@ class FetchedVersions:
                         return verify_folder(replace(weights, uri=str(folder)))
                     shutil.rmtree(folder)
                 self._fetch(weights, folder)
-                self._collect(fetched=weights.order)
+                self._collect(fetched=weights.version)
         except OSError as error:
             raise WeightsError(f"{folder}: cannot keep fetched weights there: {error.strerror}") from error
         except BusError as error:
@@ -239,7 +239,7 @@ class FetchedVersions:
         this directory. The latter were fetched before any of ours, so they are removed first. The version just fetched
         stays even if the clock was set back since the others came.
         """
-        found = {path: order for path in self._directory.iterdir() if (order := _order(path)) is not None}
+        found = {path: version for path in self._directory.iterdir() if (version := _version_of(path)) is not None}
         came = sorted(found, key=lambda path: (found[path] == fetched, path.stat().st_mtime_ns, found[path]))
         newer = [path for path in came if found[path] > fetched]
         older = [path for path in came if found[path] <= fetched]
@@ -249,6 +249,6 @@ class FetchedVersions:
             shutil.rmtree(hidden)
 
 
-def _order(path: Path) -> tuple[int, int] | None:
+def _version_of(path: Path) -> tuple[int, int] | None:
     match = re.fullmatch(rf"(\d+)-(\d+)-[0-9a-f]{{{_DIGITS}}}", path.name)
     return None if match is None else (int(match[1]), int(match[2]))

@@ -28,10 +28,10 @@ class TimedClient(ServerClient):
         super().__init__(url, request_seconds=request_seconds)
         self.taken: list[tuple[str, float]] = []
 
-    async def order(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def control(self, path: str, body: Mapping[str, Any]) -> Any:
         began = time.monotonic()
         try:
-            return await super().order(path, body)
+            return await super().control(path, body)
         finally:
             self.taken.append((path, time.monotonic() - began))
 
@@ -45,7 +45,7 @@ class TimedEngine(SGLangEngine):
         super().__init__(model_path, device=device, dtype=dtype, version=version, options=options, log_path=log_path)
         self._client = self._timed = TimedClient(self.url, request_seconds=options.request_seconds)
         self._loader = WeightLoader(
-            self._timed.order,
+            self._timed.control,
             pause=options.pause,
             first_version=version,
             stamps=self._stamps,

@@ -12,7 +12,7 @@ from tests.harness.engines import Model
 from tests.unit.engines.sglang.test_engine import FakeServer
 
 
-async def test_a_load_takes_the_seconds_of_its_orders(tmp_path: Path) -> None:
+async def test_a_load_takes_the_seconds_of_its_control_requests(tmp_path: Path) -> None:
     model = Model(tmp_path / "model", seed=0)
     async with test_utils.TestServer(FakeServer().application) as running:
         options = Options(url=str(running.make_url("")).rstrip("/"))

@@ -100,7 +100,7 @@ def test_quantized_versions_say_their_format(files_channel: FilesChannel, quanti
 
 def test_version_describes_what_was_published(files_channel: FilesChannel) -> None:
     weights = files_channel.publish(tensors(), incarnation=3, policy_version=7)
-    assert weights.order == (3, 7)
+    assert weights.version == (3, 7)
     file = Path(weights.uri) / "model.safetensors"
     assert Path(weights.uri).is_absolute()
     assert file.stat().st_size == weights.num_bytes

@@ -119,7 +119,7 @@ class Engine:
         if weights.policy_version in self.unreadable:
             raise WeightsError(f"version {weights.policy_version} is torn")
         self.running_at_load.append(self.running)
-        self.version = weights.order
+        self.version = weights.version
         self.loads.append(weights.policy_version)
         return LoadReport(pause_seconds=0.0, load_seconds=0.0)
 

@@ -28,22 +28,22 @@ PATIENCE = 30.0
 """Limit in seconds for every answer in these tests; the sender's limits are far below."""
 
 
-def serve_engine(orders: Connection, devices: Sequence[str]) -> None:
+def serve_engine(commands: Connection, devices: Sequence[str]) -> None:
     """Process target: join groups and receive buckets on request, each on the device of its part."""
     groups: dict[str, Any] = {}
     while True:
-        kind, part, name, *arguments = orders.recv()
+        kind, part, name, *arguments = commands.recv()
         device = devices[part % len(devices)]
         try:
             if device != "cpu":
                 torch.cuda.set_device(device)
             if kind == "join":
                 groups[name] = join_group(name, *arguments)
-                orders.send(b"joined")
+                commands.send(b"joined")
             else:
-                orders.send(take_bucket(groups[name], *arguments, device=device))
+                commands.send(take_bucket(groups[name], *arguments, device=device))
         except RuntimeError as error:
-            orders.send(error)
+            commands.send(error)
 
 
 def join_group(name: str, host: str, port: int, collective: str, *, rank: int = 1, size: int = 2) -> Any:
@@ -83,7 +83,7 @@ class Peer:
 
     def __init__(self, engine: str = "w0", group: str = "", *, devices: Sequence[str] = ("cpu",)) -> None:
         context: Any = multiprocessing.get_context("forkserver" if set(devices) == {"cpu"} else "spawn")
-        self._orders, theirs = context.Pipe()
+        self._commands, theirs = context.Pipe()
         self._process = context.Process(target=serve_engine, args=(theirs, devices), daemon=True)
         self._process.start()
         theirs.close()
@@ -139,13 +139,13 @@ class Peer:
     def close(self) -> None:
         self.kill()
         self._threads.shutdown()
-        self._orders.close()
+        self._commands.close()
 
-    def _told(self, *order: Any) -> Future[bytes]:
+    def _told(self, *command: Any) -> Future[bytes]:
         def tell() -> bytes:
-            self._orders.send(order)
+            self._commands.send(command)
             try:
-                answer: bytes | RuntimeError = self._orders.recv()
+                answer: bytes | RuntimeError = self._commands.recv()
             except (EOFError, ConnectionResetError):
                 return b""  # it died in the meantime
             if isinstance(answer, RuntimeError):

@@ -51,11 +51,11 @@ class OtherRank:
         self.snapshot = snapshot
         self._workers: dict[type[PartWorker], PartWorker] = {}
 
-    def run(self, worker: type[PartWorker], order: bytes) -> bytes:
+    def run(self, worker: type[PartWorker], command: bytes) -> bytes:
         if self.dies:
             raise BackendError(f"learner rank {self.rank} is gone with its part of the weights")
         made = self._workers.setdefault(worker, worker())
-        return made(self.snapshot, order)
+        return made(self.snapshot, command)
 
 
 def in_parts(tensors: Iterable[tuple[str, torch.Tensor]], count: int = 2, *, dies: bool = False) -> Snapshot:
@@ -132,7 +132,7 @@ class Receiver:
             self._lives += 1
             self._has_joined = False
             raise
-        return await self._engine.switch("sent", offer.order)
+        return await self._engine.switch("sent", offer.version)
 
 
 class Engine(fakes.Engine):
@@ -148,14 +148,14 @@ class Engine(fakes.Engine):
     async def load(self, weights: WeightVersion) -> LoadReport:
         if weights.policy_version in self.unreadable:
             raise WeightsError("torn")
-        return await self.switch("folder", weights.order)
+        return await self.switch("folder", weights.version)
 
-    async def switch(self, source: str, order: tuple[int, int]) -> LoadReport:
+    async def switch(self, source: str, version: tuple[int, int]) -> LoadReport:
         self.is_paused = True
         await self.gate.wait()
         self.is_paused = False
-        self.version = order
-        self.took.append((source, order[1]))
+        self.version = version
+        self.took.append((source, version[1]))
         return LoadReport(pause_seconds=0.0, load_seconds=0.0)
 
 

@@ -32,8 +32,9 @@ class BestModel:
             self._beside("old").rename(folder)
         self._best = _value(folder / RESULT_FILE, metric, forks or {})
 
-    def keep_if_better(self, model: Path, metrics: Mapping[str, float], *, order: tuple[int, int]) -> bool:
-        """Keep ``model`` if it is better than the best so far.  order: (incarnation, version).  Raises OSError."""
+    def keep_if_better(self, model: Path, metrics: Mapping[str, float], *, version: tuple[int, int]) -> bool:
+        """Keep ``model`` if it is better than the best so far.  version: (incarnation, policy version).  Raises
+        OSError."""
         value = metrics.get(f"evaluation/{self._metric}")
         if value is None or (self._best is not None and value <= self._best):
             return False
@@ -41,13 +42,13 @@ class BestModel:
         for left in (fresh, old):
             shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(model, fresh, copy_function=_link)
-        result = {"step": order[1], "incarnation": order[0], "metric": self._metric, "value": value}
+        result = {"step": version[1], "incarnation": version[0], "metric": self._metric, "value": value}
         (fresh / RESULT_FILE).write_text(json.dumps(result | {"metrics": dict(metrics)}, indent=1))
         if self._folder.exists():
             self._folder.rename(old)
         fresh.rename(self._folder)
         shutil.rmtree(old, ignore_errors=True)
-        log.info("the best model so far is of step %d: %s = %.4f", order[1], self._metric, value)
+        log.info("the best model so far is of step %d: %s = %.4f", version[1], self._metric, value)
         self._best = value
         return True
 
@@ -59,8 +60,8 @@ def _value(file: Path, metric: str, forks: Forks) -> float | None:
     """Return the value of the kept best model; None if none is kept, by another metric, or of a lost history."""
     try:
         found = json.loads(file.read_text())
-        order, value = (int(found["incarnation"]), int(found["step"])), float(found["value"])
-        return value if found["metric"] == metric and is_of_history(order, forks) else None
+        version, value = (int(found["incarnation"]), int(found["step"])), float(found["value"])
+        return value if found["metric"] == metric and is_of_history(version, forks) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -122,7 +122,7 @@ class Evaluator:
         """Return why an earlier evaluation is not comparable to one by this incarnation; "" if it is."""
         if last.num_prompts != self._num_prompts or last.questions not in ("", self._questions):
             return "its data sets have changed"
-        if not is_of_history(last.weights.order, self._table.forks):
+        if not is_of_history(last.weights.version, self._table.forks):
             return f"this version was lost when the learner fell back to version {self._table.policy_version}"
         return ""
 
@@ -260,6 +260,6 @@ class Evaluator:
         assert self._best is not None
         try:
             folder = await asyncio.to_thread(self._channel.verify, weights)
-            await asyncio.to_thread(self._best.keep_if_better, folder, row, order=weights.order)
+            await asyncio.to_thread(self._best.keep_if_better, folder, row, version=weights.version)
         except (AsyncRLError, OSError) as error:
             log.error("the model of version %d is not kept as the best: %s", weights.policy_version, error)

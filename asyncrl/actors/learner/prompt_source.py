@@ -131,7 +131,7 @@ class PromptSource(Actor):
     async def _watch_weights(self, key: str) -> None:
         async with self.bus.watch(WEIGHTS, key=key) as versions:
             async for version in versions:
-                self._announced = max(self._announced, version.order)
+                self._announced = max(self._announced, version.version)
                 self._changed.set()
 
     @property

@@ -71,16 +71,16 @@ class VersionTracker:
     @property
     def newest(self) -> tuple[int, int]:
         """(incarnation, policy_version) of the newest announced version; below all others if there is none."""
-        return max((one.order for one in (self.stored, self.sent) if one is not None), default=(-1, -1))
+        return max((one.version for one in (self.stored, self.sent) if one is not None), default=(-1, -1))
 
     @property
     def target(self) -> tuple[int, int]:
         """(incarnation, policy_version) that the engine should have."""
-        return self.newest if self.pinned is None else self.pinned.order
+        return self.newest if self.pinned is None else self.pinned.version
 
     def is_due(self, version: tuple[int, int]) -> bool:
         """Whether an engine with ``version`` should load another one."""
-        return self.newest > version if self.pinned is None else self.pinned.order != version
+        return self.newest > version if self.pinned is None else self.pinned.version != version
 
     def fork(self, incarnation: int) -> int | None:
         """Return the version that an incarnation of the learner started from; None if it has announced nothing."""
@@ -94,9 +94,9 @@ class VersionTracker:
 
 @dataclass(frozen=True, slots=True)
 class VersionNeed:
-    """The weights that a generation may start on: version ``order`` or a newer one; only ``order`` if is_exact."""
+    """The weights that a generation may start on: ``version`` or a newer one; only ``version`` if is_exact."""
 
-    order: tuple[int, int]
+    version: tuple[int, int]
     is_exact: bool = False
 
     @classmethod
@@ -145,12 +145,12 @@ class LoadGate:
         and the version is not announced: it may never come, and another worker can wait for it.
         """
         if need.is_exact:
-            if self._engine.version != need.order:
+            if self._engine.version != need.version:
                 raise EngineError(
-                    f"the engine has version {self._engine.version}, but the evaluation needs {need.order}"
+                    f"the engine has version {self._engine.version}, but the evaluation needs {need.version}"
                 )
         elif not self._may_start(need):
-            note = f"of version {need.order[1]}"
+            note = f"of version {need.version[1]}"
             with waits.waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
                 await self._until_it_may_start(need)
         self._num_running += 1
@@ -173,7 +173,7 @@ class LoadGate:
 
     def _may_start(self, need: VersionNeed) -> bool:
         version = self._engine.version
-        is_starved = version[0] > need.order[0] and self._starved_at == version
+        is_starved = version[0] > need.version[0] and self._starved_at == version
         return (version >= self._oldest(need) or is_starved) and not self._keeps_out_generations
 
     def _oldest(self, need: VersionNeed) -> tuple[int, int]:
@@ -181,8 +181,8 @@ class LoadGate:
         incarnation, version = self._engine.version
         fork = self._versions.fork(incarnation)
         return incarnation, version_to_begin(
-            need.order[1],
-            incarnation=need.order[0],
+            need.version[1],
+            incarnation=need.version[0],
             engine_incarnation=incarnation,
             fork=version if fork is None else fork,  # an unknown incarnation started at most at its weights
             max_staleness=self._max_staleness,
@@ -262,7 +262,7 @@ class LoadGate:
         self.notify()
 
     def _has(self, weights: WeightVersion) -> bool:
-        return not self._is_loading and self._engine.version == weights.order
+        return not self._is_loading and self._engine.version == weights.version
 
     @property
     def is_held(self) -> bool:
@@ -272,7 +272,7 @@ class LoadGate:
     @property
     def is_held_back(self) -> bool:
         """Whether newer weights exist that the engine may not load now."""
-        return self._versions.pinned is not None and self._versions.newest > self._versions.pinned.order
+        return self._versions.pinned is not None and self._versions.newest > self._versions.pinned.version
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class Loader:
     async def load(self) -> bool:
         """Try once. Return False if there is nothing to load any more, or not yet. Raises WeightsError."""
         pinned, sent = self._versions.pinned, self._versions.sent
-        if pinned is None and self.receiver is not None and sent is not None and sent.order == self._versions.newest:
+        if pinned is None and self.receiver is not None and sent is not None and sent.version == self._versions.newest:
             try:
                 return await self.receive(self.receiver)
             except WeightsError as error:
@@ -351,7 +351,7 @@ class Loader:
                 if self._versions.sent is sent:
                     self._versions.sent = None
         stored = pinned or self._versions.stored
-        if stored is None or (pinned is None and stored.order <= self._engine.version):
+        if stored is None or (pinned is None and stored.version <= self._engine.version):
             return False  # the folder is still being written
         return await self._load_folder(stored)
 

@@ -8,7 +8,7 @@ which needs nothing but sockets and goes on while a GPU computes.
     RESULT    rank -> rank 0
     END       both ways        the last message: why this rank fails; empty: it ends in order
     PART      rank 0 -> rank   work on the rank's part of the weights, while it trains (remote_parts.py)
-    PART + n  rank -> rank 0   the answer to order n
+    PART + n  rank -> rank 0   the answer to command n
 
 A collective with a rank that is gone may never return. So a thread waits for each rank's END. Its connection breaks
 when the rank dies, whatever the cause, and then this rank ends as well. A rank that is alive but makes no progress is

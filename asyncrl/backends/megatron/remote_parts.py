@@ -1,4 +1,4 @@
-"""Parts of an export stay in the ranks that made them; rank 0 sends orders to process them there.
+"""Parts of an export stay in the ranks that made them; rank 0 sends commands to process them there.
 
 A rank answers in threads of its own, while it trains. It keeps a part until rank 0 drops its last handle, and learns
 this with the next export.
@@ -23,13 +23,13 @@ _NUMBERS: Final = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartOrder:
+class PartCommand:
     """export: number of the export that the part belongs to;  worker: MODULE:CLASS of a PartWorker"""
 
     number: int
     export: int
     worker: str
-    order: bytes
+    command: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,10 @@ class RemotePart:
         self.rank = rank
         self.export = export
 
-    def run(self, worker: type[PartWorker], order: bytes) -> bytes:
+    def run(self, worker: type[PartWorker], command: bytes) -> bytes:
         number = next(_NUMBERS)
         address = f"{worker.__module__}:{worker.__qualname__}"
-        asked = PartOrder(number=number, export=self.export, worker=address, order=order)
+        asked = PartCommand(number=number, export=self.export, worker=address, command=command)
         try:
             self._group.send(codec.encode(asked), self.rank, PART)
             answer = codec.decode(self._group.receive(self.rank, PART + number), PartAnswer)
@@ -78,35 +78,35 @@ class ExportedParts:
         self._parts = self._parts | {export: part}
 
     def serve(self, group: RankGroup) -> None:
-        """Execute rank 0's orders in threads until it says goodbye, or is gone."""
+        """Execute rank 0's commands in threads until it says goodbye, or is gone."""
 
         def listen() -> None:
             with contextlib.suppress(RuntimeError):
                 while data := group.receive(0, PART):
-                    order = codec.decode(data, PartOrder)
-                    # The next order does not wait: a collective with an engine that has died may never return.
-                    name = f"weights-part-{order.number}"
-                    threading.Thread(target=self._answer, args=(group, order), name=name, daemon=True).start()
+                    command = codec.decode(data, PartCommand)
+                    # The next command does not wait: a collective with an engine that has died may never return.
+                    name = f"weights-part-{command.number}"
+                    threading.Thread(target=self._answer, args=(group, command), name=name, daemon=True).start()
 
         threading.Thread(target=listen, name="weights-parts", daemon=True).start()
 
-    def _answer(self, group: RankGroup, order: PartOrder) -> None:
+    def _answer(self, group: RankGroup, command: PartCommand) -> None:
         try:
-            answer = PartAnswer(answer=self._execute(order))
+            answer = PartAnswer(answer=self._execute(command))
         except Exception as error:  # raised by a weight channel's code; rank 0 raises it again
             problem = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
             answer = PartAnswer(problem=problem)
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
-            group.send(codec.encode(answer), 0, PART + order.number)
+            group.send(codec.encode(answer), 0, PART + command.number)
 
-    def _execute(self, order: PartOrder) -> bytes:
-        part = self._parts.get(order.export)
+    def _execute(self, command: PartCommand) -> bytes:
+        part = self._parts.get(command.export)
         if part is None:
-            raise WeightsError(f"this rank no longer holds a part of export {order.export}")
+            raise WeightsError(f"this rank no longer holds a part of export {command.export}")
         with self._creating:
-            if order.worker not in self._workers:
-                self._workers[order.worker] = _create_worker(order.worker)
-        return self._workers[order.worker](part, order.order)
+            if command.worker not in self._workers:
+                self._workers[command.worker] = _create_worker(command.worker)
+        return self._workers[command.worker](part, command.command)
 
 
 def _create_worker(address: str) -> PartWorker:

@@ -198,7 +198,7 @@ class InProcessEngine(EngineAdapter):
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         decoder = self._alive()
-        return await self._switch(weights.order, lambda: read_weights(weights, decoder))
+        return await self._switch(weights.version, lambda: read_weights(weights, decoder))
 
     async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
         """See Intake. If ``source`` raises, the old weights stay."""

@@ -1,7 +1,7 @@
 """HTTP requests to one SGLang server.
 
 Each generation opens a new connection, because a kept-alive connection that the server is closing looks like a dead
-server. Orders, the control requests of a load, reuse connections to a server that we launched: a busy server is slow to
+server. The control requests of a load reuse connections to a server that we launched: a busy server is slow to
 accept new connections, and everything waits for a load.
 """
 
@@ -25,7 +25,8 @@ _READ_BYTES = 2**20
 _ABORT_SECONDS = 5.0
 _CONNECT_SECONDS = 60.0
 _KEPT_SECONDS = 2.0
-"""Keep-alive of connections for orders. Shorter than the five seconds after which the server closes idle ones."""
+"""Keep-alive of connections for control requests. Shorter than the five seconds after which the server closes idle
+ones."""
 
 
 class ServerClient:
@@ -38,7 +39,7 @@ class ServerClient:
         """The process of a server that we launched."""
         self._request_seconds = request_seconds
         self._http: aiohttp.ClientSession | None = None
-        self._orders: aiohttp.ClientSession | None = None
+        self._control_session: aiohttp.ClientSession | None = None
         self._kept_from = 0.0  # monotonic; before this time kept-alive connections may be closing
 
     def open(self, *, is_ours: bool) -> None:
@@ -48,10 +49,10 @@ class ServerClient:
             connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout, read_bufsize=_READ_BYTES
         )
         kept = {"keepalive_timeout": _KEPT_SECONDS} if is_ours else {"force_close": True}
-        self._orders = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, **kept), timeout=timeout)
+        self._control_session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, **kept), timeout=timeout)
 
     async def close(self) -> None:
-        for session in filter(None, (self._http, self._orders)):
+        for session in filter(None, (self._http, self._control_session)):
             await session.close()
 
     def check_open(self) -> None:
@@ -72,9 +73,9 @@ class ServerClient:
     def post(self, path: str, body: Mapping[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._ask("POST", path, body)
 
-    async def order(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def control(self, path: str, body: Mapping[str, Any]) -> Any:
         """POST a control request and return the response."""
-        async with self._ask("POST", path, body, is_order=True) as response:
+        async with self._ask("POST", path, body, is_control=True) as response:
             return await _content(response)
 
     async def abort(self, request_id: str) -> None:
@@ -83,8 +84,8 @@ class ServerClient:
             async with asyncio.timeout(_ABORT_SECONDS), self.post("/abort_request", {"rid": request_id}):
                 pass
 
-    def _session(self, *, of_orders: bool = False) -> aiohttp.ClientSession:
-        session = self._orders if of_orders and time.monotonic() > self._kept_from else self._http
+    def _session(self, *, of_control: bool = False) -> aiohttp.ClientSession:
+        session = self._control_session if of_control and time.monotonic() > self._kept_from else self._http
         if session is None or session.closed:
             raise EngineDied("the SGLang engine is not running: not started, or closed")
         return session
@@ -96,14 +97,14 @@ class ServerClient:
         path: str,
         body: Mapping[str, Any] | None,
         *,
-        is_order: bool = False,
+        is_control: bool = False,
         is_checked: bool = True,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """``is_checked``: raise EngineError for an error status."""
         self.check_open()
         try:
-            async with self._session(of_orders=is_order).request(method, self.url + path, json=body) as response:
-                if is_order and response.status >= 500:  # SGLang closes the connection after an unexpected error
+            async with self._session(of_control=is_control).request(method, self.url + path, json=body) as response:
+                if is_control and response.status >= 500:  # SGLang closes the connection after an unexpected error
                     self._kept_from = time.monotonic() + _KEPT_SECONDS
                 if is_checked and response.status >= 400:
                     raise EngineError(f"{self.url}{path}: {response.status} {(await response.text())[:500]}")

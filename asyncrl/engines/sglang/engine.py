@@ -171,14 +171,14 @@ class SGLangEngine(EngineAdapter):
         self._cache_owner = uuid.uuid4().hex
         self._places = Places()
         self._loader = WeightLoader(
-            self._client.order,
+            self._client.control,
             pause=options.pause,
             first_version=version,
             stamps=self._stamps,
             is_open=self._places.is_open,
         )
         self._lora = lora
-        self._adapters = Adapters(self._client.order, first_version=version) if lora else None
+        self._adapters = Adapters(self._client.control, first_version=version) if lora else None
         self._intake: SGLangIntake | None = None
         self._tokens_generated = 0
 
@@ -240,14 +240,14 @@ class SGLangEngine(EngineAdapter):
     async def load(self, weights: WeightVersion) -> LoadReport:
         self._client.check_open()
         if self._adapters is not None:
-            return await self._adapters.load(weights.order, Path(weights.uri))
+            return await self._adapters.load(weights.version, Path(weights.uri))
         check = functools.partial(
             check_weights, weights, expected=self._model.shapes, optional=self._model.optional_names
         )
         folder = await asyncio.get_running_loop().run_in_executor(self._reader, check)
         before = self.version
         report = await self._loader.load(weights, folder)
-        self._settled.note_load(weights.order, before=before)
+        self._settled.note_load(weights.version, before=before)
         return report
 
     async def release(self) -> None:
@@ -255,16 +255,16 @@ class SGLangEngine(EngineAdapter):
         until = time.monotonic() + _IDLE_SECONDS
         while True:  # the last batch may end shortly after the last answer, and the server sends no notification
             try:
-                await self._client.order("/flush_cache", {})
+                await self._client.control("/flush_cache", {})
                 break
             except EngineError:
                 if time.monotonic() > until:
                     raise
                 await asyncio.sleep(0.01)
-        await self._client.order("/release_memory_occupation", {})
+        await self._client.control("/release_memory_occupation", {})
 
     async def resume(self) -> None:
-        await self._client.order("/resume_memory_occupation", {})
+        await self._client.control("/resume_memory_occupation", {})
 
     @property
     def url(self) -> str:
@@ -349,7 +349,7 @@ class SGLangEngine(EngineAdapter):
         version = str(info.get("version", "0"))
         check_version(self._options, url=self.url, version=version)
         self._intake = SGLangIntake(
-            self._client.order,
+            self._client.control,
             self._loader,
             num_ranks=int(info.get("tp_size") or 1),
             shapes=self._model.shapes,

@@ -55,7 +55,7 @@ def serialize_files(*files: Sequence[Path]) -> str:
 
 
 def serialize_source(source: Source, payload: bytes, *, expected: Shapes, optional: frozenset[str]) -> str:
-    """Encode an order to load the tensors that ``source`` yields for ``payload``.
+    """Encode an instruction to load the tensors that ``source`` yields for ``payload``.
 
     They must be the ``expected`` ones; the ``optional`` ones may be absent. Raises ConfigError for a function that is
     not at the top of its module: the server could not import it, and would die.
@@ -68,7 +68,7 @@ def serialize_source(source: Source, payload: bytes, *, expected: Shapes, option
 
 
 def serialize_groups(parts: receiving.Parts, *, problem: Path) -> str:
-    """Encode an order to receive the buckets of each group, which the server has joined.
+    """Encode an instruction to receive the buckets of each group, which the server has joined.
 
     If the server finds no such group, it changes nothing and writes the reason to the new file ``problem``.
     """
@@ -113,9 +113,9 @@ def _from_files(files: Sequence[str], device: torch.device) -> Iterator[tuple[st
         yield from tensors(Path(next((name for name in names if os.access(name, os.R_OK)), names[-1])), device)
 
 
-def _from_source(order: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def _from_source(instruction: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) from the source. At the end, raises WeightsError unless they match the model."""
-    address, payload, layout = order
+    address, payload, layout = instruction
     source: Source = plugins.load(address.removeprefix(_SOURCE), where="weights.channel")
     found: dict[str, tuple[int, ...]] = {}
     for name, tensor in source(base64.b64decode(payload), device):

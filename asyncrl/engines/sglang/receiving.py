@@ -40,15 +40,15 @@ def describe_parts(parts: Parts) -> str:
     return json.dumps([[group, [[one.names, one.dtypes, one.shapes] for one in buckets]] for group, buckets in parts])
 
 
-def arrivals(order: str, problem: Path, device: torch.device) -> Arrivals | None:
-    """Begin to receive what ``order`` describes (describe_parts), while the server's last step may still run.
+def arrivals(instruction: str, problem: Path, device: torch.device) -> Arrivals | None:
+    """Begin to receive what ``instruction`` describes (describe_parts), while the server's last step may still run.
 
     Returns None if this process cannot, and writes the reason to ``problem``: an exception would kill the server, which
     still has its old weights.
     """
     buckets = []
     try:
-        for name, layouts in json.loads(order):
+        for name, layouts in json.loads(instruction):
             # SGLang joins a group under our name for it, and torch knows all groups by their names.
             group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
             buckets += [(group, _entries(*layout)) for layout in layouts]

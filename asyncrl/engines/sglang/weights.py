@@ -30,7 +30,7 @@ from asyncrl.weights.port import LoadReport, Source
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 """POSTs a body to a path of the server and returns the response. Raises EngineError, EngineDied."""
-Order = tuple[str, dict[str, Any]]
+Update = tuple[str, dict[str, Any]]
 """Path and body of a request."""
 
 _FROM_FOLDER: Final = "/update_weights_from_disk"
@@ -103,22 +103,22 @@ class WeightLoader:
             except OSError as error:
                 raise WeightsError(f"{folder}: {error.strerror}; removed to make room for newer versions?") from error
             if not self.ranks_with_loader:
-                updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.order))]
+                updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.version))]
                 files = () if self.is_whole else paths
-                return await self._switch(weights.order, updates, what=str(folder), files=files)
+                return await self._switch(weights.version, updates, what=str(folder), files=files)
             held = [Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}") for stream in streams]
-            order = loader.serialize_files(*zip(held, paths, strict=True))
-            return await self.take(weights.order, order, what=str(folder))
+            instruction = loader.serialize_files(*zip(held, paths, strict=True))
+            return await self.take(weights.version, instruction, what=str(folder))
 
-    async def take(self, version: Version, order: str, *, what: str) -> LoadReport:
-        """Run an order of our loader. Raises WeightsError if the server lacks the loader, EngineDied if the order
+    async def take(self, version: Version, instruction: str, *, what: str) -> LoadReport:
+        """Run an instruction of our loader. Raises WeightsError if the server lacks the loader, EngineDied if it
         fails."""
         if not self.ranks_with_loader:
             raise WeightsError(
                 f"weights {format_version(version)} from {what}: this SGLang server lacks asyncrl's loader; only "
                 "servers that asyncrl launches have it, with one or two GPUs and without FP8"
             )
-        return await self._switch(version, self._in_session([self._by_loader(version, order)]), what=what)
+        return await self._switch(version, self._in_session([self._by_loader(version, instruction)]), what=what)
 
     @property
     def receives(self) -> bool:
@@ -145,13 +145,13 @@ class WeightLoader:
             del body["weight_version"]  # set with the last bucket only
         return await self._switch(version, self._in_session(updates), what=what)
 
-    def _by_loader(self, version: Version, order: str) -> Order:
+    def _by_loader(self, version: Version, instruction: str) -> Update:
         body = self._body(version)
         body["load_format"] = LOADER
-        body["serialized_named_tensors"] = [order] * self.ranks_with_loader
+        body["serialized_named_tensors"] = [instruction] * self.ranks_with_loader
         return _BY_LOADER, body
 
-    def _in_session(self, updates: list[Order]) -> list[Order]:
+    def _in_session(self, updates: list[Update]) -> list[Update]:
         return [(_BEGIN, {}), *updates, (_END, {})] if self.has_sessions else updates
 
     def _body(self, version: Version) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class WeightLoader:
     async def _switch(
         self,
         version: Version,
-        updates: list[Order],
+        updates: list[Update],
         *,
         what: str,
         problem: Path | None = None,
@@ -186,7 +186,7 @@ class WeightLoader:
                     self._knows_session = True
                 for path, body in updates:
                     self._is_torn = True
-                    await self._order(path, body)
+                    await self._control(path, body)
                 if problem is not None and (reason := _read_problem(problem)):
                     self.finds_groups = False
                     raise EngineError(f"our loader in the server cannot receive: {reason}; from now on SGLang's does")
@@ -211,12 +211,12 @@ class WeightLoader:
     async def _end_open_session(self) -> None:
         """End the session that a failed load may have left open."""
         try:
-            await self._order(_END, {})
+            await self._control(_END, {})
         except EngineError as error:
             if isinstance(error, EngineDied) or _IS_CLOSED not in str(error):
                 raise
 
-    async def _order(self, path: str, body: Mapping[str, Any]) -> None:
+    async def _control(self, path: str, body: Mapping[str, Any]) -> None:
         answer = await self._post(path, body)
         if not answer.get("success"):
             raise EngineError(str(answer.get("message")))
@@ -250,8 +250,8 @@ class SGLangIntake:
         return receiving.AT_ONCE if self._loader.receives else 1
 
     async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
-        order = loader.serialize_source(source, payload, expected=self._shapes, optional=self._optional)
-        return await self._in_time(self._loader.take(version, order, what=source.__module__), self._shapes)
+        instruction = loader.serialize_source(source, payload, expected=self._shapes, optional=self._optional)
+        return await self._in_time(self._loader.take(version, instruction, what=source.__module__), self._shapes)
 
     async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
         body = {

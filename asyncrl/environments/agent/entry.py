@@ -58,7 +58,7 @@ class Offer:
     """The worker has taken the end, or is gone."""
 
     @property
-    def order(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int]:
         return self.task["group_id"], self.task["index"]
 
 
@@ -128,7 +128,7 @@ class Entry:
     def _find_offer(self, wish: Mapping[str, Any]) -> Offer | None:
         """Return a waiting offer of the oldest group that fits the wish."""
         fitting = (offer for offer in self._offers.values() if not offer.is_started and _fits(offer, wish))
-        return min(fitting, key=lambda offer: offer.order, default=None)
+        return min(fitting, key=lambda offer: offer.key, default=None)
 
     async def _end(self, request: web.Request) -> web.Response:
         said = await _body(request)

@@ -50,7 +50,7 @@ def account_of_evaluations(
     """
     results = {key: row for key, row in rows.items() if "evaluation/complete" in row}
     problems = [f"group {i} of an evaluation is on the trajectory log" for i in training_groups if i >= FIRST_GROUP_ID]
-    row = results.get(newest.weights.order, {}) if newest is not None else {}
+    row = results.get(newest.weights.version, {}) if newest is not None else {}
     judged = [] if newest is None else list(_judged(answers, newest, _counts(row)))
     good = [one for one, found in judged if found == "good"]
     if newest is not None and newest.is_over and judged and row:

@@ -33,10 +33,10 @@ def effective_version(span: VersionSpan, forks: Forks) -> int:
     return min([span.policy_version, *(fork for incarnation, fork in forks.items() if incarnation > span.incarnation)])
 
 
-def is_of_history(order: tuple[int, int], forks: Forks) -> bool:
+def is_of_history(version: tuple[int, int], forks: Forks) -> bool:
     """Return whether the version (incarnation, policy version) is part of the current history, or newer than it."""
-    incarnation, version = order
-    return all(version <= fork for later, fork in forks.items() if later > incarnation)
+    incarnation, policy_version = version
+    return all(policy_version <= fork for later, fork in forks.items() if later > incarnation)
 
 
 def oldest_version(spans: Sequence[VersionSpan], forks: Forks) -> int:

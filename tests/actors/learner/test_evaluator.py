@@ -102,7 +102,7 @@ async def answer(
     bus: MemoryBus, evaluation: Evaluation, *indices: int, version: int | None = None, held_seconds: float = 0.0
 ) -> None:
     """version: the version that sampled the answers; None: the evaluated one"""
-    incarnation, own = evaluation.weights.order
+    incarnation, own = evaluation.weights.version
     span = VersionSpan(start=0, incarnation=incarnation, policy_version=own if version is None else version)
     for index in indices:
         made = EvaluationAnswers(
@@ -176,10 +176,10 @@ async def test_after_a_fall_back_the_same_steps_are_due_again(bus: MemoryBus, ca
     assert (await incarnation.newest()).is_over, "nobody needs the rest of what is of a lost history"
     assert "lost when the learner fell back to version 10" in caplog.text
     await incarnation.evaluator.begin_if_due(WeightVersion(incarnation=1, policy_version=10))
-    assert (await incarnation.newest()).weights.order == (0, 20), "version 10 is what it was"
+    assert (await incarnation.newest()).weights.version == (0, 20), "version 10 is what it was"
     await incarnation.evaluator.begin_if_due(WeightVersion(incarnation=1, policy_version=20))
     newest = await incarnation.newest()
-    assert (newest.weights.order, newest.number, newest.is_over) == ((1, 20), 4, False)
+    assert (newest.weights.version, newest.number, newest.is_over) == ((1, 20), 4, False)
     worker = asyncio.create_task(answer_what_is_asked(bus))
     await incarnation.until_idle()
     worker.cancel()
@@ -234,7 +234,7 @@ def test_a_better_model_takes_the_place_of_the_best(tmp_path: Path) -> None:
     best = BestModel(tmp_path / "best", metric="aime/mean@8")
     for step, value in enumerate([0.2, 0.5, 0.5, 0.4]):
         best.keep_if_better(
-            version(tmp_path / f"0-{step}", f"weights {step}"), {"evaluation/aime/mean@8": value}, order=(0, step)
+            version(tmp_path / f"0-{step}", f"weights {step}"), {"evaluation/aime/mean@8": value}, version=(0, step)
         )
     assert (tmp_path / "best" / "model.safetensors").read_text() == "weights 1"
     assert json.loads((tmp_path / "best" / RESULT_FILE).read_text())["step"] == 1
@@ -243,27 +243,27 @@ def test_a_better_model_takes_the_place_of_the_best(tmp_path: Path) -> None:
 
 def test_a_resumed_run_knows_how_good_the_best_was(tmp_path: Path) -> None:
     BestModel(tmp_path / "best", metric="a/mean@1").keep_if_better(
-        version(tmp_path / "0-1", "one"), {"evaluation/a/mean@1": 0.5}, order=(0, 1)
+        version(tmp_path / "0-1", "one"), {"evaluation/a/mean@1": 0.5}, version=(0, 1)
     )
     again = BestModel(tmp_path / "best", metric="a/mean@1")
-    assert not again.keep_if_better(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, order=(1, 2))
+    assert not again.keep_if_better(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, version=(1, 2))
     other = BestModel(tmp_path / "best", metric="a/pass@1")  # another metric: its values cannot be compared
-    assert other.keep_if_better(tmp_path / "1-2", {"evaluation/a/pass@1": 0.1}, order=(1, 2))
+    assert other.keep_if_better(tmp_path / "1-2", {"evaluation/a/pass@1": 0.1}, version=(1, 2))
     assert (tmp_path / "best" / "model.safetensors").read_text() == "two"
 
 
 def test_a_learner_that_died_between_two_renames_has_lost_nothing(tmp_path: Path) -> None:
     measured = {"evaluation/a/mean@1": 0.5}
     BestModel(tmp_path / "best", metric="a/mean@1").keep_if_better(
-        version(tmp_path / "0-1", "one"), measured, order=(0, 1)
+        version(tmp_path / "0-1", "one"), measured, version=(0, 1)
     )
     (tmp_path / "best").rename(tmp_path / ".best-old")
     again = BestModel(tmp_path / "best", metric="a/mean@1")
-    assert not again.keep_if_better(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, order=(1, 2))
+    assert not again.keep_if_better(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, version=(1, 2))
     assert (tmp_path / "best" / "model.safetensors").read_text() == "one"
 
 
 @pytest.mark.parametrize("metrics", [{}, {"evaluation/b/mean@1": 1.0}])
 def test_without_the_metric_nothing_is_kept(metrics: dict[str, float], tmp_path: Path) -> None:
-    assert not BestModel(tmp_path / "best", metric="a/mean@1").keep_if_better(tmp_path, metrics, order=(0, 1))
+    assert not BestModel(tmp_path / "best", metric="a/mean@1").keep_if_better(tmp_path, metrics, version=(0, 1))
     assert not (tmp_path / "best").exists()

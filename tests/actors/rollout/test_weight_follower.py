@@ -210,7 +210,7 @@ async def test_failed_transfer_does_not_delay_other_engines(bus: MemoryBus, fate
     async with learner(bus, sender), running(follow(bus, engine, name="w1")):
         sender.hold(SNAPSHOT, incarnation=0, policy_version=1)
         offer = await bus.ask(TRANSFERS, TransferRequest(engine="w0", group="w0-1", num_ranks=1), seconds=60)
-        assert offer is not None and offer.order == (0, 1)
+        assert offer is not None and offer.version == (0, 1)
         await hold(bus, sender, 2)
         await until(lambda: engine.version == (0, 2))
     over.set()

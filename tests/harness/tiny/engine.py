@@ -94,7 +94,7 @@ class TinyEngine(EngineAdapter):
     async def load(self, weights: WeightVersion) -> LoadReport:
         started = time.monotonic()
         self._read(Path(weights.uri))
-        self._version = weights.order
+        self._version = weights.version
         seconds = time.monotonic() - started
         return LoadReport(pause_seconds=seconds, load_seconds=seconds)
 

@@ -80,7 +80,7 @@ def test_sends_snapshot_bucket_by_bucket(peers: Any) -> None:
     sender, peer = holding(snapshot, version=3), peers()
     peer.meet(sender)
     transfer = sender.begin(peer.joined)
-    assert transfer.offer.order == (0, 3)
+    assert transfer.offer.version == (0, 3)
     assert [len(layout.names) for layout in buckets_of(transfer)] == [2, 1, 1, 1]
     assert buckets_of(transfer)[2] == BucketLayout(names=("narrow",), dtypes=("bfloat16",), shapes=((11,),))
     with ThreadPoolExecutor(1) as thread:
@@ -227,7 +227,7 @@ def test_channel_also_writes_folders(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=0)
     channel = NCCLChannel(tmp_path / "weights", keep=2, model_path=model, host="127.0.0.1", bucket_bytes=1000)
     version = channel.publish(weights(0), incarnation=0, policy_version=1)
-    assert version.order == (0, 1)
+    assert version.version == (0, 1)
     assert channel.verify(version) == Path(version.uri)
     with pytest.raises(WeightsError, match="yet"):
         channel.sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))  # publishing holds them, too

@@ -51,8 +51,8 @@ class Server(FakeServer):
             return web.json_response({"success": True, "message": ""})
         return answer
 
-    def loader_orders(self) -> list[list[str]]:
-        """Return the words of each order to our loader, which is the same for all ranks."""
+    def loader_instructions(self) -> list[list[str]]:
+        """Return the words of each instruction to our loader, which is the same for all ranks."""
         bodies = self.bodies(BY_LOADER)
         assert all(len(set(body["serialized_named_tensors"])) == 1 for body in bodies)
         return [

@@ -88,13 +88,13 @@ async def test_a_server_gets_quantized_weights_exactly_if_it_serves_them(
     await with_adapters.close()
 
 
-async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Model) -> None:
+async def test_an_instruction_names_the_open_file_and_the_one_in_the_folder(model: Model) -> None:
     """The folder may be deleted during the read; the descriptor may be out of the server's reach."""
     named: list[str] = []
 
     async def post(path: str, body: Mapping[str, Any]) -> Any:
-        for order in body.get("serialized_named_tensors", ()):
-            named.extend(name for name, _ in pickle.loads(base64.b64decode(order)))
+        for instruction in body.get("serialized_named_tensors", ()):
+            named.extend(name for name, _ in pickle.loads(base64.b64decode(instruction)))
         return {"success": True}
 
     loader = WeightLoader(

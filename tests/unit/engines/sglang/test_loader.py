@@ -36,9 +36,9 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         safetensors_file.write(stream, [safetensors_file.header(snapshot.entries), *blocks])
 
 
-def ordered(order: str) -> list[tuple[str, torch.Tensor]]:
-    """Decode an order as SGLang does."""
-    return [(name, tensor.to(CPU)) for name, tensor in pickle.loads(base64.b64decode(order))]
+def decoded(instruction: str) -> list[tuple[str, torch.Tensor]]:
+    """Decode an instruction as SGLang does."""
+    return [(name, tensor.to(CPU)) for name, tensor in pickle.loads(base64.b64decode(instruction))]
 
 
 def check_same(found: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
@@ -114,7 +114,7 @@ def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path:
         def load_weights(self, weights: object) -> None:
             taken.update(weights)  # type: ignore[call-overload]
 
-    loader.load(Network(1, 1), ordered(loader.serialize_files((tmp_path / first, tmp_path / "w"))))
+    loader.load(Network(1, 1), decoded(loader.serialize_files((tmp_path / first, tmp_path / "w"))))
     check_same(taken, given)
 
 
@@ -124,7 +124,7 @@ def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Te
 
 
 def from_source(tmp_path: Path, *, expected: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Return the tensors that a model receives from an order to load the output of ``source``."""
+    """Return the tensors that a model receives from an instruction to load the output of ``source``."""
     taken: dict[str, torch.Tensor] = {}
 
     class Network(torch.nn.Linear):
@@ -132,8 +132,8 @@ def from_source(tmp_path: Path, *, expected: dict[str, tuple[int, ...]]) -> dict
             taken.update(weights)  # type: ignore[call-overload]
 
     payload = str(tmp_path / "w").encode()
-    order = loader.serialize_source(source, payload, expected=expected, optional=frozenset({"tied"}))
-    loader.load(Network(1, 1), ordered(order))
+    instruction = loader.serialize_source(source, payload, expected=expected, optional=frozenset({"tied"}))
+    loader.load(Network(1, 1), decoded(instruction))
     return taken
 
 

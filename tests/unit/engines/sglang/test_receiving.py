@@ -77,31 +77,31 @@ def check_same(found: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -
         assert torch.equal(found[name].cpu(), tensor), name
 
 
-def ordered(order: str) -> list[tuple[str, torch.Tensor]]:
-    """Decode an order as SGLang does."""
-    return [(name, tensor.to(CPU)) for name, tensor in pickle.loads(base64.b64decode(order))]
+def decoded(instruction: str) -> list[tuple[str, torch.Tensor]]:
+    """Decode an instruction as SGLang does."""
+    return [(name, tensor.to(CPU)) for name, tensor in pickle.loads(base64.b64decode(instruction))]
 
 
 # -- between processes -------------------------------------------------------------------------------------------------
 
 
-def serve_rank(orders: Connection, rank: int, size: int, device: str) -> None:
-    """Process target: a rank of a server, which joins groups and runs orders of the loader."""
+def serve_rank(commands: Connection, rank: int, size: int, device: str) -> None:
+    """Process target: a rank of a server, which joins groups and runs instructions of the loader."""
     groups = []
     if device != "cpu":
         torch.cuda.set_device(device)
     while True:
-        kind, *arguments = orders.recv()
+        kind, *arguments = commands.recv()
         if kind == "join":
             groups.append(join_group(*arguments, rank=rank, size=size))
-            orders.send(b"")
+            commands.send(b"")
         else:
-            order, keeps = arguments
+            instruction, keeps = arguments
             network = Network(keeps).to(device)
-            loader.load(network, ordered(order))
+            loader.load(network, decoded(instruction))
             written = io.BytesIO()
             torch.save({name: tensor.cpu() for name, tensor in network.taken.items()}, written)
-            orders.send(written.getvalue())
+            commands.send(written.getvalue())
 
 
 class Ranks:
@@ -111,24 +111,24 @@ class Ranks:
         context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         self.count = count
         self._threads = ThreadPoolExecutor(count)
-        self._processes, self._orders = [], []
+        self._processes, self._commands = [], []
         for rank in range(1, count + 1):
             ours, theirs = context.Pipe()
             self._processes.append(
                 context.Process(target=serve_rank, args=(theirs, rank, count + 1, device), daemon=True)
             )
             self._processes[-1].start()
-            self._orders.append(ours)
+            self._commands.append(ours)
 
-    def told(self, *order: Any) -> list[bytes]:
+    def told(self, *command: Any) -> list[bytes]:
         """Tell all ranks, and return their answers."""
 
-        def tell(orders: Connection) -> bytes:
-            orders.send(order)
-            assert orders.poll(PATIENCE)
-            return bytes(orders.recv())
+        def tell(commands: Connection) -> bytes:
+            commands.send(command)
+            assert commands.poll(PATIENCE)
+            return bytes(commands.recv())
 
-        return list(self._threads.map(tell, self._orders))
+        return list(self._threads.map(tell, self._commands))
 
     def close(self) -> None:
         for process in self._processes:
@@ -206,8 +206,8 @@ def test_over_nccl_a_server_on_another_gpu_gets_the_tensors_of_all_groups(
 def test_a_group_that_the_server_does_not_have_leaves_the_weights_and_a_reason(tmp_path: Path) -> None:
     network = Network(0)
     layout = BucketLayout(names=("a",), dtypes=("float32",), shapes=((2,),))
-    order = loader.serialize_groups([("w0-nowhere", [layout])], problem=tmp_path / "problem")
-    loader.load(network, ordered(order))
+    instruction = loader.serialize_groups([("w0-nowhere", [layout])], problem=tmp_path / "problem")
+    loader.load(network, decoded(instruction))
     assert network.calls == 0
     reason = (tmp_path / "problem").read_text()
     assert "w0-nowhere" in reason

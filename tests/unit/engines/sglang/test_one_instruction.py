@@ -1,4 +1,5 @@
-"""Weights that arrive over NCCL are one order to our loader in the server: the requests that a fake server receives."""
+"""Weights that arrive over NCCL are one instruction to our loader in the server: the requests that a fake server
+receives."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ async def test_over_nccl_our_loader_receives_all_buckets_of_all_groups_in_one_or
     group = attached.receiver.request.group
     await attached.receive()
     assert attached.paths == [PAUSE, BEGIN, BY_LOADER, END, CONTINUE]
-    ((kind, described, _),) = attached.server.loader_orders()
+    ((kind, described, _),) = attached.server.loader_instructions()
     assert kind == "groups"
     told = json.loads(described)
     assert [name for name, _ in told] == [group, f"{group}.1"]
