@@ -142,8 +142,7 @@ def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunC
 def _require_rewards(table: Mapping[str, Any], *, where: Path) -> None:
     """Raise ConfigError if a data set has no reward.
 
-    A run records no rewards, because their options may be secrets, and a wrong reward would silently give wrong
-    numbers.
+    The reward of the run is not taken: its record lacks secrets, and a wrong reward would silently give wrong numbers.
     """
     if "reward" in table:
         return

@@ -25,27 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     run_config = arguments.load(options)
-    is_launched = end_with_parent()
+    end_with_parent()
     set_learner_environment(run_config)  # in every rank: each has a part of the model to send
     if rank := backend_class(run_config).rank_here(run_config):
         return _serve(run_config, rank=rank)
     run_config = arguments.with_bus_address(run_config)
     logs.log_to(run_config.run_directory / "logs" / "learner.log")
-    return run_learner(
-        run_config, resume=options.resume, token=arguments.bus_token(run_config), is_launched=is_launched
-    )
+    return run_learner(run_config, resume=options.resume, token=arguments.bus_token(run_config))
 
 
-def run_learner(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool = False) -> int:
-    """Train to the end of the run. Raises ConfigError while another learner has this run.
-
-    is_launched  started by `asyncrl run`, which has already checked what is resumed
-    """
+def run_learner(run_config: RunConfig, *, resume: bool, token: str) -> int:
+    """Train to the end of the run. Raises ConfigError while another learner has this run."""
     check_learner(run_config)
-    if resume and not is_launched:
+    if resume:  # also after a death: the run file and the model may have changed since
         resume_checks.check_settings(run_config)
     with single_learner.in_folder(run_config.run_directory):
-        return in_event_loop(_learn(run_config, resume=resume, token=token, is_launched=is_launched))
+        return in_event_loop(_learn(run_config, resume=resume, token=token))
 
 
 def _serve(run_config: RunConfig, *, rank: int) -> int:
@@ -55,7 +50,7 @@ def _serve(run_config: RunConfig, *, rank: int) -> int:
     return 0
 
 
-async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool) -> int:
+async def _learn(run_config: RunConfig, *, resume: bool, token: str) -> int:
     from asyncrl.launch.assembly.training import train  # imports torch; errors in the run file are reported before
 
     bus = await connect(run_config, token=token)

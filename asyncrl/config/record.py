@@ -1,10 +1,7 @@
 """Convert a run's settings to a table for its history, and back.
 
-The table has what a later reader of the run's folder needs.
-
-Paths are absolute, so that the folder can be read from anywhere. Left out are sections that may hold secrets and are
-not needed later ([reward], [engine], [metrics], [weights], [rollout.options]) and the bus's token. Files with secrets
-are recorded by name.
+The table has everything that defines the run, without secrets (secret_values.py). Paths are absolute, so that the
+folder can be read from anywhere. Left out are [launcher] and the bus's token. Files with secrets are recorded by name.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from asyncrl.config import RunConfig, run_file
 from asyncrl.config.addresses import without_secrets
 from asyncrl.config.secret_values import hide_secrets
 
-_LEFT_OUT: Final = ("reward", "engine", "metrics", "weights", "launcher")
+_LEFT_OUT: Final = ("launcher",)
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 _BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
 _BUS_SIZES: Final = ("max_message_bytes", "max_group_bytes", "max_log_bytes")
@@ -32,8 +29,9 @@ def as_table(run: RunConfig) -> dict[str, Any]:
     for name in RunConfig.__dataclass_fields__:
         if name not in _LEFT_OUT and (section := getattr(run, name)) is not None:
             table[name] = json.loads(json.dumps(dataclasses.asdict(section)))
-            if "options" in table[name]:
-                table[name]["options"] = hide_secrets(table[name]["options"])
+            for key in ("options", "parts"):
+                if isinstance(table[name].get(key), dict):
+                    table[name][key] = hide_secrets(table[name][key])
     for name in _WITH_PATH:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
@@ -45,7 +43,6 @@ def as_table(run: RunConfig) -> dict[str, Any]:
         if table["bus"][key]:
             table["bus"][key] = str(Path(table["bus"][key]).absolute())
     table["bus"]["url"] = without_secrets(table["bus"]["url"])
-    table["rollout"].pop("options")
     return table
 
 

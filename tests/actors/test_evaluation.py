@@ -211,7 +211,7 @@ async def test_a_run_that_is_drained_in_its_last_evaluation_is_not_finished_unti
         evaluated.learner.drain()
         learner = await first
         assert learner.done and not learner.is_finished
-        assert "stopped: 1 steps" in (line := outcome(evaluated.run, learner, was_drained=True, seconds=1.0))
+        assert "stopped: 1 steps" in (line := outcome(evaluated.run, learner, was_drained=True, first=0, seconds=1.0))
         assert line.endswith("; its last evaluation is not over")
         assert not (await evaluated.bus.states(PROGRESS))[""].finished
         engine.gate.set()

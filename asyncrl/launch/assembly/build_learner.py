@@ -39,12 +39,14 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.config.record import as_table
 from asyncrl.data.model_folder import ModelFolder, check_model
+from asyncrl.data.sources import digests as digest_data
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated, secret_files
 from asyncrl.launch.assembly import data
 from asyncrl.launch.assembly.recorders import open_recorders
 from asyncrl.launch.checks import resume_checks
+from asyncrl.launch.checks.signal_files import digest_files
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
 from asyncrl.metrics.alarms import (
@@ -58,6 +60,7 @@ from asyncrl.metrics.alarms import (
     TruncationAlarm,
 )
 from asyncrl.metrics.sinks import open_sinks
+from asyncrl.os_process import process_space
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
@@ -78,7 +81,9 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         run, bus=bus, resume=resume, newest_on_bus=-1 if progress is None else progress.incarnation
     )
     rows = await asyncio.to_thread(data.open_rows, run)
-    digests = await asyncio.to_thread(resume_checks.digest_data, run)
+    digests = await asyncio.to_thread(digest_data, run.data)
+    files = await asyncio.to_thread(digest_files, run)
+    resume_checks.name_changes(run, state, data=digests, files=files)
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders = open_recorders(run, algorithm=algorithm)
@@ -92,6 +97,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         channel=channel,
         rows=rows,
         data_digests=digests,
+        files=files,
         metrics=MetricsReporter(
             bus,
             open_sinks(run, resume=resume, step=state.step),
@@ -123,6 +129,7 @@ def assemble_learner(
     metrics: MetricsReporter,
     validator: Validator,
     data_digests: Mapping[str, str] = MappingProxyType({}),
+    files: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     samples: SampleRecorder | None = None,
     answers: AnswerRecorder | None = None,
     admission: Admission | None = None,
@@ -132,14 +139,20 @@ def assemble_learner(
     """Assemble the learner and the prompt source of its process from their parts.
 
     state, restore_from  the starting point: state of a checkpoint, and its backend folder
-    data_digests         SHA-256 of each data file by its path, for the history
+    data_digests, files  what the settings name is, for the history (HistoryEntry)
     samples, answers     recorders of groups and of evaluations; None: nothing is recorded
     admission            None: as the run file says
     """
     directory, best = run.run_directory, run.checkpoint.best
     history = History(directory / HISTORY_FILE, incarnation=state.incarnation)
     history.begin(
-        step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run), data=data_digests
+        step=state.step,
+        kept=state.history,
+        max_staleness=run.max_staleness,
+        settings=as_table(run),
+        data=data_digests,
+        files=files,
+        host=process_space(),
     )
     table = saved_table.restore(state)
     changed, reconciled = asyncio.Event(), asyncio.Event()

@@ -32,6 +32,7 @@ async def train(
     """
     started = time.monotonic()
     learner, helpers = await build_learner(run, bus=bus, resume=resume)
+    first = learner.step
     if resume:
         print_line(f"resumed at step {learner.step}, policy version {learner.policy_version}")
     gc.freeze()
@@ -42,15 +43,16 @@ async def train(
     was_drained = learner.draining.is_set() and not learner.is_finished
     if not was_drained and learner.step == 0:
         raise HopelessError("the data ended before one batch was full: nothing was trained; see data.path")
-    print_line(outcome(run, learner, was_drained=was_drained, seconds=time.monotonic() - started))
+    print_line(outcome(run, learner, was_drained=was_drained, first=first, seconds=time.monotonic() - started))
     return INTERRUPTED if was_drained else 0
 
 
-def outcome(run: RunConfig, learner: Learner, *, was_drained: bool, seconds: float) -> str:
-    """Return the learner's last line of output."""
+def outcome(run: RunConfig, learner: Learner, *, was_drained: bool, first: int, seconds: float) -> str:
+    """Return the learner's last line of output. ``first``: step that this process began at, ``seconds`` ago"""
+    in_all = f" ({learner.step} in all)" if first else ""
     text = (
-        f"{'stopped' if was_drained else 'done'}: {learner.step} steps in {seconds:.0f} s, {learner.counts}; policy "
-        f"version {learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"
+        f"{'stopped' if was_drained else 'done'}: {learner.step - first} steps in {seconds:.0f} s{in_all}, "
+        f"{learner.counts}; policy version {learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"
     )
     if learner.done and was_drained:
         text += "; its last evaluation is not over"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.actors.learner import checkpoint
 from asyncrl.adapters import registry
@@ -17,13 +16,28 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
-from asyncrl.data.sources import digests
 from asyncrl.errors import ConfigError, DiskError
+from asyncrl.launch.checks.signal_files import Files, model_config
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.groups.saved import LearnerState
 
-log = logging.getLogger("asyncrl.check")
 _learner_log = logging.getLogger("asyncrl.learner")
+
+_ASKED: Final = (
+    "group_size",
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+)
+"""What a prompt group says on the bus about its answers (keys of [rollout])."""
+_OF_THE_FILE: Final = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
+_MOST_NAMES: Final = 8
+_LONGEST_SHOWN: Final = 100
 
 
 async def find_checkpoint(run: RunConfig, *, bus: Bus) -> tuple[LearnerState, Path] | None:
@@ -72,61 +86,108 @@ async def require_checkpoint(run: RunConfig, *, bus: Bus) -> None:
 
 
 def check_settings(run: RunConfig) -> None:
-    """Raise ConfigError if the run's checkpoints do not fit its settings, and log all other changes.
+    """Raise ConfigError if the run's checkpoints do not fit its settings or its model.
 
-    The settings are compared with those recorded by the newest incarnation of the learner. Without a record nothing is
-    compared.
+    Both are compared with what the newest incarnation of the learner recorded. Without a record nothing is compared.
     """
     try:
-        before = RecordedRun(run.run_directory).newest_settings()
+        recorded = RecordedRun(run.run_directory)
+        before, files = recorded.newest_settings(), recorded.last_start().files
     except ConfigError:  # no record, or a damaged one
         return
-    has_checkpoint = bool(checkpoint.list_complete(run.run_directory / "checkpoints"))
-    if run.learner.backend != before.learner.backend and has_checkpoint:
+    if not checkpoint.list_complete(run.run_directory / "checkpoints"):
+        return
+    if run.learner.backend != before.learner.backend:
         raise ConfigError(
             f'learner.backend: the checkpoints of this run are those of "{before.learner.backend}"; resume with it, or '
             "start another run.name from a model in its weights folder"
         )
-    if _adapters(run) != _adapters(before) and has_checkpoint:
+    if _adapters(run) != _adapters(before):
         raise ConfigError(
             f"learner.lora: the checkpoints of this run are of {_adapters(before)}, not of {_adapters(run)}; resume "
             "with those, or start another run.name from a model in its weights folder"
         )
-    if has_checkpoint and _has_critic(run) and not _has_critic(before):
+    if _has_critic(run) and not _has_critic(before):
         raise ConfigError(
             f'algorithm: "{run.algorithm.name}" trains a critic, and the newest checkpoint of this run has none; '
             "resume with the [algorithm] that wrote it, or start another run.name from a model in its weights folder"
         )
+    now = model_config(Path(run.model.path))
+    old = files.get("model.path", {}).get("config.json")
+    old = old if isinstance(old, Mapping) else model_config(Path(before.model.path))
+    if old is None or now is None or not (changed := changes(_of_model(old), _of_model(now))):
+        return
     if _absolute(run.model.path) != _absolute(before.model.path):
-        old, new = _model_config(before), _model_config(run)
-        if old is not None and old != new:
-            raise ConfigError(
-                f"model.path: this run trains {before.model.path}, and {run.model.path} is another model (its "
-                "config.json differs); resume with the first, or start another run.name"
-            )
-    if changed := changes(config_record.as_table(before), config_record.as_table(run)):
-        log.warning("resumed with other settings: %s", "; ".join(changed))
-    if _order(run) != _order(before):
-        log.warning("the data has another order now: the run goes on at the same position of the new one")
-
-
-def digest_data(run: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of each data file by its path. Raises ConfigError for a file that cannot be read.
-
-    Logs a warning if a file is not what it was when the newest incarnation of the learner began, as far as recorded.
-    """
-    data = digests(run.data)
-    try:
-        before = RecordedRun(run.run_directory).last_start().data
-    except ConfigError:  # no record, or a damaged one
-        return data
-    if changed := [path for path, digest in data.items() if before.get(path, digest) != digest]:
-        log.warning(
-            "%s changed since this run was last up: the data may have another order now, and the run goes on at the "
-            "same position of the new one",
-            " and ".join(changed),
+        raise ConfigError(
+            f"model.path: this run trains {before.model.path}, and {run.model.path} is another model (its config.json "
+            f"differs: {'; '.join(changed)}); resume with the first, or start another run.name"
         )
-    return data
+    raise ConfigError(
+        f"model.path: {run.model.path}/config.json is no longer that of this run ({'; '.join(changed)}), so it would "
+        "go on as another model; put the file back, or start another run.name from a model in its weights folder"
+    )
+
+
+def name_changes(run: RunConfig, state: LearnerState, *, data: Mapping[str, str], files: Files) -> None:
+    """Log one line for every change of what defines the run, since the newest incarnation of the learner began.
+
+    data, files  digests of what is there now;  state: that of the checkpoint to go on from
+
+    Without a record nothing is compared.
+    """
+    from asyncrl.actors.learner.training_step import learning_rates  # imports torch
+
+    try:
+        recorded = RecordedRun(run.run_directory)
+        begun, before = recorded.last_start(), recorded.newest_settings()
+    except ConfigError:  # no record, or a damaged one
+        return
+    say = _learner_log.warning
+    was, now = config_record.as_table(before), config_record.as_table(run)
+    for name in was.keys() - begun.settings.keys():  # an older asyncrl did not record this section
+        del was[name], now[name]
+    for line in changes(was, now):
+        say("resumed with another setting: %s", line)
+    for line in _changed_files(begun.files, files):
+        say("changed since this run was last up: %s", line)
+    changed = [path for path, digest in data.items() if begun.data.get(path, digest) != digest]
+    for path in changed:
+        say("changed since this run was last up: the data %s", path)
+    if changed or _order(run) != _order(before):
+        say(
+            "the data may have another order now: the run goes on at position %d, the same as of the data before",
+            state.prompts.position,
+        )
+    step = state.step
+    if (newest := max((entry.step for entry in recorded.history()), default=0)) > step:
+        say(
+            "steps %d to %d are lost with the learner before and are trained again; groups that it sampled with them "
+            "count as old as version %d, and those over the staleness bound of %d are dropped",
+            step + 1,
+            newest,
+            step,
+            run.max_staleness,
+        )
+    if learning_rates(before, step) != learning_rates(run, step):
+        last, rate = learning_rates(before, max(step - 1, 0))[0], learning_rates(run, step)[0]
+        ends = [one.learner.decay_steps or one.run.steps for one in (run, before)]
+        why = f' (learner.schedule = "{run.learner.schedule}" ends at step {ends[0]}, before at {ends[1]};'
+        why += " learner.decay_steps sets the step)"
+        say(
+            "the learning rate goes from %s at step %d to %s at step %d%s",
+            _rate(last),
+            step,
+            _rate(rate),
+            step + 1,
+            why if run.learner.schedule != "constant" else "",
+        )
+    asked = [key for key in _ASKED if getattr(run.rollout, key) != getattr(before.rollout, key)]
+    if asked and state.prompts.outstanding:
+        say(
+            "%s: the %d prompt groups that are under way keep what they were asked with",
+            ", ".join(f"rollout.{key}" for key in asked),
+            len(state.prompts.outstanding),
+        )
 
 
 def _adapters(run: RunConfig) -> str:
@@ -142,15 +203,56 @@ def _has_critic(run: RunConfig) -> bool:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") -> list[str]:
-    """Return ``key: old -> new`` for every changed key, except those for the run's place and length."""
+    """Return ``key: old -> new`` for every changed key, except those for the run's place and length.
+
+    Tables of a list are told apart by their names, so that a change in one of them names its key.
+    """
     found = []
     for key in sorted({*before, *now}):
-        name, old, new = f"{of}{key}", before.get(key), now.get(key)
+        name, old, new = f"{of}{key}", _by_name(before.get(key)), _by_name(now.get(key))
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += changes(old, new, of=f"{name}.")
         elif old != new and name not in ("run.directory", "run.steps") and not name.startswith("bus."):
-            found.append(f"{name} {toml_text(old)} -> {toml_text(new)}" if None not in (old, new) else name)
+            found.append(f"{name} {_shown(old)} -> {_shown(new)}")
     return found
+
+
+def _by_name(value: Any) -> Any:
+    """Return a list of tables as one table, by the tables' names, paths or places; other values as they are."""
+    if not (isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value)):
+        return value
+    return {one.get("name") or one.get("path") or str(place): one for place, one in enumerate(value, 1)}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unset"
+    text = toml_text(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _changed_files(before: Mapping[str, Mapping[str, Any]], now: Files) -> list[str]:
+    """Return a line for each key of the run file whose files are others now; keys without a record are left out."""
+    lines = []
+    for key in sorted(before.keys() & now.keys()):
+        old, new = before[key], now[key]
+        names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+        if not names:
+            continue
+        shown = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES))
+        pair = old.get("config.json"), new.get("config.json")
+        keys = changes(pair[0], pair[1]) if isinstance(pair[0], Mapping) and isinstance(pair[1], Mapping) else []
+        lines.append(f"{key}: {shown}" + (f" ({'; '.join(keys)})" if keys else ""))
+    return lines
+
+
+def _of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says about the model, without what it says about the file."""
+    return {key: value for key, value in config.items() if key not in _OF_THE_FILE}
+
+
+def _rate(value: float | None) -> str:
+    return "0" if value is None else f"{value:.3g}"
 
 
 def _order(run: RunConfig) -> Any:
@@ -162,11 +264,3 @@ def _order(run: RunConfig) -> Any:
 
 def _absolute(path: str) -> Path:
     return Path(path).absolute()
-
-
-def _model_config(run: RunConfig) -> Any:
-    """Return the model's config.json; None if it cannot be read."""
-    try:
-        return json.loads((Path(run.model.path) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None

@@ -1,4 +1,4 @@
-"""The settings that all processes of a run must share, as one number in each heartbeat."""
+"""The settings and the user's code that all processes of a run must share, as one number in each heartbeat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from asyncrl.config import RunConfig
+from asyncrl.launch.checks.signal_files import digest_code
 from asyncrl.policies.health.faults import SETTINGS
 from asyncrl.version import VERSION
 
@@ -29,5 +30,12 @@ def settings_checksum(run: RunConfig) -> Mapping[str, float]:
     for section, keys in _KEYS.items():
         values += [getattr(getattr(run, section), key) for key in keys]
     parts = {name: [part.kind, part.weight] for name, part in run.reward.parts.items()}
+    code = [
+        run.rollout.function,
+        run.reward.kind,
+        *run.reward.rows.values(),
+        *(part.kind for part in run.reward.parts.values()),
+    ]
+    values += [digest_code(name) for name in code]
     text = json.dumps([parts if value is run.reward.parts else value for value in values], sort_keys=True)
     return {SETTINGS: float(zlib.crc32(text.encode()))}

@@ -236,9 +236,9 @@ def other_settings(seen: Observation) -> Iterable[Finding]:
             yield Finding(
                 fault="other settings",
                 actor=name,
-                cause=f"worker {name} was started with other settings, or another version of asyncrl, than the learner",
-                remedy="restart it with the learner's run file: [reward], rollout.function, [staleness] and "
-                "weights.channel must be the same",
+                cause=f"worker {name} was started with other settings, code, or version of asyncrl than the learner",
+                remedy="restart it with the learner's run file: [reward] and rollout.function with their code, "
+                "[staleness] and weights.channel must be the same",
                 host=actor.beat.host,
                 pid=actor.beat.pid,
             )

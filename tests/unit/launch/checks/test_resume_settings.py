@@ -20,6 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.checks import resume_checks
 from asyncrl.launch.checks.shared_settings import settings_checksum
+from asyncrl.launch.checks.signal_files import digest_files
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from tests import ROOT
@@ -39,7 +40,7 @@ def set_to(run: RunConfig, *overrides: str) -> RunConfig:
 
 def begin(run: RunConfig, *, incarnation: int = 0) -> None:
     history = History(run.run_directory / HISTORY_FILE, incarnation=incarnation)
-    history.begin(step=0, kept=0, max_staleness=4, settings=config_record.as_table(run))
+    history.begin(step=0, kept=0, max_staleness=4, settings=config_record.as_table(run), files=digest_files(run))
     history.close()
 
 
@@ -85,35 +86,138 @@ def save_checkpoint(run: RunConfig, *, incarnation: int) -> None:
     write_checkpoint(folder, state, save_backend=lambda folder: (folder / "backend.json").touch(), keep=1)
 
 
+def resume(run: RunConfig, *, step: int = 0, outstanding: int = 0) -> None:
+    """Name the changes as a learner does that goes on at ``step``."""
+    prompts = PromptState(position=5, outstanding={number: number for number in range(outstanding)})
+    state = dataclasses.replace(LearnerState.fresh(), step=step, policy_version=step, prompts=prompts)
+    resume_checks.name_changes(run, state, data={}, files=digest_files(run))
+
+
+def write_model(folder: Path, **config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 1, "rope_theta": 1e4} | config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
 def test_refuses_another_model_but_not_a_moved_one(
     run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, layers in (("one", 1), ("moved", 1), ("two", 2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
-    begin(set_to(run, f"model.path={tmp_path / 'one'}"))
-    resume_checks.check_settings(set_to(run, f"model.path={tmp_path / 'moved'}"))
-    assert "resumed with other settings: model.path" in caplog.text
+    one, moved = write_model(tmp_path / "one"), write_model(tmp_path / "moved", transformers_version="9")
+    two = write_model(tmp_path / "two", num_hidden_layers=2)
+    begin(set_to(run, f"model.path={one}"))
+    save_checkpoint(run, incarnation=0)
+    resume_checks.check_settings(set_to(run, f"model.path={moved}"))
+    resume(set_to(run, f"model.path={moved}"))
+    assert "resumed with another setting: model.path" in caplog.text
     with pytest.raises(ConfigError, match="model.path: this run trains .*/one, and .*/two is another model"):
-        resume_checks.check_settings(set_to(run, f"model.path={tmp_path / 'two'}"))
+        resume_checks.check_settings(set_to(run, f"model.path={two}"))
 
 
-def test_names_every_other_change(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_refuses_a_model_whose_config_changed_in_its_folder(
+    run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = set_to(run, f"model.path={write_model(tmp_path / 'one')}")
     begin(run)
-    resume_checks.check_settings(set_to(run, "run.steps=99", "bus.ack_seconds=9"))
-    assert not caplog.messages
-    resume_checks.check_settings(set_to(run, "rollout.group_size=4", "algorithm.name=rloo"))
+    write_model(tmp_path / "one", rope_theta=5e5)
+    resume_checks.check_settings(run)  # no checkpoint yet: the run starts from this model
+    resume(run)
     assert caplog.messages == [
-        'resumed with other settings: algorithm.name "grpo" -> "rloo"; rollout.group_size 8 -> 4',
+        "changed since this run was last up: model.path: config.json (rope_theta 10000.0 -> 500000.0)"
     ]
+    save_checkpoint(run, incarnation=0)
+    with pytest.raises(ConfigError, match="no longer that of this run .rope_theta 10000.0 -> 500000.0.*put the file"):
+        resume_checks.check_settings(run)
+
+
+def test_names_a_tokenizer_and_weights_of_a_reference_that_changed(
+    run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path / "one")
+    (write_model(tmp_path / "old") / "model.safetensors").write_bytes(b"1")
+    run = set_to(run, f"model.path={tmp_path / 'one'}", f"reference.path={tmp_path / 'old'}", "reference.kl_coef=0.1")
+    begin(run)
+    (tmp_path / "one" / "tokenizer.json").write_text("{ }")
+    (tmp_path / "old" / "model.safetensors").write_bytes(b"2")
+    resume(run)
+    assert caplog.messages == [
+        "changed since this run was last up: model.path: tokenizer.json",
+        "changed since this run was last up: reference.path: model.safetensors",
+    ]
+
+
+def test_names_every_other_change_in_a_line(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    begin(run)
+    resume(set_to(run, "run.steps=99", "bus.ack_seconds=9"))
+    assert not caplog.messages
+    changed = ("engine.kind=sglang", "reward.kind=dapo", "reward.options.a=1", "metrics.tensorboard=true")
+    resume(set_to(run, "rollout.group_size=4", "algorithm.name=rloo", "reference.kl_coef=0.5", *changed))
+    said = [line.removeprefix("resumed with another setting: ") for line in caplog.messages]
+    assert [line.partition(" ")[0] for line in said] == [
+        "algorithm.name",
+        "engine.kind",
+        "metrics.tensorboard",
+        "reference",
+        "reward.kind",
+        "reward.options.a",
+        "rollout.group_size",
+    ]
+    assert said[0] == 'algorithm.name "grpo" -> "rloo"' and said[5:] == [
+        "reward.options.a unset -> 1",
+        "rollout.group_size 8 -> 4",
+    ]
+
+
+def test_names_only_the_changed_key_of_a_data_set_and_never_a_secret() -> None:
+    def table(**more: object) -> dict[str, object]:
+        return {"evaluation": {"datasets": [{"name": "one", "samples": 1}, {"name": "two", "samples": 2} | more]}}
+
+    assert resume_checks.changes(table(), table(samples=3)) == ["evaluation.datasets.two.samples 2 -> 3"]
+    run = config.load(ROOT / "examples" / "demo.toml", ["reward.options.api_key=secret"])
+    other = config.load(ROOT / "examples" / "demo.toml", ["reward.options.api_key=other"])
+    assert config_record.as_table(run)["reward"]["options"] == {"api_key": "***"}
+    assert not resume_checks.changes(config_record.as_table(run), config_record.as_table(other))
+
+
+def test_names_a_learning_rate_that_more_steps_raise(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    cosine = (
+        "learner.schedule=cosine",
+        "learner.learning_rate=3e-3",
+        "learner.warmup_steps=0",
+        "learner.decay_steps=0",
+        "learner.min_learning_rate=0.0",
+    )
+    begin(set_to(run, *cosine, "run.steps=6"))
+    resume(set_to(run, *cosine, "run.steps=12"), step=6)
+    assert caplog.messages[-1].startswith("the learning rate goes from 0.000201 at step 6 to 0.0015 at step 7 ")
+    caplog.clear()
+    resume(set_to(run, *cosine, "run.steps=12", "learner.decay_steps=6"), step=6)
+    assert "the learning rate" not in caplog.text
+
+
+def test_names_groups_that_keep_what_they_were_asked_with(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    begin(run)
+    resume(set_to(run, "rollout.max_new_tokens=4"), outstanding=20)
+    assert caplog.messages[-1] == (
+        "rollout.max_new_tokens: the 20 prompt groups that are under way keep what they were asked with"
+    )
+
+
+def test_names_the_steps_that_were_lost_with_a_learner(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    begin(run)
+    history = History(run.run_directory / HISTORY_FILE, incarnation=0)
+    history.record_trained([1], step=9, max_staleness=0)
+    history.close()
+    resume(run, step=7)
+    assert caplog.messages[-1].startswith("steps 8 to 9 are lost with the learner before and are trained again; groups")
 
 
 @pytest.mark.parametrize("change", ["data.path=more.jsonl", "run.seed=7"])
 def test_names_data_in_another_order(run: RunConfig, caplog: pytest.LogCaptureFixture, change: str) -> None:
     begin(run)
-    resume_checks.check_settings(set_to(run, change))
+    resume(set_to(run, change))
     assert change.partition("=")[0] in caplog.messages[0]
-    assert "the data has another order now" in caplog.messages[1]
+    assert caplog.messages[1].startswith("the data may have another order now: the run goes on at position 5")
 
 
 async def test_names_the_data_file_that_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,10 +228,11 @@ async def test_names_the_data_file_that_changed(tmp_path: Path, caplog: pytest.L
         prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:rows]))
         learner, _ = await build_learner(run, bus=memory_bus(), resume=False)
         await learner.stop()
-        warnings.append([record.getMessage() for record in caplog.records if record.name == "asyncrl.check"])
+        warnings.append([record.getMessage() for record in caplog.records if record.name == "asyncrl.learner"])
         caplog.clear()
-    assert [len(said) for said in warnings] == [0, 0, 1]
-    assert warnings[2][0].startswith(f"{prompts} changed since this run was last up: the data may have another order")
+    assert [len(said) for said in warnings] == [0, 0, 2]
+    assert warnings[2][0] == f"changed since this run was last up: the data {prompts}"
+    assert warnings[2][1].startswith("the data may have another order")
 
 
 def test_refuses_a_learner_that_is_started_by_hand(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

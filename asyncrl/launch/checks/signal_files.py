@@ -1,0 +1,195 @@
+"""Digests of the files that define a run's training signal: models with their tokenizers, the user's code, data.
+
+The settings name most of what defines a run; what a name stands for may change while the setting stays. So every text
+of the settings that names Python code ("package.module:object") or a file is recorded with a digest of the content.
+Nothing is imported for it. Tests: tests/unit/launch/checks/test_signal_files.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
+from asyncrl.data.row_files import path_and_slice
+
+Files = dict[str, dict[str, Any]]
+"""Key of the run file -> name of a file -> digest. config.json of a model is recorded whole, so that a change names its
+keys."""
+
+_CODE: Final = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_OF_MODELS: Final = (".json", ".jinja", ".txt", ".model", ".py", ".safetensors")
+"""Files of a model folder that the learner, the engines or transformers may read."""
+_WHOLE_BYTES: Final = 64 * 2**20
+"""Larger files are digested in part: their blocks, evenly spread, and all of them together as large as this."""
+_BLOCK_BYTES: Final = 64 * 2**10
+_MOST_FILES: Final = 1000
+_LONGEST_NAME: Final = 4096
+_CONFIG_BYTES: Final = 64 * 2**10
+_NOT_LOOKED_AT: Final = ("run", "bus")
+"""Sections of the machine, whose files are secrets or the run's own."""
+
+
+def digest_files(run: RunConfig) -> Files:
+    """Return a digest of every file that the settings name, and of the user's code with what it imports beside it.
+
+    Files of data are left out (``data/sources.py: digests``). Files that cannot be read are left out, too.
+    """
+    found: Files = {key: _model(folder) for key, folder in run.model_paths.items()}
+    for section, table in config_record.as_table(run).items():
+        if section not in _NOT_LOOKED_AT:
+            for key, text in _texts(table, of=section):
+                if key.startswith(("data.path", "data.files")):
+                    continue
+                if files := digest_code(text) or _named(text):
+                    found.setdefault(key, {}).update(files)
+    return {key: files for key, files in found.items() if files}
+
+
+def _texts(value: Any, *, of: str) -> Iterator[tuple[str, str]]:
+    """Yield every text of a table with its key; those of lists have the key of the list."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(one, of=f"{of}.{key}")
+    elif isinstance(value, list | tuple):
+        for one in value:
+            name = one.get("name") if isinstance(one, Mapping) else ""
+            yield from _texts(one, of=f"{of}.{name}" if name else of)
+    elif isinstance(value, str):
+        yield of, value
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def _model(folder: Path) -> dict[str, Any]:
+    files: dict[str, Any] = {}
+    for path in sorted([*_files_of(folder), *_files_of(folder / "chat_templates")]):
+        if path.suffix in _OF_MODELS and (digest := _digest(path)):
+            files[str(path.relative_to(folder))] = digest
+    if "config.json" in files and (config := model_config(folder)) is not None:
+        files["config.json"] = config
+    return files
+
+
+def model_config(folder: Path) -> dict[str, Any] | None:
+    """Return config.json of a model; None if it cannot be read, or is too large to be recorded."""
+    try:
+        content = (folder / "config.json").read_bytes()
+        config = json.loads(content) if len(content) <= _CONFIG_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _files_of(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_file()]
+    except OSError:
+        return []
+
+
+# -- the user's code ---------------------------------------------------------------------------------------------------
+
+
+def digest_code(text: str) -> dict[str, str]:
+    """Return the digests of the module that "package.module:object" names, and of what it imports beside it.
+
+    Beside it: below the folder that it was found in. For an installed package these are its own modules.
+    """
+    address = _CODE.fullmatch(text)
+    if address is None or address[1].partition(".")[0] == "asyncrl":  # its version is recorded
+        return {}
+    package = address[1].partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(package)  # of a name without dots: imports nothing
+    except (ImportError, ValueError):
+        return {}
+    if spec is None or not (places := [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]):
+        return {}
+    root = Path(places[0]).parent
+    of = package if root in _INSTALLED else ""
+    waiting, names = [address[1]], dict[str, str]()
+    seen = set(waiting)
+    while waiting and len(names) < _MOST_FILES:
+        module = waiting.pop()
+        path = _module_file(root, module)
+        if path is None or (of and module.partition(".")[0] != of) or not (digest := _digest(path)):
+            continue
+        names[str(path.relative_to(root))] = digest
+        new = set(_imports(path, module, is_package=path.name == "__init__.py")) - seen
+        seen |= new
+        waiting += sorted(new)
+    return dict(sorted(names.items()))
+
+
+_INSTALLED: Final = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+
+
+def _module_file(root: Path, module: str) -> Path | None:
+    base = root.joinpath(*module.split("."))
+    return next((path for path in (base.with_name(base.name + ".py"), base / "__init__.py") if path.is_file()), None)
+
+
+def _imports(path: Path, module: str, *, is_package: bool) -> Iterator[str]:
+    """Yield the names of modules that a file may import anywhere in it, and of the packages that they are in."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return
+    parents = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            names = [start, *(f"{start}.{alias.name}".lstrip(".") for alias in node.names)]  # a module, or an object
+        for name in filter(None, names):
+            words = name.split(".")
+            yield from (".".join(words[:count]) for count in range(1, len(words) + 1))
+
+
+# -- other files -------------------------------------------------------------------------------------------------------
+
+
+def _named(text: str) -> dict[str, str]:
+    """Return the digests of the files that a text names: a path, data with a slice, or words of a command."""
+    if len(text) > _LONGEST_NAME or "\0" in text:
+        return {}
+    words = [text]
+    with contextlib.suppress(ValueError):  # a quote without its other half
+        words += shlex.split(text)
+    paths = {path_and_slice(word)[0] for word in words if "." in word or "/" in word}
+    return {str(path): digest for path in sorted(paths) if (digest := _digest(path))}
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a regular file, of a large one in part; "" if it cannot be read."""
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= _WHOLE_BYTES:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.sha256(str(size).encode())
+            count = _WHOLE_BYTES // _BLOCK_BYTES
+            for number in range(count):  # the first block, and the last one
+                file.seek(number * (size - _BLOCK_BYTES) // (count - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+            return digest.hexdigest()
+    except (OSError, ValueError):
+        return ""
