@@ -21,6 +21,8 @@ class Chat:
     def __init__(self, endpoint: Any, *, system: str = "", max_tokens: int | None = None) -> None:
         self._endpoint, self._max_tokens = endpoint, max_tokens
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.ids: list[str] = []
+        """Ids of the model's answers, by which they may be given rewards."""
 
     def ask(self, said: str, *, role: str = "user") -> str:
         """Return the model's answer."""
@@ -34,7 +36,9 @@ class Chat:
             headers={"Authorization": f"Bearer {self._endpoint.api_key}", "Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request) as reply:
-            answer = json.load(reply)["choices"][0]["message"]["content"]
+            completion = json.load(reply)
+        answer = completion["choices"][0]["message"]["content"]
+        self.ids.append(completion["id"])
         self.messages.append({"role": "assistant", "content": answer})
         return str(answer)
 

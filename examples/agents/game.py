@@ -40,10 +40,9 @@ def play(task: Any, endpoint: Any) -> dict[str, Any]:
         if not heap:
             winner = mover
             break
-    rewards = [0.0] * len(turns)
+    rewards = dict.fromkeys([*players[0].ids, *players[1].ids], 0.0)
     for player in {*turns}:
-        last = max(place for place, whose in enumerate(turns) if whose == player)
-        rewards[last] = 1.0 if player == winner else -1.0
+        rewards[players[player].ids[-1]] = 1.0 if player == winner else -1.0
     best = taken / chances if chances else 1.0
     return {
         "reward": 0.0,

@@ -13,10 +13,12 @@ sample fails. An agent that never calls the model also fails, because there is n
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -25,12 +27,14 @@ from asyncrl.environments.agent.endpoint.parsers import SGLangParser
 from asyncrl.environments.agent.endpoint.renderer import check_renderer, load_renderer
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
-from asyncrl.environments.agent.endpoint.turns import TrainedSequence, Turns
+from asyncrl.environments.agent.endpoint.turns import TrainedSequence, Turn, Turns
 from asyncrl.environments.agent.harnesses.load import Limited, load_harness
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.environments.port import Generate
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, Trajectory, TurnReward, replace
+
+_log: Final = logging.getLogger("asyncrl.endpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +153,9 @@ class Agent:
         async with self._server.session(session):
             endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
             outcome = outcome_of(await self._harness(task, endpoint))
+        if hung_up := session.num_unreceived:
+            said = "the agent of group %d, sample %d, hung up on %d of its calls, whose answers are not trained"
+            _log.info(said, prompt.group_id, index, hung_up)
         return trajectories(session.turns, outcome)
 
     async def close(self) -> None:
@@ -159,15 +166,46 @@ class Agent:
 def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
     """Return one trajectory per training sequence of a sample; each has the rollout's reward.
 
-    Raises RolloutError if nothing was sampled, or if there are more turn rewards than turns.
+    Raises RolloutError if the agent received no answer, or if a turn reward belongs to none that it received.
     """
     sequences = turns.sequences()
     if not sequences:
         raise RolloutError("the harness ended without an answer of the model: there is nothing to train")
-    if len(outcome.turn_rewards) > len(turns):
-        raise RolloutError(f"the harness gave {len(outcome.turn_rewards)} turn_rewards for {len(turns)} turns")
-    of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
+    of_turn = _rewards_of_turns(list(turns), outcome.turn_rewards)
     return [_make_trajectory(sequence, outcome, of_turn) for sequence in sequences]
+
+
+def _rewards_of_turns(
+    turns: Sequence[Turn], given: Mapping[str, float | Sequence[float]] | Sequence[float]
+) -> dict[int, float]:
+    """Return the rewards by the numbers of turns. Raises RolloutError.
+
+    A list is of use only for calls in a row: calls at the same time arrive in any order.
+    """
+    if not isinstance(given, Mapping):
+        if given and len(given) != len(turns):
+            raise RolloutError(f"the harness gave {len(given)} turn_rewards for {len(turns)} turns")
+        if given and any(turn.after is not before for before, turn in itertools.pairwise(turns)):
+            raise RolloutError(
+                "the harness gave turn_rewards as a list, but its calls do not continue each other, and may have come "
+                'in any order; give them by the ids of the answers: {"chatcmpl-...": 0.5}'
+            )
+        return {turn.number: reward for turn, reward in zip(turns, given, strict=False)}
+    answers: dict[str, list[Turn]] = {}
+    for turn in turns:
+        answers.setdefault(turn.call, []).append(turn)
+    found: dict[int, float] = {}
+    for name, value in given.items():
+        of_call = next((of_call for call, of_call in answers.items() if name.endswith(call)), [])
+        rewards = value if isinstance(value, Sequence) else (value,)
+        if not of_call:
+            raise RolloutError(f"the harness gave turn_rewards to {name!r}, which is the id of no answer of its sample")
+        if len(rewards) != len(of_call):
+            raise RolloutError(
+                f"the harness gave {len(rewards)} turn_rewards to {name!r}, which has {len(of_call)} answers"
+            )
+        found |= {turn.number: reward for turn, reward in zip(of_call, rewards, strict=True)}
+    return found
 
 
 def _make_trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[int, float]) -> Trajectory:

@@ -97,7 +97,10 @@ class EndpointServer:
             reply.headers.update(_overridden_header(model_request))
         except Refused as error:
             return _json(dialect.refuse(error), status=error.status)
-        record.is_delivered = record.is_delivered or _listening(request)()
+        with contextlib.suppress(ConnectionError):  # the client hung up; the answer is kept for a retry
+            await reply.prepare(request)
+            await reply.write_eof()
+            session.receive(record)
         return reply
 
     async def _record(
@@ -214,7 +217,7 @@ async def _stream(
             b"".join(_event(*event) for event in dialect.events(model_request, turns, session)) + dialect.end
         )
         await response.write_eof()
-        record.is_delivered = True
+        session.receive(record)
     except ConnectionError:  # the client hung up; the answer is kept for a retry
         _log.debug("a client hung up on a stream")
     return response

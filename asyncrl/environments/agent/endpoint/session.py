@@ -6,6 +6,7 @@
      the limit; fields that would change the distribution in other ways are refused (request.py)
   E3 a request that is repeated because its answer did not arrive gets the same answer, without new sampling
   E4 sampling continues when a client hangs up, because the client will retry
+  E5 an answer becomes a turn, which is continued and trained, once its client has received it; others are not trained
 Tests: tests/unit/environments/agent/test_session.py.
 """
 
@@ -44,6 +45,7 @@ class Prepared:
     """A prompt that is ready to be sampled.
 
     parent  the turn that the prompt continues; None if it continues no turn
+    after   see Turn
     given   the prompt's tokens after the parent's tokens
     limit   maximum number of new tokens
     """
@@ -51,6 +53,7 @@ class Prepared:
     request: ModelRequest
     tokens: Tokens
     parent: Turn | None
+    after: Turn | None
     given: Tokens
     limit: int
 
@@ -61,7 +64,7 @@ class Record:
 
     replies: asyncio.Task[Replies]
     is_listening: Callable[[], bool]
-    is_delivered: bool = False
+    is_received: bool = False
 
 
 class Session:
@@ -96,7 +99,8 @@ class Session:
         self.stop = tuple(stop)
         self._num_sampled = 0
         self._num_calls = 0
-        self._ends: dict[bytes, Turn] = {}
+        self._asked: dict[bytes, Turn] = {}  # Turn.asked and Turn.said
+        self._said: dict[bytes, Turn] = {}
         self._records: dict[bytes, list[Record]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()
@@ -134,7 +138,7 @@ class Session:
             raise Refused("this sample is over", status=401, code="invalid_api_key")
         key = hashlib.blake2b(body, digest_size=16).digest()
         records = self._records.setdefault(key, [])
-        if (record := _find_undelivered(records, is_retry=is_retry)) is not None:
+        if (record := _find_unreceived(records, is_retry=is_retry)) is not None:
             record.is_listening = is_listening
             return record
         prepared = [self.prepare(request)] * request.count
@@ -157,6 +161,15 @@ class Session:
             raise replies
         return replies
 
+    def receive(self, record: Record) -> None:
+        """Its client has received the answers of a request: now they are turns. Safe to repeat."""
+        if not record.is_received and not isinstance(replies := record.replies.result(), Refused):
+            record.is_received = True
+            for turn in replies:
+                self.turns.add(turn)
+                if turn.message:
+                    self._asked[turn.asked], self._said[turn.said] = turn, turn
+
     def prepare(self, request: ModelRequest, *, is_limited: bool = True) -> Prepared:
         """Prepare the prompt of a request. Raises Refused.
 
@@ -165,7 +178,10 @@ class Session:
         self.chat_format.check(request.tools)
         request = replace(request, messages=sort_tool_results(request.messages))
         self._refuse_huge(request)
-        tokens, parent, begin = self._make_prompt(request)
+        length = _length_to_last_answer(request.messages)
+        asked, said = digests(request.messages[:length], request.tools)[-2:] if length else (b"", b"")
+        tokens, parent, begin = self._make_prompt(request, self._said.get(said), length)
+        after = parent if request.tokens is not None else self._asked.get(asked)
         left = (self._max_tokens - self._num_sampled) // request.count
         room = min(left, self.context_tokens - len(tokens))
         if room < 1 and is_limited:  # harnesses know this error: they compact, or stop
@@ -176,7 +192,7 @@ class Session:
                 code="context_length_exceeded",
             )
         limit = room if request.max_tokens is None else min(room, request.max_tokens)
-        return Prepared(request=request, tokens=tokens, parent=parent, given=tokens[begin:], limit=limit)
+        return Prepared(request=request, tokens=tokens, parent=parent, after=after, given=tokens[begin:], limit=limit)
 
     def _refuse_huge(self, request: ModelRequest) -> None:
         """Refuse messages that are longer than the context whatever their tokens are.
@@ -191,30 +207,31 @@ class Session:
                 code="context_length_exceeded",
             )
 
+    @property
+    def num_unreceived(self) -> int:
+        """Number of requests whose answers were sampled, and whose client had hung up."""
+        records = [one for records in self._records.values() for one in records if not one.is_received]
+        done = [one.replies for one in records if one.replies.done() and not one.replies.cancelled()]
+        return sum(one.exception() is None and not isinstance(one.result(), Refused) for one in done)
+
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def _make_prompt(self, request: ModelRequest) -> tuple[Tokens, Turn | None, int]:
-        """Return the prompt tokens, the turn that they continue, and how many of them belong to that turn."""
+    def _make_prompt(self, request: ModelRequest, last: Turn | None, length: int) -> tuple[Tokens, Turn | None, int]:
+        """Return the prompt tokens, the turn that they continue, and how many of them belong to that turn.
+
+        last    the turn that ends with the last assistant message, which is the ``length``-th; None if none does
+        """
         if request.tokens is not None:
             return (request.tokens, *self.turns.longest_prefix(request.tokens))
-        if (continued := self._bridge(request)) is not None:
+        if last is not None and (continued := self._bridge(request, last, length)) is not None:
             return continued
         tokens = np.array(self.chat_format.render(request.messages, request.tools), np.int32)
         return (tokens, *self.turns.longest_prefix(tokens))
 
-    def _bridge(self, request: ModelRequest) -> tuple[Tokens, Turn, int] | None:
-        """Like ``_prompt``, by continuing the conversation's last answer. None if the conversation must be rendered.
-
-        Works if the conversation up to its last assistant message is one that the session answered.
-        """
-        if not self._ends:
-            return None
+    def _bridge(self, request: ModelRequest, turn: Turn, length: int) -> tuple[Tokens, Turn, int] | None:
+        """Like ``_make_prompt``, by continuing ``turn``. None if the conversation must be rendered."""
         messages = request.messages
-        last = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
-        turn = self._ends.get(digests(messages[:last], request.tools)[-1])
-        if turn is None or last == len(messages):
-            return None
-        more = self.chat_format.bridge(turn, messages[: last - 1], messages[last:], request.tools)
+        more = self.chat_format.bridge(turn, messages[: length - 1], messages[length:], request.tools)
         if more is None:
             return None
         known = turn.tokens
@@ -223,40 +240,48 @@ class Session:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     async def _sample_all(self, prepared: Sequence[Prepared], numbers: Sequence[int]) -> Replies:
+        tags = [self._tags.next(one.tokens) for one in prepared]
         sampling: list[Awaitable[Turn]] = [
-            self._sample(one, number) for one, number in zip(prepared, numbers, strict=True)
+            self._sample(one, number, tag, call=tags[0])
+            for one, number, tag in zip(prepared, numbers, tags, strict=True)
         ]
         try:
             return list(await asyncio.gather(*sampling))
         except PromptError as error:
             return Refused(f"the engine refuses this prompt: {error}")
 
-    async def _sample(self, prepared: Prepared, number: int) -> Turn:
+    async def _sample(self, prepared: Prepared, number: int, tag: str, *, call: str) -> Turn:
         request = prepared.request
-        tag = self._tags.next(prepared.tokens)
         answer = await self._generate(prepared.tokens, max_new_tokens=prepared.limit)
         self._num_sampled += len(answer.tokens)
         message: Json = {}
-        stopped_by = ""
+        stopped_by, asked, said = "", b"", b""
         if request.tokens is None:
             message = _make_message(self.chat_format.parse(answer, context=prepared.tokens, tools=request.tools), tag)
             if request.stop and answer.finish_reason == "stop":
                 stopped_by = _find_first(request.stop, self.chat_format.decode(answer.tokens.tolist()))
                 _cut(message, stopped_by)
-        turn = Turn(
+            asked, said = digests([*request.messages, message], request.tools)[-2:]
+        return Turn(
             number=number,
             tag=tag,
+            call=call,
             parent=prepared.parent,
+            after=prepared.after,
             given=prepared.given,
             answer=answer,
             message=message,
+            asked=asked,
+            said=said,
             overridden=request.overridden,
             stopped_by=stopped_by,
         )
-        self.turns.add(turn)
-        if message:
-            self._ends[digests([*request.messages, message], request.tools)[-1]] = turn
-        return turn
+
+
+def _length_to_last_answer(messages: Sequence[Json]) -> int:
+    """Return the number of messages up to the last of the assistant's; 0 if there is none, or none after it."""
+    last = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
+    return last if last < len(messages) else 0
 
 
 def _make_message(parsed: Parsed, tag: str) -> Json:
@@ -281,9 +306,9 @@ def _cut(message: Json, stop: str) -> None:
         message[name] = message[name].partition(stop)[0]
 
 
-def _find_undelivered(records: Sequence[Record], *, is_retry: bool) -> Record | None:
-    """Return the record that a repeated request asks for: one that was not delivered, or with ``is_retry`` the last."""
+def _find_unreceived(records: Sequence[Record], *, is_retry: bool) -> Record | None:
+    """Return the record that a repeated request asks for: one that was not received, or with ``is_retry`` the last."""
     for record in records:
-        if not record.is_delivered and not record.is_listening():
+        if not record.is_received and not record.is_listening():
             return record
     return records[-1] if records and is_retry else None

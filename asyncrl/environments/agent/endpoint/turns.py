@@ -1,4 +1,4 @@
-"""The turns of a session: the sampled answers, the prompts that they continue, and the sequences to train.
+"""The turns of a session: the answers that its agent received, the prompts that they continue, and what is trained.
 
 Turns form a forest. The parent of a turn is the turn whose prompt and answer are a prefix of the new prompt, token by
 token. If a harness rewrites the history, the turn has no parent and starts a new tree. Each branch becomes a sequence,
@@ -6,7 +6,7 @@ and each answer is trained in exactly one sequence. Where branches part, the lat
 prompt.
 
   S1 tokens, logprobs and versions of a sequence are exactly those that the engine received and returned
-  S2 every sampled token is trained once
+  S2 every sampled token of an answer that the agent received is trained once
 Tests: tests/unit/environments/agent/test_turns.py.
 """
 
@@ -32,10 +32,13 @@ Tokens = NDArray[np.int32]
 class Turn:
     """One answer of the model.
 
-    number      number of the call in its session, from 0, in the order of requests
+    number      number of the answer in its session, from 0, in the order of requests
     tag         digest of session, prompt and occurrence; the same if the sample runs again, in any order of requests
+    call        tag of the first answer to the same request: the id that the client sees ends with it
+    after       the turn after which the request goes on, also if the agent changed its answer; None if after none
     given       i32[*], tokens given to the engine after the parent's tokens
     message     the answer as a message; empty if the request consisted of tokens
+    asked, said digests of the messages before this answer, and up to it; empty if the request consisted of tokens
     overridden      requested settings that were not obeyed
     stopped_by  stop string of the request that ended the answer, and that ``message`` lacks; "" if none did
     """
@@ -45,7 +48,11 @@ class Turn:
     parent: Turn | None
     given: Tokens
     answer: Generation
+    call: str = ""
+    after: Turn | None = None
     message: Json = field(default_factory=dict)
+    asked: bytes = b""
+    said: bytes = b""
     overridden: Json = field(default_factory=dict)
     stopped_by: str = ""
 

@@ -64,14 +64,16 @@ class Outcome:
 
     reward         reward of the rollout; None leaves it to the run's reward function
     reward_parts   parts of the reward; each becomes the metric reward/NAME
-    turn_rewards   one reward per turn, in the order of model calls; empty: none
+    turn_rewards   rewards of single answers, by their ids as the endpoint's replies have them: {"chatcmpl-...": 0.5};
+                   for a request of several answers (n = 2) one number for each: {"chatcmpl-...": [0.5, 0]}. Or a list,
+                   if each call of the sample continues the one before: one number for each
     metrics        other numbers of the sample; each becomes the metric reward/NAME; names must differ from reward_parts
     finish_reason  "length" if the sample was cut off before the agent was done; otherwise ""
     """
 
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    turn_rewards: Sequence[float] = ()
+    turn_rewards: Mapping[str, float | Sequence[float]] | Sequence[float] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     finish_reason: str = ""
 
@@ -111,7 +113,7 @@ def outcome_of(value: Any) -> Outcome:
     return Outcome(
         reward=None if reward is None else _number("reward", reward),
         reward_parts=parts,
-        turn_rewards=tuple(_number("turn_rewards", one) for one in _list("turn_rewards", value.get("turn_rewards"))),
+        turn_rewards=_turn_rewards(value.get("turn_rewards")),
         metrics=metrics,
         finish_reason=finish_reason,
     )
@@ -123,12 +125,23 @@ def _numbers(what: str, value: Any) -> dict[str, float]:
     return {str(name): _number(f"{what}.{name}", one) for name, one in (value or {}).items()}
 
 
-def _list(what: str, value: Any) -> Sequence[Any]:
-    if value is None:
-        return ()
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{what} is a list of numbers, got {_short(value)}")
-    return value
+def _turn_rewards(value: Any) -> Mapping[str, float | Sequence[float]] | Sequence[float]:
+    if not isinstance(value, Mapping):
+        return _list("turn_rewards", value)
+    return {
+        str(name): _number(f"turn_rewards.{name}", one) if not _is_list(one) else _list(f"turn_rewards.{name}", one)
+        for name, one in value.items()
+    }
+
+
+def _list(what: str, value: Any) -> tuple[float, ...]:
+    if value is not None and not _is_list(value):
+        raise ValueError(f"{what} is a list of numbers or a table of them, got {_short(value)}")
+    return tuple(_number(what, one) for one in value or ())
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _number(what: str, value: Any) -> float:

@@ -37,12 +37,20 @@ def agent(play: Any, **options: Any) -> Agent:
 
 
 async def ask(http: aiohttp.ClientSession, endpoint: Endpoint, *messages: str, limit: int | None = None) -> str:
+    return (await complete(http, endpoint, *messages, limit=limit))[1]
+
+
+async def complete(
+    http: aiohttp.ClientSession, endpoint: Endpoint, *messages: str, limit: int | None = None
+) -> tuple[str, str]:
+    """Return the id of an answer and its text."""
     roles = ("user", "assistant")
     said = [{"role": roles[place % 2], "content": text} for place, text in enumerate(messages)]
     body = {"model": endpoint.model, "messages": said, "max_tokens": limit}
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     async with http.post(endpoint.base_url + "/v1/chat/completions", json=body, headers=headers) as reply:
-        return str((await reply.json())["choices"][0]["message"]["content"])
+        found = await reply.json()
+        return found["id"], str(found["choices"][0]["message"]["content"])
 
 
 async def test_a_task_has_the_rows_messages_and_without_any_its_prompt_as_one_of_the_users() -> None:
@@ -64,10 +72,11 @@ async def test_a_task_has_the_rows_messages_and_without_any_its_prompt_as_one_of
 async def test_branches_are_trajectories_of_one_rollout_with_its_reward() -> None:
     async def play(task: Task, endpoint: Endpoint) -> Outcome:
         async with aiohttp.ClientSession() as http:
-            one = await ask(http, endpoint, task.prompt)
-            await ask(http, endpoint, task.prompt, one, "more")
-            await ask(http, endpoint, f"summary of {one}")
-        return Outcome(reward=float(task.label), turn_rewards=(0.0, 1.0, 2.0), metrics={"asked": 3.0})
+            (first, one) = await complete(http, endpoint, task.prompt)
+            (second, _) = await complete(http, endpoint, task.prompt, one, "more")
+            (third, _) = await complete(http, endpoint, f"summary of {one}")
+        rewards = {third: 2.0, first: 0.0, second: 1.0}
+        return Outcome(reward=float(task.label), turn_rewards=rewards, metrics={"asked": 3.0})
 
     made, engine = agent(play), Scripted(["one", "two", "three"])
     long, short = await made(PROMPT, engine, index=1)
@@ -83,16 +92,85 @@ async def test_harness_without_model_calls_or_with_too_many_rewards_fails_its_sa
     async def silent(task: Task, endpoint: Endpoint) -> float:
         return 1.0
 
-    async def generous(task: Task, endpoint: Endpoint) -> Outcome:
-        async with aiohttp.ClientSession() as http:
-            await ask(http, endpoint, task.prompt)
-        return Outcome(turn_rewards=(1.0, 1.0))
+    def gives(rewards: Any) -> Any:
+        async def play(task: Task, endpoint: Endpoint) -> Outcome:
+            async with aiohttp.ClientSession() as http:
+                one, said = await complete(http, endpoint, task.prompt)
+                await ask(http, endpoint, task.prompt, said, "more")
+            given = {one + name: value for name, value in rewards.items()} if isinstance(rewards, dict) else rewards
+            return Outcome(turn_rewards=given)
 
-    for play, says in ((silent, "nothing to train"), (generous, "2 turn_rewards for 1 turns")):
+        return play
+
+    for play, says in (
+        (silent, "nothing to train"),
+        (gives((1.0, 1.0, 1.0)), "3 turn_rewards for 2 turns"),
+        (gives((1.0,)), "1 turn_rewards for 2 turns"),
+        (gives({"x": 1.0}), "x', which is the id of no answer"),
+        (gives({"": (1.0, 2.0)}), "2 turn_rewards to 'chatcmpl-[0-9a-f]*', which has 1 answers"),
+    ):
         made = agent(play)
-        with pytest.raises(RolloutError, match=says):
-            await made(PROMPT, Scripted(["one"]), index=0)
+        with pytest.raises(RolloutError, match=says) as raised:
+            await made(PROMPT, Scripted(["one", "two"]), index=0)
+        assert "\n" not in str(raised.value)
         await made.close()
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+async def test_calls_at_the_same_time_have_the_rewards_that_their_ids_name(by_id: bool) -> None:
+    """They arrive in the order 2, 1, 0."""
+
+    async def play(task: Task, endpoint: Endpoint) -> Outcome:
+        async with aiohttp.ClientSession() as http:
+            ids = {number: (await complete(http, endpoint, f"{number} + 1"))[0] for number in (2, 1, 0)}
+        rewards = [0.0, 0.1, 0.2]
+        return Outcome(reward=0.0, turn_rewards={ids[n]: rewards[n] for n in ids} if by_id else rewards)
+
+    made = agent(play)
+    try:
+        if not by_id:
+            with pytest.raises(RolloutError, match="do not continue each other.*give them by the ids"):
+                await made(PROMPT, Scripted(["c", "b", "a"]), index=0)
+            return
+        found = await made(PROMPT, Scripted(["c", "b", "a"]), index=0)
+    finally:
+        await made.close()
+    assert {TOKENIZER.decode(one.tokens)[0]: one.turn_rewards[0].reward for one in found} == {
+        "a": 0,
+        "b": 0.1,
+        "c": 0.2,
+    }
+
+
+async def test_a_list_of_rewards_is_enough_where_each_call_goes_on_from_the_one_before() -> None:
+    """Even if the agent shortens the model's answers, which begins a new sequence."""
+
+    async def play(task: Task, endpoint: Endpoint) -> Outcome:
+        async with aiohttp.ClientSession() as http:
+            one = await ask(http, endpoint, "hi")
+            two = await ask(http, endpoint, "hi", one[:1], "more")
+            await ask(http, endpoint, "hi", one[:1], "more", two, "more")
+        return Outcome(reward=0.0, turn_rewards=(1.0, 2.0, 3.0))
+
+    made = agent(play)
+    found = await made(PROMPT, Scripted(["one", "two", "three"]), index=0)
+    await made.close()
+    assert [[turn.reward for turn in one.turn_rewards] for one in found] == [[1.0], [2.0, 3.0]]
+
+
+async def test_answers_of_one_request_have_a_list_of_rewards_under_its_id() -> None:
+    async def play(task: Task, endpoint: Endpoint) -> Outcome:
+        async with aiohttp.ClientSession() as http:
+            body = {"messages": [{"role": "user", "content": "hi"}], "n": 2}
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            async with http.post(endpoint.base_url + "/v1/chat/completions", json=body, headers=headers) as reply:
+                found = await reply.json()
+        return Outcome(reward=0.0, turn_rewards={found["id"]: (0.5, 0.25)})
+
+    made = agent(play)
+    one, two = await made(PROMPT, Scripted(["one", "two"]), index=0)
+    await made.close()
+    assert (one.turn_rewards[0].reward, two.turn_rewards[0].reward) == (0.5, 0.25)
 
 
 async def test_a_harness_that_may_not_be_repeated_is_not() -> None:

@@ -205,6 +205,17 @@ async def test_an_answer_that_was_cut_is_continued_with_the_end_of_its_turn() ->
 # -- retries and the end -----------------------------------------------------------------------------------------------
 
 
+async def hang_up(client: Client, asking: asyncio.Task[Any]) -> None:
+    """End a request before its answer, which the engine then gives."""
+    asking.cancel()
+    await asyncio.wait((asking,))
+    while any(one.is_listening() and not one.is_received for of in client.session._records.values() for one in of):
+        await asyncio.sleep(0.001)
+    client.engine.gate.set()
+    while not client.session.num_unreceived:
+        await asyncio.sleep(0.001)
+
+
 async def test_a_client_that_hangs_up_gets_the_answer_when_it_asks_again() -> None:
     engine = Scripted(["one", "two"])
     engine.gate.clear()
@@ -225,6 +236,51 @@ async def test_a_client_that_hangs_up_gets_the_answer_when_it_asks_again() -> No
         assert retried["choices"][0]["message"]["content"] == "one"
         assert (await client.post("/v1/chat/completions", body))["choices"][0]["message"]["content"] == "two"
     assert client.check() == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/chat/completions", {"stream": True}),
+        ("/v1/chat/completions", {"n": 2}),
+        ("/v1/messages", {"max_tokens": 99}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/inference/v1/generate", {"token_ids": [5, 6]}),
+    ],
+)
+async def test_an_answer_whose_client_has_hung_up_is_neither_trained_nor_continued(
+    path: str, more: dict[str, Any]
+) -> None:
+    engine = Scripted(["one", *["lost"] * more.get("n", 1), "one", "two"])
+    question: list[Any] = [{"role": "user", "content": "hi"}]
+    async with Client(engine) as client:
+        first = await client.say(question)
+        engine.gate.clear()
+        asking = asyncio.create_task(client.post(path, {"messages": question, **more}))
+        while len(engine.given) < 1 + more.get("n", 1):
+            await asyncio.sleep(0.001)
+        await hang_up(client, asking)
+        await client.say([*question, first, {"role": "user", "content": "go on"}])
+        assert client.session.num_unreceived == 1
+    (sequence,) = client.session.turns.sequences()
+    assert "lost" not in TOKENIZER.decode([*sequence.prompt_tokens, *sequence.trajectory.tokens])
+    assert sequence.trajectory.response_mask.sum() == len(engine.answers[0].tokens) + len(engine.answers[-1].tokens)
+
+
+async def test_what_equals_an_answer_that_got_lost_does_not_continue_it() -> None:
+    """The client asks again in other words of JSON, receives the same answer, and goes on from that one."""
+    engine = Scripted(["same", "same", "end"])
+    question = [{"role": "user", "content": "hi"}]
+    async with Client(engine) as client:
+        engine.gate.clear()
+        asking = asyncio.create_task(client.say(question, max_tokens=90))
+        while not engine.given:
+            await asyncio.sleep(0.001)
+        await hang_up(client, asking)
+        await client.say([*question, await client.say(question), {"role": "user", "content": "go on"}])
+    (sequence,) = client.session.turns.sequences()
+    assert [number for number, _ in sequence.turns] == [1, 2]
 
 
 async def test_after_its_sample_a_key_is_worth_nothing() -> None:

@@ -275,7 +275,18 @@ def test_an_outcome_is_a_number_a_table_or_nothing() -> None:
     assert outcome_of(None) == Outcome()
     assert outcome_of(True) == Outcome(reward=1.0)
     assert outcome_of(Outcome(reward=2, turn_rewards=[1])) == Outcome(reward=2.0, turn_rewards=(1.0,))
-    for wrong in ("1", [1], {"reward": "1"}, {"reward": float("inf")}, {"turn_rewards": 1}, {"metrics": [1]}):
+    keyed = {"a": 1, "b": [0, 0.5]}
+    assert outcome_of({"turn_rewards": keyed}) == Outcome(turn_rewards={"a": 1.0, "b": (0.0, 0.5)})
+    keyed_wrong = ({"turn_rewards": {"a": value}} for value in ("1", None, [None], {"b": 1}, float("nan")))
+    for wrong in (
+        "1",
+        [1],
+        {"reward": "1"},
+        {"reward": float("inf")},
+        {"turn_rewards": 1},
+        {"metrics": [1]},
+        *keyed_wrong,
+    ):
         with pytest.raises(ValueError, match=r"."):
             outcome_of(wrong)
 
