@@ -43,7 +43,7 @@ class DataSection:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the source."""
     prompt_key: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
+    """Column with the prompt: text, or a list of chat messages (or its JSON text)."""
     label_key: str = "label"
     """Column with the value that the reward compares with, or a key in a column's table: "reward_model.ground_truth".
     Rows may lack "label"; a column of another name must be in the first row."""
@@ -69,6 +69,8 @@ class DataSection:
     """Wrap a text prompt as one user message in the tokenizer's chat template."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
     """Additional arguments of the chat template, such as {enable_thinking = false}."""
+    system_prompt: str = ""
+    """Message put before every prompt, with the role "system"; needs chat_template."""
     shuffle: bool = True
     """Shuffle the rows in every epoch, with run.seed."""
     epochs: int = 0
@@ -92,7 +94,7 @@ class DataSection:
             all(weights) or not any(weights),
             "some of files have a weight and some have none; give each one, or none",
         )
-        require_template(self, "chat_template_options", "tools_key", "conversation_key")
+        require_template(self, "chat_template_options", "tools_key", "conversation_key", "system_prompt")
         require(
             not (self.conversation_key and self.response_key),
             "conversation_key has the answers in the conversation; remove response_key",

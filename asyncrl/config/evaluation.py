@@ -113,11 +113,7 @@ class EvaluationDataset:
                 f"k = {k}: pass@k needs k answers to a prompt, and samples = {self.samples}; raise samples or lower k",
             )
             require(self.k.count(k) == 1, f"k = {k} is there twice")
-        require(
-            not self.system_prompt or self.chat_template,
-            "system_prompt is a chat message, which only a chat template turns into text; set chat_template = true",
-        )
-        require_template(self, "chat_template_options", "tools_key")
+        require_template(self, "chat_template_options", "tools_key", "system_prompt")
         require(
             self.temperature > 0 or self.samples == 1,
             f"temperature = 0 gives the same answer every time: samples = {self.samples} would tell nothing more; "

@@ -16,8 +16,29 @@ _OURS: Final = ("train",)
 Message = Mapping[str, Any]
 
 
+def read_prompt(prompt: Any) -> Any:
+    """Return the list of messages that ``prompt`` is as JSON text; any other prompt as it is."""
+    if not isinstance(prompt, str) or not prompt.lstrip().startswith("["):
+        return prompt
+    try:
+        made = json.loads(prompt)
+    except (ValueError, RecursionError):
+        return prompt
+    is_chat = isinstance(made, list) and made and all(isinstance(one, dict) and "role" in one for one in made)
+    return made if is_chat else prompt
+
+
+def texts_of(prompt: Any) -> list[str]:
+    """Return the texts of a prompt: itself, or what its messages say."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return [message["content"] for message in prompt if isinstance(message.get("content"), str)]
+
+
 def find_problem(message: Any) -> str:
     """Return why ``message`` is not a valid chat message; "" if it is."""
+    if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
+        return 'a chat message has the keys role and content, not "from" and "value" (ShareGPT); rename them'
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return "a chat message is an object with text role and content"
     content, calls = message.get("content"), message.get("tool_calls")
@@ -58,13 +79,24 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self._tokenizer, self._options = tokenizer, dict(options)
 
+    @property
+    def source(self) -> str:
+        """The template's Jinja; a tokenizer may have several."""
+        made = getattr(self._tokenizer, "chat_template", None) or ""
+        return "\n".join(made.values()) if isinstance(made, dict) else str(made)
+
     def text(self, messages: Sequence[Message], *, tools: list[Any] | None, where: str, asks: bool = True) -> str:
         """Return the messages as text. Raises ConfigError.
 
         asks  an answer follows, so the text ends where the assistant's turn begins
         """
         plain = [
-            {name: value for name, value in message.items() if value is not None and name not in _OURS}
+            # a content of None stays: templates ask for it where a message has only calls (`content is none`)
+            {
+                name: value
+                for name, value in message.items()
+                if (value is not None or name == "content") and name not in _OURS
+            }
             for message in messages
         ]
         more: dict[str, Any] = {"tools": tools} if tools else {}

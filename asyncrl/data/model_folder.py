@@ -72,13 +72,15 @@ class ExpertCounts:
 class ModelFolder:
     """Properties of a model folder, from ``check_model``.
 
-    experts  None for a model without experts
+    end_tokens  tokens that end an answer, from config.json and generation_config.json
+    experts     None for a model without experts
     """
 
     path: Path
     architecture: str
     vocab_size: int
     context_tokens: int
+    end_tokens: frozenset[int] = frozenset()
     experts: ExpertCounts | None = None
 
 
@@ -94,16 +96,20 @@ def check_model(path: Path) -> ModelFolder:
         raise ConfigError(f"{path}: {problem}{hint}")
     config = check_weights(path)
     find_tokenizer(path)
-    for name in _FURTHER_TABLES:
-        if (path / name).exists():
-            _read_table(path / name)
+    further = {name: _read_table(path / name) for name in _FURTHER_TABLES if (path / name).exists()}
     return ModelFolder(
         path=path,
         architecture=_architecture(path, config),
         vocab_size=config["vocab_size"],
         context_tokens=config.get("max_position_embeddings") or 2**31,
+        end_tokens=_end_tokens(config) | _end_tokens(further.get("generation_config.json", {})),
         experts=experts_of(config),
     )
+
+
+def _end_tokens(table: Mapping[str, Any]) -> frozenset[int]:
+    ends = table.get("eos_token_id")
+    return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int))
 
 
 def check_weights(path: Path, shapes: Shapes | None = None) -> dict[str, Any]:
@@ -291,8 +297,9 @@ def _layers_problem(config: Mapping[str, Any], there: Collection[int]) -> str:
     num_layers, further = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
     if not num_layers or not there:
         return ""
-    if missing := set(range(num_layers)) - set(there):
-        return f"num_hidden_layers is {num_layers}, and the weights have no layer {min(missing)}"
+    missing = next((layer for layer in range(num_layers) if layer not in there), None)
+    if missing is not None:
+        return f"num_hidden_layers is {num_layers}, and the weights have no layer {missing}"
     if max(there) >= num_layers + further:
         return f"num_hidden_layers is {num_layers}, and the weights have {max(there) + 1} layers"
     return ""

@@ -7,15 +7,17 @@ tokenise earlier ones again (tests/unit/data/test_prompts.py::test_a_resumed_run
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl import config
 from asyncrl.data import chat
+from asyncrl.data.oddities import Oddities
 from asyncrl.data.row_check import RowCheck, RowLimits, metadata_of, sampling_of, short, value_at
 from asyncrl.data.sources import Found, Positions, open_positions
 from asyncrl.errors import ConfigError
@@ -24,6 +26,8 @@ _NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 _NO_MASK: NDArray[np.bool_] = np.zeros(0, np.bool_)
 _SAMPLE = 256
 """Number of rows of a large file that ``PromptDataset.check_first_rows`` tokenises."""
+_SHOWN: Final = 1500
+"""Characters that are shown of each end of a long prompt."""
 _LONGEST_TOKEN = 1024
 """Maximum characters of a token in any vocabulary. So a text of megabytes is found too long without tokenising it."""
 
@@ -64,6 +68,22 @@ def open_checked(data: config.DataSection, *, seed: int, limits: RowLimits) -> P
     return rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstPrompts:
+    """What was found by looking at the first rows that a run draws.
+
+    num_rows    number of rows looked at
+    has_labels  whether one of them has a label
+    shown       the first prompt as the model sees it, and its label or answer: pairs of title and text
+    oddities    one line for each thing that is hardly ever meant
+    """
+
+    num_rows: int
+    has_labels: bool
+    shown: tuple[tuple[str, str], ...]
+    oddities: tuple[str, ...]
+
+
 class PromptDataset:
     """Prompts by position. Not for concurrent use; one actor owns it."""
 
@@ -74,10 +94,9 @@ class PromptDataset:
         *,
         tokenizer: Any,
         limits: RowLimits,
-        system_prompt: str = "",
     ) -> None:
         self._rows = rows
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         self._most_tokens = min(data.max_prompt_tokens, limits.prompt_tokens)
         self._limits = limits
         self._keeps_messages = limits.keeps_messages and data.chat_template and not data.conversation_key
@@ -85,7 +104,6 @@ class PromptDataset:
         self._tokenizer = tokenizer
         self._template = chat.ChatTemplate(tokenizer, data.chat_template_options)
         self._too_long: set[tuple[int, int]] = set()
-        self._has_labels = False
 
     @classmethod
     def open(
@@ -95,13 +113,11 @@ class PromptDataset:
         tokenizer: Any,
         seed: int,
         limits: RowLimits | None = None,
-        system_prompt: str = "",
         rows: Positions | None = None,
     ) -> PromptDataset:
         """Open the dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt.
 
-        system_prompt  system message before every prompt, for a chat template
-        rows           rows from ``open_checked``; None opens them
+        rows  rows from ``open_checked``; None opens them
         """
         limits = limits or RowLimits()
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
@@ -114,7 +130,7 @@ class PromptDataset:
                 "in its tokenizer_config.json"
             )
         rows = open_checked(data, seed=seed, limits=limits) if rows is None else rows
-        return cls(rows, data, tokenizer=tokenizer, limits=limits, system_prompt=system_prompt)
+        return cls(rows, data, tokenizer=tokenizer, limits=limits)
 
     @property
     def num_rows(self) -> int:
@@ -127,30 +143,69 @@ class PromptDataset:
         return len(self._too_long)
 
     @property
-    def has_labels(self) -> bool:
-        """Whether a row that ``check_first_rows`` saw has a label."""
-        return self._has_labels
-
-    @property
     def most_tokens(self) -> int:
         """Token limit of a prompt: data.max_prompt_tokens, or the context minus an answer, whichever is smaller."""
         return self._most_tokens
 
-    def check_first_rows(self) -> int:
-        """Tokenise the first rows that a run would draw, and return their number: all of a small file, else 256.
+    def check_first_rows(self) -> FirstPrompts:
+        """Tokenise the first rows that a run would draw, all of a small file, else 256, and look at them.
 
         ``dropped`` then counts those that are too long. Raises ConfigError as ``at`` does, and if all are too long.
         """
-        seen = 0
-        while seen < min(self.num_rows or _SAMPLE, _SAMPLE) and (row := self.at(seen)) is not None:
-            self._has_labels = self._has_labels or row.label is not None
-            seen += 1
-        if not seen:
+        looked = self.look(_SAMPLE)
+        if not looked.num_rows:
             raise ConfigError(f"{self._data.where}: has no rows")
-        if self.dropped == seen:
-            of = f" of the {self.num_rows} looked at" if self.num_rows else ""
-            raise ConfigError(f"{self._data.where}: {self._all_too_long(f'{seen} prompts{of}')}")
-        return seen
+        if self.dropped == looked.num_rows:
+            of = f" of the {self.num_rows} looked at" if self.num_rows > looked.num_rows else ""
+            raise ConfigError(f"{self._data.where}: {self._all_too_long(f'{looked.num_rows} prompts{of}')}")
+        return looked
+
+    def look(self, most: int) -> FirstPrompts:
+        """Tokenise up to ``most`` of the first rows, each once. Raises ConfigError as ``at`` does."""
+        oddities = Oddities(self._tokenizer, self._template, self._data, limits=self._limits)
+        first: PromptRow | None = None
+        has_labels, seen = False, set()
+        num_rows = min(self.num_rows or most, most)
+        for position in range(num_rows):
+            if (found := self._rows.at(position)) is None:
+                num_rows = position
+                break
+            row = self._make(found)
+            has_labels = has_labels or row.label is not None
+            if not len(row.tokens) or found.key in seen:  # too long, or a row of a mixture again
+                continue
+            seen.add(found.key)
+            first = first or row
+            is_plain = not self._data.chat_template and not self._data.conversation_key
+            oddities.see(
+                row.prompt if is_plain else self._messages(found.row),
+                rendered=row.prompt,
+                tokens=row.tokens.tolist(),
+                label=row.label,
+                tools=chat.tools_of(found.row, self._data, found.where) or (),
+                where=found.where,
+            )
+        shown = () if first is None else self._show(first)
+        return FirstPrompts(num_rows=num_rows, has_labels=has_labels, shown=shown, oddities=tuple(oddities.lines()))
+
+    def _show(self, row: PromptRow) -> tuple[tuple[str, str], ...]:
+        """Return the prompt as the model sees it, the answer to imitate, and the label, each with its title."""
+        shown = [("first prompt", self._quote(row.tokens.tolist()))]
+        if len(row.response):
+            mask = row.response_mask if len(row.response_mask) else np.ones(len(row.response), np.bool_)
+            shown.append(("what is trained", self._quote(row.response[mask].tolist())))
+        elif row.label is not None:
+            shown.append(("its label", short(row.label)))
+        return tuple(shown)
+
+    def _quote(self, tokens: list[int]) -> str:
+        """Return the text of tokens in one line, special tokens included, shortened in its middle."""
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        quoted = json.dumps(text, ensure_ascii=False)
+        quoted = "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in quoted)
+        if len(quoted) > 2 * _SHOWN:
+            quoted = f"{quoted[:_SHOWN]} ... {quoted[-_SHOWN:]}"
+        return f"{quoted} ({len(tokens):,} tokens)"
 
     def at(self, position: int) -> PromptRow | None:
         """Return the row at ``position``, with empty tokens if it is too long; None after the last epoch.
@@ -179,7 +234,7 @@ class PromptDataset:
         text, response = self._texts(row, where)
         tokens: list[int] = []
         if len(text) <= _LONGEST_TOKEN * self._most_tokens:
-            tokens = self._tokenizer(text, add_special_tokens=not data.chat_template, verbose=False)["input_ids"]
+            tokens = self._tokens_of(text)
             if not tokens:
                 raise ConfigError(f"{where}: the prompt {short(text)} has no tokens")
         if not 0 < len(tokens) <= self._most_tokens:
@@ -205,8 +260,21 @@ class PromptDataset:
             messages=tuple(self._messages(row)) if self._keeps_messages else (),
         )
 
+    def _tokens_of(self, text: str) -> list[int]:
+        """Tokenise a prompt. A text without a chat template gets the tokenizer's special tokens, but no second start
+        token if it is rendered already, and no end token, behind which there would be nothing to answer."""
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=not self._data.chat_template, verbose=False)[
+            "input_ids"
+        ]
+        begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        if begin is not None and tokens[:2] == [begin, begin]:
+            del tokens[0]
+        if len(tokens) > 1 and tokens[-1] == end and not text.rstrip().endswith(self._tokenizer.eos_token):
+            del tokens[-1]
+        return tokens
+
     def _messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        prompt = row[self._data.prompt_key]
+        prompt = chat.read_prompt(row[self._data.conversation_key or self._data.prompt_key])
         return [*self._system, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)]
 
     def _texts(self, row: Mapping[str, Any], where: str) -> tuple[str, list[tuple[str, bool]]]:
@@ -214,7 +282,7 @@ class PromptDataset:
         data = self._data
         if data.conversation_key:
             tools = chat.tools_of(row, data, where)
-            return self._template.conversation([*self._system, *row[data.conversation_key]], tools=tools, where=where)
+            return self._template.conversation(self._messages(row), tools=tools, where=where)
         prompt = row[data.prompt_key]
         if data.chat_template:
             tools = chat.tools_of(row, data, where)

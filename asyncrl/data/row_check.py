@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -38,6 +39,7 @@ class RowLimits:
     rewards        names that data.reward_key may hold -> requirements of that reward
     sampling       the run's SAMPLING and ignore_eos of [rollout], which a row may override
     vocabulary     size of the model's vocabulary; stop_token_ids must be below it
+    end_tokens     tokens that end an answer in the model's configuration
     keeps_messages whether a prompt group carries the chat messages that its prompt was rendered from
     keys           prefix of keys in errors: "data.", or "" if the error names the data set itself
     """
@@ -49,6 +51,7 @@ class RowLimits:
     rewards: Mapping[str, RowReward] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"max_new_tokens": 2**31})
     vocabulary: int = 2**31
+    end_tokens: frozenset[int] = frozenset()
     keeps_messages: bool = False
     keys: str = "data."
 
@@ -88,7 +91,9 @@ class RowCheck:
                     raise self._missing(row, key, name, where)
             self._seen_first, self._columns = True, tuple(row)
         self._unseen -= {name for name in self._unseen if getattr(data, name) in row}
-        self._check_prompt(row[prompt_key], where, key=prompt_key)
+        prompt = chat.read_prompt(row[prompt_key])
+        self._check_prompt(prompt, where, key=prompt_key)
+        _refuse_media(row, prompt, where)
         if data.response_key:
             self._check_response(row, where)
         metadata, label = value_at(row, data.metadata_key), value_at(row, data.label_key)
@@ -159,10 +164,19 @@ class RowCheck:
         if isinstance(prompt, str) and not self._data.conversation_key:
             if not prompt:
                 raise ConfigError(f"{where}: {key!r} is empty")
+            if _PRINTED.match(prompt):
+                raise ConfigError(
+                    f"{where}: {key!r} is the printed form of chat messages, {short(prompt)}: the model would read it "
+                    "as text; write a list of messages, or its JSON text"
+                )
             return
         if not isinstance(prompt, list):
             kinds = "a list of chat messages" if self._data.conversation_key else "text or a list of chat messages"
             raise ConfigError(f"{where}: {key!r} must be {kinds}, got {short(prompt)}")
+        if prompt and all(type(one) is int for one in prompt):
+            raise ConfigError(
+                f"{where}: {key!r} is a list of token ids, and asyncrl tokenises the text itself; name it"
+            )
         if not self._data.chat_template:
             raise ConfigError(
                 f"{where}: {key!r} is a list of chat messages, which only a chat template turns into text; "
@@ -173,6 +187,11 @@ class RowCheck:
         for message in prompt:
             if problem := chat.find_problem(message):
                 raise ConfigError(f"{where}: {problem}, got {short(message)}")
+        if not self._data.conversation_key and prompt[-1]["role"] == "assistant" and not self._limits.keeps_messages:
+            raise ConfigError(
+                f"{where}: {key!r} ends with a message of the assistant, {short(prompt[-1].get('content'))}, so the "
+                "prompt would hold an answer already; remove that message (to imitate it: data.conversation_key)"
+            )
         if self._data.conversation_key and not any(map(chat.is_trained, prompt)):
             raise ConfigError(f"{where}: {key!r} has no message of the assistant that is trained")
         if self._data.conversation_key and chat.is_trained(prompt[0]):
@@ -187,6 +206,40 @@ class RowCheck:
         hint = f"; did you mean {near[0]!r}" if near else ""
         there = ", ".join(repr(k) for k in row) or "none"
         return ConfigError(f"{where}: no column {key!r} ({self._limits.keys}{name}){hint}; there is {there}")
+
+
+_PRINTED: Final = re.compile(r"""\s*(array\()?\[?\s*\{\s*['"](role|content|from)['"]\s*:""")
+"""The beginning of chat messages that Python or numpy printed, or of a single message as JSON."""
+_PLACE_OF_MEDIA: Final = re.compile(
+    r"<(image|video|audio|image_soft_token|start_of_image)>|<\|(image|video|audio)_pad\|>"
+)
+_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of pictures and the like, under the names that they have everywhere."""
+
+
+def find_media_place(text: str) -> str:
+    """Return the first mark in ``text`` where a picture or the like is meant to be; "" if there is none."""
+    found = _PLACE_OF_MEDIA.search(text)
+    return found[0] if found else ""
+
+
+def _refuse_media(row: Mapping[str, Any], prompt: Any, where: str) -> None:
+    """Raise ConfigError if the row has pictures or the like: the model would be asked without them."""
+    texts = chat.texts_of(prompt)
+    mark = next(filter(None, map(find_media_place, texts)), "")
+    for name in _MEDIA:
+        if row.get(name) and (mark or _is_media(row[name])):
+            raise ConfigError(
+                f"{where}: {name!r} holds {'what ' + mark + ' stands for' if mark else 'no text'}, and asyncrl trains "
+                "on text alone, so the model would be asked without it; leave such rows out, or remove the column"
+            )
+
+
+def _is_media(value: Any) -> bool:
+    """Whether ``value`` is a picture or the like as data sets hold it: its bytes, or a table with its bytes or path."""
+    if isinstance(value, list):
+        return any(map(_is_media, value))
+    return isinstance(value, bytes) or (isinstance(value, dict) and bool(value.keys() & {"bytes", "path", "url"}))
 
 
 _ABSENT: Final = object()

@@ -176,14 +176,20 @@ def _restore_lists(row: dict[str, Any]) -> dict[str, Any]:
     """Return an Arrow row with its lists as they were written.
 
     Messages and tools are lists of structs. Arrow gives each struct the keys of all others, with null for missing
-    values, and the chat template would show these to the model.
+    values, and the chat template would show these to the model. Only the content of a message with tool calls may be
+    null itself.
     """
     return {name: _drop_nulls(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
 def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
+        is_message = isinstance(value.get("role"), str)
+        return {
+            name: _drop_nulls(item)
+            for name, item in value.items()
+            if item is not None or (is_message and name == "content")
+        }
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 

@@ -39,6 +39,8 @@ class Summary:
     num_looked_at, num_too_long  number of prompts that were tokenised, and how many of them exceed
                                  ``most_prompt_tokens`` and will be dropped
     has_labels   whether a prompt that was tokenised has a label
+    first_prompt the first prompt as the model sees it, and its label or answer: pairs of title and text
+    oddities     one line for each thing about the prompts that is hardly ever meant
     evaluation   number of prompts of each data set of [evaluation]
     gpus         the GPUs of each process, as text
     routing_replay  whether the learner routes tokens to the experts that the engine chose
@@ -57,6 +59,8 @@ class Summary:
     num_too_long: int
     most_prompt_tokens: int
     has_labels: bool
+    first_prompt: tuple[tuple[str, str], ...]
+    oddities: tuple[str, ...]
     evaluation: Mapping[str, int]
     gpus: str
     routing_replay: registry.RoutingReplay
@@ -114,7 +118,7 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
     placed = "found by the launcher" if launcher_class(run).places else str(gpus.placement(run))
     algorithm = registry.algorithm(run)
     rows = data.open_rows(run, found)
-    num_looked_at = rows.check_first_rows()
+    looked = rows.check_first_rows()
     data.require_batch(run, rows.num_rows, num_too_long=rows.dropped)
     sets = data.open_evaluation_sets(run) if run.evaluation.datasets else []
     return Summary(
@@ -127,10 +131,12 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
         correction=tuple(_component(step) for step in algorithm.correction),
         models={"policy": Path(run.model.path)} | learner_models.folders(run, algorithm),
         num_prompts=rows.num_rows,
-        num_looked_at=num_looked_at,
+        num_looked_at=looked.num_rows,
         num_too_long=rows.dropped,
         most_prompt_tokens=rows.most_tokens,
-        has_labels=rows.has_labels,
+        has_labels=looked.has_labels,
+        first_prompt=looked.shown,
+        oddities=(*looked.oddities, *(line for one in sets for line in one.oddities)),
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
         routing_replay=registry.routing_replay(run),
@@ -172,6 +178,8 @@ def _consequences(summary: Summary) -> list[str]:
         f"{summary.most_prompt_tokens:,} tokens (dropped)",
         *([] if summary.has_labels else [f"labels            none in {run_config.data.label_key!r} (data.label_key)"]),
         *(f"evaluation        {name}: {count:,} prompts" for name, count in summary.evaluation.items()),
+        *(f"{title:18s}{text}" for title, text in summary.first_prompt),
+        *(f"odd               {line}" for line in summary.oddities),
         f"samples per step  {summary.samples_per_step}",
         f"routing replay    {summary.routing_replay}",
         f"largest group     {summary.largest_group_bytes:,} bytes of {run_config.bus.max_group_bytes:,}",

@@ -85,6 +85,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     files = await asyncio.to_thread(digest_files, run)
     resume_checks.name_changes(run, state, data=digests, files=files)
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
+    if not resume:
+        await asyncio.to_thread(data.say_first_prompts, rows, sets)
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders = open_recorders(run, algorithm=algorithm)
     learner, prompts = assemble_learner(

@@ -7,6 +7,7 @@ a busy machine. Tests: tests/unit/launch/checks/test_data_rows.py, tests/unit/cl
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward, message_bytes
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
+from asyncrl.logs import print_line
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured, metric_names
@@ -30,6 +32,10 @@ from asyncrl.rewards.load import label_check, needs_label, rewards_of_rows
 
 if TYPE_CHECKING:
     from asyncrl.data.sources import Positions
+
+log = logging.getLogger("asyncrl.data")
+_LOOKED_AT: Final = 32
+"""Prompts that a run looks at before its first step; `asyncrl check` looks at more."""
 
 
 def index_rows(run: RunConfig) -> Positions:
@@ -68,6 +74,18 @@ def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
     return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits, rows=rows)
 
 
+def say_first_prompts(rows: PromptDataset, sets: Iterable[EvaluationSet]) -> None:
+    """Print the first prompt as the model sees it, and warn of what is odd about the first prompts."""
+    try:
+        looked = rows.look(_LOOKED_AT)
+    except ConfigError:  # of a row that the run may never reach; if it does, the error ends the run
+        return
+    for title, text in looked.shown:
+        print_line(f"{title:14s}  {text}")
+    for line in (*looked.oddities, *(line for its in sets for line in its.oddities)):
+        log.warning("%s", line)
+
+
 def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     """Tokenise the data sets of [evaluation]. Raises ConfigError for the first row that cannot be a prompt."""
     model = check_model_at("model.path", Path(run.model.path))
@@ -81,7 +99,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
             max_new_tokens=run.rollout.max_new_tokens,
             context_tokens=registry.context_tokens(run),
             vocabulary=model.vocab_size,
-            limits=_limits_of_set(run, reward),
+            limits=dataclasses.replace(_limits_of_set(run, reward), end_tokens=model.end_tokens),
         )
         parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
         judge = repr(
@@ -129,6 +147,7 @@ def _limits(run: RunConfig) -> RowLimits:
         rewards=rewards,
         sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
         vocabulary=model.vocab_size,
+        end_tokens=model.end_tokens,
         keeps_messages=_keeps_messages(run),
     )
 
@@ -210,12 +229,13 @@ def open_set(
         raise ConfigError(f"{where}: stop_token_ids: {unknown[0]} is not a token of the model's {vocabulary:,}")
     message_bytes(dataset.metadata, f"{where}: metadata")
     try:
-        prompts = PromptDataset.open(
-            _section(dataset), tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt
-        )
+        ends = {"stop": dataset.stop, "stop_token_ids": dataset.stop_token_ids}
+        limits = dataclasses.replace(limits, sampling=ends)
+        prompts = PromptDataset.open(_section(dataset), tokenizer=tokenizer, seed=0, limits=limits)
         count = min(prompts.num_rows, dataset.limit or prompts.num_rows)
         rows = [_whole(prompts.at(index), index, dataset, most) for index in range(count)]
         tags = _tags(dataset, count)
+        looked = prompts.look(min(count, _LOOKED_AT))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return EvaluationSet(
@@ -240,6 +260,7 @@ def open_set(
             has_labels=all(row.label is not None for row in rows),
             tags=Counter(tag for one in tags for tag in one),
         ),
+        oddities=tuple(f"{where}: {line}" for line in looked.oddities),
     )
 
 
@@ -253,6 +274,7 @@ def _section(dataset: EvaluationDataset) -> config.DataSection:
         tools_key=dataset.tools_key,
         chat_template=dataset.chat_template,
         chat_template_options=dataset.chat_template_options,
+        system_prompt=dataset.system_prompt,
         shuffle=False,
         epochs=1,
         max_prompt_tokens=_ANY,  # ``open_set`` refuses longer prompts

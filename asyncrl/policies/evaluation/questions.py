@@ -29,13 +29,18 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A data set, named as in its metrics.  judge: description of its reward, without secrets"""
+    """A data set, named as in its metrics.
+
+    judge     description of its reward, without secrets
+    oddities  one line for each thing about its prompts that is hardly ever meant
+    """
 
     name: str
     questions: Sequence[Question]
     sampling: SamplingParams
     measured: Measured
     judge: str = ""
+    oddities: tuple[str, ...] = ()
 
 
 def digest(sets: Sequence[EvaluationSet]) -> str:

@@ -60,7 +60,7 @@ def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
             {"datasets": [AIME | {"min_new_tokens": 20, "max_new_tokens": 8}]},
             "aime: min_new_tokens must be <= max_new_tokens (8), got 20",
         ),
-        ({"datasets": [AIME | {"system_prompt": "Be brief."}]}, "set chat_template = true"),
+        ({"datasets": [AIME | {"system_prompt": "Be brief."}]}, "system_prompt needs chat_template = true"),
         ({"share": 0.0}, "share = 0 leaves no engine to evaluate on"),
         ({"share": 1.5}, "share = 1.5 is more than all rollout workers; use at most 1"),
         ({"place": "dedicated", "workers": 0}, "workers = 0 leaves no engine to evaluate on"),

@@ -19,12 +19,13 @@ from asyncrl.errors import ConfigError
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.name }} {% endfor %}{% endif %}"
     "{% for m in messages %}<{{ 'assistant' if m.role == 'assistant' else 'user' }}>"
-    "{{ m.content }}{% for call in m.tool_calls or [] %}?{{ call.function.name }}{% endfor %}"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}?{{ call.function.name }}{% endfor %}"
     "{% if m.role == 'assistant' %}<eos>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}-{% endif %}{% endif %}"
 )
 """Ends a turn with <eos> and a newline, as Qwen's template does."""
-FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}")
+SAID = "{{ m.content or '' }}"
+FORGETFUL = TEMPLATE.replace(SAID, f"{{% if m.role != 'assistant' or loop.last %}}{SAID}{{% endif %}}")
 """Leaves out earlier assistant turns, as templates of thinking models do."""
 
 
@@ -32,12 +33,17 @@ def rows_of(
     tmp_path: Path,
     rows: list[dict[str, Any]],
     *,
+    name: str = "data.jsonl",
     template: str = TEMPLATE,
     limits: RowLimits | None = None,
     **data: Any,
 ) -> list[PromptRow]:
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     section = config.DataSection(path=str(path), shuffle=False, epochs=1, **data)
@@ -74,6 +80,36 @@ def test_messages_may_call_tools(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path, [{"prompt": messages}], chat_template=True)
     assert row.prompt == "<user>1+2<assistant>?add<eos>\n<user>3<assistant>"
     assert row.messages == ()
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
+def test_the_template_sees_that_a_message_with_calls_has_no_content(tmp_path: Path, name: str) -> None:
+    """Templates such as DeepSeek's ask for `content is none`, and lose the call of a message without the key."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    messages = [{"role": "user", "content": "1+2"}, call, {"role": "tool", "content": "3"}]
+    template = (
+        "{% for m in messages %}{% if m['content'] is none %}?{{ m['tool_calls'][0]['function']['name'] }}"
+        "{% else %}{{ m['content'] }}{% if m.tool_calls is defined %}!{% endif %}{% endif %}{% endfor %}"
+    )
+    (row,) = rows_of(tmp_path, [{"prompt": messages}], name=name, template=template, chat_template=True)
+    assert row.prompt == "1+2?add3"
+
+
+def test_the_json_text_of_messages_is_read_as_messages(tmp_path: Path) -> None:
+    messages = [message("user", "a")]
+    of_list, of_text = rows_of(tmp_path, [{"prompt": messages}, {"prompt": json.dumps(messages)}], chat_template=True)
+    assert of_list.prompt == of_text.prompt == "<user>a<assistant>"
+    (talk,) = rows_of(tmp_path, [{"talk": json.dumps(TALK)}], chat_template=True, conversation_key="talk")
+    assert trained(talk) == "B<EOS>\n<user>c<assistant>D<EOS>\n"
+    (plain,) = rows_of(tmp_path, [{"prompt": "[1, 2]"}], chat_template=True)
+    assert plain.prompt == "<user>[1, 2]<assistant>"
+
+
+def test_the_system_prompt_is_put_before_every_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": [message("user", "b")]}]
+    made = rows_of(tmp_path, rows, chat_template=True, system_prompt="s", limits=RowLimits(keeps_messages=True))
+    assert [row.prompt for row in made] == ["<user>s<user>a<assistant>", "<user>s<user>b<assistant>"]
+    assert made[0].messages[0] == message("system", "s")
 
 
 def test_messages_go_to_agents_as_they_are(tmp_path: Path) -> None:
@@ -177,6 +213,29 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
             "is for messages of the assistant",
         ),
         (
+            {"prompt": [message("user", "a"), message("assistant", "the answer")]},
+            {"chat_template": True},
+            "'prompt' ends with a message of the assistant, 'the answer', so the prompt would hold an answer already",
+        ),
+        (
+            {"prompt": json.dumps([message("user", "a"), message("assistant", "b")])},
+            {"chat_template": True},
+            "ends with a message of the assistant, 'b'",
+        ),
+        ({"prompt": json.dumps([message("user", "a")])}, {}, "is a list of chat messages, which only a chat template"),
+        ({"prompt": str([message("user", "a")])}, {"chat_template": True}, "is the printed form of chat messages"),
+        ({"prompt": f"array([{message('user', 'a')}], dtype=object)"}, {}, "is the printed form of chat messages"),
+        ({"prompt": json.dumps(message("user", "a"))}, {}, "is the printed form of chat messages"),
+        (
+            {"prompt": [{"from": "human", "value": "a"}]},
+            {"chat_template": True},
+            "role and content, not .from. and .val",
+        ),
+        ({"prompt": [5, 6, 7]}, {}, "is a list of token ids, and asyncrl tokenises the text itself"),
+        ({"prompt": "<image>a", "images": [{"path": "a.png"}]}, {}, "'images' holds what <image> stands for, and asyn"),
+        ({"prompt": "<video>a", "videos": ["a.mp4"]}, {}, "'videos' holds what <video> stands for"),
+        ({"image": {"bytes": "x"}}, {}, "'image' holds no text, and asyncrl trains on text alone"),
+        (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             {"chat_template": True},
             "must be text; images and other parts are not supported",
@@ -197,6 +256,7 @@ def test_bad_row_is_refused_in_one_line_with_its_place(
     [
         ({"chat_template_options": {"enable_thinking": False}}, "chat_template_options needs chat_template = true"),
         ({"chat_template": True, "chat_template_options": {"tools": []}}, "tools is set by asyncrl"),
+        ({"system_prompt": "a"}, "system_prompt needs chat_template = true"),
         ({"source": "a:b"}, "path and source are both there"),
         ({"options": {"a": 1}}, "options are of a source"),
         ({"chat_template": True, "conversation_key": "a", "response_key": "b"}, "remove response_key"),

@@ -246,7 +246,7 @@ def test_a_row_without_the_label_that_its_reward_compares_with_is_refused(open_r
 
 def test_prompts_that_leave_no_room_for_an_answer_are_dropped(open_rows: Open) -> None:
     dataset = open_rows([{"prompt": "1" * 5}, {"prompt": "1" * 9}], limits=RowLimits(prompt_tokens=8), shuffle=False)
-    assert (dataset.check_first_rows(), dataset.dropped, dataset.most_tokens) == (2, 1, 8)
+    assert (dataset.check_first_rows().num_rows, dataset.dropped, dataset.most_tokens) == (2, 1, 8)
     with pytest.raises(
         ConfigError, match="all 1 prompts have more than 8 tokens, which is what rollout.max_new_tokens"
     ):

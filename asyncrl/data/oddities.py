@@ -1,0 +1,230 @@
+"""Finds what is odd about the first prompts of a run: possible, but hardly ever what a person means.
+
+Nothing here is refused, because all of it may be meant. `asyncrl check` and the learner say each oddity in one line.
+Tests: tests/unit/data/test_oddities.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl import config
+from asyncrl.data import chat
+from asyncrl.data.row_check import RowLimits, find_media_place
+from asyncrl.errors import ConfigError
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_INVISIBLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u202a-\u202e\u2060\u2066-\u2069\ufeff\ufffd]")
+"""Control characters, spaces without width, what reorders text, a byte-order mark, and what replaces broken letters."""
+_MARK: Final = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|\[/?INST\]|\A<s>|<(?:bos|eos|start_of_turn|end_of_turn)>"
+)
+"""Marks with which chat templates of all families frame messages."""
+_SENTINEL: Final = "\u241eANSWER\u241e"
+_ENOUGH: Final = 8
+"""Fewest prompts that may be called much alike."""
+
+
+class Oddities:
+    """Collects oddities of prompts that a run would draw first. Call ``see`` for each prompt, then ``lines``."""
+
+    def __init__(
+        self, tokenizer: Any, template: chat.ChatTemplate, data: config.DataSection, *, limits: RowLimits
+    ) -> None:
+        self._tokenizer, self._template, self._data, self._limits = tokenizer, template, data, limits
+        self._is_for_agent = limits.keeps_messages  # a harness writes the model's prompts itself
+        self._specials = {
+            str(token)
+            for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+            if token.special and "think" not in str(token)
+        }
+        self._ends = limits.end_tokens | {tokenizer.eos_token_id}
+        self._num = 0
+        self._found: dict[str, tuple[int, str]] = {}
+        self._of_template: list[str] = []
+        self._labels: dict[str, set[str]] = {}
+        self._num_labelled_at_end = 0
+
+    def see(
+        self,
+        prompt: str | Sequence[chat.Message],
+        *,
+        rendered: str,
+        tokens: Sequence[int],
+        label: Any,
+        tools: Sequence[Any],
+        where: str,
+    ) -> None:
+        """Look at a prompt.
+
+        prompt    as the row has it, with data.system_prompt: a text, or messages
+        rendered  the text that was tokenised
+        """
+        messages = [] if isinstance(prompt, str) else list(prompt)
+        if not self._num and self._data.chat_template:
+            self._of_template = list(self._find_in_template(messages))
+        self._num += 1
+        texts = chat.texts_of(prompt)
+        found = [*self._find_in_text(texts), *self._find_in_tokens(rendered, tokens)]
+        found += self._find_in_messages(messages, rendered, tools) if messages else []
+        for oddity in dict.fromkeys(found):
+            count, first = self._found.get(oddity, (0, where))
+            self._found[oddity] = (count + 1, first)
+        self._labels.setdefault(rendered, set()).add(repr(label))
+        end = texts[-1].rstrip(" \n.") if texts else ""
+        self._num_labelled_at_end += isinstance(label, str) and bool(label.strip()) and end.endswith(label.strip())
+
+    def lines(self) -> list[str]:
+        """Return each oddity in a line, with the number of prompts that have it and the first of them."""
+        return [
+            *self._of_template,
+            *(f"{first}: {text}{self._of_how_many(count)}" for text, (count, first) in self._found.items()),
+            *self._find_in_all(),
+        ]
+
+    def _of_how_many(self, count: int) -> str:
+        return "" if self._num == 1 else f" (so in {count} of {self._num} prompts)"
+
+    def _find_in_all(self) -> Iterator[str]:
+        where, differ = self._data.where, len(self._labels)
+        if self._num_labelled_at_end > 0.9 * self._num:
+            yield f"{where}: prompts end with their label: does {self._data.prompt_key!r} hold the answer, too?"
+        if count := sum(len(labels) > 1 for labels in self._labels.values()):
+            yield f"{where}: {count} of {differ} prompts have several labels: is the question in another column?"
+        elif self._num >= _ENOUGH and 2 * differ <= self._num:
+            yield f"{where}: only {differ} of {self._num} prompts differ; rollout.group_size repeats each already"
+
+    def _find_in_text(self, texts: Sequence[str]) -> Iterator[str]:
+        for text in texts:
+            if found := _INVISIBLE.search(text):
+                yield f"has the invisible character U+{ord(found[0]):04X} in its text; remove it"
+            if mark := find_media_place(text):
+                yield f"has {mark} in its text, and asyncrl trains on text alone"
+            marks = self._marks(text)
+            if unknown := next((mark for mark in marks if mark not in self._vocabulary), ""):
+                yield f"has {unknown} in its text, which is no token of this model: was it rendered for another one?"
+            elif marks and self._data.chat_template:
+                yield (
+                    f"has {marks[0]} in its text, and the chat template is written around it: is the text rendered "
+                    f"already? Then set {self._limits.keys}chat_template = false"
+                )
+
+    def _marks(self, text: str) -> list[str]:
+        return [found[0] for found in _MARK.finditer(text)] + [mark for mark in self._specials if mark in text]
+
+    @functools.cached_property
+    def _vocabulary(self) -> Mapping[str, int]:
+        known: Mapping[str, int] = self._tokenizer.get_vocab()
+        return known
+
+    @functools.cached_property
+    def _first_of_text(self) -> int | None:
+        """The token that the tokenizer puts before a text without a chat template, if any."""
+        tokens: list[int] = self._tokenizer("a", verbose=False)["input_ids"]
+        return tokens[0] if len(tokens) > 1 else None
+
+    def _find_in_tokens(self, rendered: str, tokens: Sequence[int]) -> Iterator[str]:
+        begin, unknown = self._tokenizer.bos_token_id, self._tokenizer.unk_token_id
+        if not rendered.strip():
+            yield "is blank"
+        elif not self._data.chat_template and rendered[-1] in " \t":
+            yield "ends with a space, which most tokenizers join with the word after it: remove it"
+        if tokens and tokens[-1] in self._ends and not self._data.conversation_key:
+            yield f"ends with {self._name(tokens[-1])}, which ends an answer, so there is nothing left to answer"
+        if begin is not None and begin not in self._ends and tokens.count(begin) > 1:
+            yield f"has {self._name(begin)}, which begins a text, {tokens.count(begin)} times"
+        if self._data.chat_template and begin is not None and begin not in tokens and begin == self._first_of_text:
+            yield f"has no {self._name(begin)}, with which the tokenizer begins a text: the chat template leaves it out"
+        if unknown is not None and unknown not in (begin, *self._ends) and unknown in tokens:
+            yield f"has letters that the tokenizer does not know (it makes {self._name(unknown)} of them)"
+        if rendered.rstrip().endswith("<think>") and not self._is_for_agent:
+            yield (
+                "ends with <think>, so an answer begins inside the thought and has no <think> itself: a reward must "
+                "look for </think> alone"
+            )
+
+    def _find_in_messages(self, messages: Sequence[chat.Message], rendered: str, tools: Sequence[Any]) -> Iterator[str]:
+        roles = [message["role"] for message in messages]
+        if unknown := next((role for role in roles if role not in ROLES), ""):
+            yield f"has a message of {unknown!r}; the roles that chat templates know are system, user, assistant, tool"
+        if roles.count("system") > 1:
+            more = f" (one of them is {self._limits.keys}system_prompt)" if self._data.system_prompt else ""
+            yield f"has {roles.count('system')} system messages{more}"
+        if not set(roles) & {"user", "tool", "function", "ipython"} and set(roles) <= set(ROLES):
+            yield "has no message of the user"
+        if any(
+            role == "user" and not (message["content"] or "").strip()
+            for role, message in zip(roles, messages, strict=True)
+        ):
+            yield "has an empty message of the user"
+        if roles[-1] == "assistant" and not self._data.conversation_key:
+            yield "ends with a message of the assistant: does it hold the answer?"
+        if self._data.conversation_key or self._is_for_agent:  # only the part before the first answer is rendered
+            return
+        for role, message in zip(roles, messages, strict=True):
+            said = (message.get("content") or "").strip()
+            if role in ("system", "developer", "user") and said not in rendered:
+                yield f"has a message of the {role} that the chat template leaves out or changes"
+            names = [call.get("function", call).get("name") for call in message.get("tool_calls") or []]
+            if any(isinstance(name, str) and name not in rendered for name in names):
+                yield "has a tool call that the chat template leaves out"
+            said_none = sum(text.count("None") for text in chat.texts_of(messages))
+            if message.get("content", "") is None and rendered.count("None") > said_none:
+                yield "has a message without content, for which the chat template writes None"
+        names = [tool.get("function", tool).get("name") for tool in tools]
+        if any(isinstance(name, str) and name not in rendered for name in names):
+            yield f"has tools ({self._data.tools_key}) that the chat template leaves out"
+
+    def _find_in_template(self, messages: Sequence[chat.Message]) -> Iterator[str]:
+        source, where = self._template.source, f"{self._limits.keys}chat_template"
+        for name, value in self._data.chat_template_options.items():
+            if not re.search(rf"\b{re.escape(name)}\b", source):
+                near = difflib.get_close_matches(name, re.findall(r"\b[a-z]+_[a-z_]+\b", source), 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                yield f"{where}_options: {name} has no effect: the model's chat template does not read it{hint}"
+            elif isinstance(value, str) and value.lower() in ("true", "false", "none", "yes", "no"):
+                yield f'{where}_options: {name} = "{value}" is a text, which templates take as true; remove the quotes'
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+        try:
+            opened, closed = (self._template.text(asked[:1], tools=None, where="", asks=asks) for asks in (True, False))
+            answered = self._template.text(asked, tools=None, where="", asks=False)
+        except ConfigError:  # a template for other conversations
+            return
+        if opened == closed and not self._is_for_agent:
+            yield (
+                f"{where}: the model's template does not open an answer (it has no add_generation_prompt), so the "
+                "model may go on as the user"
+            )
+        yield from self._find_wrong_end(answered.partition(_SENTINEL)[2], where=where)
+
+    def _find_wrong_end(self, after: str, *, where: str) -> Iterator[str]:
+        """Compare the token with which the template ends an answer with those that end one in training or sampling.
+
+        after  what the template writes after an answer, "<|im_end|>\n"; some templates write nothing
+        """
+        tokens = self._tokenizer(after, add_special_tokens=False, verbose=False)["input_ids"] if after.strip() else []
+        special = {self._vocabulary.get(mark) for mark in self._specials}
+        if not tokens or tokens[0] not in special:
+            return
+        sampling = self._limits.sampling
+        is_stopped = tokens[0] in sampling.get("stop_token_ids", ()) or any(
+            s in after for s in sampling.get("stop", ())
+        )
+        name, own = self._name(tokens[0]), self._tokenizer.eos_token_id
+        if (self._data.response_key or self._data.conversation_key) and tokens[0] != own:
+            yield (
+                f"{where}: the model's template ends an answer with {name}, and the end token that answers are trained "
+                f"with is {self._name(own)} (eos_token of tokenizer_config.json); set that to {name}"
+            )
+        elif tokens[0] not in self._ends and not is_stopped:
+            yield (
+                f"{where}: the model's template ends an answer with {name}, which does not end one when sampling; add "
+                f"{'rollout.' if self._limits.keys else ''}stop_token_ids = [{tokens[0]}]"
+            )
+
+    def _name(self, token: int | None) -> str:
+        return "none" if token is None else str(self._tokenizer.convert_ids_to_tokens(token))

@@ -1,0 +1,212 @@
+"""What is odd about prompts is said in a line before the run, and what is usual is not."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import processors
+
+from asyncrl import config
+from asyncrl.data.prompts import FirstPrompts, PromptDataset
+from asyncrl.data.row_check import RowLimits
+from asyncrl.data.tiny_model import make_tokenizer
+
+CHAT = (
+    "{% if tools %}{% for t in tools %}{{ t.name }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}</think>{% endif %}{% endif %}"
+)
+END = "<|im_end|>"
+THINKS = CHAT.replace("assistant\n{% if", "assistant\n<think>\n{% if")
+OF_USER = CHAT.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+WITHOUT_CALLS = CHAT.replace("{{ c.function.name }}", "")
+WITHOUT_TOOLS = CHAT.replace("{{ t.name }}", "")
+WRITES_NONE = CHAT.replace("m.content or ''", "m.content")
+
+
+def tokenizer_of(template: str, *, end: str = END, begin: str = "", adds: str = "") -> Any:
+    """``adds``: what the tokenizer writes around a text, as in "<bos> $A"."""
+    made = make_tokenizer(string.printable + "\u200b")
+    made.add_special_tokens({"eos_token": end, "additional_special_tokens": ["<|im_start|>", END, "<think>"]})
+    if begin:
+        made.add_special_tokens({"bos_token": begin})
+    if adds:
+        used = [word for word in adds.split() if word != "$A"]
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=adds, pair=f"{adds} $B", special_tokens=[(word, made.convert_tokens_to_ids(word)) for word in used]
+        )
+    made.chat_template = template
+    return made
+
+
+def look(
+    tmp_path: Path,
+    *rows: dict[str, Any],
+    template: str = CHAT,
+    tokenizer: Any = None,
+    limits: RowLimits | None = None,
+    **data: Any,
+) -> FirstPrompts:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = config.DataSection(path=str(path), shuffle=False, **({"chat_template": True} | data))
+    made = tokenizer or tokenizer_of(template)
+    return PromptDataset.open(section, tokenizer=made, seed=0, limits=limits).check_first_rows()
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+CALL = [
+    user("a"),
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+    {"role": "tool", "content": "3"},
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "data"),
+    [
+        ({"prompt": "What is 2+3?", "label": "5"}, {}),
+        ({"prompt": "What is 2+3?", "label": "5"}, {"chat_template": False}),
+        ({"prompt": [{"role": "system", "content": "Think in <think> tags."}, user(" a ")]}, {}),
+        ({"prompt": "a"}, {"system_prompt": "s"}),
+        ({"prompt": CALL, "tools": [{"name": "mul"}]}, {"tools_key": "tools"}),
+        ({"prompt": "a"}, {"chat_template_options": {"enable_thinking": False}}),
+        ({"prompt": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"}, {"chat_template": False}),
+        ({"prompt": "a", "answer": "b"}, {"response_key": "answer"}),
+        ({"talk": [user("a"), {"role": "assistant", "content": "b"}]}, {"conversation_key": "talk"}),
+        ({"prompt": "mend it", "image": "registry/image:3"}, {}),
+        ({"prompt": "سلام\u200cها 👩\u200d💻 [0, 1] <b>"}, {}),
+    ],
+)
+def test_what_is_usual_is_not_odd(tmp_path: Path, row: dict[str, Any], data: dict[str, Any]) -> None:
+    assert look(tmp_path, row, **data).oddities == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "template", "said"),
+    [
+        (
+            {"prompt": "<|im_start|>user\na<|im_end|>"},
+            {},
+            CHAT,
+            "has <|im_start|> in its text, and the chat template is written around it: is the text rendered already?",
+        ),
+        (
+            {"prompt": "[INST] a [/INST]"},
+            {"chat_template": False},
+            CHAT,
+            "has [INST] in its text, which is no token of",
+        ),
+        ({"prompt": "<|eot_id|>a"}, {}, CHAT, "has <|eot_id|> in its text, which is no token of this model"),
+        ({"prompt": f"a{END}"}, {"chat_template": False}, CHAT, "ends with <|im_end|>, which ends an answer"),
+        ({"prompt": "a"}, {}, THINKS, "ends with <think>, so an answer begins inside the thought"),
+        ({"prompt": "a"}, {}, CHAT.partition("{% if add_gen")[0], "does not open an answer"),
+        (
+            {"prompt": "a"},
+            {"chat_template_options": {"enable_thinkin": False}},
+            CHAT,
+            "did you mean 'enable_thinking'?",
+        ),
+        ({"prompt": "a"}, {"chat_template_options": {"enable_thinking": "false"}}, CHAT, "is a text, which templates"),
+        (
+            {"prompt": [{"role": "system", "content": "s"}, user("a")]},
+            {"system_prompt": "t"},
+            CHAT,
+            "has 2 system mess",
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "brief"}, user("a")]},
+            {},
+            OF_USER,
+            "a message of the system that the",
+        ),
+        ({"prompt": CALL}, {}, WITHOUT_CALLS, "has a tool call that the chat template leaves out"),
+        (
+            {"prompt": "a", "t": [{"name": "add"}]},
+            {"tools_key": "t"},
+            WITHOUT_TOOLS,
+            "has tools (t) that the chat temp",
+        ),
+        ({"prompt": CALL}, {}, WRITES_NONE, "has a message without content, for which the chat template writes None"),
+        ({"prompt": [{"role": "human", "content": "a"}]}, {}, CHAT, "has a message of 'human'; the roles that"),
+        ({"prompt": [{"role": "system", "content": "a"}]}, {}, CHAT, "has no message of the user"),
+        ({"prompt": " \n"}, {}, CHAT, "has an empty message of the user"),
+        ({"prompt": " \n"}, {"chat_template": False}, CHAT, "is blank"),
+        ({"prompt": "Answer: "}, {"chat_template": False}, CHAT, "ends with a space"),
+        ({"prompt": "\ufeffa"}, {}, CHAT, "has the invisible character U+FEFF"),
+        ({"prompt": "a\u200bb"}, {}, CHAT, "has the invisible character U+200B"),
+        ({"prompt": "How many <image>?"}, {}, CHAT, "has <image> in its text, and asyncrl trains on text alone"),
+        ({"prompt": "2+3 = 5.", "label": "5"}, {}, CHAT, "prompts end with their label"),
+    ],
+)
+def test_each_oddity_is_said_in_a_line(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], template: str, said: str
+) -> None:
+    (line,) = look(tmp_path, row, template=template, **data).oddities
+    assert said in line
+    assert "\n" not in line
+
+
+def test_an_end_token_that_is_not_the_templates_is_said(tmp_path: Path) -> None:
+    base = tokenizer_of(CHAT, end="<|endoftext|>")  # as Qwen's base models: they end a text, not a turn
+    (line,) = look(tmp_path, {"prompt": "a", "answer": "b"}, tokenizer=base, response_key="answer").oddities
+    assert (
+        "the model's template ends an answer with <|im_end|>, and the end token that answers are trained with" in line
+    )
+    (line,) = look(tmp_path, {"prompt": "a"}, tokenizer=base).oddities
+    number = base.convert_tokens_to_ids(END)
+    assert line.endswith(f"does not end one when sampling; add rollout.stop_token_ids = [{number}]")
+    for limits in (
+        RowLimits(end_tokens=frozenset({number})),
+        RowLimits(sampling={"stop_token_ids": [number]}),
+        RowLimits(sampling={"stop": [END]}),
+    ):
+        assert look(tmp_path, {"prompt": "a"}, tokenizer=base, limits=limits).oddities == ()
+
+
+def test_a_rendered_prompt_begins_once_and_no_prompt_ends_before_its_answer(tmp_path: Path) -> None:
+    begins = tokenizer_of(CHAT, begin="<bos>", adds="<bos> $A")
+    for text in ("a", "<bos>a"):
+        looked = look(tmp_path, {"prompt": text}, tokenizer=begins, chat_template=False)
+        assert (looked.shown[0][1], looked.oddities) == ('"<bos>a" (2 tokens)', ())
+    ends = tokenizer_of(CHAT, adds=f"$A {END}")
+    looked = look(tmp_path, {"prompt": "a"}, tokenizer=ends, chat_template=False)
+    assert (looked.shown[0][1], looked.oddities) == ('"a" (1 tokens)', ())
+    (line,) = look(tmp_path, {"prompt": "a"}, tokenizer=begins).oddities
+    assert line.endswith("has no <bos>, with which the tokenizer begins a text: the chat template leaves it out")
+    begins.chat_template = "{{ bos_token }}" + CHAT
+    twice = look(tmp_path, {"prompt": "<bos>a"}, tokenizer=begins).oddities
+    assert any(line.endswith("has <bos>, which begins a text, 2 times") for line in twice)
+
+
+def test_prompts_that_are_much_alike_are_said_with_their_number(tmp_path: Path) -> None:
+    same = [{"prompt": "a", "label": 1}] * 8
+    (line,) = look(tmp_path, *same).oddities
+    assert "only 1 of 8 prompts differ" in line
+    (line,) = look(tmp_path, *({"prompt": "a", "label": label} for label in range(8))).oddities
+    assert "1 of 1 prompts have several labels" in line
+    mixed = look(tmp_path, {"prompt": "a"}, {"prompt": "\u200b"}, {"prompt": "b\u200b"}).oddities
+    assert [line.partition(": ")[2] for line in mixed] == [
+        "has the invisible character U+200B in its text; remove it (so in 2 of 3 prompts)"
+    ]
+    assert "data.jsonl:2: " in mixed[0]
+
+
+def test_the_first_prompt_is_shown_as_the_model_sees_it_with_its_label_or_answer(tmp_path: Path) -> None:
+    asked = '"<|im_start|>user\\n2\\u200b<|im_end|>\\n<|im_start|>assistant\\n"'
+    shown = dict(look(tmp_path, {"prompt": "2\u200b", "label": "5"}).shown)
+    assert shown["first prompt"].startswith(asked)
+    assert shown["its label"] == "'5'"
+    shown = dict(look(tmp_path, {"prompt": "2", "answer": "3"}, response_key="answer").shown)
+    assert shown["what is trained"] == '"3<|im_end|>" (2 tokens)'
+    long = dict(look(tmp_path, {"prompt": "x" * 9000}, chat_template=False, max_prompt_tokens=9999).shown)
+    assert len(long["first prompt"]) < 3100
+    assert long["first prompt"].endswith('x" (9,000 tokens)')
