@@ -19,7 +19,8 @@ CHAT = (
     "{% if tools %}{% for t in tools %}{{ t.name }}\n{% endfor %}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}</think>{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}</think>{% endif %}{% endif %}"
 )
 END = "<|im_end|>"
 THINKS = CHAT.replace("assistant\n{% if", "assistant\n<think>\n{% if")
