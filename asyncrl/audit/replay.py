@@ -34,7 +34,7 @@ from asyncrl.policies.audit.entries import HistoryEntry, damage, steps
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.packing import pack_mini_batches
 from asyncrl.policies.metric import Metric
-from asyncrl.policies.staleness.staleness import Forks, age_weight
+from asyncrl.policies.staleness.staleness import ResumePoints, age_weight
 from asyncrl.weights.files import FilesChannel
 
 CHANGEABLE: Final = (
@@ -52,7 +52,7 @@ class Planned(NamedTuple):
 
     entry: HistoryEntry
     begun: HistoryEntry
-    forks: Forks
+    resume_points: ResumePoints
     run: RunConfig
     number: int = 0
 
@@ -80,7 +80,7 @@ def plan_of(
             "that can be replayed, with --from-step"
         )
     plan: list[Planned] = []
-    for entry, begun, forks in trained:
+    for entry, begun, resume_points in trained:
         run = recorded.settings(begun)
         if not run.checkpoint.keep_log:
             raise ConfigError(
@@ -91,7 +91,7 @@ def plan_of(
             run = _change_settings(begun, overrides)
         if not plan or plan[-1].run != run:
             _check(run)
-        plan.append(Planned(entry, begun, forks, run))
+        plan.append(Planned(entry, begun, resume_points, run))
     return plan, folder
 
 
@@ -173,7 +173,7 @@ async def train_again(
                     folder=folder,
                     step=entry.step,
                     max_staleness=planned.begun.max_staleness,
-                    forks=planned.forks,
+                    resume_points=planned.resume_points,
                     number=planned.number,
                 )
                 metrics = await loop.run_in_executor(thread, step)
@@ -222,7 +222,7 @@ class ReplayTrainer:
         folder: Path | None,
         step: int,
         max_staleness: int,
-        forks: Forks,
+        resume_points: ResumePoints,
         number: int = 0,
     ) -> dict[str, Metric]:
         """Train on ``groups``, which the run trained in step ``step``, and return the step's metrics.
@@ -239,7 +239,7 @@ class ReplayTrainer:
             algorithm=algorithm,
             policy_version=step - 1,
             max_staleness=max_staleness,
-            forks=forks,
+            resume_points=resume_points,
             age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
             discard=section.discard,
         )

@@ -33,7 +33,7 @@ from asyncrl.messages.topics import EVENTS, PROGRESS, TRAJECTORIES, Topic, group
 from asyncrl.policies.audit.entries import BEGUN, DAMAGED, HistoryEntry, present
 from asyncrl.policies.groups.sample import PENDING, UNKNOWN, GroupSample, reason_of, sample_of
 from asyncrl.policies.groups.states import FATES
-from asyncrl.policies.staleness.staleness import Forks
+from asyncrl.policies.staleness.staleness import ResumePoints
 
 MOST_HELD: Final = 4096
 """Maximum number of groups of a live run that have arrived and not met their fate; older ones are shown as pending."""
@@ -47,14 +47,14 @@ QUIET_LOOKS: Final = 20
 class Fate:
     """The fate of a group, and its step.
 
-    ``forks``: forks known to the learner at that time; ``bound``: as in sample_of
+    ``resume_points``: resume_points known to the learner at that time; ``bound``: as in sample_of
     """
 
     kind: str
     step: int
     incarnation: int
     reason: str = ""
-    forks: Forks | None = None
+    resume_points: ResumePoints | None = None
     bound: int | None = None
 
 
@@ -68,13 +68,13 @@ class Fates:
 
     def read_history(self, entries: Sequence[HistoryEntry]) -> None:
         """Read the fates from the history, which is authoritative but has no reasons."""
-        forks: dict[int, int] = {}
+        resume_points: dict[int, int] = {}
         bound: int | None = None
         for entry in present(entries):
             if entry.kind == BEGUN:
                 bound = entry.max_staleness if entry.discard == "tokens" else None
             if entry.kind == BEGUN and entry.incarnation > 0:
-                forks = forks | {entry.incarnation: entry.step}
+                resume_points = resume_points | {entry.incarnation: entry.step}
             if entry.kind in (BEGUN, DAMAGED):
                 continue
             for group_id in entry.groups:
@@ -82,7 +82,7 @@ class Fates:
                     kind=entry.kind,
                     step=entry.step,
                     incarnation=entry.incarnation,
-                    forks=forks,
+                    resume_points=resume_points,
                     bound=bound,
                 )
         self.is_complete = True
@@ -116,7 +116,7 @@ class Fates:
             incarnation=fate.incarnation,
             reason=fate.reason,
             time=stored / 1e9,
-            forks=fate.forks,
+            resume_points=fate.resume_points,
             bound=fate.bound,
         )
 

@@ -19,7 +19,7 @@ class WeightVersion:
     sha256       hash of model.safetensors, or of the index
     num_bytes    size of all weight files
     num_engines  engines that the learner knows; an eighth of them may load at once
-    fork         policy version from which this incarnation started
+    resumed_from  policy version from which this incarnation started
     """
 
     incarnation: int
@@ -28,10 +28,10 @@ class WeightVersion:
     sha256: str = ""
     num_bytes: int = 0
     num_engines: int = 0
-    fork: int = 0
+    resumed_from: int = 0
 
     def __post_init__(self) -> None:
-        check_counts(self, "incarnation", "policy_version", "num_bytes", "num_engines", "fork")
+        check_counts(self, "incarnation", "policy_version", "num_bytes", "num_engines", "resumed_from")
         require("\0" not in self.uri, "uri is not a path")
 
     @property

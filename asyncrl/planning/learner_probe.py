@@ -99,7 +99,7 @@ class _Probe:
         """Train ``size`` groups, with ``rows`` packed tokens per forward pass."""
         groups = list(itertools.islice(itertools.cycle(self._groups), size))
         batch = batches.build(
-            groups, algorithm=self._algorithm, policy_version=0, max_staleness=self._run.max_staleness, forks={}
+            groups, algorithm=self._algorithm, policy_version=0, max_staleness=self._run.max_staleness, resume_points={}
         )
         mini_batches = pack_mini_batches(
             batch.sequences, sizes=batch.mini_batch_sizes, ranks=self._run.learner.data_parallel, max_tokens=rows

@@ -100,7 +100,7 @@ async def test_a_resumed_learner_waits_for_stragglers_of_its_life_before(bus_fac
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 async def test_workers_ahead_of_a_resumed_learner_take_its_weights(bus_factory: Any, tmp_path: Path, mode: str) -> None:
-    """They hold a version of the lost history with a higher number; a prompt's version alone does not reveal that."""
+    """They hold a rolled-back version with a higher number; a prompt's version alone does not reveal that."""
     settings: dict[str, Any] = {
         "steps": 8,
         "mode": mode,

@@ -342,8 +342,8 @@ class Loop:
         found = checkpoint.resume(self.directory / "checkpoints", say=self.said.append)
         state, folder = found or (LearnerState.fresh(), None)
         incarnation = state.incarnation + 1
-        forks = state.forks | {incarnation: state.policy_version}
-        return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
+        resume_points = state.resume_points | {incarnation: state.policy_version}
+        return dataclasses.replace(state, incarnation=incarnation, resume_points=resume_points), folder
 
     async def run_learner(self, *, resume: bool = False) -> Learner:
         learner = self.build(resume=resume)

@@ -77,7 +77,7 @@ def built(answers: Sequence[Trajectory], algorithm: Algorithm) -> Batch:
         TrajectoryGroup(group_id=index, prompt_tokens=np.array([1, 2], np.int32), trajectories=(one,))
         for index, one in enumerate(answers)
     ]
-    return batches.build(groups, algorithm=algorithm, policy_version=0, max_staleness=0, forks={})
+    return batches.build(groups, algorithm=algorithm, policy_version=0, max_staleness=0, resume_points={})
 
 
 def by_tokens(shares: Sequence[Sequence[MicroBatch]], numbers: Callable[[MicroBatch], Any]) -> dict[int, float]:

@@ -178,9 +178,11 @@ def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
 
 
 async def announce(
-    bus: MemoryBus, version: int, *, folder: bool, incarnation: int = 0, num_engines: int = 0, fork: int = 0
+    bus: MemoryBus, version: int, *, folder: bool, incarnation: int = 0, num_engines: int = 0, resumed_from: int = 0
 ) -> None:
-    weights = WeightVersion(incarnation=incarnation, policy_version=version, num_engines=num_engines, fork=fork)
+    weights = WeightVersion(
+        incarnation=incarnation, policy_version=version, num_engines=num_engines, resumed_from=resumed_from
+    )
     await (bus.put(WEIGHTS, replace(weights, uri="folder")) if folder else bus.put(WEIGHTS, weights, key=SENT))
 
 

@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
     file = SampleFile(tmp_path, most_bytes=2**20)
     file.write(row(0, "seven", "eight", fate="trained"))
     file.write(row(2, "nine\x1b[2Jlong\nline", fate="dropped", reason="stale, 6 versions old"))
-    file.write(row(1, "of a lost history", step=9, fate="trained"))
+    file.write(row(1, "was rolled back", step=9, fate="trained"))
     file.write(row(3, "bad", reward=-3.0, fate="filtered", reason="by dynamic_sampling"))
     file.write(row(4, "ten", step=2, fate="trained", worker="w7"))
     return tmp_path
@@ -79,7 +79,7 @@ def test_it_shows_answers_rewards_and_what_became_of_them(folder: Path, capsys: 
     assert lines[4] == "  seven"
     assert "group 2   dropped at step 1   (stale, 6 versions old)   reward 0.500" in lines
     assert "group 4   trained at step 2   reward 0.500   worker w7" in lines
-    assert "of a lost history" not in out
+    assert "was rolled back" not in out
     assert lines[-1].startswith("4 groups shown; 6 have left the window. Some groups of each step are recorded")
 
 

@@ -292,7 +292,7 @@ class Batcher:
         asyncio.get_running_loop().call_later(LOOK_SECONDS, self._allow_asking)
         with contextlib.suppress(BusError):  # with older knowledge the learner only waits longer
             beats = await self._workers.beats()
-            self._started.update(beats, outstanding=self._table.outstanding, forks=self._table.forks)
+            self._started.update(beats, outstanding=self._table.outstanding, resume_points=self._table.resume_points)
         return True
 
     def _allow_asking(self) -> None:
@@ -332,7 +332,7 @@ class Batcher:
             algorithm=self._algorithm,
             policy_version=policy_version,
             max_staleness=self._selection.max_staleness,
-            forks=self._table.forks,
+            resume_points=self._table.resume_points,
             age_weight=self._age_weight,
             discard=self._selection.discard,
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from asyncrl.policies.staleness.staleness import Forks, is_of_history
+from asyncrl.policies.staleness.staleness import ResumePoints, is_rolled_back
 
 RESULT_FILE: Final = "evaluation.json"
 
@@ -20,17 +20,17 @@ log = logging.getLogger("asyncrl.evaluation")
 class BestModel:
     """A Hugging Face folder, replaced as a whole when a better model is found; RESULT_FILE in it has the result."""
 
-    def __init__(self, folder: Path, *, metric: str, forks: Forks | None = None) -> None:
+    def __init__(self, folder: Path, *, metric: str, resume_points: ResumePoints | None = None) -> None:
         """
         metric  DATASET/METRIC
-        forks   forks of the learner's history: a best model of a lost history is replaced by the next model, however
+        resume_points   of the learner: a best model of a rolled-back version is replaced by the next model, however
                 good
         """
         self._folder = folder
         self._metric = metric
         if not folder.exists() and self._beside("old").exists():  # an earlier incarnation ended between the renames
             self._beside("old").rename(folder)
-        self._best = _value(folder / RESULT_FILE, metric, forks or {})
+        self._best = _value(folder / RESULT_FILE, metric, resume_points or {})
 
     def keep_if_better(self, model: Path, metrics: Mapping[str, float], *, version: tuple[int, int]) -> bool:
         """Keep ``model`` if it is better than the best so far.  version: (incarnation, policy version).  Raises
@@ -56,12 +56,12 @@ class BestModel:
         return self._folder.with_name(f".{self._folder.name}-{what}")
 
 
-def _value(file: Path, metric: str, forks: Forks) -> float | None:
-    """Return the value of the kept best model; None if none is kept, by another metric, or of a lost history."""
+def _value(file: Path, metric: str, resume_points: ResumePoints) -> float | None:
+    """Return the value of the kept best model; None if none is kept, by another metric, or of a rolled-back version."""
     try:
         found = json.loads(file.read_text())
         version, value = (int(found["incarnation"]), int(found["step"])), float(found["value"])
-        return value if found["metric"] == metric and is_of_history(version, forks) else None
+        return value if found["metric"] == metric and not is_rolled_back(version, resume_points) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

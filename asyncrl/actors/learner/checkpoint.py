@@ -1,8 +1,8 @@
 """Checkpoints. Each holds the complete state of a run in one folder that exists whole or not at all.
 
     checkpoints/step-00000050/
-      learner.json     incarnation, step, policy version, forks, trajectory cursor and what was consumed beyond it,
-                       group ledger, prompt position and outstanding prompts, counters, length of history.jsonl
+      learner.json     incarnation, step, policy version, resume_points, trajectory cursor and what was consumed beyond
+                       it, group ledger, prompt position and outstanding prompts, counters, length of history.jsonl
       backend/         weights, optimizer, RNG (written by the backend)
       manifest.json    size and SHA-256 of every file, written last (manifest.py)
 
@@ -158,7 +158,7 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
         prompts = table.pop("prompts")
         for name in ("outstanding", "oldest_start"):
             prompts[name] = {int(key): value for key, value in prompts[name].items()}
-        table["forks"] = {int(key): value for key, value in table["forks"].items()}
+        table["resume_points"] = {int(key): value for key, value in table["resume_points"].items()}
         state = LearnerState(prompts=PromptState(**prompts), **table)
         if folder.name != (name := _name(state)):
             raise ValueError(f"it is of {name}")

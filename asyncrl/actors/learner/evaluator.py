@@ -5,7 +5,7 @@
   E3 The evaluated version stays available to workers until the evaluation is over.
   E4 The next learner resumes an evaluation that a learner's death interrupted, with the existing answers. An evaluation
      that ends without all answers is reported as incomplete.
-  E5 After a fallback, versions of the lost history are not evaluated to the end, and the same steps of the present
+  E5 After a resume, rolled-back versions are not evaluated to the end, and the same steps of the present
      history are due again. A result carries the incarnation of its version (learner/incarnation).
 One evaluation runs at a time. A version that is due during it is skipped and counted (evaluation/skipped).
 Tests: tests/actors/test_evaluation.py, tests/actors/learner/test_evaluator.py.
@@ -34,7 +34,7 @@ from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS
 from asyncrl.policies.evaluation.held import EngineTime, num_held
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.staleness.staleness import is_of_history
+from asyncrl.policies.staleness.staleness import is_rolled_back
 from asyncrl.weights.port import WeightChannel
 
 log = logging.getLogger("asyncrl.evaluation")
@@ -122,7 +122,7 @@ class Evaluator:
         """Return why an earlier evaluation is not comparable to one by this incarnation; "" if it is."""
         if last.num_prompts != self._num_prompts or last.questions not in ("", self._questions):
             return "its data sets have changed"
-        if not is_of_history(last.weights.version, self._table.forks):
+        if is_rolled_back(last.weights.version, self._table.resume_points):
             return f"this version was lost when the learner fell back to version {self._table.policy_version}"
         return ""
 

@@ -10,7 +10,7 @@ Invariants (tests/unit/actors/learner/test_history.py):
      checkpoint becomes visible: everything that the ledgers call done has a line.
   H2 a line is written before its effect is visible (the weights of a step, an event, progress): no sample of a version
      is on the bus without the line of the step that made the version.
-  H3 nothing is taken back: the first line of a resumed learner says from which position the file is a lost history.
+  H3 nothing is taken back: the first line of a resumed learner says from which position on the lines are rolled back.
   H4 positions mean the same for every checkpoint: a learner that finds the file shorter than its checkpoint recorded
      replaces the missing part with a blank line.
   H5 a damaged line becomes an entry that says so (policies/audit/entries.py), and the other lines are read. "crc" is
@@ -181,7 +181,7 @@ def seal(fields: Mapping[str, Any]) -> bytes:
 
 
 def read(path: Path) -> list[HistoryEntry]:
-    """Read every line of a history, including lost histories (``entries.present``). Raises ConfigError.
+    """Read every line of a history, including those that were rolled back (``entries.present``). Raises ConfigError.
 
     An unreadable line becomes an entry of kind "damaged", with the incarnation and step of the entry before it.
     """

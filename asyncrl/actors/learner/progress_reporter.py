@@ -69,7 +69,11 @@ class ProgressReporter:
             self._history.record_lost(outcome.fate, outcome.group_ids, step=outcome.step)
         if self._samples is not None:
             self._samples.record(
-                outcome, incarnation=self._table.incarnation, forks=self._table.forks, batch=batch, tokens=tokens
+                outcome,
+                incarnation=self._table.incarnation,
+                resume_points=self._table.resume_points,
+                batch=batch,
+                tokens=tokens,
             )
 
     async def flush(self) -> None:

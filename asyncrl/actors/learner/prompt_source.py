@@ -141,7 +141,7 @@ class PromptSource(Actor):
             return None
         incarnation, policy_version = self._announced
         return effective_version(
-            VersionSpan(start=0, incarnation=incarnation, policy_version=policy_version), self._table.forks
+            VersionSpan(start=0, incarnation=incarnation, policy_version=policy_version), self._table.resume_points
         )
 
     async def _reconcile(self) -> None:

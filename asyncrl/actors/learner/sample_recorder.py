@@ -42,7 +42,7 @@ from asyncrl.policies.groups.sample import (
     sample_of,
 )
 from asyncrl.policies.groups.states import Outcome
-from asyncrl.policies.staleness.staleness import Forks
+from asyncrl.policies.staleness.staleness import ResumePoints
 
 MOST_WAITING: Final = 64
 """Groups that may wait to be decoded."""
@@ -157,7 +157,7 @@ class SampleRecorder:
         outcome: Outcome,
         *,
         incarnation: int,
-        forks: Forks,
+        resume_points: ResumePoints,
         batch: Batch | None = None,
         tokens: Mapping[int, NDArray[np.float32]] | None = None,
     ) -> None:
@@ -168,7 +168,7 @@ class SampleRecorder:
             step=outcome.step,
             incarnation=incarnation,
             time=time.time(),
-            forks=forks,
+            resume_points=resume_points,
             bound=self._bound,
         )
         if outcome.fate == "trained":

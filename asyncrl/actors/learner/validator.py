@@ -144,7 +144,7 @@ class Validator:
                 group,
                 incarnation=table.incarnation,
                 policy_version=table.policy_version,
-                forks=table.forks,
+                resume_points=table.resume_points,
                 asked=table.asked(group_id),
             )
             if group.group_id != group_id:

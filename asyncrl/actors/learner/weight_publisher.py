@@ -53,16 +53,16 @@ class WeightPublisher:
         channel: WeightChannel,
         *,
         waits: WaitTracker | None = None,
-        fork: int = 0,
+        resumed_from: int = 0,
         evaluator: Evaluator | None = None,
     ) -> None:
         """
         waits      the learner's wait tracker
-        fork       the policy version that the learner started from
+        resumed_from  the policy version that the learner started from
         evaluator  learns of each stored version before its folder is announced
         """
         self._evaluator = evaluator
-        self._fork = fork
+        self._resumed_from = resumed_from
         self._waits = waits or WaitTracker()
         self._disk = Disk(self._waits)
         self._bus = bus
@@ -107,7 +107,9 @@ class WeightPublisher:
         self._thread.shutdown(wait=False)
 
     async def _announce(self, version: WeightVersion, *, key: str = "") -> None:
-        await self._bus.put(WEIGHTS, replace(version, num_engines=self._num_engines, fork=self._fork), key=key)
+        await self._bus.put(
+            WEIGHTS, replace(version, num_engines=self._num_engines, resumed_from=self._resumed_from), key=key
+        )
 
     async def _write(self) -> None:
         while (first := self._next) is not None:

@@ -138,7 +138,7 @@ class PartialRollouts:
         return GroupProgress(group_id, attempt=attempt, recorded=fresh, ticket=ticket)
 
     def _is_stale(self, call: Generation, *, policy_version: int) -> bool:
-        """Return whether a call is too old. Versions of a lost history may be older than they say; then the learner
+        """Return whether a call is too old. Rolled-back versions may be older than they say; then the learner
         drops the group."""
         if self._max_staleness is None:
             return False

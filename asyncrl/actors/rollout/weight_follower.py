@@ -37,7 +37,7 @@ ATTEMPTS: Final = 5
 RETRY_SECONDS = 1.0
 LAST_RETRY_SECONDS: Final = 10.0
 STARVED_SECONDS = 10.0
-"""An idle engine whose only groups belong to a lost history begins them after this long without a new version."""
+"""An idle engine whose only groups are of rolled-back versions begins them after this long without a new version."""
 LOADING_SHARE: Final = 1 / 8
 """Share of the engines, rounded up, that may be paused for a load at the same time."""
 TURN_SECONDS = 300.0
@@ -58,11 +58,11 @@ class VersionTracker:
         self.stored: WeightVersion | None = None
         self.sent: WeightVersion | None = None
         self.pinned: WeightVersion | None = None
-        self._forks: dict[int, int] = {}
+        self._resume_points: dict[int, int] = {}
 
     def update(self, weights: WeightVersion, *, is_sent: bool) -> None:
         """Record an announcement."""
-        self._forks[weights.incarnation] = weights.fork
+        self._resume_points[weights.incarnation] = weights.resumed_from
         if is_sent:
             self.sent = weights
         else:
@@ -82,9 +82,9 @@ class VersionTracker:
         """Whether an engine with ``version`` should load another one."""
         return self.newest > version if self.pinned is None else self.pinned.version != version
 
-    def fork(self, incarnation: int) -> int | None:
+    def resumed_from(self, incarnation: int) -> int | None:
         """Return the version that an incarnation of the learner started from; None if it has announced nothing."""
-        return self._forks.get(incarnation)
+        return self._resume_points.get(incarnation)
 
     @property
     def num_engines(self) -> int:
@@ -179,18 +179,21 @@ class LoadGate:
     def _oldest(self, need: VersionNeed) -> tuple[int, int]:
         """Return the oldest version of the engine's history that may start the generation."""
         incarnation, version = self._engine.version
-        fork = self._versions.fork(incarnation)
+        resumed_from = self._versions.resumed_from(incarnation)
         return incarnation, version_to_begin(
             need.version[1],
             incarnation=need.version[0],
             engine_incarnation=incarnation,
-            fork=version if fork is None else fork,  # an unknown incarnation started at most at its weights
+            resumed_from=version
+            if resumed_from is None
+            else resumed_from,  # an unknown incarnation started at most at its weights
             max_staleness=self._max_staleness,
         )
 
     async def _wait_unless_starved(self) -> None:
-        """Wait for a change. An idle engine that stays at one version for too long begins groups of a lost history: the
-        groups that would bring the learner to the requested version may be lost, and too old is better than never."""
+        """Wait for a change. An idle engine that stays at one version for too long begins groups of rolled-back
+        versions: the groups that would bring the learner to the requested version may be lost, and too old is better
+        than never."""
         version = self._engine.version
         try:
             async with asyncio.timeout(STARVED_SECONDS):

@@ -179,14 +179,14 @@ def assemble_learner(
             metrics=metrics,
             table=table,
             waits=waits,
-            best=BestModel(directory / "best", metric=best, forks=table.forks) if best else None,
+            best=BestModel(directory / "best", metric=best, resume_points=table.resume_points) if best else None,
             recorder=answers,
         )
     trainer = Trainer(
         run,
         backend=backend,
         algorithm=algorithm,
-        weights=WeightPublisher(bus, channel, waits=waits, fork=state.policy_version, evaluator=evaluator),
+        weights=WeightPublisher(bus, channel, waits=waits, resumed_from=state.policy_version, evaluator=evaluator),
         waits=waits,
         restore_from=restore_from,
         profile=registry.profiler(run),
@@ -380,8 +380,8 @@ async def _starting_point(
         )
     recorded = last_incarnation(run.run_directory / HISTORY_FILE)
     incarnation = max(state.incarnation, newest_on_bus, recorded) + 1
-    forks = state.forks | {incarnation: state.policy_version}
-    return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
+    resume_points = state.resume_points | {incarnation: state.policy_version}
+    return dataclasses.replace(state, incarnation=incarnation, resume_points=resume_points), folder
 
 
 def prometheus(

@@ -28,7 +28,7 @@ from asyncrl.messages import VersionSpan
 from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, due_checkpoint, present, steps
 from asyncrl.policies.audit.evaluations import EvaluationAccount
 from asyncrl.policies.groups.ledger import Ledger
-from asyncrl.policies.staleness.staleness import Forks, effective_version
+from asyncrl.policies.staleness.staleness import ResumePoints, effective_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Logged:
     group_id: int
     spans: tuple[tuple[tuple[VersionSpan, int], ...], ...] = ()
 
-    def trained(self, *, step: int, forks: Forks, discard: Discard, bound: int) -> tuple[int, int]:
+    def trained(self, *, step: int, resume_points: ResumePoints, discard: Discard, bound: int) -> tuple[int, int]:
         """Return the staleness, at least 0, of the oldest token that counts when ``step`` trains the group, and the
         number of trajectories (``discard`` "trajectories") or tokens ("tokens") that are left out."""
-        ages = [[(step - 1 - effective_version(span, forks), count) for span, count in of] for of in self.spans]
+        ages = [[(step - 1 - effective_version(span, resume_points), count) for span, count in of] for of in self.spans]
         left_out = 0
         if discard == "trajectories":
             young = [of for of in ages if max(of)[0] <= bound]
@@ -103,7 +103,7 @@ class Account:
     staleness_violations  trained groups with a token over the bound of their incarnation, and steps whose recorded
                           staleness differs from that of their groups on the log or from metrics.jsonl
     incarnations          starts of the learner, including those of which no step is left
-    retrained             trained in a lost history and again in this one, after a kill; not duplicates
+    retrained             trained by a rolled-back step and again after it; not duplicates
     foreign               log records of groups that this run never published; the learner rejects or ignores them
     steps, bound          optimizer steps of this history; largest staleness bound of its incarnations
     on_log, with_metrics  trained groups whose staleness was recomputed from the log; steps that were compared with
@@ -355,10 +355,15 @@ def _ages(
     records: dict[int, list[Logged]] = {}
     for record in log:
         records.setdefault(record.group_id, []).append(record)
-    for entry, begun, forks in steps(history):
+    for entry, begun, resume_points in steps(history):
         trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.groups}
         bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
-        rule: dict[str, Any] = {"step": entry.step, "forks": forks, "discard": begun.discard, "bound": bound}
+        rule: dict[str, Any] = {
+            "step": entry.step,
+            "resume_points": resume_points,
+            "discard": begun.discard,
+            "bound": bound,
+        }
         facts = {i: one.trained(**rule) for i, one in trained.items() if one is not None}
         ages, left_out = {i: age for i, (age, _) in facts.items()}, sum(left for _, left in facts.values())
         found.on_log += len(ages)

@@ -3,7 +3,7 @@
 **Only the history of the newest weights counts.** A learner that is killed after step n and resumes from the checkpoint
 of step k < n has weights that never saw steps k + 1 to n. The groups of these steps are trained again, and they are not
 duplicates. Each incarnation of the learner begins with a line that says how long the file was when its checkpoint was
-made. The lines between that length and this line are a lost history (``present``).
+made. The lines between that length and this line are rolled back (``present``).
 
 **A damaged record is not a lost group.** An unreadable line becomes an entry of kind "damaged". Missing lines are
 detected too: an incarnation begins on a checkpoint that had seen more of the file than exists, or has no first line.
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from asyncrl.config.staleness import Discard
 from asyncrl.policies.groups.states import FATES as FATES
-from asyncrl.policies.staleness.staleness import Forks
+from asyncrl.policies.staleness.staleness import ResumePoints
 
 BEGUN: Final = "begun"
 DAMAGED: Final = "damaged"
@@ -76,7 +76,7 @@ class HistoryEntry:
 
 
 def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:
-    """Return the history of the newest weights, without lines that a fallback to a checkpoint made obsolete."""
+    """Return the history of the newest weights, without the lines that were rolled back."""
     history: list[HistoryEntry] = []
     incarnation = -1
     for entry in entries:
@@ -97,16 +97,17 @@ def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:
     return history
 
 
-def steps(history: Sequence[HistoryEntry]) -> Iterator[tuple[HistoryEntry, HistoryEntry, Forks]]:
-    """Yield each trained step of a present history, the line that began its incarnation, and the forks at that time."""
-    forks: dict[int, int] = {}
+def steps(history: Sequence[HistoryEntry]) -> Iterator[tuple[HistoryEntry, HistoryEntry, ResumePoints]]:
+    """Yield each trained step of a present history, the line that began its incarnation, and the resume_points at that
+    time."""
+    resume_points: dict[int, int] = {}
     for entry in history:
         if entry.kind == BEGUN:
             begun = entry
             if entry.incarnation > 0:
-                forks = forks | {entry.incarnation: entry.step}
+                resume_points = resume_points | {entry.incarnation: entry.step}
         elif entry.kind == "trained":
-            yield entry, begun, forks
+            yield entry, begun, resume_points
 
 
 def damage(

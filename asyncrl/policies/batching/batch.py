@@ -17,7 +17,7 @@ from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
 from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.metric import Histogram, Metric, histogram
-from asyncrl.policies.staleness.staleness import AgeWeight, Forks, lag, per_token, statistics
+from asyncrl.policies.staleness.staleness import AgeWeight, ResumePoints, lag, per_token, statistics
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -54,7 +54,7 @@ def build(
     algorithm: Algorithm,
     policy_version: int,
     max_staleness: int,
-    forks: Forks,
+    resume_points: ResumePoints,
     age_weight: AgeWeight | None = None,
     discard: Discard = "groups",
 ) -> Batch:
@@ -79,7 +79,7 @@ def build(
     if algorithm.masks_truncated:
         of_any_age = overlong_masks(masks, [parts[-1].finish_reason for parts in rollouts for _ in parts])
     ages = [
-        per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
+        per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, resume_points=resume_points)
         for _, t in trajectories
     ]
     old = _too_old(ages, masks, discard=discard, max_staleness=max_staleness)
@@ -283,7 +283,7 @@ def _staleness_metrics(
         lag(policy_version=0, start=-int(oldest), end=-int(newest))
         for oldest, newest in zip(of_groups.oldest[there], of_groups.newest[there], strict=True)
     ]
-    # Tokens of a lost history may be newer than the version that forked from it, but never older.
+    # Tokens of rolled-back versions may be newer than the version being trained, but never older.
     counts = np.bincount(np.maximum(staleness, 0), minlength=max_staleness + 1)
     return {
         "staleness/mean": found.mean,

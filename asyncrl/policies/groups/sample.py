@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.policies.groups.turn_text import pieces_of
-from asyncrl.policies.staleness.staleness import Forks, oldest_version, per_token
+from asyncrl.policies.staleness.staleness import ResumePoints, oldest_version, per_token
 
 Shape = Callable[[Any], bool]
 
@@ -231,14 +231,14 @@ def sample_of(
     incarnation: int = 0,
     reason: str = "",
     time: float = 0.0,
-    forks: Forks | None = None,
+    resume_points: ResumePoints | None = None,
     bound: int | None = None,
     advantages: Sequence[NDArray[np.float32]] = (),
     trainer: Sequence[NDArray[np.float32]] = (),
 ) -> GroupSample:
     """Return the sample of a group, not decoded yet.
 
-    forks       None if the staleness of the answers is unknown
+    resume_points       None if the staleness of the answers is unknown
     bound       staleness bound per token, if the step leaves out older tokens (staleness.discard = "tokens")
     advantages  f32[T] of each answer, 0 where the policy sampled nothing
     trainer     f32[2, T] of each answer: trainer logprobs and entropies, NaN where nothing was trained
@@ -247,7 +247,7 @@ def sample_of(
     answers = [
         _answer(
             trajectory,
-            **_ages(trajectory, at=at, forks=forks, bound=bound if fate == "trained" else None),
+            **_ages(trajectory, at=at, resume_points=resume_points, bound=bound if fate == "trained" else None),
             advantages=advantages[index] if advantages else None,
             trainer=trainer[index] if trainer else None,
         )
@@ -318,13 +318,13 @@ def reason_of(fate: str, event: Mapping[str, Any]) -> str:
     return str(event.get("error", ""))
 
 
-def _ages(trajectory: Trajectory, *, at: int, forks: Forks | None, bound: int | None) -> dict[str, Any]:
+def _ages(trajectory: Trajectory, *, at: int, resume_points: ResumePoints | None, bound: int | None) -> dict[str, Any]:
     """Return the staleness of an answer when version ``at`` trains it, and the mask ``old`` of tokens left out."""
     mask = trajectory.response_mask
-    staleness = None if forks is None else max(0, at - oldest_version(trajectory.version_spans, forks))
-    if forks is None or bound is None:
+    staleness = None if resume_points is None else max(0, at - oldest_version(trajectory.version_spans, resume_points))
+    if resume_points is None or bound is None:
         return {"staleness": staleness, "old": np.zeros_like(mask)}
-    ages = per_token(trajectory.version_spans, length=len(mask), policy_version=at, forks=forks)
+    ages = per_token(trajectory.version_spans, length=len(mask), policy_version=at, resume_points=resume_points)
     young = ages[mask & (ages <= bound)]
     return {"staleness": int(young.max()) if young.size else staleness, "old": mask & (ages > bound)}
 

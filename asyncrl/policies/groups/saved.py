@@ -44,7 +44,7 @@ class LearnerState:
     groups_failed: int = 0
     groups_filtered: int = 0
     groups_per_batch: int = 0
-    forks: dict[int, int] = field(default_factory=dict)
+    resume_points: dict[int, int] = field(default_factory=dict)
     history: int = 0
     log: dict[str, Any] = field(default_factory=dict)
 

@@ -30,7 +30,7 @@ def save(table: GroupTable, *, groups_per_batch: int, history: int) -> LearnerSt
         groups_failed=table.counts["failed"],
         groups_filtered=table.counts["filtered"],
         groups_per_batch=groups_per_batch,
-        forks=dict(table.forks),
+        resume_points=dict(table.resume_points),
         history=history,
         log={"identity": table.log, "sequence": table.last_read[0], "stored": table.last_read[1]},
     )
@@ -50,7 +50,7 @@ def restore(state: LearnerState) -> GroupTable:
         incarnation=state.incarnation,
         step=state.step,
         batches_taken=state.step,
-        forks=dict(state.forks),
+        resume_points=dict(state.resume_points),
         done=Ledger.from_json(state.groups),
         consumed=consumed,
         cursor=consumed.watermark - 1,

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from asyncrl.messages import Heartbeat, VersionSpan
 from asyncrl.messages.roles import QUARANTINED
 from asyncrl.policies.groups.states import PublishedPrompt
-from asyncrl.policies.staleness.staleness import Forks, effective_version
+from asyncrl.policies.staleness.staleness import ResumePoints, effective_version
 
 _CANNOT_BEGIN = ("starting", QUARANTINED)
 
@@ -33,18 +33,20 @@ class StartedGroups:
         self._oldest = -1
         """Oldest version that any worker samples with; -1 without any heartbeat."""
 
-    def update(self, workers: Iterable[Heartbeat], *, outstanding: Mapping[int, PublishedPrompt], forks: Forks) -> None:
+    def update(
+        self, workers: Iterable[Heartbeat], *, outstanding: Mapping[int, PublishedPrompt], resume_points: ResumePoints
+    ) -> None:
         """Take in the newest reports.  ``workers``: the newest heartbeats of all rollout workers"""
         reported: dict[int, int] = {}
         versions: list[int] = []
         for beat in workers:
             if beat.phase in _CANNOT_BEGIN:
                 continue
-            versions.append(_effective(beat, beat.policy_version, forks))
+            versions.append(_effective(beat, beat.policy_version, resume_points))
             for group, version in beat.begun.items():
                 group_id = int(group)
                 if group_id in outstanding:
-                    start = _effective(beat, version, forks)
+                    start = _effective(beat, version, resume_points)
                     reported[group_id] = min(start, reported.get(group_id, start))
         # Keep the report of a worker that is gone until another one takes over: it may resume from the saved tokens.
         kept = {group_id: start for group_id, start in self._reported.items() if group_id in outstanding}
@@ -59,5 +61,5 @@ class StartedGroups:
         ]
 
 
-def _effective(beat: Heartbeat, version: int, forks: Forks) -> int:
-    return effective_version(VersionSpan(start=0, incarnation=beat.incarnation, policy_version=version), forks)
+def _effective(beat: Heartbeat, version: int, resume_points: ResumePoints) -> int:
+    return effective_version(VersionSpan(start=0, incarnation=beat.incarnation, policy_version=version), resume_points)

@@ -19,7 +19,8 @@ class PublishedPrompt:
     """The prompt of a group that is not done.
 
     position      row of the endless shuffled data
-    oldest_start  oldest policy version that may sample it; None if unknown, because a lost history published it
+    oldest_start  oldest policy version that may sample it; None if unknown, because a rolled-back incarnation published
+                  it
     asked         what the prompt asks for; None if an earlier incarnation published it
     published     Unix seconds when this incarnation published it; 0 if an earlier one did
     """

@@ -52,7 +52,7 @@ class GroupTable:
     incarnation: int = 0
     step: int = 0
     batches_taken: int = 0
-    forks: Mapping[int, int] = field(default_factory=dict)
+    resume_points: Mapping[int, int] = field(default_factory=dict)
     done: Ledger = field(default_factory=Ledger)
     consumed: Ledger = field(default_factory=lambda: Ledger(watermark=1))  # sequences count from 1
     cursor: int = 0
@@ -161,14 +161,14 @@ class GroupTable:
             outcome = replace(outcome, groups=(group,))
             return Arrival(became="failed", outcome=outcome)
         prompt = self.outstanding.pop(group_id)
-        versions = [oldest_version(one.version_spans, self.forks) for one in group.trajectories]
+        versions = [oldest_version(one.version_spans, self.resume_points) for one in group.trajectories]
         self.buffered[group_id] = BufferedGroup(
             sequence=sequence,
             group=group,
             prompt=prompt,
             oldest=min(versions),
             youngest=max(versions),
-            newest=max(newest_version(one, self.forks) for one in group.trajectories),
+            newest=max(newest_version(one, self.resume_points) for one in group.trajectories),
             num_tokens=sum(len(t.tokens) for t in group.trajectories),
             arrived=now,
         )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.routing import ExpertArray, dtype_for, unrouted
 from asyncrl.messages.validation import MOST_SECONDS, name_problem
-from asyncrl.policies.staleness.staleness import Forks, effective_version
+from asyncrl.policies.staleness.staleness import ResumePoints, effective_version
 
 MOST_PARTS: Final = 64
 """Parts of one answer's reward. Each part is a metric of every step."""
@@ -70,7 +70,7 @@ class Learner:
 
     incarnation: int
     policy_version: int
-    forks: Forks
+    resume_points: ResumePoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class GroupValidation:
         *,
         incarnation: int,
         policy_version: int,
-        forks: Forks,
+        resume_points: ResumePoints,
         asked: PromptSpec | None = None,
     ) -> str:
         """Return why a learner at (incarnation, policy_version) must not train the group; "" if nothing is wrong.
@@ -120,7 +120,7 @@ class GroupValidation:
             group=group,
             asked=asked or self.asked_before,
             possible=self,
-            learner=Learner(incarnation=incarnation, policy_version=policy_version, forks=forks),
+            learner=Learner(incarnation=incarnation, policy_version=policy_version, resume_points=resume_points),
         )
         for check in CHECKS:
             if (group.trajectories or check.is_of_failed) and (problem := next(check.problems(vetted), "")):
@@ -302,7 +302,7 @@ def _versions(vetted: Vetted) -> Iterator[str]:
     learner = vetted.learner
     for trajectory in vetted.group.trajectories:
         for span in trajectory.version_spans:
-            version = effective_version(span, learner.forks)
+            version = effective_version(span, learner.resume_points)
             if span.incarnation > learner.incarnation or version > learner.policy_version:
                 yield (
                     f"sampled by version {span.policy_version} of incarnation {span.incarnation}, "

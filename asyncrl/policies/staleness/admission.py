@@ -72,14 +72,14 @@ class Admission:
 
 
 def version_to_begin(
-    min_policy_version: int, *, incarnation: int, engine_incarnation: int, fork: int, max_staleness: int
+    min_policy_version: int, *, incarnation: int, engine_incarnation: int, resumed_from: int, max_staleness: int
 ) -> int:
     """Return the oldest version of ``engine_incarnation`` that may start a group published in ``incarnation``.
 
-    If the two differ, the learner fell back to version ``fork``, and the version that the group asks for belongs to a
-    lost history. Groups on the log bring the new incarnation up to that version, or as far as it may train samples of
-    the old incarnation: through the step from fork + max_staleness. At the version after that, the remaining groups
-    on the log are dropped as stale, and the groups that have not started are next.
+    If the two differ, the learner fell back to version ``resumed_from``, and the version that the group asks for was
+    rolled back. Groups on the log bring the new incarnation up to that version, or as far as it may train samples of
+    the old incarnation: through the step from resumed_from + max_staleness. At the version after that, the remaining
+    groups on the log are dropped as stale, and the groups that have not started are next.
 
     A group that starts earlier would be dropped with them. A group that waits longer might wait forever, because the
     learner may need it to get that far. If the new incarnation loses groups of the log (a quarantine), the learner may
@@ -87,4 +87,4 @@ def version_to_begin(
     """
     if engine_incarnation <= incarnation:
         return min_policy_version
-    return min(min_policy_version, fork + max_staleness + 1)
+    return min(min_policy_version, resumed_from + max_staleness + 1)

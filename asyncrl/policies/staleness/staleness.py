@@ -3,14 +3,14 @@
 Staleness of a token = version being trained - version that sampled the token, at the step that trains on it.
 
 A learner that resumes from version k starts a new incarnation. Tokens sampled after k by weights of an older
-incarnation come from a history that the learner no longer has. They are good samples with known behavior logprobs, so
-they are trained, and they count as old as the last version that both histories share: k. So a version
+incarnation come from versions that were rolled back. They are good samples with known behavior logprobs, so
+they are trained, and they count as old as the last version that both incarnations share: k. So a version
 (incarnation i, v) counts as
 
-    effective = min(v, fork of every incarnation after i)        fork[j] = version from which j started
+    effective = min(v, resume point of every incarnation after i)        resume_points[j] = version from which j resumed
 
 Staleness is measured against the effective version, and so is the bound. Test:
-tests/unit/policies/staleness/test_staleness.py, test_versions_of_a_lost_history_count_as_old_as_the_fork.
+tests/unit/policies/staleness/test_staleness.py, test_rolled_back_versions_count_as_old_as_the_resume_point.
 """
 
 from __future__ import annotations
@@ -24,23 +24,28 @@ from numpy.typing import ArrayLike, NDArray
 
 from asyncrl.messages import Trajectory, VersionSpan
 
-Forks = Mapping[int, int]
-"""incarnation -> policy version from which it started. Incarnation 0 starts from 0 and may be left out."""
+ResumePoints = Mapping[int, int]
+"""incarnation -> policy version from which it resumed. Incarnation 0 starts from 0 and may be left out."""
 
 
-def effective_version(span: VersionSpan, forks: Forks) -> int:
-    """Return the newest version of the current history that took part in sampling the span."""
-    return min([span.policy_version, *(fork for incarnation, fork in forks.items() if incarnation > span.incarnation)])
+def effective_version(span: VersionSpan, resume_points: ResumePoints) -> int:
+    """Return the newest version that was not rolled back and took part in sampling the span."""
+    return min(
+        [
+            span.policy_version,
+            *(resumed_from for incarnation, resumed_from in resume_points.items() if incarnation > span.incarnation),
+        ]
+    )
 
 
-def is_of_history(version: tuple[int, int], forks: Forks) -> bool:
-    """Return whether the version (incarnation, policy version) is part of the current history, or newer than it."""
+def is_rolled_back(version: tuple[int, int], resume_points: ResumePoints) -> bool:
+    """Return whether a later incarnation resumed from before the version (incarnation, policy version)."""
     incarnation, policy_version = version
-    return all(policy_version <= fork for later, fork in forks.items() if later > incarnation)
+    return any(policy_version > resumed_from for later, resumed_from in resume_points.items() if later > incarnation)
 
 
-def oldest_version(spans: Sequence[VersionSpan], forks: Forks) -> int:
-    return min(effective_version(span, forks) for span in spans)
+def oldest_version(spans: Sequence[VersionSpan], resume_points: ResumePoints) -> int:
+    return min(effective_version(span, resume_points) for span in spans)
 
 
 def sampled_spans(trajectory: Trajectory) -> tuple[tuple[VersionSpan, int], ...]:
@@ -51,21 +56,23 @@ def sampled_spans(trajectory: Trajectory) -> tuple[tuple[VersionSpan, int], ...]
     return tuple((span, count) for span, count in zip(spans, counts, strict=True) if count)
 
 
-def newest_version(trajectory: Trajectory, forks: Forks) -> int:
+def newest_version(trajectory: Trajectory, resume_points: ResumePoints) -> int:
     """Return the version of the newest sampled token; without one, the oldest version of the trajectory."""
-    found = [effective_version(span, forks) for span, _ in sampled_spans(trajectory)]
-    return max(found, default=oldest_version(trajectory.version_spans, forks))
+    found = [effective_version(span, resume_points) for span, _ in sampled_spans(trajectory)]
+    return max(found, default=oldest_version(trajectory.version_spans, resume_points))
 
 
-def per_token(spans: Sequence[VersionSpan], *, length: int, policy_version: int, forks: Forks) -> NDArray[np.int32]:
+def per_token(
+    spans: Sequence[VersionSpan], *, length: int, policy_version: int, resume_points: ResumePoints
+) -> NDArray[np.int32]:
     """Return the staleness of each of ``length`` tokens when ``policy_version`` is trained.  -> i32[length] >= 0
 
-    A given answer counts as fresh if a lost history published it later than the current history trains it.
+    A given answer counts as fresh if it was published at a rolled-back version, later than the version that trains it.
     """
     ends = [span.start for span in spans[1:]] + [length]
     staleness = np.empty(length, np.int32)
     for span, end in zip(spans, ends, strict=True):
-        staleness[span.start : end] = max(0, policy_version - effective_version(span, forks))
+        staleness[span.start : end] = max(0, policy_version - effective_version(span, resume_points))
     return staleness
 
 
@@ -109,7 +116,7 @@ def age_weight(name: str, *, rate: float, max_staleness: int) -> AgeWeight | Non
 
 
 def _age(staleness: ArrayLike) -> NDArray[np.float64]:
-    """Clip to >= 0: tokens of a lost history may be newer than the version that forked from it, and count as fresh."""
+    """Clip to >= 0: tokens of rolled-back versions may be newer than the version being trained, and count as fresh."""
     return np.maximum(np.asarray(staleness, np.float64), 0.0)
 
 

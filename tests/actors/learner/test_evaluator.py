@@ -63,7 +63,7 @@ class Incarnation:
 
     bus: MemoryBus
     version: int = 20
-    forks: Mapping[int, int] = field(default_factory=dict)
+    resume_points: Mapping[int, int] = field(default_factory=dict)
     its: EvaluationSet = field(default_factory=sums)
     channel: Channel = field(default_factory=Channel)
     results: dict[tuple[float, int], Mapping[str, float]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Incarnation:
             last_step=100,
             channel=self.channel,
             metrics=MetricsReporter(self.bus, [self]),
-            table=GroupTable(step=self.version, forks=self.forks),
+            table=GroupTable(step=self.version, resume_points=self.resume_points),
             waits=WaitTracker(),
         )
 
@@ -171,9 +171,9 @@ async def test_an_engine_that_never_keeps_to_the_version_ends_its_evaluation_wit
 
 async def test_after_a_fall_back_the_same_steps_are_due_again(bus: MemoryBus, caplog: pytest.LogCaptureFixture) -> None:
     await bus.put(EVALUATION, LAST)
-    incarnation = Incarnation(bus, version=10, forks={1: 10})
+    incarnation = Incarnation(bus, version=10, resume_points={1: 10})
     await incarnation.evaluator.start()
-    assert (await incarnation.newest()).is_over, "nobody needs the rest of what is of a lost history"
+    assert (await incarnation.newest()).is_over, "nobody needs the rest of a rolled-back version"
     assert "lost when the learner fell back to version 10" in caplog.text
     await incarnation.evaluator.begin_if_due(WeightVersion(incarnation=1, policy_version=10))
     assert (await incarnation.newest()).weights.version == (0, 20), "version 10 is what it was"

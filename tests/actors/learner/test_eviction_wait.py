@@ -66,7 +66,7 @@ def test_a_learner_that_waits_for_stragglers_drops_none(
         if beat_ticks and tick % beat_ticks == 0:
             said = {str(group_id): start for group_id, (start, _) in running.items()}
             beat = Heartbeat(actor="w0", role="rollout-worker", policy_version=loaded, begun=said)
-            started.update([beat], outstanding=table.outstanding, forks={})
+            started.update([beat], outstanding=table.outstanding, resume_points={})
         if not table.training:
             table.drop(rule.stale(table))
             chosen = rule.next_batch(table, count=batch_size)

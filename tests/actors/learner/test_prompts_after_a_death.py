@@ -64,11 +64,11 @@ def test_a_group_asks_for_a_version_that_is_there_and_young_enough_for_its_batch
         (3, 1, 3),
     ],
 )
-def test_a_group_of_a_lost_history_begins_where_the_log_has_nothing_left_before_it(
+def test_a_group_of_a_rolled_back_version_begins_where_the_log_has_nothing_left_before_it(
     asked: int, engine_incarnation: int, expected: int
 ) -> None:
     assert (
-        version_to_begin(asked, incarnation=0, engine_incarnation=engine_incarnation, fork=10, max_staleness=1)
+        version_to_begin(asked, incarnation=0, engine_incarnation=engine_incarnation, resumed_from=10, max_staleness=1)
         == expected
     )
 

@@ -100,7 +100,7 @@ async def test_a_slow_decoder_holds_up_nobody(tmp_path: Path, caplog: pytest.Log
     count = sample_recorder.MOST_WAITING + 5
     for step in range(count):
         outcome = Outcome(fate="trained", group_ids=(step,), step=step + 1, groups=(buses.group(step),))
-        recorded.record(outcome, incarnation=0, forks={})
+        recorded.record(outcome, incarnation=0, resume_points={})
     may_go_on.set()
     with caplog.at_level(logging.WARNING):
         await writer.stop()

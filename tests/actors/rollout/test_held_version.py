@@ -145,7 +145,7 @@ async def test_waiting_group_demands_version_of_new_history(bus: MemoryBus) -> N
         sampled = asyncio.ensure_future(sample())
         await until(lambda: engine.version == (0, 49))
         for version in (30, 31):  # the learner fell back to 30; max_staleness is 0, so the group waits for 31
-            await announce(bus, version, folder=True, incarnation=1, fork=30)
+            await announce(bus, version, folder=True, incarnation=1, resumed_from=30)
             await until(lambda: engine.version[0] == 1)
         async with asyncio.timeout(60):
             assert await sampled == (1, 31)

@@ -105,15 +105,15 @@ def test_the_answer_travels_with_its_prompt() -> None:
     assert (sent.response_tokens.tolist(), sent.policy_version) == ([7, 8, 9], 5)
 
 
-def test_no_fork_makes_a_given_answer_older() -> None:
+def test_no_resume_makes_a_given_answer_older() -> None:
     """The learner fell back to version 4, then to 3. Samples of lost versions count as version 3; given answers keep
     theirs."""
-    forks = {1: 4, 2: 3}
+    resume_points = {1: 4, 2: 3}
     spans = (VersionSpan(start=0, incarnation=ANY_INCARNATION, policy_version=7),)
-    assert effective_version(spans[0], forks) == 7
-    assert effective_version(VersionSpan(start=0, incarnation=0, policy_version=7), forks) == 3
-    assert per_token(spans, length=2, policy_version=9, forks=forks).tolist() == [2, 2]
-    assert per_token(spans, length=2, policy_version=5, forks=forks).tolist() == [0, 0]
+    assert effective_version(spans[0], resume_points) == 7
+    assert effective_version(VersionSpan(start=0, incarnation=0, policy_version=7), resume_points) == 3
+    assert per_token(spans, length=2, policy_version=9, resume_points=resume_points).tolist() == [2, 2]
+    assert per_token(spans, length=2, policy_version=5, resume_points=resume_points).tolist() == [0, 0]
 
 
 async def test_no_engine_notes_versions_and_says_what_to_set_when_asked_to_generate() -> None:
@@ -251,7 +251,7 @@ def given_worker(bus: MemoryBus) -> Any:
 
 @pytest.mark.parametrize("bus_lost", [False, True], ids=["the bus goes on", "the bus is new"])
 async def test_a_learner_that_falls_back_drops_no_answer(tmp_path: Path, bus_lost: bool) -> None:
-    """It dies in step 8 with a checkpoint at 4. Answers of batches up to 10 are published in a lost history."""
+    """It dies in step 8 with a checkpoint at 4. Answers of batches up to 10 are rolled back."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     settings: dict[str, Any] = {"steps": 16, "group_size": 1, "checkpoint_every": 4, "staleness": {"order": "in_order"}}
     not_sampled = GroupValidation(are_sampled=False)

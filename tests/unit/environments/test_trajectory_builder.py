@@ -75,7 +75,7 @@ def test_an_observation_has_no_version_of_its_own() -> None:
     turns.add_answer(answer([4], (0, 5)))
     made = turns.trajectory()
     assert starts_and_versions(made.version_spans) == [(0, 2), (3, 5)]
-    assert per_token(made.version_spans, length=4, policy_version=6, forks={}).tolist() == [4, 4, 4, 1]
+    assert per_token(made.version_spans, length=4, policy_version=6, resume_points={}).tolist() == [4, 4, 4, 1]
 
 
 def test_a_conversation_may_end_with_an_observation_or_an_empty_one() -> None:

@@ -68,7 +68,7 @@ SILENT: dict[str, tuple[Alarm, Sequence[Row]]] = {
     "mismatch: off": (MismatchAlarm(0.0), [{"mismatch/fresh_mean": 0.9}]),
     "drop: few answers": (DropAlarm(0.05), [step(dropped=0)] * 9 + [step(dropped=8)]),
     "drop: only the first steps": (DropAlarm(0.05), [step(dropped=64)] * 9),
-    # A learner that falls back to an old checkpoint drops all samples of the lost history at once.
+    # A learner that falls back to an old checkpoint drops all samples of rolled-back versions at once.
     "drop: one burst": (DropAlarm(0.05), [step(dropped=n) for n in [0] * 3 + [320] + [0] * 20]),
     "drop: off": (DropAlarm(0.0), [step(dropped=64)] * 20),
     "hold: engines are the bottleneck": (HoldAlarm(0.2, max_staleness=4), [held(4.0, idle=0.0)] * 20),

@@ -33,7 +33,7 @@ def saved(step: int, *, incarnation: int = 0) -> LearnerState:
         consumed={"watermark": done + 1, "beyond": []},
         prompts=PromptState(next_group_id=done + 2, position=done + 2, outstanding={done: done, done + 1: done + 1}),
         groups_trained=done,
-        forks={incarnation: 1} if incarnation else {},
+        resume_points={incarnation: 1} if incarnation else {},
     )
 
 

@@ -113,7 +113,9 @@ def batch_of(
     algorithm: Algorithm, model: Any, *, rewards: Sequence[Sequence[float]] = REWARDS, noise: float = 0.5
 ) -> Batch:
     groups = [group(index, of_group, model=model, noise=noise) for index, of_group in enumerate(rewards)]
-    return batch.build(groups, algorithm=algorithm, policy_version=VERSION, max_staleness=MAX_STALENESS, forks={})
+    return batch.build(
+        groups, algorithm=algorithm, policy_version=VERSION, max_staleness=MAX_STALENESS, resume_points={}
+    )
 
 
 def auxiliary(algorithm: Algorithm, folder: Path) -> dict[str, AuxiliaryModel]:

@@ -40,7 +40,7 @@ def build(algorithm: Algorithm, *groups: tuple[Trajectory, ...]) -> Batch:
         TrajectoryGroup(group_id=i, prompt_tokens=np.array([1], np.int32), trajectories=group, error="")
         for i, group in enumerate(groups)
     ]
-    return batches.build(made, algorithm=algorithm, policy_version=5, max_staleness=4, forks={})
+    return batches.build(made, algorithm=algorithm, policy_version=5, max_staleness=4, resume_points={})
 
 
 def advantages(batch: Batch) -> np.ndarray:

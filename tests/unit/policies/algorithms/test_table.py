@@ -107,7 +107,7 @@ def groups() -> list[TrajectoryGroup]:
 
 
 def built(algorithm: Algorithm) -> Batch:
-    return batch.build(groups(), algorithm=algorithm, policy_version=VERSION, max_staleness=4, forks={})
+    return batch.build(groups(), algorithm=algorithm, policy_version=VERSION, max_staleness=4, resume_points={})
 
 
 def gradient(algorithm: Algorithm) -> np.ndarray:

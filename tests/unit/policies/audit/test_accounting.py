@@ -167,7 +167,7 @@ def test_a_life_that_fell_back_behind_another_takes_its_lines_with_it() -> None:
         ("trained", 2),
         ("begun", 3),
     ]
-    assert [forks for _, _, forks in steps(history)] == [{2: 0}]
+    assert [resume_points for _, _, resume_points in steps(history)] == [{2: 0}]
 
 
 SABOTAGE = {
@@ -242,13 +242,13 @@ def test_only_tokens_that_the_policy_sampled_have_an_age() -> None:
     assert [(s.policy_version, count) for s, count in sampled_spans(trajectory)] == [(1, 1), (2, 1)]
 
 
-def oldest(one: Logged, *, step: int, forks: dict[int, int]) -> int:
-    return one.trained(step=step, forks=forks, discard="groups", bound=0)[0]
+def oldest(one: Logged, *, step: int, resume_points: dict[int, int]) -> int:
+    return one.trained(step=step, resume_points=resume_points, discard="groups", bound=0)[0]
 
 
-def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:
+def test_rolled_back_versions_count_as_old_as_the_resume_point() -> None:
     """Incarnation 1 kept version 6 of incarnation 0, so version 9 counts as 6. Step 8 trains version 7: 1 old."""
-    assert oldest(logged(1, 0, 9), step=8, forks={1: 6}) == 1
+    assert oldest(logged(1, 0, 9), step=8, resume_points={1: 6}) == 1
 
 
 class Life:
@@ -271,7 +271,7 @@ class Life:
         self.consumed = Ledger.from_json(found.consumed.as_json()) if found else Ledger(watermark=1)
         self.written.begin(self.epoch, step=self.step, kept=found.position if found else 0)
         lives = [entry for entry in present(self.written.entries) if entry.kind == "begun"]
-        self.forks = {life.incarnation: life.step for life in lives if life.incarnation > 0}
+        self.resume_points = {life.incarnation: life.step for life in lives if life.incarnation > 0}
 
     def do(self, what: str) -> None:
         if what == "publish":
@@ -283,7 +283,7 @@ class Life:
             self.log.append(logged(len(self.log) + self.trimmed + 1, group_id, self.step, epoch=self.epoch))
         elif what in ("train", "fail"):
             ready = [r for r in self.log if r.sequence not in self.consumed and r.group_id not in self.groups]
-            young = [r for r in ready if oldest(r, step=self.step + 1, forks=self.forks) <= BOUND]
+            young = [r for r in ready if oldest(r, step=self.step + 1, resume_points=self.resume_points) <= BOUND]
             for record in [r for r in ready if r not in young]:
                 self.dispose(record)
                 self.written.add("dropped", record.group_id, step=self.step, epoch=self.epoch)
@@ -296,7 +296,7 @@ class Life:
                 self.written.add("failed", taken[0].group_id, step=self.step, epoch=self.epoch)
             elif taken:
                 self.step += 1
-                age = max(oldest(record, step=self.step, forks=self.forks) for record in taken)
+                age = max(oldest(record, step=self.step, resume_points=self.resume_points) for record in taken)
                 ids = [record.group_id for record in taken]
                 self.written.add("trained", *ids, step=self.step, epoch=self.epoch, oldest=age)
         elif what == "save":

@@ -24,7 +24,7 @@ def test_a_batch_carries_prompt_zeros_and_the_staleness_of_every_token() -> None
         algorithm=resolve(ALGORITHMS["grpo"]),
         policy_version=5,
         max_staleness=4,
-        forks={},
+        resume_points={},
     )
     first = made.sequences[0]
     assert first.response_mask.tolist() == [False, False, True, True, True]
@@ -40,7 +40,11 @@ def test_a_batch_carries_prompt_zeros_and_the_staleness_of_every_token() -> None
 def test_a_token_over_the_bound_is_never_trained() -> None:
     with pytest.raises(AssertionError, match="stale"):
         batch.build(
-            [group(0, version=0)], algorithm=resolve(ALGORITHMS["grpo"]), policy_version=5, max_staleness=4, forks={}
+            [group(0, version=0)],
+            algorithm=resolve(ALGORITHMS["grpo"]),
+            policy_version=5,
+            max_staleness=4,
+            resume_points={},
         )
 
 
@@ -50,7 +54,7 @@ def test_a_truncated_answer_that_is_masked_is_in_no_sequence_s_mask() -> None:
     made = group(0, version=5)
     first, *others = made.trajectories
     cut = dataclasses.replace(made, trajectories=(dataclasses.replace(first, finish_reason="length"), *others))
-    sequences = batch.build([cut], algorithm=algorithm, policy_version=5, max_staleness=4, forks={}).sequences
+    sequences = batch.build([cut], algorithm=algorithm, policy_version=5, max_staleness=4, resume_points={}).sequences
     assert not sequences[0].response_mask.any()
     assert not sequences[0].loss_weights.any()
     assert sequences[1].response_mask.any()

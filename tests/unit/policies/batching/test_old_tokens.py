@@ -49,7 +49,9 @@ LATE = group(sampled_by(3, 6, 7, 9, reward=1.0), sampled_by(8, 9))
 
 
 def build(*groups: TrajectoryGroup, algorithm: Algorithm = GRPO, bound: int = BOUND, discard: Any = "tokens") -> Batch:
-    return batch.build(groups, algorithm=algorithm, policy_version=AT, max_staleness=bound, forks={}, discard=discard)
+    return batch.build(
+        groups, algorithm=algorithm, policy_version=AT, max_staleness=bound, resume_points={}, discard=discard
+    )
 
 
 def behind_prompt(made: TrainingSequence) -> list[int]:
@@ -168,27 +170,29 @@ answers = st.lists(st.tuples(versions, st.booleans()), min_size=1, max_size=6).m
     given_groups=st.lists(st.lists(answers, min_size=1, max_size=3), min_size=1, max_size=4),
     step=st.integers(0, 9),
     bound=st.integers(0, 5),
-    fork=st.integers(0, 9),
+    resumed_from=st.integers(0, 9),
 )
 def test_no_token_over_the_bound_is_trained_and_none_within_it_is_lost(
-    given_groups: list[list[list[tuple[tuple[int, int], bool]]]], step: int, bound: int, fork: int
+    given_groups: list[list[list[tuple[tuple[int, int], bool]]]], step: int, bound: int, resumed_from: int
 ) -> None:
-    """For any versions, including those of a history that the learner lost when it fell back to ``fork``."""
-    forks = {1: fork}
-    made = GroupTable(step=step, forks=forks)
+    """For any versions, including those of a history that the learner lost when it fell back to ``resumed_from``."""
+    resume_points = {1: resumed_from}
+    made = GroupTable(step=step, resume_points=resume_points)
     groups = [group_of(number, of) for number, of in enumerate(given_groups)]
     for number, one in enumerate(groups):
         made.publish(number, position=number)
         made.arrive(number + 1, one, now=0.0)
     rule = Selection(max_staleness=bound, discard="tokens")
     stale = rule.stale(made)
-    young = {one.group_id: [within(t, step, forks, bound) for t in one.trajectories] for one in groups}
+    young = {one.group_id: [within(t, step, resume_points, bound) for t in one.trajectories] for one in groups}
     assert {one.group_id for one in stale} == {i for i, masks in young.items() if not any(map(np.any, masks))}
     made.drop(stale)
     kept = [one.group for one in made.buffered.values()]
     if not kept:
         return
-    built = batch.build(kept, algorithm=GRPO, policy_version=step, max_staleness=bound, forks=forks, discard="tokens")
+    built = batch.build(
+        kept, algorithm=GRPO, policy_version=step, max_staleness=bound, resume_points=resume_points, discard="tokens"
+    )
     expected = [mask for one in kept for mask in young[one.group_id]]
     assert [sequence.response_mask[2:].tolist() for sequence in built.sequences] == [m.tolist() for m in expected]
     sampled = sum(int(t.response_mask.sum()) for one in kept for t in one.trajectories)
@@ -209,6 +213,6 @@ def group_of(number: int, of: Sequence[Sequence[tuple[tuple[int, int], bool]]]) 
     return dataclasses.replace(group(*made), group_id=number)
 
 
-def within(one: Trajectory, step: int, forks: dict[int, int], bound: int) -> Any:
-    ages = per_token(one.version_spans, length=len(one.tokens), policy_version=step, forks=forks)
+def within(one: Trajectory, step: int, resume_points: dict[int, int], bound: int) -> Any:
+    ages = per_token(one.version_spans, length=len(one.tokens), policy_version=step, resume_points=resume_points)
     return one.response_mask & (ages <= bound)

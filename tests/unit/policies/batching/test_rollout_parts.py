@@ -39,7 +39,7 @@ def group_of(rollouts: list[tuple[float, list[int]]]) -> TrajectoryGroup:
 
 def built(*groups: TrajectoryGroup, **changes: Any) -> Batch:
     algorithm = dataclasses.replace(resolve(ALGORITHMS["grpo"]), **changes)
-    return batch.build(groups, algorithm=algorithm, policy_version=0, max_staleness=0, forks={})
+    return batch.build(groups, algorithm=algorithm, policy_version=0, max_staleness=0, resume_points={})
 
 
 def advantages(made: Batch) -> list[float]:
@@ -68,7 +68,7 @@ def test_a_part_that_is_too_old_trains_nothing_and_its_rollout_counts_all_the_sa
         algorithm=resolve(ALGORITHMS["grpo"]),
         policy_version=4,
         max_staleness=2,
-        forks={},
+        resume_points={},
     )
     with pytest.raises(AssertionError, match="let a stale token through"):
         build()

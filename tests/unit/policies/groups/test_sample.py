@@ -49,29 +49,29 @@ def test_an_answer_is_split_where_an_environment_wrote() -> None:
 
 
 def test_staleness_is_that_of_the_oldest_token_at_the_version_that_trained_it() -> None:
-    assert sample_of(group(), fate="trained", step=8, forks={}).staleness == 4  # step 8 trains version 7
-    assert sample_of(group(), fate="dropped", step=8, forks={}).staleness == 5
-    assert sample_of(group(), fate="trained", step=8, forks={1: 2}).staleness == 5  # counts as version 2
+    assert sample_of(group(), fate="trained", step=8, resume_points={}).staleness == 4  # step 8 trains version 7
+    assert sample_of(group(), fate="dropped", step=8, resume_points={}).staleness == 5
+    assert sample_of(group(), fate="trained", step=8, resume_points={1: 2}).staleness == 5  # counts as version 2
     assert sample_of(group()).staleness is None
 
 
 def test_what_a_step_left_out_as_too_old_is_counted_and_has_no_part_in_the_other_numbers() -> None:
     """Step 9 trains version 8 with a bound of 3: two tokens are of version 3, one token is of version 5."""
     advantages = [np.array([0, 0, 0, 2], np.float32)]
-    (answer,) = sample_of(group(), fate="trained", step=9, forks={}, bound=3, advantages=advantages).answers
+    (answer,) = sample_of(group(), fate="trained", step=9, resume_points={}, bound=3, advantages=advantages).answers
     assert (answer.staleness, answer.old_tokens, answer.advantage) == (3, 2, 2.0)
-    (answer,) = sample_of(group(), fate="trained", step=9, forks={}, bound=5).answers
+    (answer,) = sample_of(group(), fate="trained", step=9, resume_points={}, bound=5).answers
     assert (answer.staleness, answer.old_tokens) == (5, 0)
-    (answer,) = sample_of(group(), fate="dropped", step=9, forks={}, bound=3).answers
+    (answer,) = sample_of(group(), fate="dropped", step=9, resume_points={}, bound=3).answers
     assert (answer.staleness, answer.old_tokens) == (6, 0)
-    sample = sample_of(group(), fate="trained", step=9, forks={}, bound=3)
+    sample = sample_of(group(), fate="trained", step=9, resume_points={}, bound=3)
     assert GroupSample.from_json(json.loads(json.dumps(sample.as_json()))) == sample
 
 
 def test_json_gives_it_back_also_with_fields_of_another_version() -> None:
     import json
 
-    sample = decoded(sample_of(group(), fate="trained", step=8, forks={}), words)
+    sample = decoded(sample_of(group(), fate="trained", step=8, resume_points={}), words)
     table = json.loads(json.dumps(sample.as_json()))
     assert GroupSample.from_json(table) == sample
     assert GroupSample.from_json(table | {"mood": "new"}) == sample

@@ -148,7 +148,7 @@ def test_what_is_dropped_says_how_old_and_how_long_it_was() -> None:
     assert made.take_lengths() == ([], [])
 
 
-def test_a_group_of_a_lost_history_has_no_known_start() -> None:
+def test_a_group_of_a_rolled_back_incarnation_has_no_known_start() -> None:
     made = table(1)
     made.publish(1, position=5)
     assert made.outstanding[1].oldest_start is None
@@ -191,10 +191,12 @@ def admitted(*versions: int | None) -> dict[int, PublishedPrompt]:
     return {group: PublishedPrompt(position=group, oldest_start=one) for group, one in enumerate(versions)}
 
 
-def starts(*heard: list[Heartbeat], of: dict[int, PublishedPrompt], forks: dict[int, int] | None = None) -> list[int]:
+def starts(
+    *heard: list[Heartbeat], of: dict[int, PublishedPrompt], resume_points: dict[int, int] | None = None
+) -> list[int]:
     started = StartedGroups()
     for beats in heard:
-        started.update(beats, outstanding=of, forks=forks or {})
+        started.update(beats, outstanding=of, resume_points=resume_points or {})
     return started.starts(of)
 
 
@@ -217,8 +219,8 @@ def test_what_a_dead_worker_had_begun_keeps_its_age_until_another_takes_it_over(
     assert starts(lived, [beat(7)], [beat(7, begun={0: 7})], of=admitted(1)) == [7]
 
 
-def test_a_version_of_a_lost_history_counts_as_the_fork() -> None:
-    assert starts([beat(9, begun={0: 8}, incarnation=0)], of=admitted(1, 1), forks={1: 5}) == [5, 5]
+def test_a_rolled_back_version_counts_as_the_resume_point() -> None:
+    assert starts([beat(9, begun={0: 8}, incarnation=0)], of=admitted(1, 1), resume_points={1: 5}) == [5, 5]
 
 
 @given(

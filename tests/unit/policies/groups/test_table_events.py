@@ -179,7 +179,7 @@ class Run:
     # -- kills ---------------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """The learner is killed and resumes from the newest or the previous checkpoint; the rest is a lost history.
+        """The learner is killed and resumes from the newest or the previous checkpoint; the rest is rolled back.
 
         A checkpoint that was still being written does not exist.
         """

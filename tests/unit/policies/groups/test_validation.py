@@ -28,7 +28,7 @@ GROUP = TrajectoryGroup(group_id=0, prompt_tokens=[1, 2], trajectories=(TRAJECTO
 
 def problem(group: TrajectoryGroup) -> str:
     """Validate ``group`` at version 6 of incarnation 1, which began from version 4."""
-    return VETTING.problem(group, incarnation=1, policy_version=6, forks={1: 4})
+    return VETTING.problem(group, incarnation=1, policy_version=6, resume_points={1: 4})
 
 
 def of(**changes: Any) -> TrajectoryGroup:
@@ -41,7 +41,7 @@ def test_a_group_that_can_be_is_let_through() -> None:
     assert problem(TrajectoryGroup(group_id=1, prompt_tokens=[], trajectories=(), error="reward failed")) == ""
 
 
-def test_tokens_of_a_lost_history_are_let_through() -> None:
+def test_tokens_of_rolled_back_versions_are_let_through() -> None:
     """Version 9 of incarnation 0 counts as version 4, from which incarnation 1 began."""
     assert problem(of(version_spans=(VersionSpan(start=0, incarnation=0, policy_version=9),))) == ""
 
@@ -77,7 +77,7 @@ def test_what_does_not_fit_into_the_model_is_named() -> None:
 def test_answers_that_nothing_sampled_may_name_any_version() -> None:
     given = of(version_spans=(VersionSpan(start=0, incarnation=99, policy_version=7),))
     vetting = GroupValidation(vocabulary_size=100, context_tokens=8, are_sampled=False)
-    assert vetting.problem(given, incarnation=1, policy_version=6, forks={}) == ""
+    assert vetting.problem(given, incarnation=1, policy_version=6, resume_points={}) == ""
 
 
 # -- limits of the group's prompt --------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ PAIR: TrajectoryGroup = replace(GROUP, trajectories=(TRAJECTORY, TRAJECTORY))
 
 
 def asked_problem(group: TrajectoryGroup, validation: GroupValidation = WHOLE, asked: PromptSpec | None = ASKED) -> str:
-    return validation.problem(group, incarnation=1, policy_version=6, forks={1: 4}, asked=asked)
+    return validation.problem(group, incarnation=1, policy_version=6, resume_points={1: 4}, asked=asked)
 
 
 def answers(*lengths: int, **changes: Any) -> tuple[Trajectory, ...]:
@@ -179,7 +179,7 @@ EXPERTS = np.array([[[0, 1]], [[2, 3]], [[255, 255]], [[1, 0]], [[255, 255]]], n
 
 def about_experts(experts: NDArray[Any], *, num_experts: int = 4) -> str:
     vetting = GroupValidation(vocabulary_size=100, context_tokens=8, num_experts=num_experts, experts_shape=(1, 2))
-    return vetting.problem(of(experts=experts), incarnation=1, policy_version=6, forks={1: 4})
+    return vetting.problem(of(experts=experts), incarnation=1, policy_version=6, resume_points={1: 4})
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def parts(*changes: dict[str, Any]) -> TrajectoryGroup:
 )
 def test_the_parts_of_a_rollout_are_vetted_each(possible: dict[str, Any], group: TrajectoryGroup, words: str) -> None:
     vetting = GroupValidation(vocabulary_size=100, context_tokens=8, **possible)
-    found = vetting.problem(group, incarnation=1, policy_version=6, forks={1: 4})
+    found = vetting.problem(group, incarnation=1, policy_version=6, resume_points={1: 4})
     assert found == "" if not words else words in found
 
 
@@ -230,5 +230,5 @@ def test_rollouts_are_counted_and_not_their_parts() -> None:
         (parts({}, {}, {}), "it has 1 answers and 0 cut off"),
         (third, "it has rollout 2, and 2 were asked for"),
     ):
-        found = VETTING.problem(group, incarnation=1, policy_version=6, forks={1: 4}, asked=asked)
+        found = VETTING.problem(group, incarnation=1, policy_version=6, resume_points={1: 4}, asked=asked)
         assert found == "" if not words else words in found

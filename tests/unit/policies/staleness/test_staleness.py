@@ -100,20 +100,20 @@ def test_the_scaled_learning_rate_rises_with_the_ess_and_never_over_the_given_on
 
 
 def test_staleness_is_counted_per_token() -> None:
-    ages = per_token((span(3), span(5, start=2)), length=4, policy_version=6, forks={})
+    ages = per_token((span(3), span(5, start=2)), length=4, policy_version=6, resume_points={})
     assert ages.tolist() == [3, 3, 1, 1]
 
 
-def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:
+def test_rolled_back_versions_count_as_old_as_the_resume_point() -> None:
     # Incarnation 0 reached version 9; then the learner fell back to a checkpoint at 6 and started incarnation 1 there.
-    forks = {1: 6}
-    assert effective_version(span(9, epoch=0), forks) == 6
-    assert effective_version(span(4, epoch=0), forks) == 4
-    assert effective_version(span(9, epoch=1), forks) == 9
-    assert oldest_version((span(9, epoch=0), span(8, start=2, epoch=1)), forks) == 6
+    resume_points = {1: 6}
+    assert effective_version(span(9, epoch=0), resume_points) == 6
+    assert effective_version(span(4, epoch=0), resume_points) == 4
+    assert effective_version(span(9, epoch=1), resume_points) == 9
+    assert oldest_version((span(9, epoch=0), span(8, start=2, epoch=1)), resume_points) == 6
 
 
-def test_a_second_fall_back_counts_from_the_earlier_fork() -> None:
+def test_a_second_fall_back_counts_from_the_earlier_resume_point() -> None:
     assert effective_version(span(9, epoch=0), {1: 6, 2: 3}) == 3
 
 
