@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -107,6 +108,7 @@ class TemplateFormat(ChatFormat):
         source = chat_template or getattr(tokenizer, "chat_template", None) or ""
         if not source:
             raise ConfigError("the model's tokenizer has no chat template; set rollout.options.chat_template")
+        self._asks_for_none = bool(re.search(r"content['\"]?\]? *(is|is not|==|!=) *[nN]one\b", str(source)))
         self._parser = parser or PlainParser(source)
         self._keeps_thinking = keeps_thinking
         self._close, self._close_id = self._find_closer()
@@ -186,13 +188,21 @@ class TemplateFormat(ChatFormat):
     def _apply(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
         more: Json = {"tools": list(tools)} if tools else {}
         made = self.tokenizer.apply_chat_template(
-            [with_parsed_arguments(message) for message in messages],
+            [self._without_text(with_parsed_arguments(message)) for message in messages],
             tokenize=False,
             add_generation_prompt=asks,
             **more,
             **self._options,
         )
         return str(made)
+
+    def _without_text(self, message: Json) -> Json:
+        """Return a message of calls alone with the content None, if the template asks for that.
+
+        DeepSeek's templates write the calls only `if message['content'] is none`. Others would write "None".
+        """
+        is_none = self._asks_for_none and message.get("tool_calls") and not message["content"]
+        return {**message, "content": None} if is_none else message
 
 
 def with_parsed_arguments(message: Json) -> Json:

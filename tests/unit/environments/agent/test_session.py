@@ -84,6 +84,21 @@ async def test_what_the_next_turn_is_given_is_what_the_template_would_write() ->
     assert given.replace(CALLED, json.dumps(json.loads(CALLED))) == rendered
 
 
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("{% if m['content'] is none %}?{{ m.tool_calls[0].function.name }}{% else %}A{% endif %}", "?add"),
+        ("{{ m.content }}", ""),
+    ],
+)
+def test_a_template_sees_that_a_message_has_calls_alone_if_it_asks(template: str, written: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    of_user = "{% for m in messages %}{% if m.role == 'user' %}Q{% else %}" + template + "{% endif %}{% endfor %}"
+    form = TemplateFormat(TOKENIZER, chat_template=of_user)
+    assert TOKENIZER.decode(form.render(messages, ())) == "Q" + written
+
+
 async def test_a_compaction_and_a_sub_agent_are_sequences_of_their_own() -> None:
     async with Client(Scripted(["one", "two", "we talked", "three", "sub"])) as client:
         messages = [{"role": "user", "content": "q1"}]
