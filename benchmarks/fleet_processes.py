@@ -297,7 +297,7 @@ class FleetEngine:
         return self._version
 
     @property
-    def intake(self) -> None:
+    def weight_updater(self) -> None:
         return None
 
     def stats(self) -> EngineStats:

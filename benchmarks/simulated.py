@@ -34,7 +34,7 @@ from asyncrl.planning.simulation import Decoding, Finished, GroupLengths, Timing
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.rewards.port import Reward, Sample
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.weights.port import Intake, LoadReport, WeightChannel
+from asyncrl.weights.port import LoadReport, WeightChannel, WeightUpdater
 
 LengthKind = Literal["lognormal", "pareto", "constant"]
 LENGTH_KINDS: Final = ("lognormal", "pareto", "constant")
@@ -173,7 +173,7 @@ class SimulatedEngine(EngineAdapter):
         return self._changes[-1][1]
 
     @property
-    def intake(self) -> None:
+    def weight_updater(self) -> None:
         return None
 
     @property
@@ -262,7 +262,7 @@ class NullChannel(WeightChannel):
     def sender(self) -> None:
         return None
 
-    def receiver(self, intake: Intake, *, engine: str) -> None:
+    def receiver(self, updater: WeightUpdater, *, engine: str) -> None:
         return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 from asyncrl.config.adapter import Adapter, RunConfig
 from asyncrl.engines.port import Engine
 from asyncrl.tensors.device import require_gpu, resolve_device
-from asyncrl.weights.port import Intake
+from asyncrl.weights.port import WeightUpdater
 
 FIRST_VERSION = (0, 0)
 """(incarnation, policy version) of the weights in model.path."""
@@ -47,8 +47,9 @@ class EngineAdapter(Adapter):
         return of_model
 
     @classmethod
-    def check_intake(cls, run: RunConfig) -> None:
-        """Refuse options with which the engine cannot receive weights from the learner's memory (``intake``)."""
+    def check_weight_updater(cls, run: RunConfig) -> None:
+        """Refuse options with which the engine cannot receive weights from the learner's memory
+        (``weight_updater``)."""
 
     @classmethod
     def build(cls, run: RunConfig, *, name: str) -> Engine:
@@ -75,6 +76,6 @@ class EngineAdapter(Adapter):
         return int(run.engine.device != "cpu")
 
     @property
-    def intake(self) -> Intake | None:
+    def weight_updater(self) -> WeightUpdater | None:
         """None: the engine only loads folders. See Engine."""
         return None

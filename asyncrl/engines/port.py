@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.weights.port import Intake, LoadReport
+from asyncrl.weights.port import LoadReport, WeightUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def intake(self) -> Intake | None:
+    def weight_updater(self) -> WeightUpdater | None:
         """Receives weights from another process's memory, after start; None if this engine only loads folders."""
         ...
 

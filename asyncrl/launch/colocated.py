@@ -71,7 +71,7 @@ class TurnTakingEngine:
     GPUs free. Weights come only from folders.
     """
 
-    intake = None
+    weight_updater = None
 
     def __init__(self, engine: Engine, *, memory: SharesGpus, turn: GpuTurn) -> None:
         """memory: moves the engine's memory"""

@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.weight_transfer import TransferRequest
 from asyncrl.tensors import weight_files
-from asyncrl.weights.port import Ask, Intake, LoadReport, Receiver, Sender, Source, WeightChannel
+from asyncrl.weights.port import Ask, LoadReport, Receiver, Sender, Source, WeightChannel, WeightUpdater
 
 
 def verify_folder(weights: WeightVersion) -> Path:
@@ -74,7 +74,7 @@ class ChannelAdapter(Adapter):
         """See WeightChannel."""
         return None
 
-    def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
+    def receiver(self, updater: WeightUpdater, *, engine: str) -> Receiver | None:
         """See WeightChannel. A channel that sends from memory returns its Sender's counterpart, or PullReceiver."""
         return None
 
@@ -85,9 +85,9 @@ class PullReceiver:
     See Receiver in weights/port.py. No join is needed: each offer's payload contains everything.
     """
 
-    def __init__(self, intake: Intake, source: Source, *, engine: str) -> None:
-        """``source``: see Intake.take. ``engine``: name of the engine in the run."""
-        self._intake = intake
+    def __init__(self, updater: WeightUpdater, source: Source, *, engine: str) -> None:
+        """``source``: see WeightUpdater.update. ``engine``: name of the engine in the run."""
+        self._updater = updater
         self._source = source
         self._engine = engine
 
@@ -96,7 +96,7 @@ class PullReceiver:
 
     async def receive(self, ask: Ask) -> LoadReport:
         request = TransferRequest(
-            engine=self._engine, group=self._engine, num_ranks=self._intake.num_ranks, has_joined=True
+            engine=self._engine, group=self._engine, num_ranks=self._updater.num_ranks, has_joined=True
         )
         offer = await ask(request)
-        return await self._intake.take(offer.version, self._source, offer.payload)
+        return await self._updater.update(offer.version, self._source, offer.payload)

@@ -8,7 +8,7 @@ from pathlib import Path
 from asyncrl.messages import WeightVersion
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.port import Intake, Receiver, Sender, WeightChannel
+from asyncrl.weights.port import Receiver, Sender, WeightChannel, WeightUpdater
 
 
 class ModelKeeper:
@@ -65,5 +65,5 @@ class ModelKeeper:
     def sender(self) -> Sender | None:
         return self._channel.sender
 
-    def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
-        return self._channel.receiver(intake, engine=engine)
+    def receiver(self, updater: WeightUpdater, *, engine: str) -> Receiver | None:
+        return self._channel.receiver(updater, engine=engine)

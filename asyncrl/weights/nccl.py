@@ -57,7 +57,7 @@ _ENVIRONMENT: Final = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRequest:
-    """Payload of a request.  buckets_at_once: see BroadcastIntake in weights/port.py"""
+    """Payload of a request.  buckets_at_once: see BroadcastUpdater in weights/port.py"""
 
     buckets_at_once: int = 1
 

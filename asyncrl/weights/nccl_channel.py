@@ -20,7 +20,7 @@ from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.nccl import CUMEM, CollectiveOffer, CollectiveRequest, Sender, group_of_part
-from asyncrl.weights.port import Ask, BroadcastIntake, Intake, LoadReport
+from asyncrl.weights.port import Ask, BroadcastUpdater, LoadReport, WeightUpdater
 
 _REACH_SECONDS: Final = 5.0
 
@@ -72,16 +72,16 @@ class NCCLChannel(FilesChannel):
     def sender(self) -> Sender:
         return self._sender
 
-    def receiver(self, intake: Intake, *, engine: str) -> CollectiveReceiver | None:
-        return CollectiveReceiver(intake, engine=engine) if isinstance(intake, BroadcastIntake) else None
+    def receiver(self, updater: WeightUpdater, *, engine: str) -> CollectiveReceiver | None:
+        return CollectiveReceiver(updater, engine=engine) if isinstance(updater, BroadcastUpdater) else None
 
 
 class CollectiveReceiver:
     """See Receiver in weights/port.py. The engine keeps a group with every exporting rank until a failure."""
 
-    def __init__(self, intake: BroadcastIntake, *, engine: str) -> None:
+    def __init__(self, updater: BroadcastUpdater, *, engine: str) -> None:
         """``engine``: name of the engine in the run."""
-        self._intake = intake
+        self._updater = updater
         self._engine = engine
         self._group = ""
         self._has_joined = False
@@ -97,7 +97,7 @@ class CollectiveReceiver:
         try:
             for number, found in enumerate(parts):
                 group = group_of_part(self._group, number)
-                await self._intake.join(group, host=found.host, port=found.port, kind=found.collective)
+                await self._updater.join(group, host=found.host, port=found.port, kind=found.collective)
                 self._joined.append(group)
         except WeightsError:
             await self.leave()
@@ -109,7 +109,7 @@ class CollectiveReceiver:
             offer = await ask(self.request)
             own = _decode_offer(offer)
             parts = [(group_of_part(self._group, number), one.buckets) for number, one in enumerate((own, *own.others))]
-            return await self._intake.receive(offer.version, parts)
+            return await self._updater.receive(offer.version, parts)
         except WeightsError:
             await self.leave()
             raise
@@ -119,9 +119,9 @@ class CollectiveReceiver:
         return TransferRequest(
             engine=self._engine,
             group=self._group,
-            num_ranks=self._intake.num_ranks,
+            num_ranks=self._updater.num_ranks,
             has_joined=self._has_joined,
-            payload=encode(CollectiveRequest(buckets_at_once=self._intake.buckets_at_once)),
+            payload=encode(CollectiveRequest(buckets_at_once=self._updater.buckets_at_once)),
         )
 
     async def leave(self) -> None:
@@ -129,7 +129,7 @@ class CollectiveReceiver:
         left = self._joined
         self._rename()
         for group in left:
-            await self._intake.leave(group)
+            await self._updater.leave(group)
 
     def _rename(self) -> None:
         self._group = f"{self._engine}-{uuid.uuid4().hex[:8]}"

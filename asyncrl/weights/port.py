@@ -1,4 +1,4 @@
-"""The ports that bring weights to engines: the channel, and the intake of an engine."""
+"""The ports that bring weights to engines: the channel, and the weight updater of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asyncrl.tensors.snapshot import Snapshot
 
 Source: TypeAlias = "Callable[[bytes, torch.device], Iterator[tuple[str, torch.Tensor]]]"
-"""Yields a model's tensors received from the learner: see Intake.take."""
+"""Yields a model's tensors received from the learner: see WeightUpdater.update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class WeightChannel(Protocol):
         """Sends the newest weights from memory; None if the channel supports only folders."""
         ...
 
-    def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
+    def receiver(self, updater: WeightUpdater, *, engine: str) -> Receiver | None:
         """Return the receiving side of ``sender`` for the engine named ``engine``; None if it only loads folders."""
         ...
 
@@ -117,7 +117,7 @@ class Receiver(Protocol):
         ...
 
 
-class Intake(Protocol):
+class WeightUpdater(Protocol):
     """Moves weights from another process's memory into an engine. A weight channel's Receiver directs it."""
 
     @property
@@ -125,7 +125,7 @@ class Intake(Protocol):
         """Number of engine processes that hold the model."""
         ...
 
-    async def take(self, version: tuple[int, int], source: Source, payload: bytes) -> LoadReport:
+    async def update(self, version: tuple[int, int], source: Source, payload: bytes) -> LoadReport:
         """Switch to the tensors that ``source`` yields, like Engine.load with a folder.
 
         ``source(payload, device)`` is called in each process of the engine, so it must be a top-level function of a
@@ -137,8 +137,8 @@ class Intake(Protocol):
 
 
 @runtime_checkable
-class BroadcastIntake(Intake, Protocol):
-    """The intake of an engine that also takes broadcasts of the learner.
+class BroadcastUpdater(WeightUpdater, Protocol):
+    """The weight updater of an engine that also takes broadcasts of the learner.
 
     Its processes are ranks 1 and up of torch.distributed groups, with a rank of the learner as rank 0.
     """

@@ -93,8 +93,8 @@ class Bench:
         self._ranks, self._of_bare = ranks, of_bare
         self._version = 0
         self._empty_pause = float("nan")
-        assert engine.intake is not None
-        self._receiver = CollectiveReceiver(engine.intake, engine="w0")
+        assert engine.weight_updater is not None
+        self._receiver = CollectiveReceiver(engine.weight_updater, engine="w0")
 
     async def pause_without_load(self) -> None:
         """Measure the pauses of updates that load nothing: how long the server needs to finish what it has begun."""

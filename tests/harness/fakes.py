@@ -69,7 +69,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.version = (0, 0)
-        self.intake = None
+        self.weight_updater = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = 0
@@ -190,7 +190,7 @@ class Channel:
     def verify(self, weights: WeightVersion) -> Path:
         return Path(weights.uri)
 
-    def receiver(self, intake: Any, *, engine: str) -> None:
+    def receiver(self, updater: Any, *, engine: str) -> None:
         return None
 
 

@@ -14,7 +14,7 @@ from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, Transf
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.nccl import CollectiveOffer
 from asyncrl.weights.nccl_channel import CollectiveReceiver
-from asyncrl.weights.port import Ask, BroadcastIntake, LoadReport, Receiver, Sender
+from asyncrl.weights.port import Ask, BroadcastUpdater, LoadReport, Receiver, Sender
 from tests.harness.engines import Model
 
 BUCKET_BYTES = 20_000
@@ -79,5 +79,5 @@ def _ask(sender: Sender, group: asyncio.TaskGroup) -> Ask:
 
 def receiver_of(engine: Engine, name: str = "w0") -> CollectiveReceiver:
     """Return a started engine's end of an nccl channel."""
-    assert isinstance(engine.intake, BroadcastIntake)
-    return CollectiveReceiver(engine.intake, engine=name)
+    assert isinstance(engine.weight_updater, BroadcastUpdater)
+    return CollectiveReceiver(engine.weight_updater, engine=name)

@@ -141,7 +141,7 @@ class Engine(fakes.Engine):
     def __init__(self, name: str = "w0", *, receives: bool = True) -> None:
         super().__init__()
         self.receiver: Any = Receiver(self, name) if receives else None
-        self.intake: Any = self if receives else None
+        self.weight_updater: Any = self if receives else None
         self.took: list[tuple[str, int]] = []
         self.is_paused = False
 
@@ -165,7 +165,7 @@ class Channel(fakes.Channel):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def receiver(self, intake: Any, *, engine: str) -> Any:
+    def receiver(self, updater: Any, *, engine: str) -> Any:
         return self._engine.receiver
 
 

@@ -480,9 +480,11 @@ class WeightFollower(Actor):
 
     async def start(self) -> None:
         """Join the learner, if it sends weights, before anything runs: a group's first collective takes longer."""
-        if not self._follows or self._engine.intake is None:
+        if not self._follows or self._engine.weight_updater is None:
             return
-        self.loader.receiver = self._channel.receiver(self._engine.intake, engine=self.name.removesuffix(".weights"))
+        self.loader.receiver = self._channel.receiver(
+            self._engine.weight_updater, engine=self.name.removesuffix(".weights")
+        )
         if self.loader.receiver is not None and SENT in await self.bus.states(WEIGHTS):
             try:
                 await self.loader.receive(self.loader.receiver, takes_turns=False)

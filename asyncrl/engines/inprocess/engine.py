@@ -93,7 +93,7 @@ def _experts(answer: RunningSequence, begin: int, end: int) -> ExpertArray:
 
 
 class InProcessEngine(EngineAdapter):
-    """See Engine and Intake in the ports."""
+    """See Engine and WeightUpdater in the ports."""
 
     options_type = Options
     shares_gpus = True
@@ -200,8 +200,8 @@ class InProcessEngine(EngineAdapter):
         decoder = self._alive()
         return await self._switch(weights.version, lambda: read_weights(weights, decoder))
 
-    async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
-        """See Intake. If ``source`` raises, the old weights stay."""
+    async def update(self, version: Version, source: Source, payload: bytes) -> LoadReport:
+        """See WeightUpdater. If ``source`` raises, the old weights stay."""
         decoder = self._alive()
         return await self._switch(version, lambda: fetch_weights(source, payload, decoder))
 
@@ -230,7 +230,7 @@ class InProcessEngine(EngineAdapter):
         return self._decoder.version if self._decoder else self._first_version
 
     @property
-    def intake(self) -> InProcessEngine:
+    def weight_updater(self) -> InProcessEngine:
         return self
 
     def stats(self) -> EngineStats:

@@ -45,12 +45,12 @@ from asyncrl.engines.sglang.checks import (
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
-from asyncrl.engines.sglang.options import MEMORY_SAVER, check_arguments, check_intake_arguments
+from asyncrl.engines.sglang.options import MEMORY_SAVER, check_arguments, check_updater_arguments
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request
 from asyncrl.engines.sglang.server import ServedModel, read_model
 from asyncrl.engines.sglang.versions import SettledVersion, Stamps, new_owner
-from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
+from asyncrl.engines.sglang.weights import SGLangUpdater, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
@@ -104,9 +104,9 @@ class SGLangEngine(EngineAdapter):
             check_arguments(options.server_arguments)
 
     @classmethod
-    def check_intake(cls, run: RunConfig) -> None:
+    def check_weight_updater(cls, run: RunConfig) -> None:
         options: Options = cls.options(run)
-        check_intake_arguments(options.server_arguments)
+        check_updater_arguments(options.server_arguments)
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:
@@ -179,7 +179,7 @@ class SGLangEngine(EngineAdapter):
         )
         self._lora = lora
         self._adapters = Adapters(self._client.control, first_version=version) if lora else None
-        self._intake: SGLangIntake | None = None
+        self._updater: SGLangUpdater | None = None
         self._tokens_generated = 0
 
     async def start(self) -> None:
@@ -276,8 +276,8 @@ class SGLangEngine(EngineAdapter):
         return (self._adapters or self._loader).version
 
     @property
-    def intake(self) -> SGLangIntake | None:
-        return self._intake
+    def weight_updater(self) -> SGLangUpdater | None:
+        return self._updater
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -348,7 +348,7 @@ class SGLangEngine(EngineAdapter):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{EXPERTS_OPTION} of the server at {self.url}')
         version = str(info.get("version", "0"))
         check_version(self._options, url=self.url, version=version)
-        self._intake = SGLangIntake(
+        self._updater = SGLangUpdater(
             self._client.control,
             self._loader,
             num_ranks=int(info.get("tp_size") or 1),

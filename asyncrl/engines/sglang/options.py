@@ -103,7 +103,7 @@ def check_arguments(server_arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"engine.options: server_arguments: the installed SGLang has no option {name!r}{hint}")
 
 
-def check_intake_arguments(server_arguments: Mapping[str, Any]) -> None:
+def check_updater_arguments(server_arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for options with which a server cannot join the learner's broadcasts."""
     for key, value in server_arguments.items():
         if option_name(key) in ("pp-size", "pipeline-parallel-size") and value != 1:

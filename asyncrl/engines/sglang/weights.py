@@ -108,9 +108,9 @@ class WeightLoader:
                 return await self._switch(weights.version, updates, what=str(folder), files=files)
             held = [Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}") for stream in streams]
             instruction = loader.serialize_files(*zip(held, paths, strict=True))
-            return await self.take(weights.version, instruction, what=str(folder))
+            return await self.load_with_loader(weights.version, instruction, what=str(folder))
 
-    async def take(self, version: Version, instruction: str, *, what: str) -> LoadReport:
+    async def load_with_loader(self, version: Version, instruction: str, *, what: str) -> LoadReport:
         """Run an instruction of our loader. Raises WeightsError if the server lacks the loader, EngineDied if it
         fails."""
         if not self.ranks_with_loader:
@@ -231,8 +231,8 @@ class WeightLoader:
         self._is_open.set()
 
 
-class SGLangIntake:
-    """See BroadcastIntake in weights/port.py."""
+class SGLangUpdater:
+    """See BroadcastUpdater in weights/port.py."""
 
     def __init__(
         self, post: Post, loader: WeightLoader, *, num_ranks: int, shapes: Shapes, optional: frozenset[str]
@@ -249,9 +249,11 @@ class SGLangIntake:
     def buckets_at_once(self) -> int:
         return receiving.AT_ONCE if self._loader.receives else 1
 
-    async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
+    async def update(self, version: Version, source: Source, payload: bytes) -> LoadReport:
         instruction = loader.serialize_source(source, payload, expected=self._shapes, optional=self._optional)
-        return await self._in_time(self._loader.take(version, instruction, what=source.__module__), self._shapes)
+        return await self._in_time(
+            self._loader.load_with_loader(version, instruction, what=source.__module__), self._shapes
+        )
 
     async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
         body = {

@@ -207,7 +207,7 @@ def _check_engine_and_channel(run: RunConfig) -> None:
         )
     channel.check(run)
     if channel.sends_from_memory:
-        engine.check_intake(run)
+        engine.check_weight_updater(run)
     for key, what, is_on in (
         ("learner.lora.publish", "adapters", run.learner.lora.publish == "adapter"),
         ("weights.quantization", run.weights.quantization, bool(run.weights.quantization)),

@@ -103,7 +103,7 @@ class TinyEngine(EngineAdapter):
         return self._version
 
     @property
-    def intake(self) -> None:
+    def weight_updater(self) -> None:
         return None
 
     def stats(self) -> EngineStats:

@@ -16,7 +16,7 @@ from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.adapter import PullReceiver
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.port import Intake, Transfer
+from asyncrl.weights.port import Transfer, WeightUpdater
 
 PATIENCE = 60.0
 
@@ -47,8 +47,8 @@ class SocketChannel(FilesChannel):
     def sender(self) -> SocketSender:
         return self._sender
 
-    def receiver(self, intake: Intake, *, engine: str) -> PullReceiver:
-        return PullReceiver(intake, tensors, engine=engine)
+    def receiver(self, updater: WeightUpdater, *, engine: str) -> PullReceiver:
+        return PullReceiver(updater, tensors, engine=engine)
 
 
 def tensors(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,7 +31,7 @@ class SharedServer:
 
     def __init__(self, engine: SGLangEngine) -> None:
         self._engine = engine
-        self.intake = None
+        self.weight_updater = None
         self.sampled: list[tuple[NDArray[np.int32], Generation]] = []
 
     async def start(self) -> None:

@@ -97,8 +97,8 @@ def through_the_loader(
     engine: sglang.SGLangEngine, receiver: CollectiveReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """Treat the joined group as NCCL's. Returns the paths that the server is asked for from now on."""
-    assert isinstance(engine.intake, sglang.SGLangIntake)
-    monkeypatch.setitem(engine.intake._kinds, receiver.request.group, "nccl")
+    assert isinstance(engine.weight_updater, sglang.SGLangUpdater)
+    monkeypatch.setitem(engine.weight_updater._kinds, receiver.request.group, "nccl")
     asked: list[str] = []
     post = engine._loader._post
 
@@ -202,13 +202,13 @@ async def test_our_loader_in_the_server_receives_all_buckets_in_one_order(
 async def test_a_server_that_does_not_find_its_group_gets_a_folder_and_then_sglangs_way(
     engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert isinstance(engine.intake, sglang.SGLangIntake)
-    monkeypatch.setitem(engine.intake._kinds, "not joined", "nccl")
+    assert isinstance(engine.weight_updater, sglang.SGLangUpdater)
+    monkeypatch.setitem(engine.weight_updater._kinds, "not joined", "nccl")
     monkeypatch.setattr(engine._loader, "finds_groups", True)
     with pytest.raises(
         WeightsError, match="loader in the server cannot receive: .*not joined; from now on SGLang's does"
     ):
-        await engine.intake.receive((0, 2), [("not joined", layouts(new))])
+        await engine.weight_updater.receive((0, 2), [("not joined", layouts(new))])
     assert engine.version < (0, 0)
     await engine.load(old.version(3))
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
@@ -274,10 +274,10 @@ async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_serv
     engine: sglang.SGLangEngine, new: Model, tmp_path: Path
 ) -> None:
     """Its function runs inside the server."""
-    assert engine.intake is not None
+    assert engine.weight_updater is not None
     channel = SocketChannel(tmp_path, keep=2, model_path=new.folder, options=toy_sockets.Options())
     channel.sender.hold(snapshot(new), incarnation=0, policy_version=2)
-    receiver = channel.receiver(engine.intake, engine="w0")
+    receiver = channel.receiver(engine.weight_updater, engine="w0")
     await receive(receiver, channel.sender)
     generation = await engine.generate(PROMPT, SHORT, seed=0)
     assert Check(new)(generation) < TOLERANCE

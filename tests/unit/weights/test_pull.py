@@ -54,7 +54,7 @@ async def test_the_engine_samples_from_what_its_channel_fetched(
     engine: inprocess.InProcessEngine, channel: SocketChannel, old: Model, new: Model
 ) -> None:
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-    report = await receive(channel.receiver(engine.intake, engine="w0"), channel.sender)
+    report = await receive(channel.receiver(engine.weight_updater, engine="w0"), channel.sender)
     assert 0 <= report.pause_seconds <= report.load_seconds
     assert engine.version == (0, 2)
     assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
@@ -73,7 +73,7 @@ async def test_a_fetch_that_fails_leaves_the_old_weights(
     engine: inprocess.InProcessEngine, channel: SocketChannel, old: Model
 ) -> None:
     with pytest.raises(WeightsError, match="test_pull: ConnectionError: the learner is gone"):
-        await engine.take((0, 2), raising, b"the learner")
+        await engine.update((0, 2), raising, b"the learner")
     with pytest.raises(ExceptionGroup) as raised:
         await receive(PullReceiver(engine, lacking, engine="w0"), channel.sender)
     assert raised.group_contains(WeightsError, match="is missing")

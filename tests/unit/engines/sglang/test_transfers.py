@@ -194,7 +194,7 @@ async def test_server_gets_the_function_of_a_pull_channel(attach: Attach) -> Non
     attached.engine._loader.ranks_with_loader = 2
     attached.server.asked.clear()
     offer = replace(attached.offer, payload=b"where")
-    await PullReceiver(attached.engine.intake, source, engine="w7").receive(offering(offer))
+    await PullReceiver(attached.engine.weight_updater, source, engine="w7").receive(offering(offer))
     assert attached.paths == [PAUSE, BEGIN, BY_LOADER, END, CONTINUE]
     first, second = attached.server.bodies(BY_LOADER)[0]["serialized_named_tensors"]
     assert first == second
