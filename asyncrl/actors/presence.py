@@ -13,7 +13,7 @@ from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.roles import LEARNERS_ACTORS, WATCHER, process_name
 from asyncrl.os_process import process_state
 from asyncrl.policies.health.faults import SILENT_SECONDS, ActorStatus, Process
-from asyncrl.policies.health.waits import FIRST_SECONDS
+from asyncrl.policies.health.waits import UNKNOWN_SECONDS
 
 REMEMBER_SECONDS = 60.0
 """How long a silent actor is still reported."""
@@ -94,7 +94,7 @@ class PresenceTracker:
         """Return all remembered actors, with the process state of silent ones on this machine."""
         return {
             name: replace(status, process=self._process(status.beat.pid))
-            if status.is_silent and status.beat.host == self._host
+            if status.seconds > SILENT_SECONDS and status.beat.host == self._host
             else status
             for name, status in self._actors.items()
         }
@@ -133,7 +133,7 @@ class PresenceTracker:
         return (one.host or self._host, one.pid)
 
     def _starting(self, one: OwnProcess) -> ActorStatus:
-        wait = Wait(what="its first heartbeat", on="start", seconds=one.seconds, limit=FIRST_SECONDS)
+        wait = Wait(what="its first heartbeat", on="start", seconds=one.seconds, limit=UNKNOWN_SECONDS)
         host, pid = self._place(one)
         return ActorStatus(
             beat=Heartbeat(actor=one.name, role=one.role, phase="starting", waits=(wait,), host=host, pid=pid)

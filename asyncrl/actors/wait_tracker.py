@@ -2,8 +2,7 @@
 
 Durations are monotonic: changes of the wall clock do not begin, hide or end a wait. A wait for a part of the actor's
 own process (its engine, its reward function, a disk) has a limit before it counts as a stall. The limit is learned from
-the median of earlier waits of the same kind (``stall_limit``). The median is used because one hang that healed must not
-make the next one look usual.
+earlier waits of the same kind (``usual_seconds``, ``stall_limit``): until some have ended, nothing is unusual.
 
 Tests: tests/unit/actors/test_wait_tracker.py.
 """
@@ -11,7 +10,6 @@ Tests: tests/unit/actors/test_wait_tracker.py.
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 
 from asyncrl.engines.port import EngineStats
 from asyncrl.messages import Wait
-from asyncrl.policies.health.waits import FIRST_SECONDS, PARTS, PATIENCE_SECONDS, stall_limit
+from asyncrl.policies.health.waits import PARTS, stall_limit, usual_seconds
 
 _REMEMBERED = 32
 
@@ -61,20 +59,18 @@ class WaitTracker:
         *,
         on: str = "",
         note: str = "",
-        first: float = PATIENCE_SECONDS,
         progress: Callable[[], int] | None = None,
     ) -> Iterator[OpenWait]:
         """While open, report on the bus that the actor waits for ``what``, and since when.
 
         on        who could end the wait: a role, or one of policies.health.waits.PARTS
         note      text appended to ``what``; waits with the same ``what`` are compared with each other
-        first     for a part: seconds that the first wait of this kind may take, before there are earlier ones
         progress  counter that rises while the work progresses; only the time since it last rose counts
         """
         usual, longest = self.usual_seconds(what, on), 0.0
         if (part := PARTS.get(on)) is not None:
             usual = usual if part.patience is None else 0.0
-            longest = stall_limit(usual, first=first) if part.patience is None else part.patience
+            longest = stall_limit(usual) if part.patience is None else part.patience
         since = self._clock()
         wait = OpenWait(what, on, note, usual, longest, since, progress=progress, alive=since)
         self._open.append(wait)
@@ -100,8 +96,8 @@ class WaitTracker:
         return max(wait.longest, self._clock() - wait.since)
 
     def usual_seconds(self, what: str, on: str) -> float:
-        """Return the median duration of the last _REMEMBERED waits of this kind; 0 if there are none."""
-        return statistics.median(past) if (past := self._past.get((what, on))) else 0.0
+        """Return how long the last _REMEMBERED waits of this kind took at most, as a rule; 0 if it is not known."""
+        return usual_seconds(self._past.get((what, on), ()))
 
     def now(self) -> tuple[Wait, ...]:
         """Return one entry per kind with its longest wait, longest first."""
@@ -126,38 +122,44 @@ class WaitTracker:
 
 
 class EngineLiveness:
-    """An engine's signs of life, checked with each heartbeat: an answer may take long, the next token may not."""
+    """An engine's signs of life, checked with each heartbeat: an answer may take long, the next token may not.
+
+    How long the next token usually takes is learned from the times between signs of life, and until there are some of
+    them from whole answers: on a slow CPU, the prompts of a group alone may take a minute.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._waits = WaitTracker(clock=clock)
         self._clock = clock
         self._expected = 0
         self._tokens = 0
         self._alive = clock()
+        self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._answers: deque[float] = deque(maxlen=_REMEMBERED)
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[None]:
         """While open, the engine owes an answer."""
+        began = self._clock()
         if not self._expected:
-            self._alive = self._clock()
+            self._alive = began
         self._expected += 1
         try:
-            with self._waits.waiting("an answer", on="engine", note="", first=FIRST_SECONDS):
-                yield
+            yield
+            self._answers.append(self._clock() - began)
         finally:
             self._expected -= 1
             self._alive = self._clock()
 
     def waits(self, stats: EngineStats, *, is_loading: bool) -> tuple[Wait, ...]:
         """Return the wait for the engine's next sign of life, if one is due. None is due while it loads weights."""
+        now = self._clock()
         if stats.tokens_generated != self._tokens or is_loading:
-            self._tokens, self._alive = stats.tokens_generated, self._clock()
+            if stats.is_live and self._expected and not is_loading:
+                self._gaps.append(now - self._alive)
+            self._tokens, self._alive = stats.tokens_generated, now
         if not self._expected:
             return ()
-        usual = self._waits.usual_seconds("an answer", "engine")
-        longest = stall_limit(usual, first=FIRST_SECONDS)
-        if stats.is_live and stats.tokens_generated:
-            usual, longest = min(usual, 1.0), PATIENCE_SECONDS
-        seconds = self._clock() - self._alive
+        usual = usual_seconds(self._gaps) or usual_seconds(self._answers)
         what = "the next token of an answer" if self._expected == 1 else f"the next token of {self._expected} answers"
-        return (Wait(what=what, on="engine", seconds=seconds, usual=usual, limit=longest, count=self._expected),)
+        limit, seconds = stall_limit(usual), now - self._alive
+        return (Wait(what=what, on="engine", seconds=seconds, usual=usual, limit=limit, count=self._expected),)

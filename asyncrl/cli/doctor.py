@@ -75,12 +75,11 @@ def _text(where: str, observation: Observation, findings: list[Finding]) -> str:
         heard = f"not heard for {seen.seconds:.0f} s" if seen.seconds > SILENT_SECONDS else seen.beat.phase
         version = f"version {seen.beat.policy_version}"
         lines.append(f"  {name:20s} {seen.beat.role:16s} {heard:12s} {version:12s} waits for: {waits or '-'}")
-    for finding in findings:
-        lines += [f"{finding.fault}: {finding.text}", f"  -> {finding.remedy}"]
+    lines += [f"{finding.fault}: {finding.line}" for finding in findings]
     return "\n".join(map(printable, lines if findings else [*lines, "nothing is wrong"]))
 
 
-_FINDING = ("fault", "actor", "text", "remedy", "seconds", "host", "pid")
+_FINDING = ("fault", "actor", "text", "cost", "remedy", "seconds", "host", "pid")
 
 
 def _json(run: RunConfig, observation: Observation, findings: list[Finding]) -> str:

@@ -256,9 +256,4 @@ def _waits(others: Sequence[ActorStatus]) -> RenderableType:
 def _findings(findings: Sequence[Finding]) -> RenderableType:
     if not findings:
         return Text("nothing is wrong", style="green")
-    return Group(
-        *(
-            Text(f"{printable(f'{finding.fault}: {finding.text}')}\n  -> {printable(finding.remedy)}", style="red")
-            for finding in findings
-        )
-    )
+    return Group(*(Text(printable(f"{finding.fault}: {finding.line}"), style="red") for finding in findings))

@@ -1,5 +1,8 @@
 """Alarms for runs that do not train what they appear to train. Each alarm warns once each time its condition begins.
 
+A warning is one line: what is seen, with numbers; what it costs; and one remedy (policies/health/conditions.py, which
+observers of the run show as well). metrics/ruin.py has the alarms for a model that gets worse.
+
 Tests: tests/unit/metrics/test_alarms.py.
 """
 
@@ -11,12 +14,20 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
+from asyncrl.policies.health.conditions import CONDITIONS
 from asyncrl.policies.metric import Histogram, Metric
 
 log = logging.getLogger("asyncrl.metrics")
 
 STEPS: Final = 10
 """Steps over which an alarm looks."""
+WORTH_SECONDS: Final = 10.0
+"""Time lost in STEPS steps from which on it is worth a warning that costs speed alone."""
+
+
+def steps_of(run_steps: int) -> int:
+    """Return the steps over which an alarm for ruin looks: fewer than STEPS in a short run, which would end before."""
+    return min(STEPS, max(3, run_steps // 4))
 
 
 class Alarm:
@@ -38,8 +49,10 @@ class Alarm:
         return is_on and not was_on
 
     def _warn(self, text: str, *values: object) -> None:
-        log.warning(text, *values)
-        self.text = text % values
+        """Warn of what is seen, and add what it costs and what to do."""
+        condition = CONDITIONS[f"alarm/{self.name}"]
+        self.text = f"{text % values}; {condition.cost} -> {condition.remedy}"
+        log.warning("%s", self.text)
 
 
 class MismatchAlarm(Alarm):
@@ -66,9 +79,7 @@ class MismatchAlarm(Alarm):
         if self._begins(not mean <= self._threshold):  # NaN counts as a mismatch
             self._warn(
                 "trainer and engine disagree: mean |trainer - behavior logprob| of fresh samples is %.3f nats per "
-                "token, over metrics.mismatch_alarm = %g. Usual causes: weights that engines did not get whole, a "
-                "quantised engine or KV cache, a sampling option that the trainer does not know of, tokens that a "
-                "rollout function or chat template changed after they were sampled",
+                "token, over metrics.mismatch_alarm = %g",
                 mean,
                 self._threshold,
             )
@@ -105,10 +116,8 @@ class DropAlarm(Alarm):
         if self._begins(begins or (self.is_on and share >= self._threshold / 2)):
             self._warn(
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
-                "they are %.0f tokens long on average, trained answers %.0f. Set staleness.max_staleness a few above "
-                "(seconds of the longest answer) / (seconds of a step); or leave out only the tokens that are too old: "
-                'staleness.discard = "tokens"; or let the learner wait for these answers: staleness.eviction = "wait", '
-                'with order = "oldest_first", discard = "groups" and enough wait_seconds',
+                "they are %.0f tokens long on average, trained answers %.0f; a bound a few above (seconds of the "
+                "longest answer) / (seconds of a step) would keep them",
                 100 * share,
                 STEPS,
                 self._threshold,
@@ -140,19 +149,19 @@ class HoldAlarm(Alarm):
 
     def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return no metrics."""
-        elapsed = _number(metrics, "learner/wait_seconds") + _number(metrics, "learner/step_seconds")
-        idle = _number(metrics, "rollout/idle_ratio") * elapsed
-        self._seconds.append((_number(metrics, "learner/held_seconds"), elapsed, idle))
+        elapsed = number_of(metrics, "learner/wait_seconds") + number_of(metrics, "learner/step_seconds")
+        idle = number_of(metrics, "rollout/idle_ratio") * elapsed
+        self._seconds.append((number_of(metrics, "learner/held_seconds"), elapsed, idle))
         all_held, all_elapsed, all_idle = map(sum, zip(*self._seconds, strict=True))
         share, idle_share = all_held / max(all_elapsed, 1e-9), all_idle / max(all_elapsed, 1e-9)
-        is_costly = len(self._seconds) == STEPS and share > self._threshold and idle_share > self.LEAST_IDLE
+        is_long = len(self._seconds) == STEPS and all_held >= WORTH_SECONDS
+        is_costly = is_long and share > self._threshold and idle_share > self.LEAST_IDLE
         goes_on = self.is_on and share >= self._threshold / 2 and idle_share >= self.LEAST_IDLE / 2
         if self._begins((bool(self._threshold) and is_costly) or goes_on):
             self._warn(
                 "for %.0f %% of the last %d steps' time the learner had a full batch but waited for older groups, and "
-                'for %.0f %% engines were idle: set staleness.discard = "tokens" to end these waits and leave out only '
-                "the tokens that are too old; or set staleness.max_staleness to at least %d (now %d), so that the "
-                "older groups are finished in time",
+                "for %.0f %% engines were idle; with staleness.max_staleness = %d (now %d) these groups would be "
+                "finished in time",
                 100 * share,
                 STEPS,
                 100 * idle_share,
@@ -185,25 +194,26 @@ class SplitAlarm(Alarm):
 
     def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return no metrics."""
-        waited, workers = _number(metrics, "learner/wait_seconds"), int(_number(metrics, "rollout/workers"))
-        elapsed = waited + _number(metrics, "learner/step_seconds")
+        waited, workers = number_of(metrics, "learner/wait_seconds"), int(number_of(metrics, "rollout/workers"))
+        elapsed = waited + number_of(metrics, "learner/step_seconds")
         if self._left or not workers:
             self._left = max(0, self._left - 1)
             return {}
         if workers != self._workers:
             self._workers = workers
             self._seconds.clear()
-        self._seconds.append((elapsed, waited, _number(metrics, "rollout/idle_ratio") * elapsed))
+        self._seconds.append((elapsed, waited, number_of(metrics, "rollout/idle_ratio") * elapsed))
         if len(self._seconds) < STEPS or not self._threshold:
             return {}
         all_elapsed, *both = map(sum, zip(*self._seconds, strict=True))
         learner_idle, engines_idle = (seconds / max(all_elapsed, 1e-9) for seconds in both)
         most = max(learner_idle, engines_idle) if min(learner_idle, engines_idle) <= 1 - self.LIMITING else 0.0
+        if most * all_elapsed < WORTH_SECONDS:
+            most = 0.0
         if self._begins(most > self._threshold or (self.is_on and most >= self._threshold / 2)):
             self._warn(
-                "in the last %d steps the learner was idle for %.0f %% of the time and engines for %.0f %%: give "
-                "GPUs of the %s to the %s (learner.ranks, rollout.workers; metrics.split_alarm; `asyncrl plan` "
-                "measures the best split)",
+                "in the last %d steps the learner was idle for %.0f %% of the time and engines for %.0f %%: GPUs of "
+                "the %s would do more as GPUs of the %s",
                 STEPS,
                 100 * learner_idle,
                 100 * engines_idle,
@@ -214,16 +224,17 @@ class SplitAlarm(Alarm):
 
 
 class _StreakAlarm(Alarm):
-    """Warns at the last of STEPS consecutive steps for which ``holds`` is true."""
+    """Warns at the last of ``steps`` consecutive steps for which ``holds`` is true."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, steps: int = STEPS) -> None:
         super().__init__()
+        self._steps = steps
         self._streak = 0
 
     def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return no metrics."""
         self._streak = self._streak + 1 if self.holds(metrics) else 0
-        if self._begins(self._streak >= STEPS):
+        if self._begins(self._streak >= self._steps):
             self.explain(metrics)
         return {}
 
@@ -235,7 +246,7 @@ class _StreakAlarm(Alarm):
 
 
 class StandstillAlarm(_StreakAlarm):
-    """Warns when STEPS consecutive steps had no gradient: the run costs as much as before and learns nothing."""
+    """Warns when consecutive steps had no gradient: the run costs as much as before and learns nothing."""
 
     name = "standstill"
 
@@ -244,17 +255,16 @@ class StandstillAlarm(_StreakAlarm):
 
     def explain(self, metrics: Mapping[str, Metric]) -> None:
         self._warn(
-            "the last %d steps trained nothing: gradients are 0. Rewards average %s, and the share of groups "
-            "with equal rewards is %s. Usual causes: a reward that gives every answer the same, or prompts that "
-            "are all solved or all too hard, which dynamic_sampling drops",
-            STEPS,
-            _format(metrics.get("reward/mean")),
-            _format(metrics.get("reward/same_in_group")),
+            "the last %d steps trained nothing: gradients are 0. Rewards average %s, and the share of groups with "
+            "equal rewards is %s",
+            self._steps,
+            in_short(metrics.get("reward/mean")),
+            in_short(metrics.get("reward/same_in_group")),
         )
 
 
 class TruncationAlarm(_StreakAlarm):
-    """Warns when nearly every answer of the first STEPS steps was truncated, until a step has fewer.
+    """Warns when nearly every answer of the first steps was truncated, until a step has fewer.
 
     It counts only from the first step on, because a policy may learn later to use all its tokens for a reward.
     """
@@ -263,22 +273,21 @@ class TruncationAlarm(_StreakAlarm):
     SHARE = 0.95
 
     def holds(self, metrics: Mapping[str, Metric]) -> bool:
-        is_cut = _number(metrics, "length/truncated_fraction") >= self.SHARE
+        is_cut = number_of(metrics, "length/truncated_fraction") >= self.SHARE
         return is_cut and (self._streak > 0 or metrics.get("weights/version") == 1)
 
     def explain(self, metrics: Mapping[str, Metric]) -> None:
         self._warn(
-            "over %.0f %% of the answers of each of the first %d steps were cut at rollout.max_new_tokens, %s "
-            "tokens long on average. Usual causes: a limit too low for the task, a model that does not know its "
-            "end-of-text token, a chat template that never asks for one",
+            "over %.0f %% of the answers of each of the first %d steps were cut at rollout.max_new_tokens, %s tokens "
+            "long on average",
             100 * self.SHARE,
-            STEPS,
-            _format(metrics.get("length/trained_mean")),
+            self._steps,
+            in_short(metrics.get("length/trained_mean")),
         )
 
 
 class NoSignalAlarm(_StreakAlarm):
-    """Warns when all rewards within a step were equal, for STEPS consecutive steps, and the weights still moved.
+    """Warns when no group's rewards differed in consecutive steps, and the weights still moved.
 
     The cause may be entropy, KL, weight decay or a critic that learns the constant reward, but not the task.
     StandstillAlarm covers steps without a gradient.
@@ -286,26 +295,31 @@ class NoSignalAlarm(_StreakAlarm):
 
     name = "no_signal"
 
+    def __init__(self, *, has_groups: bool = True, steps: int = STEPS) -> None:
+        """has_groups: whether rewards are compared within groups; else all rewards of a step must be equal"""
+        super().__init__(steps=steps)
+        self._has_groups = has_groups
+
     def holds(self, metrics: Mapping[str, Metric]) -> bool:
-        return metrics.get("reward/std") == 0 and _number(metrics, "grad_norm") != 0
+        are_equal = metrics.get("reward/std") == 0 or (self._has_groups and metrics.get("reward/same_in_group") == 1)
+        return are_equal and number_of(metrics, "grad_norm") != 0
 
     def explain(self, metrics: Mapping[str, Metric]) -> None:
         self._warn(
-            "in each of the last %d steps all rewards were equal (%s in the last), but the weights still change, "
-            "so something other than the reward trains them. Usual causes: a reward that never matches an answer, "
-            "a task that is solved",
-            STEPS,
-            _format(metrics.get("reward/mean")),
+            "in each of the last %d steps the rewards of every group were equal (%s on average in the last), but the "
+            "weights still change, so something other than the reward trains them",
+            self._steps,
+            in_short(metrics.get("reward/mean")),
         )
 
 
-def _number(metrics: Mapping[str, Metric], name: str) -> float:
+def number_of(metrics: Mapping[str, Metric], name: str) -> float:
     """Return a metric; 0 if it is absent."""
     value = metrics.get(name)
     return float(value) if isinstance(value, float | int) else 0.0
 
 
-def _format(value: Metric | None) -> str:
+def in_short(value: Metric | None) -> str:
     return f"{value:.3g}" if isinstance(value, float | int) else "unknown"
 
 

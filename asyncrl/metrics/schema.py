@@ -41,6 +41,7 @@ SCHEMA: dict[str, str] = {
     "bus/rejected": "messages rejected by the learner and its workers as malformed or impossible, since they started",
     "metrics/left_out": "rows, samples and alarms that were left out because sinks were too slow, since the start",
     "learner/step_seconds": "duration of the step, without waiting",
+    "learner/elapsed_seconds": "time from the end of the last step to the end of this one, with all waits",
     "learner/rank*/tokens": "tokens that this rank has to train, prompts included; only with several ranks, for at "
     "most 64",
     "learner/wait_seconds": "time before the step in which the backend was idle: no full batch, or the batch was not "
@@ -78,8 +79,9 @@ SCHEMA: dict[str, str] = {
     "learner/skipped_mini_batches": "skipped optimizer steps of the batch (non-finite loss or gradient); with "
     "learner.steps_per_batch",
     "learner/skipped_steps": "1 if a non-finite loss or gradient skipped the update",
-    "rollout/tokens_per_second": "tokens sampled per second, summed over workers",
-    "rollout/idle_ratio": "share of time in which nothing was decoded, mean over workers",
+    "rollout/tokens_per_second": "tokens sampled per second since the last step, summed over workers (as of their last "
+    "heartbeat, up to 2 s ago)",
+    "rollout/idle_ratio": "share of this time in which nothing was decoded, mean over workers",
     "rollout/running": "sequences being decoded",
     "rollout/queued": "sequences waiting for a slot in an engine",
     "rollout/extra_samples": "samples of the batch's groups that were started in addition to group_size and not "

@@ -141,8 +141,8 @@ class Console:
             f"  loss {number('loss'):+8.4f}"
             f"  staleness {number('staleness/mean'):4.1f} (max {number('staleness/max'):.0f})"
             f"  {number('learner/tokens_per_second'):8,.0f} tok/s"
-            f"  wait {number('learner/wait_seconds'):5.2f} s"
-            f"  train {number('learner/step_seconds'):5.2f} s"
+            f"  {number('learner/elapsed_seconds'):6.2f} s"
+            f" (wait {number('learner/wait_seconds'):.2f}, train {number('learner/step_seconds'):.2f})"
             f"  dropped {number('staleness/dropped_groups'):.0f}"
             + (f"  MISMATCH {number('mismatch/fresh_mean'):.3f}" if number("mismatch/alarm") else "")
         )

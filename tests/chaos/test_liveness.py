@@ -40,7 +40,7 @@ def test_a_hang_or_freeze_is_named_and_its_end_is_reported(folder: Path, forks: 
                 if fault in ("reward", "frozen"):
                     code, found = early.result() if early is not None else run.doctor()
                     assert (code, fault in [one["fault"] for one in found["findings"]]) == (1, True)
-            run.wait_for(f": {fault} of", after=before)
+            run.wait_for(f"over: {fault} (", after=before)
             run.wait_for_steps(2)
         code, found = run.doctor()
         assert code == 0, found["findings"]

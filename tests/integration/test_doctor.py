@@ -60,7 +60,10 @@ def test_it_says_who_waits_for_what_and_why(examine: Examine, run: str, capsys: 
     assert examine(run) == 1
     said = capsys.readouterr().out
     assert "waits for: trajectories (14 s)" in said
-    assert "no worker: learner waits for trajectories; there is no rollout worker\n  -> start one" in said
+    assert (
+        "no worker: learner waits for trajectories; there is no rollout worker; this costs time, not correctness -> "
+        "start one" in said
+    )
 
 
 def test_it_says_the_same_to_programs(examine: Examine, run: str, capsys: pytest.CaptureFixture[str]) -> None:

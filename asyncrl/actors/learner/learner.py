@@ -287,6 +287,7 @@ class Learner(Actor):
             **self._own_metrics(),
             "time": at,
             "data/epoch": float(max(one.group.epoch for one in groups)),
+            "learner/elapsed_seconds": elapsed,
             "learner/idle_ratio": self._seconds["learner/wait_seconds"] / elapsed,
             "learner/tokens_per_second": batch.batch.num_tokens / elapsed,
         }

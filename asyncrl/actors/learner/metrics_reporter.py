@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from asyncrl.actors.activity import ActivityBetweenSteps
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.live_workers import LARGE_FLEET
 from asyncrl.actors.learner.sample_recorder import SampleWriter
@@ -54,6 +55,7 @@ class MetricsReporter:
         self.newest = StepMetrics(step=0)
         """Metrics of the last reported step."""
         self.newest_evaluation = StepMetrics(step=0)
+        self._activity = ActivityBetweenSteps()
         self._left_out = () if has_behavior else _OF_BEHAVIOR
 
     async def report(
@@ -69,6 +71,7 @@ class MetricsReporter:
         """workers: their newest heartbeats;  cursor: the last log sequence read;  disk: waits if a sink's disk is full
         groups: the step's groups"""
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
+        workers = self._activity.update(workers)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, step)  # alarms need these
         rung = []
         for alarm in self._alarms:

@@ -28,7 +28,6 @@ from asyncrl.messages.roles import WORKER
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import packing
 from asyncrl.policies.batching.packing import TrainingSequence, pack_for_ranks
-from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.policies.metric import Metric
 
 T = TypeVar("T")
@@ -194,7 +193,7 @@ class Trainer:
 
     async def call(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
         """Run a blocking function in the backend's thread and report the wait for ``what``."""
-        with self.waits.waiting(what, on=on, note="", first=FIRST_SECONDS):
+        with self.waits.waiting(what, on=on, note=""):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def between_steps(self, function: Callable[[], T]) -> T:

@@ -25,7 +25,6 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import ACTORS, SENT, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.weights.port import Sender, WeightChannel
 
 if TYPE_CHECKING:
@@ -136,7 +135,6 @@ class WeightPublisher:
                 "weights to be written",
                 on="disk",
                 note=note,
-                first=FIRST_SECONDS,
                 progress=lambda: self._channel.progress,
             ):
                 return taken, await asyncio.get_running_loop().run_in_executor(self._thread, store)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.actors.activity import Activity
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine
 from asyncrl.messages import SamplingParams, Wait
-from asyncrl.policies.health.waits import BEAT_SECONDS
 
 
 class SharedEngine:
@@ -43,8 +39,9 @@ class SharedEngine:
         self.request_tokens = min(request_tokens, context_tokens)
         self.slots = SampleSlots(max_running)
         self.waits = WaitTracker()
-        self._activity = Activity()
+        self._activity = Activity(num_sampled=self._num_sampled)
         self._liveness = EngineLiveness()
+        self._tokens_answered = 0
 
     @property
     def version(self) -> tuple[int, int]:
@@ -58,8 +55,13 @@ class SharedEngine:
         num_known = 0 if partial is None else len(partial.prefix.tokens)
         with self._activity.running(), self._liveness.expect():
             generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial)
-        self._activity.tokens += max(0, len(generation.tokens) - num_known)
+        self._tokens_answered += max(0, len(generation.tokens) - num_known)
         return generation
+
+    def _num_sampled(self) -> int:
+        """Return the number of tokens sampled so far: those of answers in progress too, if the engine counts them."""
+        stats = self.engine.stats()
+        return stats.tokens_generated if stats.is_live else self._tokens_answered
 
     def present_waits(self, *, is_loading: bool) -> tuple[Wait, ...]:
         """Return the wait for the engine's next token, if one is due."""
@@ -67,60 +69,13 @@ class SharedEngine:
         return self._liveness.waits(stats, is_loading=is_loading or stats.is_away)
 
     def numbers(self) -> dict[str, float]:
-        """Return gauges of the last seconds."""
+        """Return gauges of the last seconds, and counters from which a reader gets rates of any time."""
         stats = self.engine.stats()
         tokens_per_second, idle_ratio = self._activity.rates()
         return {
+            **self._activity.counters(),
             "rollout/tokens_per_second": tokens_per_second,
             "rollout/idle_ratio": idle_ratio,
             "rollout/running": stats.running,
             "rollout/queued": stats.queued,
         }
-
-
-class Activity:
-    """Measures how busy an engine was in the last window of at least ``window_seconds``."""
-
-    def __init__(self, *, window_seconds: float = BEAT_SECONDS / 2, now: Callable[[], float] = time.monotonic) -> None:
-        self._window_seconds = window_seconds
-        self._now = now
-        self._rates = (0.0, 1.0)
-        self.tokens = 0
-        self._read_tokens = 0
-        self._read_at = now()
-        self._running = 0
-        self._busy_since = 0.0
-        self._busy = 0.0
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """While open, the engine is busy."""
-        if self._running == 0:
-            self._busy_since = self._now()
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._busy += self._now() - self._busy_since
-
-    def rates(self) -> tuple[float, float]:
-        """Return (tokens per second, share of time with nothing running) of the last window.
-
-        Heartbeats and scrapes of Prometheus both read it. Neither must cut the other's window short.
-        """
-        now = self._now()
-        elapsed = now - self._read_at
-        if elapsed < self._window_seconds:
-            return self._rates
-        busy = self._busy
-        if self._running:
-            busy += now - self._busy_since
-            self._busy_since = now
-        tokens = self.tokens - self._read_tokens
-        self._busy = 0.0
-        self._read_at = now
-        self._read_tokens = self.tokens
-        self._rates = tokens / elapsed, min(1.0, max(0.0, 1.0 - busy / elapsed))
-        return self._rates

@@ -29,7 +29,6 @@ from asyncrl.messages import PromptGroup, WeightVersion
 from asyncrl.messages.roles import FOLLOWER, LEARNER, SENDER
 from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.policies.staleness.admission import version_to_begin
 from asyncrl.weights.port import LoadReport, Receiver, WeightChannel
 
@@ -151,7 +150,7 @@ class LoadGate:
                 )
         elif not self._may_start(need):
             note = f"of version {need.version[1]}"
-            with waits.waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
+            with waits.waiting("weights", on=LEARNER, note=note):
                 await self._until_it_may_start(need)
         self._num_running += 1
         try:
@@ -360,14 +359,14 @@ class Loader:
 
     async def receive(self, receiver: Receiver, *, takes_turns: bool | None = None) -> bool:
         """Receive what the learner sends now, which may be newer than announced. Raises WeightsError."""
-        with self._waits.waiting("its engine to meet the learner", on="load", first=FIRST_SECONDS):
+        with self._waits.waiting("its engine to meet the learner", on="load"):
             await receiver.join(self._ask)
         async with self._turn(self._takes_turns if takes_turns is None else takes_turns):
             if self._versions.pinned is not None:
                 return False
             with (
                 self._gate.loading(),
-                self._waits.waiting("its engine to receive weights", on="load", first=FIRST_SECONDS),
+                self._waits.waiting("its engine to receive weights", on="load"),
             ):
                 report = await receiver.receive(self._ask)
         self._note(report)
@@ -396,7 +395,7 @@ class Loader:
                 return False
             with (
                 self._gate.loading(),
-                self._waits.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS),
+                self._waits.waiting("its engine to load weights", on="load", note=note),
             ):
                 report = await self._engine.load(replace(weights, uri=str(folder)))
         self._note(report)

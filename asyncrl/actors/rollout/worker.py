@@ -29,7 +29,6 @@ from asyncrl.engines.port import EngineStats
 from asyncrl.errors import BusError
 from asyncrl.messages import Event, Heartbeat, Wait
 from asyncrl.messages.topics import EVENTS, PROGRESS, QUARANTINE
-from asyncrl.policies.health.waits import FIRST_SECONDS
 
 
 class RolloutWorker(Actor):
@@ -55,7 +54,7 @@ class RolloutWorker(Actor):
         self._handing_over = asyncio.Event()
 
     async def start(self) -> None:
-        with self.waits.waiting("its engine to start", on="start", first=FIRST_SECONDS):
+        with self.waits.waiting("its engine to start", on="start"):
             await self._engine.engine.start()
 
     async def stop(self) -> None:

@@ -58,7 +58,9 @@ from asyncrl.metrics.alarms import (
     SplitAlarm,
     StandstillAlarm,
     TruncationAlarm,
+    steps_of,
 )
+from asyncrl.metrics.ruin import CollapseAlarm, DivergenceAlarm, RewardFallAlarm
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.os_process import process_space
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -252,16 +254,21 @@ def _timeline(run: RunConfig) -> Timeline | None:
 
 def _choose_alarms(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
     """are_sampled: whether engines sample the answers, rather than the data providing them"""
+    steps = steps_of(run.run.steps)
     alarms: list[Alarm] = [
+        DivergenceAlarm(),
+        CollapseAlarm(),
         MismatchAlarm(run.metrics.mismatch_alarm),
         DropAlarm(run.metrics.drop_alarm),
         HoldAlarm(run.metrics.hold_alarm, max_staleness=run.max_staleness),
-        StandstillAlarm(),
+        StandstillAlarm(steps=steps),
     ]
     if are_sampled and not run.rollout.ignore_eos:
-        alarms.append(TruncationAlarm())
+        alarms.append(TruncationAlarm(steps=steps))
+    if are_sampled:
+        alarms.append(RewardFallAlarm(steps=steps))
     if are_sampled and run.reward.judges:
-        alarms.append(NoSignalAlarm())
+        alarms.append(NoSignalAlarm(has_groups=run.rollout.group_size > 1, steps=steps))
     if are_sampled and _may_move_gpus(run):
         alarms.append(SplitAlarm(run.metrics.split_alarm, warmup=2 * (run.max_staleness + 1)))
     return alarms

@@ -32,8 +32,9 @@ from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError
 from asyncrl.launch.port import Launcher
 from asyncrl.launch.processes.child_process import ChildProcess, Exit, RestartPolicy
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, FleetScaler, NewWorker
-from asyncrl.logs import printable
+from asyncrl.logs import in_words, printable
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
+from asyncrl.policies.health.conditions import ALARMS
 from asyncrl.policies.health.faults import Finding
 
 DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
@@ -232,13 +233,14 @@ class ProcessManager:
         is_refused = refusal(self._monitor.error) is not None  # a wrong token will not become right
         if not is_refused and any(finding.fault in BUS_FAULTS for finding in findings):
             self._bus_was_away = time.monotonic()
-        new, ended = self._faults.update(findings)
+        # The learner warns of its alarms itself, with the numbers of the step.
+        new, ended = self._faults.update(finding for finding in findings if finding.fault not in ALARMS)
         for finding in new if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway
-            self.say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
+            self.say(printable(finding.line))
         for finding, seconds in ended:
-            self.say(f"over after {seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
+            self.say(f"over: {finding.fault} ({printable(finding.actor)}), after {in_words(seconds)}")
         for finding in findings:
-            is_over = self._over.is_set() or not finding.cure
+            is_over = self._over.is_set() or not finding.cure  # alarms have none
             if not is_over and self._faults.seconds(finding) > finding.cure_seconds(self._settings.stall_seconds):
                 self._faults.restart(finding)
                 self._cure(finding)

@@ -20,85 +20,126 @@ class Condition:
     """
     threshold  report at or above this value
     message    follows the actor's name; may use {value} and {problem}
+    cost       what it costs, in a few words
     """
 
     fault: str
     threshold: float
     message: str
+    cost: str
     remedy: str
 
 
+SPEED: Final = "this costs speed, not correctness"
+RUIN: Final = "the model is getting worse, and every further step costs as much as before"
+
 CONDITIONS: Final[dict[str, Condition]] = {
+    "alarm/diverged": Condition(
+        "diverged",
+        1,
+        "trains a model that has diverged: its numbers are not finite, or far from those of the model that sampled",
+        RUIN,
+        "stop; lower learner.learning_rate, and continue from a checkpoint before it, or begin again",
+    ),
+    "alarm/collapse": Condition(
+        "collapse",
+        1,
+        "trains a policy that has collapsed, while the reward is no better than at the start",
+        RUIN,
+        "stop and read answers with `asyncrl samples`; lower learner.learning_rate, or keep the policy nearer to its "
+        "start: reference.kl_coef, algorithm.entropy_coef",
+    ),
+    "alarm/reward_fell": Condition(
+        "reward fell",
+        1,
+        "sees the reward fall far below its best",
+        RUIN,
+        "stop and read answers with `asyncrl samples`; continue from the best checkpoint with a lower "
+        "learner.learning_rate",
+    ),
     "alarm/mismatch": Condition(
         "mismatch",
         1,
         "sees that engine and trainer compute different policies (metrics.mismatch_alarm)",
-        "compare their weights, precision and sampling options; mismatch/fresh_mean says by how much",
+        "every gradient is wrong by as much",
+        "give both the same weights, precision and sampling options (model.dtype, engine.options), and change no token "
+        "after it was sampled (rollout function, chat template)",
     ),
     "alarm/drop": Condition(
         "stale",
         1,
-        "drops many answers as too stale (metrics.drop_alarm): mostly long ones, so training sees fewer of them",
-        'raise staleness.max_staleness, or set staleness.discard = "tokens" or eviction = "wait" (enough wait_seconds)',
+        "drops many answers as too stale (metrics.drop_alarm), mostly long ones",
+        "training sees fewer long answers than the policy writes",
+        'raise staleness.max_staleness, or let the learner wait: staleness.eviction = "wait"',
     ),
     "alarm/hold": Condition(
         "held",
         1,
         "holds back a full batch for old groups while engines are idle (metrics.hold_alarm)",
-        'set staleness.discard = "tokens", or raise max_staleness; the warning in learner.log says to which value',
+        SPEED,
+        "raise staleness.max_staleness",
     ),
     "alarm/split": Condition(
         "split",
         1,
         "or its engines are often idle: another split of the GPUs would train more (metrics.split_alarm)",
-        "change learner.ranks and rollout.workers as learner.log says; `asyncrl plan` measures the best split",
+        SPEED,
+        "give GPUs of the idle side to the other (learner.ranks, rollout.workers); `asyncrl plan` measures the split",
     ),
     "alarm/standstill": Condition(
         "standstill",
         1,
         "trains steps without any gradient",
-        "look at reward/mean and reward/same_in_group: rewards that are all equal train nothing",
+        "steps cost as much as before and the model learns nothing",
+        "read answers with `asyncrl samples`: the reward may match none of them, or the task may be solved",
     ),
     "alarm/truncated": Condition(
         "truncated",
         1,
-        "trains answers that are nearly all cut at rollout.max_new_tokens: none of them is complete",
+        "trains answers that are nearly all cut at rollout.max_new_tokens",
+        "no answer is complete, so none can be right",
         "raise rollout.max_new_tokens, or check that the model knows its end-of-text token (generation_config.json, "
         "chat template, rollout.stop)",
     ),
     "alarm/no_signal": Condition(
         "no signal",
         1,
-        "trains on rewards that are all equal: the weights still change, but not because of the reward",
-        "look at answers with `asyncrl samples`: the reward may never match an answer, or the task may be solved",
+        "trains on rewards that do not differ within any group: what changes the weights is not the reward",
+        "the model learns nothing of the task",
+        "read answers with `asyncrl samples`: the reward may match none of them, or the task may be solved",
     ),
     "data/overlong_share": Condition(
         "overlong",
         0.5,
         "has passed over {value:.0%} of the rows: their prompts are longer than data.max_prompt_tokens",
+        "training sees only the short ones",
         "raise data.max_prompt_tokens, or leave those rows out of the data",
     ),
     "weights/failed_reads": Condition(
         "unreadable",
         4,
         "cannot read the newest weights, tried {value:.0f} times ({problem})",
-        'mount weights.directory under the same path as on the learner, or set weights.channel = "objects" for the '
-        "whole run; if the tensors are others, correct model.path; until then it samples with older weights, if it has "
-        "any",
+        "until then it samples with older weights, if it has any",
+        "mend what the brackets say: make room on a full disk of that worker, or mount weights.directory under the "
+        "learner's path, or set model.path to the learner's model",
     ),
     "learner/disk_need": Condition(
         "little room",
         0.5,
         "has room for fewer than two more checkpoints on its disk: one takes {value:.0%} of what is free",
-        "make room there, or lower checkpoint.keep and weights.keep; the run waits while the disk is full",
+        "the run waits while the disk is full",
+        "make room there, or lower checkpoint.keep and weights.keep",
     ),
     "learner/skipped_in_a_row": Condition(
         "not finite",
         MANY_SKIPPED,
         "has skipped {value:.0f} steps in a row: loss or gradient was not finite",
-        "lower learner.learning_rate; the run ends after learner.max_skipped_steps of them",
+        "these steps train nothing, and the run ends after learner.max_skipped_steps of them",
+        "lower learner.learning_rate",
     ),
 }
+ALARMS: Final = frozenset(condition.fault for number, condition in CONDITIONS.items() if number.startswith("alarm/"))
+"""Faults that the learner itself warns of, with the numbers of the step."""
 
 
 def findings(seen: Observation) -> Iterable[Finding]:
@@ -113,6 +154,7 @@ def findings(seen: Observation) -> Iterable[Finding]:
                     fault=condition.fault,
                     actor=name,
                     cause=f"{name} {condition.message.format(value=value, problem=actor.beat.problem)}",
+                    cost=condition.cost,
                     remedy=condition.remedy,
                     host=actor.beat.host,
                     pid=actor.beat.pid,

@@ -13,12 +13,13 @@ from typing import Final, Literal
 from asyncrl.logs import in_words
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.roles import LEARNER, QUARANTINED, WORKER
-from asyncrl.policies.health.waits import PARTS, Cure
+from asyncrl.policies.health.waits import PARTS, UNKNOWN_SECONDS, Cure
 
 SILENT_SECONDS: Final = 6.0
 BUS_SECONDS: Final = 5.0
 MANY_FAILED: Final = 3
 """This many failed groups in a row are not an accident of one prompt."""
+TIME: Final = "this costs time, not correctness"
 SETTINGS: Final = "process/settings"
 """Number in the heartbeat of each process: checksum of the settings that all processes of the run must share."""
 
@@ -36,7 +37,9 @@ class ActorStatus:
 
     @property
     def is_silent(self) -> bool:
-        return self.seconds > SILENT_SECONDS
+        """Whether its heartbeats have stopped. A process that starts may import or compile for long without any."""
+        is_starting = self.beat.phase == "starting" and self.process in ("", "running")
+        return self.seconds > (UNKNOWN_SECONDS if is_starting else SILENT_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class Observation:
 class Finding:
     """One fault and its consequences.
 
-    fault      name of the fault;  actor: whose fault it is;  cause, remedy: a sentence each
+    fault      name of the fault;  actor: whose fault it is;  cause, cost, remedy: a sentence each
     seconds    how long the wait or the silence has lasted; 0 if that is not known
     victims    sentences on who waits for it
     usual      seconds that this usually takes; 0: unknown; None: no duration is usual
@@ -79,6 +82,7 @@ class Finding:
     seconds: float = 0.0
     victims: tuple[str, ...] = ()
     usual: float | None = None
+    cost: str = TIME
     cure: Cure = ""
     host: str = ""
     pid: int = 0
@@ -101,6 +105,11 @@ class Finding:
     @property
     def text(self) -> str:
         return "; ".join((*self.victims, self.cause))
+
+    @property
+    def line(self) -> str:
+        """All that is said of it, in one line."""
+        return f"{self.text}; {self.cost} -> {self.remedy}"
 
 
 # -- the bus -----------------------------------------------------------------------------------------------------------
@@ -137,7 +146,7 @@ def wait_timeout(label: str, process: str, seen: ActorStatus, wait: Wait) -> Fin
     part = PARTS[wait.on]
     lasts = wait.seconds + seen.seconds
     problem = f" ({seen.beat.problem})" if seen.beat.problem else ""
-    usual = f"; usually {in_words(wait.usual)}" if wait.usual else ""
+    usual = f"; usually at most {in_words(wait.usual)}" if wait.usual else ""
     return Finding(
         fault=part.fault,
         actor=process,
@@ -217,8 +226,8 @@ def quarantined(seen: Observation) -> Iterable[Finding]:
                 fault="quarantine",
                 actor=name,
                 cause=f"worker {name} is quarantined: {actor.beat.problem}",
-                remedy="fix and restart it: the learner judges a new process from scratch; or check "
-                "learner.quarantine_mismatch",
+                cost="its answers are not trained",
+                remedy="fix and restart it: the learner judges a new process from scratch",
                 seconds=actor.beat.waiting_seconds,
                 host=actor.beat.host,
                 pid=actor.beat.pid,
@@ -237,6 +246,7 @@ def other_settings(seen: Observation) -> Iterable[Finding]:
                 fault="other settings",
                 actor=name,
                 cause=f"worker {name} was started with other settings, code, or version of asyncrl than the learner",
+                cost="its answers may be of another task than the others'",
                 remedy="restart it with the learner's run file: [reward] and rollout.function with their code, "
                 "[staleness] and weights.channel must be the same",
                 host=actor.beat.host,
@@ -255,6 +265,7 @@ def nothing_to_train(seen: Observation) -> Iterable[Finding]:
                 fault="failed",
                 actor=name,
                 cause=f"the last {count:.0f} groups were all failed; the newest because: {problem or 'unknown'}",
+                cost="no step is made",
                 remedy="fix what makes them fail; the run ends by itself when too many fail in a row",
             )
         for word, why, remedy in (
@@ -264,4 +275,4 @@ def nothing_to_train(seen: Observation) -> Iterable[Finding]:
             count = numbers.get(f"learner/{word}_since_step", 0.0)
             if count > 4 * max(1.0, numbers.get("learner/window", 0.0)):
                 cause = f"{count:.0f} groups were {why} since the last step, and none is left to train"
-                yield Finding(fault=word, actor=name, cause=cause, remedy=remedy)
+                yield Finding(fault=word, actor=name, cause=cause, cost="no step is made", remedy=remedy)

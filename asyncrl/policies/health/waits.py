@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 PATIENCE_SECONDS: Final = 6.0
-"""A shorter wait for an actor is no stall. With a heartbeat (2 s) and a poll (1 s) in between, a stall is named within
-10 s."""
-FIRST_SECONDS: Final = 25.0
-"""The same for work that compiles, allocates or reads a model the first time: an alarm within 30 s."""
+"""A shorter wait for an actor is no stall."""
 SLOWER: Final = 4.0
-"""A wait for a part is a stall if it lasts this many times its median, and longer than PATIENCE_SECONDS."""
+"""A wait for a part is a stall if it lasts this many times what is usual, and longer than LEAST_SECONDS."""
+LEAST_SECONDS: Final = 10.0
+"""With a heartbeat (2 s) and a poll (1 s) in between, a stall is named within 15 s."""
+LEAST_WAITS: Final = 3
+"""Fewer past waits do not tell what is usual."""
+UNKNOWN_SECONDS: Final = 300.0
+"""Limit of a wait while nothing tells what is usual: on a slow machine, a start, a first step or a first answer may
+take minutes, and nothing is wrong."""
 BEAT_SECONDS: Final = 2.0
 """Seconds between two heartbeats of an actor."""
 
@@ -44,26 +48,36 @@ class Part:
 
 
 PARTS: Final[Mapping[str, Part]] = {
-    "engine": Part("engine", "'s engine has not answered", "its log says more; a restart brings its prompts back"),
+    "engine": Part(
+        "engine", "'s engine has not answered", "look at its log; if it stays so, it is restarted and loses no prompt"
+    ),
     "reward": Part(
         "reward",
         "'s reward function has not returned",
-        "fix it, or lower reward.timeout_seconds to fail such groups",
+        "look at what it waits for, or lower reward.timeout_seconds to fail such groups",
         cure="",  # reward.timeout_seconds ends it, and fails only its group
     ),
-    "rollout": Part("rollout", "'s rollout function has not returned", "fix rollout.function: it never stops waiting"),
+    "rollout": Part("rollout", "'s rollout function has not returned", "look at what rollout.function waits for"),
     "harness": Part(
         "harness",
         "'s harness has neither called the model nor ended",
-        "fix the agent, or lower rollout.options.timeout_seconds, which ends its sample",
+        "look at what the agent does, or lower rollout.options.timeout_seconds, which ends its sample",
         cure="",  # the time limit of the sample ends it and everything it started
     ),
-    "load": Part("load", "'s engine has not loaded its weights", "a restart loads the newest version"),
+    "load": Part("load", "'s engine has not loaded its weights", "look at its log; if it stays so, it is restarted"),
     "folder": Part(
         "folder", " has been reading a weight folder", "check weights.directory or the connection to the bus"
     ),
-    "step": Part("step", " has been in one training step", "check the GPUs, and the ranks in learner.log"),
-    "backend": Part("backend", "'s backend has not answered", "check the GPUs, and the ranks in learner.log"),
+    "step": Part(
+        "step",
+        " has been in one training step",
+        "look at learner.log; if it stays so, it is restarted from its checkpoint",
+    ),
+    "backend": Part(
+        "backend",
+        "'s backend has not answered",
+        "look at learner.log; if it stays so, it is restarted from its checkpoint",
+    ),
     "disk": Part("disk", " has been writing a file", "check the disks of run.directory and weights.directory"),
     ROOM: Part(
         "no room",
@@ -73,17 +87,22 @@ PARTS: Final[Mapping[str, Part]] = {
         patience=1.0,  # no estimate needed: the disk has failed, and again a second later
     ),
     "start": Part(
-        "start", " has been starting", "its log says how far it came; it may take ten times run.stall_seconds"
+        "start", " has been starting", "the end of its log says what it does; if it stays so, it is restarted"
     ),
     "data": Part("data", "", ""),  # never a stall by its length; the end of a chain of waits
 }
 """The parts of its own process that an actor can wait for."""
 
 
-def stall_limit(usual: float, *, first: float) -> float:
-    """Return the seconds after which a wait for a part is a stall.
+def usual_seconds(past: Sequence[float]) -> float:
+    """Return how long a wait takes at most, as a rule: the second longest of past waits. 0 if too few tell.
 
-    usual  median of past waits, 0 if none has ended
-    first  limit until then
+    Not the longest, because one hang that healed must not make the next one look usual; and not the median, because a
+    short prompt says nothing about a long one.
     """
-    return max(PATIENCE_SECONDS, SLOWER * usual if usual else first)
+    return sorted(past)[-2] if len(past) >= LEAST_WAITS else 0.0
+
+
+def stall_limit(usual: float) -> float:
+    """Return the seconds after which a wait for a part is a stall.  usual: 0 if it is not known yet"""
+    return max(LEAST_SECONDS, SLOWER * usual) if usual else UNKNOWN_SECONDS

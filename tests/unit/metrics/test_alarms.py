@@ -16,6 +16,7 @@ from asyncrl.metrics.alarms import (
     SplitAlarm,
     StandstillAlarm,
     TruncationAlarm,
+    steps_of,
 )
 from asyncrl.policies.metric import Metric, histogram
 
@@ -34,10 +35,10 @@ def held(seconds: float, *, idle: float) -> Row:
     return {"learner/held_seconds": seconds} | split(waited=seconds, idle=idle)
 
 
-def split(*, waited: float, idle: float, workers: int = 4) -> Row:
+def split(*, waited: float, idle: float, workers: int = 4, seconds: float = 1.0) -> Row:
     return {
         "learner/wait_seconds": waited,
-        "learner/step_seconds": 1.0,
+        "learner/step_seconds": seconds,
         "rollout/idle_ratio": idle,
         "rollout/workers": float(workers),
     }
@@ -82,6 +83,12 @@ SILENT: dict[str, tuple[Alarm, Sequence[Row]]] = {
     "standstill: interrupted": (StandstillAlarm(), [STILL] * 9 + [{"grad_norm": 0.1}] + [STILL] * 9),
     "truncated: learned to use all tokens": (TruncationAlarm(), truncated([0.5] + [1.0] * 30)),
     "truncated: a resumed run": (TruncationAlarm(), truncated([1.0] * 30, first=40)),
+    "hold: a run of seconds": (HoldAlarm(0.2, max_staleness=4), [held(0.9, idle=0.4)] * 30),
+    "split: a run of seconds": (SplitAlarm(0.3, warmup=0), [split(waited=0.9, idle=0.0)] * 30),
+    "no signal: rewards are not compared within groups": (
+        NoSignalAlarm(has_groups=False),
+        [{"reward/std": 0.5, "reward/same_in_group": 1.0, "grad_norm": 0.1}] * 30,
+    ),
     "no signal: no gradient": (NoSignalAlarm(), [NO_SIGNAL | {"grad_norm": 0.0}] * 30),
 }
 
@@ -98,31 +105,38 @@ LOUD: dict[str, tuple[Alarm, Row, str]] = {
         DropAlarm(0.05),
         step(dropped=16),
         "20 % of the answers of the last 10 steps were dropped as too stale, over metrics.drop_alarm = 0.05: they are "
-        "400 tokens long on average, trained answers 100.",
+        "400 tokens long on average, trained answers 100;",
     ),
     # The awaited answer lasts five steps of two seconds, or ten steps of one second.
     "hold": (
         HoldAlarm(0.2, max_staleness=4),
         held(1.0, idle=0.4),
-        "set staleness.max_staleness to at least 10 (now 4)",
+        "with staleness.max_staleness = 10 (now 4) these groups would be finished in time; this costs speed, not "
+        "correctness -> ",
     ),
     "split, learner idle": (
         SplitAlarm(0.3, warmup=0),
         split(waited=3.0, idle=0.0),
-        "the learner was idle for 75 % of the time and engines for 0 %: give GPUs of the learner to the engines",
+        "the learner was idle for 75 % of the time and engines for 0 %: GPUs of the learner would do more as GPUs "
+        "of the engines; this costs speed, not correctness -> ",
     ),
     "split, engines idle": (
         SplitAlarm(0.3, warmup=0),
-        split(waited=0.0, idle=0.6),
-        "give GPUs of the engines to the learner",
+        split(waited=0.0, idle=0.6, seconds=2.0),
+        "GPUs of the engines would do more as GPUs of the learner",
     ),
     "standstill": (
         StandstillAlarm(),
         STILL,
         "the last 10 steps trained nothing: gradients are 0. Rewards average 0.25, and the share of groups with equal "
-        "rewards is 1.",
+        "rewards is 1; steps cost as much as before and the model learns nothing -> ",
     ),
-    "no signal": (NoSignalAlarm(), NO_SIGNAL, "in each of the last 10 steps all rewards were equal (1 in the last)"),
+    "no signal": (NoSignalAlarm(), NO_SIGNAL, "the rewards of every group were equal (1 on average in the last)"),
+    "no signal, each group in its own way": (
+        NoSignalAlarm(),
+        {"reward/std": 0.5, "reward/same_in_group": 1.0, "reward/mean": 0.5, "grad_norm": 0.1},
+        "the rewards of every group were equal (0.5 on average in the last)",
+    ),
 }
 
 
@@ -132,6 +146,7 @@ def test_alarm_warns_once_after_ten_steps(case: str, caplog: pytest.LogCaptureFi
     assert states(alarm, [row] * 30) == [False] * 9 + [True] * 21
     assert len(caplog.records) == 1
     assert text in caplog.text and text in alarm.text
+    assert "\n" not in alarm.text and alarm.text.count(" -> ") == 1
 
 
 ENDS: dict[str, tuple[Alarm, Row, Row]] = {
@@ -174,3 +189,8 @@ def test_truncation_alarm_warns_if_answers_are_cut_from_the_first_step(caplog: p
     assert found == [False] * 9 + [True] * 3 + [False] * 2
     assert len(caplog.records) == 1
     assert "of each of the first 10 steps were cut at rollout.max_new_tokens, 512 tokens long" in caplog.text
+
+
+def test_a_short_run_warns_before_it_ends() -> None:
+    assert [steps_of(steps) for steps in (1, 8, 20, 40, 1000)] == [3, 3, 5, 10, 10]
+    assert states(StandstillAlarm(steps=steps_of(8)), [STILL] * 8).count(True) == 6

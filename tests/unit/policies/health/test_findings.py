@@ -12,8 +12,8 @@ from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.policies.health import conditions
 from asyncrl.policies.health.conditions import CONDITIONS
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import SILENT_SECONDS, ActorStatus, Observation
-from asyncrl.policies.health.waits import stall_limit
+from asyncrl.policies.health.faults import SILENT_SECONDS, ActorStatus, Observation, Process
+from asyncrl.policies.health.waits import UNKNOWN_SECONDS, stall_limit, usual_seconds
 from tests.unit.policies.health.test_diagnosis import (
     ALL_ELSE,
     HEALTHY,
@@ -42,16 +42,33 @@ def test_condition_is_named_at_its_threshold_and_restarts_nobody(number: str, co
     assert (found.fault, found.actor, found.pid, found.cure) == (condition.fault, "w0", 7, "")
     assert found.cause.startswith("w0 ")
     assert "{" not in found.cause
+    assert "\n" not in found.line and found.line.count(" -> ") == 1 and found.cost
 
 
 def test_conditions_of_silent_actors_are_left_out() -> None:
     assert list(conditions.findings(showing({"alarm/mismatch": 1.0}, seconds=SILENT_SECONDS + 1))) == []
 
 
-def test_stall_limit_is_four_times_the_median_and_at_least_six_seconds() -> None:
-    assert stall_limit(0.5, first=25) == 6
-    assert stall_limit(5, first=25) == 20
-    assert stall_limit(0, first=25) == 25
+def test_nothing_is_a_stall_for_minutes_until_a_usual_duration_is_known() -> None:
+    assert usual_seconds([]) == usual_seconds([1, 2]) == 0
+    assert usual_seconds([1, 2, 300]) == 2  # one hang that healed does not count
+    assert stall_limit(0.5) == 10
+    assert stall_limit(5) == 20
+    assert stall_limit(0) == UNKNOWN_SECONDS == 300
+
+
+def test_a_process_that_starts_may_be_silent_while_it_imports() -> None:
+    starting = Heartbeat(actor="w0", role=WORKER, phase="starting", host="here", pid=7)
+    learner = ActorStatus(beat=Heartbeat(actor=LEARNER, role=LEARNER, host="here", pid=1))
+
+    def faults_of(seconds: float, process: Process) -> list[str]:
+        status = ActorStatus(beat=starting, seconds=seconds, process=process)
+        return [one.fault for one in diagnose(Observation(actors={LEARNER: learner, "w0": status}, listened=400.0))]
+
+    assert faults_of(40, "running") == faults_of(40, "") == []
+    assert faults_of(301, "running") == ["blocked"]
+    assert faults_of(7, "stopped") == ["frozen"]
+    assert faults_of(7, "gone") == ["gone"]
 
 
 @pytest.mark.parametrize(
