@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from asyncrl.config.addresses import host_and_port
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat
 from asyncrl.metrics import schema
+
+log = logging.getLogger("asyncrl.metrics")
 
 MOST_PROCESSES: Final = 1000
 """How many ports after the learner's are tried."""
@@ -60,13 +63,16 @@ class PrometheusEndpoint(Actor):
         self.port = 0
 
     async def start(self) -> None:
-        """Raises ConfigError if the port is taken."""
+        """Listen, and say so if the port is taken: the run goes on without the endpoint."""
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        self.port = await self._listen(self._runner)
-        await asyncio.to_thread(self._announce)
+        try:
+            self.port = await self._listen(self._runner)
+            await asyncio.to_thread(self._announce)
+        except (ConfigError, OSError) as error:
+            log.error("%s; %s serves no metrics", error, self._actors[0].name)
 
     async def run(self) -> None:
         """waits for: its cancellation    answers: HTTP requests"""

@@ -1,8 +1,7 @@
-"""Calls a sink that may be slow or hang from a separate thread, so that training does not wait for it.
+"""Calls a sink that may be slow, hang or fail from a separate thread, so that training neither waits nor ends for it.
 
-Calls for which the sink is too slow are left out, counted (metrics/left_out) and logged. An error of the sink still
-ends the run, because a run without its metrics is not worth its GPUs. At the end, the sink has CLOSE_SECONDS to finish;
-then the process no longer waits for it.
+Calls that fail, or for which the sink is too slow, are left out, counted (metrics/left_out) and logged: metrics.jsonl
+has every row. At the end, the sink has CLOSE_SECONDS to finish; then the process no longer waits for it.
 
 Tests: tests/unit/metrics/test_background.py.
 """
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from asyncrl.errors import disk_problem
+from asyncrl.errors import AsyncRLError, disk_problem
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.groups.sample import GroupSample
 from asyncrl.policies.metric import Metric
@@ -41,15 +40,14 @@ class BackgroundSink:
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_closing = threading.Event()
-        self._error: Exception | None = None  # until it was raised to the caller
         self._has_failed = False
         self.num_left_out = 0
-        """Calls that were left out because the sink was too slow."""
+        """Calls that were left out because the sink was too slow or failed."""
         self._thread = threading.Thread(target=self._work, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Queue a row. Like the other methods, raises an error that the sink raised since the last call."""
+        """Queue a row."""
         self._put(functools.partial(self._sink.write, step, metrics))
 
     def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
@@ -75,12 +73,8 @@ class BackgroundSink:
             )
         elif self.num_left_out:
             log.warning("metrics: %s did not get %d rows in all", self._name, self.num_left_out)
-        self._raise()
 
     def _put(self, call: Callable[[], None]) -> None:
-        self._raise()
-        if self._has_failed:
-            return
         with self._changed:
             if len(self._calls) < MOST_WAITING:
                 self._calls.append(call)
@@ -94,11 +88,6 @@ class BackgroundSink:
                 MOST_WAITING,
             )
 
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
     def _work(self) -> None:
         """consumes: calls    waits for: the next call    woken by: the learner. Ends when the sink is closed and all
         calls are done."""
@@ -109,8 +98,7 @@ class BackgroundSink:
             if call is None:
                 self._call(self._sink.close)
                 return
-            if not self._has_failed:
-                self._call(call)
+            self._call(call)
 
     def _call(self, call: Callable[[], None]) -> None:
         is_said = False
@@ -119,9 +107,22 @@ class BackgroundSink:
                 return call()
             except Exception as error:  # a user's class or a service's client may raise anything
                 if disk_problem(error) is None or self._is_closing.is_set():
-                    self._error, self._has_failed = error, True
+                    self._leave_out(error)
                     return None
                 if not is_said:
                     log.error("metrics: %s cannot write: %s; it tries again", self._name, error)
                 is_said = True
             self._is_closing.wait(PAUSE_SECONDS)
+
+    def _leave_out(self, error: Exception) -> None:
+        self.num_left_out += 1
+        if not self._has_failed:
+            text = " ".join(str(error).split())
+            log.error(
+                "metrics: %s failed: %s; the run goes on, metrics.jsonl has every row, and metrics/left_out counts "
+                "what %s has not",
+                self._name,
+                text if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {text}",
+                self._name,
+            )
+        self._has_failed = True

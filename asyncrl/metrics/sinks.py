@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, TextIO
 
 from asyncrl.config import RunConfig, plugins, secret_values
-from asyncrl.errors import ConfigError, HopelessError, disk_problem
+from asyncrl.errors import AsyncRLError, ConfigError, disk_problem
 from asyncrl.logs import print_line
 from asyncrl.metrics.background import BackgroundSink
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
@@ -28,12 +28,11 @@ log = logging.getLogger("asyncrl.metrics")
 
 
 class OwnSink:
-    """A user's sink. An error that it raises ends the run in one line that names the sink."""
+    """A user's sink, made with the first call. What it raises names the sink in one line."""
 
     def __init__(self, run: RunConfig, name: str) -> None:
-        """Raises ConfigError."""
-        self._name = name
-        self._sink = plugins.make(_own_class(name), run, where="metrics.sinks", name=name)
+        self._run, self._name = run, name
+        self._made: Any = None
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         self._call("write", step, metrics)
@@ -47,18 +46,26 @@ class OwnSink:
             self._call("alarm", step, name, text)
 
     def close(self) -> None:
-        self._call("close")
+        if self._made is not None:
+            self._call("close")
+
+    @property
+    def _sink(self) -> Any:
+        if self._made is None:
+            self._made = plugins.make(_own_class(self._name), self._run, where="metrics.sinks", name=self._name)
+        return self._made
 
     def _call(self, method: str, *arguments: Any) -> None:
         try:
             with plugins.contain_exits():
                 getattr(self._sink, method)(*arguments)
+        except AsyncRLError:
+            raise
         except Exception as error:  # a user's class may raise anything
             if disk_problem(error) is not None:
                 raise
-            raise HopelessError(
-                f"metrics.sinks: {self._name}.{method} raised {plugins.describe_raised(error)}"
-            ) from error
+            problem = plugins.describe_raised(error)
+            raise AsyncRLError(f"metrics.sinks: {self._name}.{method} raised {problem}") from error
 
 
 def _own_class(name: str) -> Any:
@@ -197,11 +204,20 @@ def check_sinks(run: RunConfig) -> None:
         checked_wandb()
 
 
+def check_logins(run: RunConfig) -> None:
+    """Check that this machine has the logins of the run's sinks. Raises ConfigError."""
+    if run.metrics.wandb:
+        from asyncrl.metrics.wandb import check_login
+
+        check_login()
+
+
 def open_sinks(run: RunConfig, *, resume: bool, step: int = 0) -> list[Sink]:
     """Open the sinks of the run file. A resumed run continues its file and its W&B run.
 
     ``step`` is the last step that a resumed run keeps; TensorBoard hides what an earlier learner wrote after it. The
-    file and the console are written synchronously; all other sinks run in the background.
+    file and the console are written synchronously. All other sinks are optional: they run in the background, and
+    what fails in them never ends the run.
     """
     made: list[Sink] = [JsonLines(run.run_directory / "metrics.jsonl")]
     if run.metrics.console:

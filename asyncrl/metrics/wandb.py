@@ -8,6 +8,9 @@ are alerts. WANDB_MODE=offline and the other WANDB_ variables work as usual.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +23,14 @@ from asyncrl.policies.metric import Histogram, Metric
 
 TABLE_ROWS: Final = 64
 """Answers to collect before they are logged as a table. Each table is a file to upload, so not every step logs one."""
+INIT_SECONDS: Final = 20.0
+"""How long W&B is asked for a run. Meanwhile rows wait."""
+LONGEST_REASON: Final = 300
+_REMEDY: Final = "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 EVALUATION_STEP: Final = "evaluation/step"
 """Axis of the evaluation metrics."""
+
+log = logging.getLogger("asyncrl.learner")
 
 
 def checked_wandb() -> Any:
@@ -39,35 +48,69 @@ def checked_wandb() -> Any:
     return wandb
 
 
+def check_login() -> None:
+    """Raise ConfigError if W&B would be reached, and no login is there. Nothing is asked of W&B itself."""
+    wandb = checked_wandb()
+    if wandb.setup().settings.mode not in ("online", "shared"):
+        return
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # it says where it found the key
+            has_login = wandb.login(prompt=False, verify=False)
+        problem = "this machine has no login"
+    except Exception as error:  # a key of a wrong form, or an unusable address
+        has_login, problem = False, " ".join(str(error).split())
+    if not has_login:
+        raise ConfigError(f"metrics.wandb: {problem}; {_REMEDY}")
+
+
 class WandB:
-    """One W&B run per learner. A resumed learner continues the same W&B run, whose id is kept in the run's folder."""
+    """One W&B run per learner. A resumed learner continues the same W&B run, whose id is kept in the run's folder.
+
+    W&B is asked with the first call. If it cannot be reached then, the rows are kept in the run's folder, from where
+    `wandb sync` uploads them.
+    """
 
     def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Any], resume: bool) -> None:
-        wandb = self._wandb = checked_wandb()
+        self._wandb = checked_wandb()
         self._answers: list[list[Any]] = []
         self._evaluated: dict[str, list[list[Any]]] = {}  # by data set, of the evaluation in progress
         directory.mkdir(parents=True, exist_ok=True)
-        kept = directory / "wandb-id"
-        known = kept.read_text() if resume and kept.exists() else None
+        self._directory, self._kept = directory, directory / "wandb-id"
+        known = self._kept.read_text() if resume and self._kept.exists() else None
+        self._settings: dict[str, Any] = {
+            "project": project,
+            "name": name,
+            "id": known,
+            "resume": "allow" if known else None,
+            "dir": str(directory),
+            "config": dict(config),
+        }
+        self._made: Any = None
+
+    @property
+    def _run(self) -> Any:
+        if self._made is not None:
+            return self._made
+        more = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": INIT_SECONDS}
         try:
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                id=known,
-                resume="allow" if known else None,
-                dir=str(directory),
-                config=dict(config),
-                settings=wandb.Settings(silent=True),
+            made = self._wandb.init(**self._settings, settings=self._wandb.Settings(silent=True, **more))
+        except Exception as error:  # unreachable, refused, no login: the client raises errors of many kinds
+            made = self._wandb.init(**self._settings, mode="offline", settings=self._wandb.Settings(silent=True))
+            log.error(
+                "metrics.wandb: W&B gets nothing now (%s); %s. The run goes on, its rows are kept: "
+                "`wandb sync %s/wandb/offline-run-*%s` uploads them",
+                " ".join(str(error).split())[:LONGEST_REASON],
+                _REMEDY,
+                self._directory,
+                made.id,
             )
-        except wandb.errors.UsageError as error:  # for example, no API key
-            raise ConfigError(
-                f"metrics.wandb: {error}; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
-            ) from error
-        kept.write_text(self._run.id)
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
-        self._run.define_metric(EVALUATION_STEP, hidden=True)
-        self._run.define_metric("evaluation/*", step_metric=EVALUATION_STEP)
+        made.define_metric("step", hidden=True)
+        made.define_metric("*", step_metric="step")
+        made.define_metric(EVALUATION_STEP, hidden=True)
+        made.define_metric("evaluation/*", step_metric=EVALUATION_STEP)
+        self._made = made
+        self._kept.write_text(made.id)
+        return made
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         row = {name: self._value(value) for name, value in metrics.items()}
@@ -108,4 +151,5 @@ class WandB:
     def close(self) -> None:
         if self._answers:
             self._log_answers(max(row[0] for row in self._answers))
-        self._run.finish()
+        if self._made is not None:
+            self._made.finish()

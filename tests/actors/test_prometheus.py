@@ -76,6 +76,18 @@ async def test_learner_and_workers_of_a_machine_answer_side_by_side(bus: MemoryB
     assert list((tmp_path / "prometheus").glob("*")) == []
 
 
+async def test_a_port_in_use_is_said_and_ends_no_run(
+    bus: MemoryBus, port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        async with endpoint(bus, port, tmp_path, "learner", step_numbers=dict) as learner:
+            assert learner.port == 0
+    assert f"metrics.prometheus: port {port} of 127.0.0.1 cannot be used" in caplog.text
+    assert "learner serves no metrics" in caplog.text
+
+
 def test_data_sets_tags_and_metrics_of_an_evaluation_are_labels() -> None:
     numbers = {
         "evaluation/aime/mean@8": 0.5,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from asyncrl.actors.activity import ActivityBetweenSteps
 from asyncrl.actors.learner.disk import Disk
@@ -15,6 +17,7 @@ from asyncrl.actors.learner.live_workers import LARGE_FLEET
 from asyncrl.actors.learner.sample_recorder import SampleWriter
 from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.bus.port import Bus
+from asyncrl.errors import MessageTooLarge
 from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.messages.topics import EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
@@ -23,6 +26,8 @@ from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.metric import Histogram, Metric, histogram
+
+log = logging.getLogger("asyncrl.learner")
 
 REJECTED = "bus/rejected"
 LEFT_OUT = "metrics/left_out"
@@ -33,7 +38,7 @@ MANY_ROWS = 32
 
 
 class MetricsReporter:
-    """Writes to every sink. A failing sink ends the run: a run that loses its numbers is not worth its GPUs."""
+    """Writes to every sink. metrics.jsonl is waited for; what is only for looking never ends a run."""
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class MetricsReporter:
         self._alarms = alarms
         self._samples = samples
         self._timeline = timeline
+        self._is_cut = False  # whether a row was too large for the bus
         self.newest = StepMetrics(step=0)
         """Metrics of the last reported step."""
         self.newest_evaluation = StepMetrics(step=0)
@@ -87,7 +93,7 @@ class MetricsReporter:
             await self._timeline.record(step, row, groups, workers)
         self._show(step, rung)
         self.newest = step_metrics(step, row)
-        await self._bus.put(METRICS, self.newest)
+        await self._put(self.newest)
 
     def _show(self, step: int, rung: Sequence[Alarm]) -> None:
         """Serve sinks that want more than numbers. ``rung``: alarms that went on."""
@@ -107,7 +113,26 @@ class MetricsReporter:
         for sink in self._sinks:
             await disk.write(functools.partial(_write, sink, step, metrics), what="metrics")
         self.newest_evaluation = step_metrics(step, metrics)
-        await self._bus.put(METRICS, self.newest_evaluation, key=EVALUATION_METRICS)
+        await self._put(self.newest_evaluation, key=EVALUATION_METRICS)
+
+    async def _put(self, row: StepMetrics, *, key: str = "") -> None:
+        """Show a row to observers. A row over the bus's limit goes without the numbers with the longest names."""
+        numbers = sorted(row.numbers.items(), key=lambda item: len(item[0]))
+        while True:
+            try:
+                return await self._bus.put(METRICS, replace(row, numbers=dict(numbers)), key=key)
+            except MessageTooLarge:
+                if not numbers:
+                    return None
+                numbers = numbers[: len(numbers) // 2]
+                if not self._is_cut:
+                    log.warning(
+                        "metrics: the %d numbers of step %d are larger than bus.max_message_bytes: `asyncrl top` and "
+                        "board show those with short names, metrics.jsonl has all",
+                        len(row.numbers),
+                        row.step,
+                    )
+                self._is_cut = True
 
     def alarms(self) -> dict[str, float]:
         """Return {alarm/NAME: 1} for alarms that are on, for a heartbeat."""

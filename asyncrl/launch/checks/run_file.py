@@ -46,7 +46,10 @@ def check(run: RunConfig) -> None:
     warn_of_share(run)
     if launcher.places:  # each process checks its own machine
         return
+    from asyncrl.metrics.sinks import check_logins  # imports torch
+
     _check_prometheus(run)
+    check_logins(run)
     registry.backend_class(run).check_machine(run)
     if run.rollout.workers:
         registry.engine_class(run).check_machine(run)

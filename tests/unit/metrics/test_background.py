@@ -78,16 +78,21 @@ class Failing(Slow):
         super().write(step, metrics)
 
 
-def test_error_of_a_sink_is_raised_once() -> None:
-    failing = Failing(ValueError("no"))
+def test_error_of_a_sink_is_said_once_and_the_sink_gets_the_next_rows(caplog: pytest.LogCaptureFixture) -> None:
+    class EverySecond(Failing):
+        def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+            self.error = ValueError("no\nno") if step % 2 else None
+            super().write(step, metrics)
+
+    failing = EverySecond(ValueError())
     sink = BackgroundSink(failing, name="failing", close_seconds=120)
-    sink.write(1, {})
-    with pytest.raises(ValueError, match="no"):
-        sink.close()
+    for step in range(6):
+        sink.write(step, {})
     sink.close()
-    assert failing.is_closed
-    sink.write(2, {})
-    assert failing.steps == []
+    assert failing.steps == [0, 2, 4] and failing.is_closed and sink.num_left_out == 3
+    first, last = caplog.messages
+    assert first.startswith("metrics: failing failed: ValueError: no no; the run goes on, metrics.jsonl has every row")
+    assert last == "metrics: failing did not get 3 rows in all"
 
 
 def test_samples_and_alarms_reach_sinks_that_take_them() -> None:

@@ -13,12 +13,12 @@ import wandb
 
 from asyncrl import config
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, HopelessError
+from asyncrl.errors import ConfigError
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.metrics import tensorboard as tensorboard_sink
 from asyncrl.metrics.port import ShowsSamples, TakesAlarms
 from asyncrl.metrics.samples_text import COLUMNS, EVALUATION_COLUMNS
-from asyncrl.metrics.sinks import OwnSink, check_sinks, open_sinks
+from asyncrl.metrics.sinks import OwnSink, check_logins, check_sinks, open_sinks
 from asyncrl.metrics.wandb import WandB
 from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.policies.metric import Histogram, Metric
@@ -129,7 +129,9 @@ class Deaf:
     def close(self) -> None: ...
 
 
-def test_users_sink_gets_numbers_and_samples_and_ends_the_run_if_it_raises(run: RunConfig) -> None:
+def test_users_sink_gets_numbers_and_samples_and_never_ends_the_run(
+    run: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     Own.made.clear()
     sinks = open_sinks(_with(run, sinks=(f"{__name__}:Own",)), resume=False)
     own = sinks[-1]
@@ -139,10 +141,24 @@ def test_users_sink_gets_numbers_and_samples_and_ends_the_run_if_it_raises(run: 
     own.alarm(1, "drop", "it has no method for it")
     own.write(13, ROW)
     sinks[0].close()
-    with pytest.raises(HopelessError, match=r"metrics.sinks: .*:Own.write raised ValueError: no thirteenth step"):
-        own.close()
+    own.close()
+    assert "metrics.sinks: tests.unit.metrics.test_sinks:Own.write raised ValueError: no thirteenth step" in caplog.text
     assert Own.made[0].name == "r"
     assert Own.made[0].said == [1, [7], "closed"]
+
+
+class Unreachable(Own):
+    def __init__(self, run: RunConfig) -> None:
+        raise ConnectionRefusedError("nobody listens")
+
+
+def test_a_users_sink_that_cannot_be_made_never_ends_the_run(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    sinks = open_sinks(_with(run, sinks=(f"{__name__}:Unreachable",)), resume=True)
+    for step in range(3):
+        sinks[-1].write(step, ROW)
+    for sink in sinks:
+        sink.close()
+    assert caplog.text.count("raised ConnectionRefusedError: nobody listens; the run goes on") == 1
 
 
 @pytest.mark.parametrize(
@@ -227,3 +243,56 @@ def test_without_wandb_its_sink_is_refused_before_the_run(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb is not installed; pip install"):
         check_sinks(config.only_overrides(["metrics.wandb=true"]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "login", "problem"),
+    [
+        ("online", True, ""),
+        ("online", False, "metrics.wandb: this machine has no login; run `wandb login`, or set WANDB_API_KEY"),
+        ("online", ValueError("API key must be\nlonger"), "metrics.wandb: API key must be longer; run `wandb login`"),
+        ("offline", False, ""),
+        ("disabled", False, ""),
+    ],
+)
+def test_a_missing_login_of_wandb_is_refused_before_the_run(
+    mode: str, login: bool | Exception, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(**_: Any) -> bool:
+        if isinstance(login, Exception):
+            raise login
+        return login
+
+    settings = type("Settings", (), {"mode": mode})
+    monkeypatch.setattr(wandb, "setup", lambda: type("Setup", (), {"settings": settings}))
+    monkeypatch.setattr(wandb, "login", find)
+    run = config.only_overrides(["metrics.wandb=true"])
+    if not problem:
+        check_logins(run)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_logins(run)
+    assert str(refused.value).startswith(problem) and "\n" not in str(refused.value)
+
+
+def test_rows_are_kept_while_wandb_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake, modes = FakeRun(), []
+
+    def init(*, mode: str = "", **_: Any) -> FakeRun:
+        modes.append(mode)
+        if not mode:
+            raise ConnectionError("Timed out while\nretrying")
+        return fake
+
+    monkeypatch.setattr(wandb, "init", init)
+    sink = WandB(project="p", name="n", directory=tmp_path, config={}, resume=False)
+    assert modes == []  # nothing is asked before the first row
+    for step in (1, 2):
+        sink.write(step, ROW)
+    sink.close()
+    assert modes == ["", "offline"] and [row["step"] for row in fake.logged] == [1, 2]
+    (line,) = caplog.messages
+    assert line.startswith("metrics.wandb: W&B gets nothing now (Timed out while retrying); run `wandb login`")
+    assert f"`wandb sync {tmp_path}/wandb/offline-run-*id` uploads them" in line
