@@ -150,13 +150,18 @@ class Agent:
             index=index,
             seed=_make_seed(prompt.group_id, index),
         )
-        async with self._server.session(session):
-            endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
-            outcome = outcome_of(await self._harness(task, endpoint))
+        try:
+            async with self._server.session(session):
+                endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
+                outcome = outcome_of(await self._harness(task, endpoint))
+            made = trajectories(session.turns, outcome)
+        except RolloutError as error:  # many clients say no more than "400 Bad Request"
+            refusal = f"; the endpoint had refused a request: {session.refusal}" if session.refusal else ""
+            raise RolloutError(f"{error}{refusal}") from error
         if hung_up := session.num_unreceived:
             said = "the agent of group %d, sample %d, hung up on %d of its calls, whose answers are not trained"
             _log.info(said, prompt.group_id, index, hung_up)
-        return trajectories(session.turns, outcome)
+        return made
 
     async def close(self) -> None:
         await self._harness.close()

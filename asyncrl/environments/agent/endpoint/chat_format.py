@@ -26,6 +26,7 @@ from asyncrl.environments.agent.endpoint.turns import Tokens, Turn
 from asyncrl.errors import ConfigError
 
 _SENTINEL: Final = "\u241eTURN\u241e"
+_TOOL: Final = "name_of_a_tool"
 _THINK: Final = "<think>"
 _TAIL_TOKENS: Final = 8
 """Number of tokens at the end of a prompt that show whether it ends inside the reasoning."""
@@ -128,7 +129,24 @@ class TemplateFormat(ChatFormat):
         return self.tokenizer.convert_ids_to_tokens(after[0]), after[0]
 
     def check(self, tools: Sequence[Json]) -> None:
+        if tools and not self._shows_tools:
+            raise Refused(
+                "tools: the model's chat template does not show tools to the model; set rollout.options.chat_template "
+                "to one that writes `tools` and the calls"
+            )
         self._parser.check(tools)
+
+    @functools.cached_property
+    def _shows_tools(self) -> bool:
+        """Whether the template writes the tools that it is given. True if it refuses the question."""
+        import jinja2
+
+        tool = {"type": "function", "function": {"name": _TOOL, "description": "", "parameters": {}}}
+        asked = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+        try:
+            return any(_TOOL in self._apply(part, [tool]) for part in (asked[1:], asked))
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            return True
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
         import jinja2

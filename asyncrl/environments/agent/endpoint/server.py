@@ -88,6 +88,9 @@ class EndpointServer:
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         try:
             session = self._session_of(request)
+        except Refused as error:
+            return _json(dialect.refuse(error), status=error.status)
+        try:
             raw = await _read(request)
             record, model_request = await self._record(request, raw, dialect, session)
             if model_request.is_streamed:
@@ -96,6 +99,7 @@ class EndpointServer:
             reply = _json(dialect.write(model_request, turns, session))
             reply.headers.update(_overridden_header(model_request))
         except Refused as error:
+            session.refusal = str(error)
             return _json(dialect.refuse(error), status=error.status)
         with contextlib.suppress(ConnectionError):  # the client hung up; the answer is kept for a retry
             await reply.prepare(request)
@@ -209,6 +213,7 @@ async def _stream(
         except Refused as error:
             if not response.prepared:
                 raise
+            session.refusal = str(error)
             await response.write(_event("error", dialect.refuse(error)))
             return response
         if not response.prepared:

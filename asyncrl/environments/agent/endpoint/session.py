@@ -92,6 +92,8 @@ class Session:
         self.turns = Turns()
         self.remembered: dict[str, list[Json]] = {}
         """Conversations up to an answer, by the answer's id, for dialects that continue from an id."""
+        self.refusal = ""
+        """Why the last request that was refused was refused."""
         self._generate = generate
         self._tags = Tags(name)
         self.context_tokens = context_tokens

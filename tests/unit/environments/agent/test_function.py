@@ -116,6 +116,20 @@ async def test_harness_without_model_calls_or_with_too_many_rewards_fails_its_sa
         await made.close()
 
 
+async def test_a_harness_that_fails_after_a_refusal_says_what_the_endpoint_said() -> None:
+    async def play(task: Task, endpoint: Endpoint) -> Outcome:
+        async with aiohttp.ClientSession() as http:
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            body = {"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"5": 1}}
+            async with http.post(endpoint.base_url + "/v1/chat/completions", json=body, headers=headers) as reply:
+                raise RolloutError(f"harness play: {reply.status}")
+
+    made = agent(play)
+    with pytest.raises(RolloutError, match="play: 400; the endpoint had refused a request: logit_bias = "):
+        await made(PROMPT, Scripted([]), index=0)
+    await made.close()
+
+
 @pytest.mark.parametrize("by_id", [True, False])
 async def test_calls_at_the_same_time_have_the_rewards_that_their_ids_name(by_id: bool) -> None:
     """They arrive in the order 2, 1, 0."""

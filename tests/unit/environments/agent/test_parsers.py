@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
 from asyncrl.environments.agent.endpoint.parsers import Parsed, Parser, PlainParser, SGLangParser
 from asyncrl.environments.agent.endpoint.request import Refused
 from asyncrl.errors import ConfigError
-from tests.harness.agents import ANSWER, CALL, TOOLS
+from tests.harness.agents import ANSWER, CALL, TOKENIZER, TOOLS
 
 PLAIN = PlainParser("<tool_call>")
 LOST = '<tool_call>\n{"name": "add", "arguments": {"a": \n</tool_call>'
@@ -68,6 +69,14 @@ def test_tools_that_the_template_writes_otherwise_are_refused() -> None:
         with pytest.raises(Refused, match="tool_parser"):
             PlainParser(template).check(TOOLS)
     PlainParser("").check([])
+
+
+def test_tools_that_the_template_does_not_show_are_refused_whoever_parses_their_calls() -> None:
+    template = "{% for m in messages %}{{ m.content }}<tool_call>{% endfor %}"
+    with pytest.raises(Refused, match="does not show tools to the model; set rollout.options.chat_template to one"):
+        TemplateFormat(TOKENIZER, chat_template=template, parser=PLAIN).check(TOOLS)
+    TemplateFormat(TOKENIZER, chat_template=template).check([])
+    TemplateFormat(TOKENIZER).check(TOOLS)
 
 
 @pytest.mark.sglang
