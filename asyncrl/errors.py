@@ -19,7 +19,8 @@
     │   ├── PromptError     no engine can answer this prompt; the group is failed
     │   └── EngineDied     the engine is gone; the rollout worker ends and its launcher restarts it
     ├── RolloutError       a RolloutFn failed on a group; the group is failed with the reason
-    ├── RewardError        a group could not be rewarded; the group is failed with the reason
+    ├── RewardError        an answer could not be rewarded; its sample, or its group, is failed with the reason
+    │   └── Outage         also a RolloutError: a service is away; the worker waits for it
     ├── FilterError        a group filter raised on a group; the group is failed with the reason
     ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
     ├── BackendError       a training step could not be done; the learner ends
@@ -146,7 +147,14 @@ class RolloutError(AsyncRLError):
 
 
 class RewardError(AsyncRLError):
-    """A group could not be rewarded. The group is failed with the reason; the process continues."""
+    """An answer, or its whole group, could not be rewarded. It is failed with the reason; the process continues."""
+
+
+class Outage(RewardError, RolloutError):
+    """A service that a reward or a rollout function needs is away. The worker waits for it and tries again.
+
+    The group is failed with it only if others get through meanwhile (actors/rollout/outages.py).
+    """
 
 
 class FilterError(AsyncRLError):

@@ -1,4 +1,4 @@
-"""Call a reward function on one group; return valid rewards, or raise a RewardError with a one-line reason.
+"""Call a reward function on one group; return valid rewards, or RewardErrors with one-line reasons.
 
 The worker survives whatever a user's function does: raise, hang, return invalid values, or block.
 """
@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.config import plugins
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.outage import is_outage
 from asyncrl.rewards.port import MOST_PARTS, Reward, Sample, part_problem
 
 MAX_THREADS: Final = 16
@@ -97,36 +98,37 @@ class GuardedReward:
         votes = found[: len(completions)]  # the thread may still be running and appending
         return [*votes, *[""] * (len(completions) - len(votes))], problems[0] if problems else ""
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
         """Return one reward per sample, in order, with the reward parts of the rollout function added.
 
-        If both set a part of the same name, the reward function's part wins. Raises RewardError.
+        If both set a part of the same name, the reward function's part wins. Otherwise as ``judge``.
         """
-        rewards = await self.judge(samples)
-        return [
-            self._check(Reward(value=reward.value, parts={**sample.trajectory.reward_parts, **reward.parts}))
-            for sample, reward in zip(samples, rewards, strict=True)
+        found = [
+            reward
+            if isinstance(reward, RewardError)
+            else self._checked(Reward(value=reward.value, parts={**sample.trajectory.reward_parts, **reward.parts}))
+            for sample, reward in zip(samples, await self.judge(samples), strict=True)
         ]
+        _raise_if_none(found)
+        return found
 
-    async def judge(self, samples: Sequence[Sample]) -> list[Reward]:
-        """Return one reward per sample, in order, as the function returns it. Raises RewardError."""
-        try:
-            async with asyncio.timeout(None if self._limits_groups else self._timeout_seconds) as timeout:
-                values = await (self._group(samples) if self._takes_group else self._each(samples))
-        except TimeoutError as error:
-            if timeout.expired():
-                reason = f"took longer than reward.timeout_seconds = {self._timeout_seconds:g}"
-                raise RewardError(f"reward {self._name}: {reason}") from None
-            raise self._wrap(error) from error
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            raise RewardError(f"reward {self._name}: cancelled itself") from error
-        except Exception as error:  # an error of a user's function must not crash the worker
-            raise self._wrap(error) from error
-        if len(values) != len(samples):
-            raise RewardError(f"reward {self._name}: returned {len(values)} rewards for {len(samples)} samples")
-        return [self._reward(value) for value in values]
+    async def judge(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
+        """Return one reward per sample, in order, as the function returns it; an error for a sample that has none.
+
+        Raises RewardError if no sample has a reward; Outage if that is because a service is away.
+        """
+        deadline = None if self._limits_groups else asyncio.get_running_loop().time() + self._timeout_seconds
+        if self._takes_group:
+            values = self._as_list(await self._ask(samples, deadline))
+            if len(values) != len(samples):
+                raise RewardError(f"reward {self._name}: returned {len(values)} rewards for {len(samples)} samples")
+        else:  # concurrently, one call each
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._ask_or_error(sample, deadline), name="reward") for sample in samples]
+            values = [task.result() for task in tasks]
+        found = [value if isinstance(value, RewardError) else self._reward(value) for value in values]
+        _raise_if_none(found)
+        return found
 
     async def close(self) -> None:
         """Call the function's ``close``, if it has one, to release processes and connections."""
@@ -136,20 +138,36 @@ class GuardedReward:
             if inspect.isawaitable(result):
                 await result
 
-    async def _group(self, samples: Sequence[Sample]) -> Sequence[Any]:
-        values = await self._call(samples)
+    async def _ask_or_error(self, sample: Sample, deadline: float | None) -> Any:
+        try:
+            return await self._ask(sample, deadline)
+        except RewardError as error:
+            return error
+
+    async def _ask(self, argument: Any, deadline: float | None) -> Any:
+        """Call the function until ``deadline``. Raises RewardError whatever it does, Outage if a service is away."""
+        try:
+            async with asyncio.timeout_at(deadline) as timeout:
+                return await self._call(argument)
+        except TimeoutError as error:
+            if timeout.expired():
+                reason = f"took longer than reward.timeout_seconds = {self._timeout_seconds:g}"
+                # A plain function's thread goes on: it may be an endless loop, of which more tries would start more.
+                raise (Outage if self._is_async else RewardError)(f"reward {self._name}: {reason}") from None
+            raise self._wrap(error) from error
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise RewardError(f"reward {self._name}: cancelled itself") from error
+        except RewardError:
+            raise
+        except Exception as error:  # an error of a user's function must not crash the worker
+            raise self._wrap(error) from error
+
+    def _as_list(self, values: Any) -> list[Any]:
         if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
             raise RewardError(f"reward {self._name}: must return a list of rewards, returned {_shorten(values)}")
         return list(values)
-
-    async def _each(self, samples: Sequence[Sample]) -> Sequence[Any]:
-        """Judge the samples concurrently, one call each. The first failure cancels the others."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._call(sample), name="reward") for sample in samples]
-        except ExceptionGroup as error:
-            raise error.exceptions[0] from None
-        return [task.result() for task in tasks]
 
     async def _call(self, argument: Any) -> Any:
         if self._is_async:
@@ -162,14 +180,20 @@ class GuardedReward:
         with plugins.contain_exits():
             return await result
 
-    def _reward(self, value: Any) -> Reward:
+    def _reward(self, value: Any) -> Reward | RewardError:
         try:
             reward = _as_reward(value)
         except Exception:  # a user's object raised, or an integer is too large for a float
-            raise RewardError(
+            return RewardError(
                 f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_shorten(value)}"
-            ) from None
-        return self._check(reward)
+            )
+        return self._checked(reward)
+
+    def _checked(self, reward: Reward) -> Reward | RewardError:
+        try:
+            return self._check(reward)
+        except RewardError as error:
+            return error
 
     def _check(self, reward: Reward) -> Reward:
         for part, number in (("the reward", reward.value), *reward.parts.items()):
@@ -188,9 +212,15 @@ class GuardedReward:
         return reward
 
     def _wrap(self, error: Exception) -> RewardError:
-        if isinstance(error, RewardError):
-            return error
-        return RewardError(f"reward {self._name}: raised {plugins.describe(error)}")
+        kind = Outage if is_outage(error) else RewardError
+        return kind(f"reward {self._name}: raised {plugins.describe(error)}")
+
+
+def _raise_if_none(found: Sequence[Reward | RewardError]) -> None:
+    """Raise an Outage, or else the first error, if there are only errors."""
+    problems = [one for one in found if isinstance(one, RewardError)]
+    if problems and len(problems) == len(found):
+        raise next((one for one in problems if isinstance(one, Outage)), problems[0])
 
 
 def _as_reward(value: Any) -> Reward:

@@ -10,7 +10,8 @@ from typing import Any, Final, TypeVar
 import aiohttp
 
 from asyncrl.config.secret_values import hide_credentials
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.outage import is_away
 
 T = TypeVar("T")
 
@@ -48,6 +49,10 @@ class AskAgain(Exception):
         self.seconds = seconds
 
 
+class Away(AskAgain):
+    """The server does not answer, or not now (429, 5xx)."""
+
+
 class JsonServer:
     """One server. Keeps its connections between groups."""
 
@@ -64,24 +69,28 @@ class JsonServer:
         """POST ``body`` until ``read`` takes the answer, which raises AskAgain for one that it cannot use.
 
         before  called before each try
-        Raises RewardError.
+        Raises RewardError; Outage if the server was away at the last try.
         """
         tries = self._options.retries + 1
-        problem = ""
         for number in range(tries):
             before()
             wait = self._options.backoff_seconds * 2**number
             try:
                 return read(await self._post(body))
             except AskAgain as error:
-                problem, wait = str(error), wait if error.seconds is None else error.seconds
-            except (aiohttp.ClientConnectionError, TimeoutError) as error:
-                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+                last, wait = error, wait if error.seconds is None else error.seconds
             if number + 1 < tries:
                 await asyncio.sleep(min(wait, _MOST_BACKOFF_SECONDS))
-        raise self.error(f"after {tries} tries: {problem}" if tries > 1 else problem)
+        problem = f"after {tries} tries: {last}" if tries > 1 else str(last)
+        raise self.error(problem, kind=Outage if isinstance(last, Away) else RewardError)
 
     async def _post(self, body: Mapping[str, Any]) -> Any:
+        try:
+            return await self._post_once(body)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise Away(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+
+    async def _post_once(self, body: Mapping[str, Any]) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self._options.request_timeout_seconds),
@@ -89,9 +98,9 @@ class JsonServer:
             )
         async with self._session.post(self._url, json=body) as response:
             status = f"HTTP {response.status} {response.reason}"
-            if response.status == 429 or response.status >= 500:
+            if is_away(response.status):
                 named = response.headers.get("Retry-After", "")  # seconds, or a date
-                raise AskAgain(status, seconds=float(named) if named.isdecimal() else None)
+                raise Away(status, seconds=float(named) if named.isdecimal() else None)
             if response.status >= 400:
                 text = (await response.text())[:200].splitlines()
                 raise self.error(f"{status}: {text[0] if text else ''}")
@@ -100,8 +109,8 @@ class JsonServer:
             except ValueError as error:
                 raise self.error(f"the answer is not JSON: {error}") from None
 
-    def error(self, problem: str) -> RewardError:
-        return RewardError(f"reward {self._name}: {hide_credentials(self._options.url)}: {problem}")
+    def error(self, problem: str, *, kind: type[RewardError] = RewardError) -> RewardError:
+        return kind(f"reward {self._name}: {hide_credentials(self._options.url)}: {problem}")
 
     async def close(self) -> None:
         if self._session is not None:

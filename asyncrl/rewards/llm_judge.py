@@ -2,8 +2,8 @@
 
 The template is filled with {prompt}, {answer} and {label} and sent as one user message. The grade is the last match of
 ``pattern`` after </think> in the judge's reply, mapped from lowest..highest to 0..1. If the reply has no grade, one out
-of range, or was cut off at max_tokens, the request is retried, and finally the group fails; it never becomes a silent
-zero. A question that was graded before is not sent again.
+of range, or was cut off at max_tokens, the request is retried, and finally the sample has no reward; it never becomes a
+silent zero. A question that was graded before is not sent again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from asyncrl.config.checks import compile_pattern
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.http import AskAgain, HttpOptions, JsonServer
 from asyncrl.rewards.port import Reward, Sample
@@ -104,16 +104,11 @@ class JudgeReward:
         self._num_requests = 0
         self._num_tokens = 0
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
         questions = [self._question(sample) for sample in samples]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {one: group.create_task(self._grade(one)) for one in dict.fromkeys(questions)}
-        except ExceptionGroup as error:
-            raise error.exceptions[0] from None
-        grades = [tasks[question].result() for question in questions]
-        low, high = self._options.lowest, self._options.highest
-        return [Reward(value=(grade - low) / (high - low), parts={"grade": grade}) for grade in grades]
+        async with asyncio.TaskGroup() as group:
+            tasks = {one: group.create_task(self._reward(one)) for one in dict.fromkeys(questions)}
+        return [tasks[question].result() for question in questions]
 
     async def close(self) -> None:
         await self._server.close()
@@ -123,6 +118,14 @@ class JudgeReward:
         return self._options.template.format(
             prompt=sample.prompt, answer=after_thinking(sample.completion).strip(), label=label
         )
+
+    async def _reward(self, question: str) -> Reward | RewardError:
+        try:
+            grade = await self._grade(question)
+        except RewardError as error:
+            return error
+        low, high = self._options.lowest, self._options.highest
+        return Reward(value=(grade - low) / (high - low), parts={"grade": grade})
 
     async def _grade(self, question: str) -> float:
         """Return the remembered grade, or ask the judge. Raises RewardError."""

@@ -21,7 +21,7 @@ class WeightedPart:
 class WeightedParts:
     """The weighted sum of the parts' rewards, for a whole group.
 
-    A part with weight 0 is only a metric. It still takes its time, and its failure still fails the group.
+    A part with weight 0 is only a metric. It still takes its time, and its failure still fails the sample.
     """
 
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
@@ -31,7 +31,7 @@ class WeightedParts:
         if voters:
             self.vote = voters[0].vote  # majority votes come from the first part that has them
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
@@ -61,7 +61,13 @@ class WeightedParts:
         for one in self._parts.values():
             await one.reward.close()
 
-    def _sum(self, found: Mapping[str, Reward]) -> Reward:
+    def _sum(self, parts: Mapping[str, Reward | RewardError]) -> Reward | RewardError:
+        """Return the sum, or the first error: a sum without a part would be another reward."""
+        found = {}
+        for name, one in parts.items():
+            if isinstance(one, RewardError):
+                return one
+            found[name] = one
         told = {name: reward.value for name, reward in found.items()}
         for name, reward in found.items():
             for inner, value in reward.parts.items():
@@ -77,7 +83,7 @@ class RowRewards:
     def __init__(self, default: GuardedReward, by_name: Mapping[str, GuardedReward]) -> None:
         self._default, self._by_name = default, dict(by_name)
 
-    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward | RewardError]:
         name = samples[0].reward
         if name and name not in self._by_name:
             raise RewardError(f"the row's reward {name!r} is none of this worker's: {', '.join(self._by_name)}")

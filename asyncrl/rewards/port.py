@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import RewardError
 from asyncrl.messages import Trajectory
 from asyncrl.policies.groups.validation import MOST_PARTS as MOST_PARTS
 from asyncrl.policies.groups.validation import part_problem as part_problem
@@ -47,8 +48,12 @@ class Reward:
 
 
 class RewardFn(Protocol):
-    """Rewards one group. If it raises, the group fails with the reason; the worker continues."""
+    """Rewards one group. If it raises, the group fails with the reason; the worker continues.
 
-    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]: ...
+    A RewardError takes the place of the reward of a sample that has none. If it raises an Outage, the worker waits and
+    calls it again.
+    """
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward | RewardError]: ...
 
     async def close(self) -> None: ...

@@ -46,7 +46,7 @@ from asyncrl.config.staleness import StalenessSection
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
 from asyncrl.environments.builtin import single_turn
-from asyncrl.errors import EngineDied, EngineError, WeightsError
+from asyncrl.errors import EngineDied, EngineError, RewardError, WeightsError
 from asyncrl.launch.assembly.build_learner import assemble_learner
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -203,9 +203,9 @@ class Tokenizer:
 class Judge:
     """A reward made of a function."""
 
-    function: Callable[[Sequence[Sample]], Sequence[Reward]]
+    function: Callable[[Sequence[Sample]], Sequence[Reward | RewardError]]
 
-    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward | RewardError]:
         return self.function(samples)
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from asyncrl import config
 from asyncrl.messages import Trajectory, VersionSpan
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import load_reward
-from asyncrl.rewards.port import Sample
+from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 
 def sample(
@@ -35,8 +36,15 @@ def load(kind: str, *, timeout_seconds: float = 30.0, **options: Any) -> Guarded
     return load_reward(config.RewardSection(kind=kind, timeout_seconds=timeout_seconds, options=options))
 
 
+async def rewards(reward: RewardFn, samples: Sequence[Sample]) -> list[Reward]:
+    """Return the rewards of samples that all have one."""
+    found = await reward(samples)
+    assert all(isinstance(one, Reward) for one in found), found
+    return [one for one in found if isinstance(one, Reward)]
+
+
 async def values(reward: GuardedReward, *samples: Sample) -> list[float]:
     try:
-        return [each.value for each in await reward(samples)]
+        return [each.value for each in await rewards(reward, samples)]
     finally:
         await reward.close()

@@ -34,7 +34,7 @@ from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.environments.port import Tokenizer
-from asyncrl.errors import BusFull, MessageError, MessageTooLarge, WeightsError
+from asyncrl.errors import BusFull, MessageError, MessageTooLarge, RewardError, WeightsError
 from asyncrl.messages import PromptGroup, TrajectoryGroup, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers, label_text
 from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER
@@ -103,7 +103,7 @@ class DatasetRewards:
         self._explained: set[str] = set()
         """Data sets whose failing vote was logged."""
 
-    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward | RewardError]:
         return await self._rewards[samples[0].dataset](samples)
 
     async def close(self) -> None:

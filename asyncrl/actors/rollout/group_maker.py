@@ -15,15 +15,17 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
+from asyncrl.actors.rollout.outages import Outages
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SlotLease
 from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.config import plugins
 from asyncrl.environments.port import RolloutFn, Tokenizer
-from asyncrl.errors import EngineDied, EngineError, RolloutError
+from asyncrl.errors import EngineDied, EngineError, Outage, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
+from asyncrl.outage import is_outage
 from asyncrl.policies.groups.validation import reward_problems
 from asyncrl.rewards.port import Reward, RewardFn, Sample
 
@@ -39,8 +41,8 @@ class GroupRules:
     """How a group is made of its samples.
 
     sample_seconds  time limit of a rollout function per sample, without its generations; 0: no limit
-    min_group       fewest successful samples with which a group is published despite failed ones; 0: one failed sample
-                    fails the group
+    min_group       fewest successful samples with which a group is published despite failed ones, and ones without a
+                    reward; 0: one such sample fails the group
     extra_samples   samples begun in addition to the requested ones; the first that finish form the group
     group_seconds   deadline after which the group is complete with min_group samples; 0: no deadline
     max_parts       maximum trajectories of a rollout; 0: any number
@@ -96,6 +98,8 @@ class GroupMaker:
         self._log = logging.getLogger(f"asyncrl.{worker}")
         self._explained: set[str] = set()
         """Reasons whose traceback is already in the log."""
+        self._outages: dict[str, Outages] = {}
+        """By what may need other services than the rest: the rollout function, and each reward."""
 
     async def close(self) -> None:
         await self._reward.close()
@@ -114,22 +118,24 @@ class GroupMaker:
         again.
         """
         started, began = time.monotonic(), time.time()
+        outages = self._outages_of(f"reward {prompt.dataset}/{prompt.reward}")
+        since = outages.num_through
         sampled = await self._sample_all(prompt, slots, progress)
         made = self._drop_failed(prompt, sampled)
         chosen = first_rollouts(made, prompt.group_size)
         generated = time.monotonic()
-        rewards = await self._rewards(prompt, chosen)
+        rewarded = self._drop_failed(prompt, await self._reward_all(prompt, chosen, outages, since=since))
+        missing = prompt.group_size - len(rewarded)
+        failed = len(sampled) - len(made) + len(chosen) - len(rewarded)
         return TrajectoryGroup(
             group_id=prompt.group_id,
             prompt_tokens=prompt.prompt_tokens,
-            trajectories=tuple(
-                part for parts, reward in zip(chosen, rewards, strict=True) for part in with_reward(parts, reward)
-            ),
+            trajectories=tuple(part for parts in rewarded for part in parts),
             epoch=prompt.epoch,
             worker=self.worker,
             seconds=time.monotonic() - started,
-            cancelled=prompt.group_size - len(chosen),
-            failed_samples=min(len(sampled) - len(made), prompt.group_size - len(chosen)),
+            cancelled=missing,
+            failed_samples=min(failed, missing),
             extra_samples=self._rules.extra_samples,
             began=began,
             reward_seconds=time.monotonic() - generated,
@@ -163,8 +169,11 @@ class GroupMaker:
         self, prompt: PromptGroup, index: int, slots: SlotLease, progress: GroupProgress | None
     ) -> Rollout | RolloutError:
         """Make one sample. Its error is raised unless the group may go without failed samples."""
+        outages = self._outages_of("rollout function")
         try:
-            return await self._sample(prompt, index, progress)
+            return await outages.get_through(
+                functools.partial(self._sample, prompt, index, progress), since=outages.num_through
+            )
         except RolloutError as error:
             if not self._rules.min_group:
                 raise
@@ -173,6 +182,8 @@ class GroupMaker:
             slots.release()
 
     async def _sample(self, prompt: PromptGroup, index: int, progress: GroupProgress | None) -> Rollout:
+        if progress is not None:
+            progress.rewind(index)  # after an outage it runs again, on the same answers
         session = GenerationSession(
             self.engine,
             sampling=prompt.sampling,
@@ -187,8 +198,12 @@ class GroupMaker:
                 with plugins.contain_exits():
                     made = await self._rollout(prompt, session, index=index)
             return self._check(prompt, index, made, num_resumed=session.num_resumed)
-        except (EngineError, RolloutError):
+        except EngineError:
             raise
+        except RolloutError as error:
+            if isinstance(error, Outage) or not is_outage(error):
+                raise
+            raise Outage(str(error)) from error
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the sample is cut off, or its group has ended
@@ -197,7 +212,11 @@ class GroupMaker:
             if session.is_out_of_time:
                 limit = f"rollout.timeout_seconds = {self._rules.sample_seconds:g}"
                 raise RolloutError(f"the rollout function took longer than {limit} for a sample") from error
-            raise RolloutError(f"the rollout function raised {plugins.describe_raised(error)}") from error
+            kind = Outage if is_outage(error) else RolloutError
+            raise kind(f"the rollout function raised {plugins.describe_raised(error)}") from error
+
+    def _outages_of(self, what: str) -> Outages:
+        return self._outages.setdefault(what, Outages(self.worker, waits=self.engine.waits, gate=self.engine.gate))
 
     def _check(self, prompt: PromptGroup, index: int, made: Any, *, num_resumed: int = 0) -> Rollout:
         return check_rollout(
@@ -209,11 +228,13 @@ class GroupMaker:
             rules=self._rules,
         )
 
-    def _drop_failed(self, prompt: PromptGroup, samples: Sequence[Rollout | RolloutError]) -> list[Rollout]:
-        """Return the samples that did not fail. Raises the first RolloutError if too few are left."""
-        made = [sample for sample in samples if not isinstance(sample, RolloutError)]
-        failed = [sample for sample in samples if isinstance(sample, RolloutError)]
-        if failed and len(made) < self._rules.min_group:
+    def _drop_failed(
+        self, prompt: PromptGroup, samples: Sequence[Rollout | RolloutError | RewardError]
+    ) -> list[Rollout]:
+        """Return the samples that did not fail. Raises the first error if too few are left."""
+        made = [sample for sample in samples if not isinstance(sample, RolloutError | RewardError)]
+        failed = [sample for sample in samples if isinstance(sample, RolloutError | RewardError)]
+        if failed and (not self._rules.min_group or len(made) < self._rules.min_group):
             raise failed[0] from failed[0].__cause__
         for error in failed:
             self._log.warning(
@@ -224,7 +245,10 @@ class GroupMaker:
 
     # -- rewards -------------------------------------------------------------------------------------------------------
 
-    async def _rewards(self, prompt: PromptGroup, rollouts: Sequence[Rollout]) -> Sequence[Reward]:
+    async def _reward_all(
+        self, prompt: PromptGroup, rollouts: Sequence[Rollout], outages: Outages, *, since: int
+    ) -> list[Rollout | RewardError]:
+        """Return the rollouts with their rewards set; an error in place of a rollout that has none."""
         samples = [
             Sample(
                 prompt=prompt.prompt,
@@ -239,8 +263,19 @@ class GroupMaker:
             )
             for parts in rollouts
         ]
-        with self.engine.waits.waiting("its reward function", on="reward"):
-            return await self._reward(samples)
+
+        async def ask() -> Sequence[Reward | RewardError]:
+            with self.engine.waits.waiting("its reward function", on="reward"):
+                return await self._reward(samples)
+
+        rewards = await outages.get_through(ask, since=since)
+        if any(isinstance(one, Outage) for one in rewards):  # did the service go away between two answers?
+            await outages.pause()
+            rewards = await outages.get_through(ask, since=since)
+        return [
+            reward if isinstance(reward, RewardError) else with_reward(parts, reward)
+            for parts, reward in zip(rollouts, rewards, strict=True)
+        ]
 
     def explain(self, error: Exception) -> None:
         """Log the traceback of a user's function, once per reason."""
@@ -343,9 +378,9 @@ def first_rollouts(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Se
     return [tuple(replace(part, rollout=number) for part in parts) for number, parts in chosen]
 
 
-def with_reward(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]:
+def with_reward(parts: Rollout, reward: Reward) -> Rollout:
     """Return the parts of a rollout with its reward set."""
-    return [replace(one, reward=float(reward.value), reward_parts=dict(reward.parts)) for one in parts]
+    return tuple(replace(one, reward=float(reward.value), reward_parts=dict(reward.parts)) for one in parts)
 
 
 def _check_reward(given: Trajectory, *, needed: bool, largest: float) -> None:

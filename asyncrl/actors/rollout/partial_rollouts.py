@@ -228,6 +228,14 @@ class GroupProgress:
     def _num_tokens(self) -> int:
         return count_tokens(self._recorded) + sum(partial.num_tokens for partial in self._calls.values())
 
+    def rewind(self, index: int) -> None:
+        """The rollout function of sample ``index`` runs from its start: answer its calls from what was sampled."""
+        for key in [key for key in self._calls if key[0] == index]:
+            if (partial := self._calls.pop(key)).num_tokens:
+                self._recorded[key] = partial.so_far(0)
+        self._occurrences = Counter({of: count for of, count in self._occurrences.items() if of[0] != index})
+        self._taken_over.pop(index, None)
+
     def begin(self, index: int, tokens: NDArray[np.int32], sampling: SamplingParams) -> tuple[Key, PartialGeneration]:
         """Begin a call of sample ``index`` that continues ``tokens``; return its key and recorded tokens.
 

@@ -207,6 +207,10 @@ class LoadGate:
         self._is_draining = True
         self.notify()
 
+    async def until_draining(self) -> None:
+        """Wait until this worker drains."""
+        await self._until(lambda: self._is_draining)
+
     # -- the writer ----------------------------------------------------------------------------------------------------
 
     async def until_load_due(self) -> None:

@@ -26,6 +26,8 @@ ROOM_IN_WINDOW: Final = "room in the window"
 SPACE_IN_LOG: Final = "space in the trajectory log"
 ROOM: Final = "room"
 """The part that an actor waits for if a file cannot be written."""
+SERVICE: Final = "service"
+"""The part that a worker waits for if a service is away that its reward or rollout function needs."""
 
 Cure = Literal["", "restart", "end"]
 """What a launcher may do about a fault: restart the process or end the run; "" leaves it to a person."""
@@ -63,6 +65,13 @@ PARTS: Final[Mapping[str, Part]] = {
         "'s harness has neither called the model nor ended",
         "look at what the agent does, or lower rollout.options.timeout_seconds, which ends its sample",
         cure="",  # the time limit of the sample ends it and everything it started
+    ),
+    SERVICE: Part(
+        "no service",
+        " has been waiting for a service that is away",
+        "start that service again, or correct its address: the run goes on by itself, and nothing is lost",
+        cure="",  # a restart would find the same service
+        patience=PATIENCE_SECONDS,
     ),
     "load": Part("load", "'s engine has not loaded its weights", "look at its log; if it stays so, it is restarted"),
     "folder": Part(

@@ -20,7 +20,7 @@ from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import label_check
 from asyncrl.rewards.port import Sample
 from asyncrl.rewards.sandboxed_program import Limits, Outcome, Stopped
-from tests.harness.rewards import load, sample, values
+from tests.harness.rewards import load, rewards, sample, values
 
 PLAIN = {"sandbox": "none", "seconds": 100.0, "total_seconds": 100.0, "processes": 64}
 """No test depends on these times. test_sandbox.py tests the sandboxes."""
@@ -52,7 +52,7 @@ async def test_output_is_compared_word_by_word_with_what_every_test_expects(labe
 
 async def test_the_share_of_tests_is_a_reward_or_a_metric() -> None:
     half = sample("print(3)", label=SUMS)
-    (reward,) = await code(score="share")([half])
+    (reward,) = await rewards(code(score="share"), [half])
     assert (reward.value, reward.parts) == (0.5, {"tests": 0.5})
     assert await values(code(), half) == [0.0]
 

@@ -14,7 +14,7 @@ from asyncrl.config.reward import RewardPart
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.judge_pool import JudgePool
 from asyncrl.rewards.load import load_reward
-from tests.harness.rewards import load, sample, values
+from tests.harness.rewards import load, rewards, sample, values
 
 
 class Server:
@@ -172,6 +172,8 @@ async def test_slow_answers_of_one_group_are_0_and_cost_other_groups_nothing() -
     parts = {"right": RewardPart(kind="math", options={"timeout_seconds": 100})}
     reward = load_reward(RewardSection(kind="parts", timeout_seconds=2.0, parts=parts))
     slow = [sample(text, label="5") for text in (ENDLESS.format(8), "\\boxed{5}", ENDLESS.format(9))]
-    groups = await asyncio.gather(reward(slow), reward([sample("5", label="5")]), reward([sample("5", label="5")]))
+    groups = await asyncio.gather(
+        *(rewards(reward, group) for group in (slow, [sample("5", label="5")], [sample("5", label="5")]))
+    )
     assert [[one.value for one in group] for group in groups] == [[0.0, 1.0, 0.0], [1.0], [1.0]]
     await reward.close()

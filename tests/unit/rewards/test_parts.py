@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
 from asyncrl.rewards.load import load_reward, load_rewards, needs_label, rewards_of_rows
 from asyncrl.rewards.port import Reward, Sample
+from tests.harness.rewards import rewards
 from tests.harness.rollouts import sample_of
 
 HERE = "tests.unit.rewards.test_parts"
@@ -42,7 +43,7 @@ def told(sample: Sample, reward: float, **parts: float) -> Sample:
 async def test_a_reward_is_the_weighted_sum_of_its_parts_and_each_is_a_metric() -> None:
     reward = load_reward(section(right=RIGHT, format=FORMAT, watched={"kind": f"{HERE}:graded", "weight": 0.0}))
     answers = ["<think>2+5</think>7", "7", "<think>2+5</think>8", "8"]
-    made = await reward([sample_of(answer, label="7") for answer in answers])
+    made = await rewards(reward, [sample_of(answer, label="7") for answer in answers])
     assert [one.value for one in made] == [1.25, 1.0, 0.25, 0.0]  # 1 for the right answer, 0.25 for the format
     assert made[0].parts == {"right": 1.0, "format": 1.0, "watched": 0.5, "watched.grade": 5.0}
     await reward.close()
@@ -52,9 +53,10 @@ async def test_what_a_harness_earned_can_be_one_of_the_parts() -> None:
     """The harness's own metrics keep their names, with this reward as with every other."""
     sample = told(sample_of("<think>2+5</think>7", label="7"), 0.5, turns=3.0)
     reward = load_reward(section(right=RIGHT, played={"kind": "none", "weight": 2.0}))
-    (made,) = await reward([sample])
+    (made,) = await rewards(reward, [sample])
     assert (made.value, made.parts) == (2.0, {"right": 1.0, "played": 0.5, "turns": 3.0})
-    (alone,) = await load_reward(RewardSection(kind="exact", options=RIGHT["options"]))([sample])
+    exact = load_reward(build(RewardSection, {"kind": "exact", "options": RIGHT["options"]}, "reward"))
+    (alone,) = await rewards(exact, [sample])
     assert (alone.value, alone.parts) == (1.0, {"turns": 3.0})
 
 
@@ -82,7 +84,7 @@ async def test_parts_are_the_reward_of_rows_without_one_of_their_own() -> None:
     parts = build(RewardSection, {"kind": "parts", "parts": {"right": RIGHT}, "rows": {"all": "parts"}}, "reward")
     reward = load_rewards(parts, are_by_row=True)
     for name, value in (("", 1.0), ("all", 1.0), ("exact", 0.0)):
-        (made,) = await reward([replace(sample_of("it is 7", label="7"), reward=name)])
+        (made,) = await rewards(reward, [replace(sample_of("it is 7", label="7"), reward=name)])
         assert made.value == value
     await reward.close()
 
@@ -137,7 +139,7 @@ def named(sample: Any, name: str) -> Any:
 async def test_a_group_is_judged_by_the_reward_that_its_row_names() -> None:
     reward = load_rewards(SECTION, are_by_row=True)
     sample = sample_of("7, please", label="7")
-    values = [(await reward([named(sample, name)] * 2))[1].value for name in ("", "style", "exact")]
+    values = [(await rewards(reward, [named(sample, name)] * 2))[1].value for name in ("", "style", "exact")]
     assert values == [0.0, 1.0, 0.0]
     with pytest.raises(RewardError, match="'code' is none of this worker's: "):
         await reward([named(sample, "code")])

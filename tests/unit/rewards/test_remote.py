@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from asyncrl.errors import RewardError
-from tests.harness.rewards import load, sample, values
+from tests.harness.rewards import load, rewards, sample, values
 
 Serve = Callable[[Callable[[web.Request], Awaitable[web.StreamResponse]]], Awaitable[str]]
 
@@ -42,7 +42,7 @@ async def test_remote_sends_the_group_and_takes_numbers_and_parts(serve: Serve) 
         return web.json_response({"rewards": [0.5, {"format": 0.25, "correct": 1.0}]})
 
     reward = load("remote", url=await serve(handler), headers={"X-Key": "k"})
-    first, second = await reward([sample("a", label=1, prompt="p", metadata={"m": 2}), sample("b")])
+    first, second = await rewards(reward, [sample("a", label=1, prompt="p", metadata={"m": 2}), sample("b")])
     assert (first.value, second.value, second.parts) == (0.5, 1.25, {"format": 0.25, "correct": 1.0})
     await reward.close()
     sent = {"prompt": "p", "completion": "a", "label": 1, "metadata": {"m": 2}}

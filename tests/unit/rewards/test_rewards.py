@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from asyncrl import config
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, Outage, RewardError
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import load_reward
 from asyncrl.rewards.port import Reward, Sample
-from tests.harness.rewards import load, sample, values
+from tests.harness.rewards import load, rewards, sample, values
 
 HERE = "tests.unit.rewards.test_rewards"
 
@@ -257,7 +257,6 @@ def one_number(samples: Sequence[Sample]) -> float:
     ("name", "reason"),
     [
         ("raises", r"raised KeyError: 'no such thing\\nand more'$"),
-        ("raises_at_random", "raised ValueError: bad sample$"),
         ("raises_timeout", "raised TimeoutError: the user's own$"),
         ("exits", "raised SystemExit: 3$"),
         ("nan", "the reward is nan$"),
@@ -280,6 +279,32 @@ async def test_a_bad_reward_is_one_line_with_its_reason(name: str, reason: str) 
         await load(f"{HERE}:{name}")([sample("good"), sample("bad")])
     assert str(caught.value).startswith(f"reward {HERE}:{name}: ")
     assert "\n" not in str(caught.value)
+
+
+async def test_an_answer_that_cannot_be_rewarded_costs_its_siblings_nothing() -> None:
+    good, bad = await load(f"{HERE}:raises_at_random")([sample("good"), sample("bad")])
+    assert good == Reward(value=1.0)
+    assert isinstance(bad, RewardError)
+    assert not isinstance(bad, Outage)
+    assert str(bad) == f"reward {HERE}:raises_at_random: raised ValueError: bad sample"
+
+
+def nothing_for_bad(samples: Sequence[Sample]) -> list[float | None]:
+    return [None if one.completion == "bad" else 1.0 for one in samples]
+
+
+async def test_a_function_of_a_group_says_none_for_a_sample_without_a_reward() -> None:
+    good, bad = await load(f"{HERE}:nothing_for_bad")([sample("good"), sample("bad")])
+    assert good == Reward(value=1.0)
+    assert isinstance(bad, RewardError)
+
+
+async def test_only_errors_of_a_service_that_is_away_are_an_outage() -> None:
+    with pytest.raises(Outage, match="raised TimeoutError: the user's own"):
+        await load(f"{HERE}:raises_timeout")([sample(), sample()])
+    with pytest.raises(RewardError) as caught:
+        await load(f"{HERE}:raises")([sample(), sample()])
+    assert not isinstance(caught.value, Outage)
 
 
 _release = threading.Event()
@@ -322,7 +347,7 @@ async def test_hanging_reward_times_out_without_blocking_others(name: str) -> No
 
 
 async def test_a_plain_function_does_not_block_the_loop() -> None:
-    (reward,) = await load(f"{HERE}:thread_name")([sample()])
+    (reward,) = await rewards(load(f"{HERE}:thread_name"), [sample()])
     assert reward.parts == {"is_reward_thread": 1.0}
 
 

@@ -3,11 +3,11 @@
     python child.py package.module:Harness
     python child.py --check package.module:Harness    check that the harness loads; options as JSON on standard input
 
-The script needs Python 3.10 and the harness's imports. It loads protocol.py from its own folder. Standard input is a
-socket. Each byte on it carries the file descriptor of a connection for one sample. The connection carries one line of
-JSON each way: the request {"task", "endpoint", "options"}, then the response {"outcome"} or {"error"}, each with
-"resident_mib". If the parent closes its end, the sample is cancelled. The child closes its end once the sample has
-ended. The process exits when standard input ends.
+The script needs Python 3.10 and the harness's imports. It loads protocol.py and outage.py by their paths. Standard
+input is a socket. Each byte on it carries the file descriptor of a connection for one sample. The connection carries
+one line of JSON each way: the request {"task", "endpoint", "options"}, then the response {"outcome"} or {"error",
+"is_outage"}, each with "resident_mib". If the parent closes its end, the sample is cancelled. The child closes its end
+once the sample has ended. The process exits when standard input ends.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ MOST_EXPLAINED = 100
 class Runner:
     """Runs samples with one harness, which is created for the first sample."""
 
-    def __init__(self, address: str, protocol: Any) -> None:
-        self._address, self._protocol = address, protocol
+    def __init__(self, address: str, protocol: Any, outage: Any) -> None:
+        """protocol, outage: those modules"""
+        self._address, self._protocol, self._outage = address, protocol, outage
         self._harness: Any = None
         self._samples: set[asyncio.Task[None]] = set()
         self._explained: set[str] = set()
@@ -92,7 +93,7 @@ class Runner:
             if reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(reason)
                 traceback.print_exc()
-            return {"error": reason}
+            return {"error": reason, "is_outage": self._outage.is_outage(error)}
 
 
 def make_harness(address: str, options: dict[str, Any]) -> Any:
@@ -182,7 +183,8 @@ def main() -> None:
     control.setblocking(False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     protocol = load_file("asyncrl_harness_protocol", Path(__file__).with_name("protocol.py"))
-    asyncio.run(Runner(sys.argv[1], protocol).serve(control))
+    outage = load_file("asyncrl_outage", Path(__file__).parents[3] / "outage.py")
+    asyncio.run(Runner(sys.argv[1], protocol, outage).serve(control))
     os._exit(0)  # a thread of a harness may be in a call that never returns
 
 

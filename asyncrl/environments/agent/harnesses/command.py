@@ -20,7 +20,8 @@ from typing import Any, Final, Literal
 
 from asyncrl.environments.agent.harnesses import environment
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
-from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.errors import ConfigError, Outage, RolloutError
+from asyncrl.outage import names_outage
 from asyncrl.program import GONE, Program, last_bytes
 
 _KEPT_BYTES: Final = 2**18
@@ -106,7 +107,9 @@ class CommandHarness:
                 output = group.create_task(last_bytes(program.stdout, keep=_KEPT_BYTES, most=most))
                 errors = group.create_task(last_bytes(program.stderr, keep=_KEPT_BYTES, most=most))
             if problem := await program.wait_for_problem():
-                raise _error(problem, said=_last_line(errors.result()) or _last_line(output.result()))
+                said = _last_line(errors.result()) or _last_line(output.result())
+                is_outage = await program.wait() == os.EX_TEMPFAIL or names_outage(said)
+                raise _error(problem, said=said, kind=Outage if is_outage else RolloutError)
         except ExceptionGroup as error:
             first = error.exceptions[0]
             if isinstance(first, ValueError):
@@ -196,5 +199,5 @@ def _last_line(text: bytes) -> str:
     return next((line for line in reversed(lines) if any(map(str.isalnum, line))), "")[:_SHOWN]
 
 
-def _error(problem: str, *, said: str = "") -> RolloutError:
-    return RolloutError(f"harness command: {problem}" + (f": {said}" if said else ""))
+def _error(problem: str, *, said: str = "", kind: type[RolloutError] = RolloutError) -> RolloutError:
+    return kind(f"harness command: {problem}" + (f": {said}" if said else ""))

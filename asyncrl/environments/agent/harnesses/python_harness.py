@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from asyncrl.environments.agent.harnesses import child, environment
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
-from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.errors import ConfigError, Outage, RolloutError
 from asyncrl.program import GONE, Program
 
 CANCEL_SECONDS: Final = 5.0
@@ -168,16 +168,16 @@ class PythonHarness:
         with theirs:
             try:
                 socket.send_fds(member.control, [b"s"], [theirs.fileno()])
-            except OSError as error:
+            except OSError:
                 ours.close()
-                raise await self._describe_end(member) from error
+                raise await self._describe_end(member) from None
         reader, writer = await asyncio.open_connection(sock=ours, limit=child.LARGEST_LINE)
         request = {"task": task.as_json(), "endpoint": endpoint.as_json(), "options": dict(self._options.options)}
         try:
             writer.write(json.dumps(request, default=str).encode() + b"\n")
             line = await reader.readline()
-        except (OSError, *GONE) as error:
-            raise await self._describe_end(member) from error
+        except (OSError, *GONE):  # no outage: its own process is gone
+            raise await self._describe_end(member) from None
         except asyncio.CancelledError:
             await self._cancel(member, reader, writer)
             raise
@@ -191,7 +191,7 @@ class PythonHarness:
         if 0 < self._options.memory_mib < answer["resident_mib"]:
             member.is_leaving = True
         if "error" in answer:
-            raise self._error(f"raised {answer['error']}")
+            raise self._error(f"raised {answer['error']}", kind=Outage if answer["is_outage"] else RolloutError)
         return outcome_of(answer["outcome"])
 
     async def _cancel(self, member: _Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -231,8 +231,8 @@ class PythonHarness:
         with contextlib.suppress(ValueError):
             self._children.remove(member)
 
-    def _error(self, problem: str) -> RolloutError:
-        return RolloutError(f"harness {self._name}: {problem}")
+    def _error(self, problem: str, *, kind: type[RolloutError] = RolloutError) -> RolloutError:
+        return kind(f"harness {self._name}: {problem}")
 
 
 async def _end(member: _Child) -> None:

@@ -69,7 +69,7 @@ class Classic:
         row = {**self._rows[number], "example_id": number}
         output = await self._environment.run_rollout(row, client, endpoint.model, {})
         if output.get("error"):
-            raise RuntimeError(f"the environment failed: {_one_line(output['error'])}")
+            raise RuntimeError(f"the environment failed: {_one_line(output['error'])}") from _cause(output["error"])
         return {
             "reward": output["reward"],
             "metrics": output.get("metrics") or {},
@@ -106,7 +106,8 @@ class New:
         episode = await self._environment.run_episode(self._known[number], context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError(f"the environment failed: {_one_line(errors[-1]) if errors else 'no trace is complete'}")
+            problem = _one_line(errors[-1]) if errors else "no trace is complete"
+            raise RuntimeError(f"the environment failed: {problem}") from _cause(errors[-1] if errors else None)
         traces = episode.traces
         metrics: dict[str, float] = {"seconds": time.monotonic() - began}
         for trace in traces:
@@ -121,6 +122,10 @@ class New:
 def _require(number: int, count: int) -> None:
     if number >= count:
         raise IndexError(f"the environment has {count} tasks, and the row asks for task {number}")
+
+
+def _cause(error: Any) -> BaseException | None:
+    return error if isinstance(error, BaseException) else None
 
 
 def _one_line(error: Any) -> str:

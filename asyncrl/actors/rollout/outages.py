@@ -1,0 +1,87 @@
+"""Waits while a service is away that groups need: a reward server, a judge, whatever a rollout function talks to.
+
+Nothing fails meanwhile. What was sampled is kept, and what failed is tried again, with growing pauses, until it gets
+through; the worker says what it waits for. A group that fails every time while others get through is no outage, but the
+group's own failure: a server that answers one question with 500 must not hold up the run.
+
+Tests: tests/actors/rollout/test_outages.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+from asyncrl.actors.rollout.weight_follower import LoadGate
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.errors import NotNow, Outage
+from asyncrl.logs import in_words
+from asyncrl.policies.health.waits import SERVICE
+
+T = TypeVar("T")
+
+PAUSES: Final = (1.0, 2.0, 4.0, 8.0, 10.0)
+"""Seconds before each further try; the last pause is repeated."""
+_SHOWN: Final = 300
+"""Characters of an error to show in a wait."""
+
+
+class Outages:
+    """The outages of one service, or of services that are needed together."""
+
+    def __init__(self, worker: str, *, waits: WaitTracker, gate: LoadGate) -> None:
+        """gate: knows when the worker drains"""
+        self._waits = waits
+        self._gate = gate
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._num_waiting = 0
+        self._since = 0.0
+        self.num_through = 0
+        """How often something got through."""
+
+    async def get_through(self, work: Callable[[], Awaitable[T]], *, since: int) -> T:
+        """Return what ``work`` returns, calling it again as long as it raises an Outage.
+
+        since  ``num_through`` when the group began
+
+        Raises the Outage if only this group cannot get through; NotNow if the worker drains, so that another one tries.
+        """
+        try:
+            made = await work()
+        except Outage as error:
+            made = await self._try_again(work, error, since=since)
+        self.num_through += 1
+        return made
+
+    async def _try_again(self, work: Callable[[], Awaitable[T]], error: Outage, *, since: int) -> T:
+        if not self._num_waiting:
+            self._since = time.monotonic()
+            self._log.warning("a service is away: %s; groups that need it wait, and are tried again", error)
+        self._num_waiting += 1
+        tries = 0
+        try:
+            with self._waits.waiting(str(error)[:_SHOWN], on=SERVICE):
+                while True:
+                    await self.pause(tries)
+                    tries += 1
+                    try:
+                        return await work()
+                    except Outage:
+                        if tries > len(PAUSES) and self.num_through > since:
+                            raise
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                away = in_words(time.monotonic() - self._since)
+                self._log.warning("no group waits for that service any more, after %s", away)
+
+    async def pause(self, tries: int = 0) -> None:
+        """Wait before a further try, after ``tries`` others. Raises NotNow if the worker drains."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PAUSES[min(tries, len(PAUSES) - 1)]):
+                await self._gate.until_draining()
+            raise NotNow("a service that it needs is away, and this worker drains")

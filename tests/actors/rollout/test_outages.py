@@ -1,0 +1,145 @@
+"""A service that groups need is away: they wait, nothing fails, and what was sampled is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.rollout import outages
+from asyncrl.environments.builtin import single_turn
+from asyncrl.errors import Outage, RewardError
+from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
+from asyncrl.policies.health.waits import SERVICE
+from asyncrl.rewards.port import Reward, Sample
+from tests.harness import fakes
+from tests.harness.buses import first
+from tests.harness.fakes import Engine, Loop, run_all, worker
+from tests.harness.partial_rollouts import publish_prompt
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "PAUSES", (0.0,) * 5)
+
+
+class Server:
+    """A judge that is up or not. ``refuses``: groups that it alone refuses."""
+
+    def __init__(self, *, refuses: int | None = None) -> None:
+        self.is_up = True
+        self.refuses = refuses
+        self.num_refused = 0
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        if not self.is_up or samples[0].label == self.refuses:
+            self.num_refused += 1
+            raise Outage("reward remote: http://judge: ConnectionRefusedError")
+        return fakes.token_sum(samples)
+
+
+def is_waiting(actor: Any) -> bool:
+    return any(wait.on == SERVICE and "http://judge" in wait.what for wait in actor.heartbeat().waits)
+
+
+async def test_a_run_waits_for_a_judge_that_is_away_says_so_and_fails_nothing(loop: Loop, bus_factory: Any) -> None:
+    server, engine = Server(), Engine()
+    server.is_up = False
+    actors = worker(await bus_factory(), engine, reward=fakes.Judge(server))
+    running = asyncio.create_task(run_all(loop, actors))
+    await fakes.until(lambda: server.num_refused > 100)  # far more than failures in a row may be
+    assert is_waiting(actors[0])
+    sampled = len(engine.prompts)
+    server.is_up = True
+    await running
+    assert loop.backend.steps == 4
+    assert loop.table.counts["failed"] == 0
+    assert sampled == 2 * loop.run.window  # each answer of the window once, however often they were to be judged
+
+
+async def test_a_group_that_only_its_own_judgement_fails_does_not_hold_up_the_run(loop: Loop, bus_factory: Any) -> None:
+    await run_all(loop, worker(await bus_factory(), Engine(), reward=fakes.Judge(Server(refuses=0))))
+    assert loop.trained_groups == 8
+    assert loop.table.counts["failed"] > 0
+
+
+async def test_a_rollout_function_whose_service_was_away_runs_again_on_the_same_answers(
+    loop: Loop, bus_factory: Any, tmp_path: Any
+) -> None:
+    """Its answers are not sampled again, and it is tried until it gets through."""
+    failures = 20
+
+    async def searches(prompt: Any, generate: Any, *, index: int) -> Any:
+        nonlocal failures
+        made = await single_turn(prompt, generate, index=index)
+        if failures:
+            failures -= 1
+            raise ConnectionResetError("the search engine is away")
+        return made
+
+    engine = Engine()
+    await run_all(loop, worker(await bus_factory(), engine, rollout=searches))
+    assert failures == 0
+    assert loop.table.counts["failed"] == 0
+    assert len(engine.prompts) == 2 * loop.table.next_group_id
+
+
+async def test_a_worker_that_drains_in_an_outage_gives_its_groups_back(bus_factory: Any) -> None:
+    bus, server = await bus_factory(), Server()
+    server.is_up = False
+    await publish_prompt(bus, 0)
+    actors = worker(await bus_factory(), Engine(), reward=fakes.Judge(server))
+    running = asyncio.create_task(fakes.run_worker(actors))
+    await fakes.until(lambda: is_waiting(actors[0]))
+    actors[0].drain()
+    await running
+    assert (await bus.depth(PROMPTS), await bus.depth(TRAJECTORIES)) == (1, 0)
+
+
+def some(samples: Sequence[Sample]) -> list[Reward | RewardError]:
+    """No reward for the second answer."""
+    return [RewardError("no number in it") if at == 1 else Reward(value=1.0 + at) for at in range(len(samples))]
+
+
+async def test_an_answer_without_a_reward_is_left_out_and_its_group_goes_on(bus: Any) -> None:
+    await publish_prompt(bus, 0, group_size=4)
+    actors = worker(bus, Engine(), reward=fakes.Judge(some), min_group=2)
+    running = asyncio.create_task(fakes.run_worker(actors))
+    (record,) = await first(bus, 1)
+    actors[0].drain()
+    await running
+    assert (group := record.message) is not None
+    assert group.rewards == [1.0, 3.0, 4.0]
+    assert [parts[0].rollout for parts in group.rollouts] == [0, 2, 3]
+    assert (group.cancelled, group.failed_samples) == (1, 1)
+
+
+async def test_without_min_group_an_answer_without_a_reward_fails_its_group(bus: Any) -> None:
+    await publish_prompt(bus, 0, group_size=4)
+    actors = worker(bus, Engine(), reward=fakes.Judge(some))
+    running = asyncio.create_task(fakes.run_worker(actors))
+    (record,) = await first(bus, 1)
+    actors[0].drain()
+    await running
+    assert record.message is not None and record.message.error == "no number in it"
+
+
+async def test_an_outage_between_two_answers_of_a_group_is_one_and_costs_none_of_them(bus: Any) -> None:
+    tries = 0
+
+    def breaks_off(samples: Sequence[Sample]) -> list[Reward | RewardError]:
+        nonlocal tries
+        tries += 1
+        if tries == 2:
+            raise Outage("away")
+        return [Outage("away") if tries == 1 and at == 1 else Reward(value=1.0) for at in range(len(samples))]
+
+    await publish_prompt(bus, 0, group_size=4)
+    actors = worker(bus, Engine(), reward=fakes.Judge(breaks_off), min_group=2)
+    running = asyncio.create_task(fakes.run_worker(actors))
+    (record,) = await first(bus, 1)
+    actors[0].drain()
+    await running
+    assert record.message is not None and record.message.rewards == [1.0] * 4

@@ -1,0 +1,134 @@
+"""Which errors of a user's code say that a service is away."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import io
+import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import aiohttp
+import httpx
+import pytest
+import requests
+
+from asyncrl.outage import is_outage, names_outage
+
+
+def raised(function: Callable[[], object]) -> BaseException:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def closed_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def status(code: int) -> Callable[[], object]:
+    def answer() -> None:
+        response = requests.Response()
+        response.status_code = code
+        response.raise_for_status()
+
+    return answer
+
+
+def httpx_status(code: int) -> Callable[[], object]:
+    return lambda: httpx.Response(code, request=httpx.Request("GET", "http://x")).raise_for_status()
+
+
+def wrapped() -> None:
+    try:
+        raise ConnectionRefusedError
+    except ConnectionRefusedError:
+        raise RuntimeError("no grade")  # noqa: B904 - as users write it
+
+
+def replaced() -> None:
+    try:
+        raise ConnectionRefusedError
+    except ConnectionRefusedError:
+        raise RuntimeError("no grade") from None
+
+
+def url_error(code: int) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("http://x", code, "", http.client.HTTPMessage(), io.BytesIO())
+
+
+URL = f"http://127.0.0.1:{closed_port()}/"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(),
+        TimeoutError(),
+        socket.gaierror(-3, "Temporary failure in name resolution"),
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+        raised(lambda: urllib.request.urlopen(URL)),
+        raised(lambda: requests.get(URL, timeout=5)),
+        raised(lambda: httpx.get(URL)),
+        raised(status(503)),
+        raised(status(429)),
+        raised(httpx_status(500)),
+        url_error(502),
+        aiohttp.ServerDisconnectedError(),
+        aiohttp.ClientPayloadError(),
+        http.client.RemoteDisconnected("closed"),
+        raised(wrapped),
+        ExceptionGroup("of a TaskGroup", [ValueError(), ConnectionResetError()]),
+    ],
+    ids=repr,
+)
+def test_a_service_that_is_away_is_known_by_every_client(error: BaseException) -> None:
+    assert is_outage(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        IndexError("list index out of range"),
+        KeyError("rewards"),
+        FileNotFoundError(errno.ENOENT, "no such file"),
+        BrokenPipeError(),
+        subprocess.TimeoutExpired("tool", 5),
+        ssl.SSLCertVerificationError(1, "self-signed certificate"),
+        raised(status(404)),
+        raised(status(401)),
+        raised(httpx_status(400)),
+        url_error(403),
+        raised(lambda: urllib.request.urlopen("foo://x")),
+        raised(replaced),
+    ],
+    ids=repr,
+)
+def test_a_mistake_is_no_outage(error: BaseException) -> None:
+    assert not is_outage(error)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("requests.exceptions.ConnectionError: HTTPConnectionPool(host='judge', port=80): Max retries", True),
+        ("openai.APIConnectionError: Connection error.", True),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", True),
+        ("TimeoutError", True),
+        ("httpx.ReadTimeout: timed out", True),
+        ("ModuleNotFoundError: No module named 'ConnectionError'", False),
+        ("ValueError: ConnectionError: said the model", False),
+        ("all is well", False),
+        ("", False),
+    ],
+)
+def test_the_last_line_of_a_program_names_its_outage(line: str, expected: bool) -> None:
+    assert names_outage(line) is expected
