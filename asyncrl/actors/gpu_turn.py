@@ -1,5 +1,8 @@
 """The lock on the GPUs that a learner and its engines share: either the learner has them, or the engines.
 
+An engine that shares them at the same time takes it only to start, as the learner does: SGLang measures how much memory
+is free, and nobody else may take some meanwhile.
+
 It is an flock on a file in the run's folder. The learner takes it exclusively; engines share it. The system releases it
 when its process dies, for whatever reason. Tests: tests/actors/test_shared_gpus.py.
 """
@@ -7,8 +10,10 @@ when its process dies, for whatever reason. Tests: tests/actors/test_shared_gpus
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +54,15 @@ class GpuTurn:
             return False
         self._file = file
         return True
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Hold the lock while the block is open."""
+        await self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Release the lock."""

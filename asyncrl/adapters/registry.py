@@ -72,7 +72,22 @@ def backend_class(run: RunConfig) -> type[BackendAdapter]:
 def channel_class(run: RunConfig) -> type[ChannelAdapter]:
     from asyncrl.weights.adapter import ChannelAdapter
 
-    return load_adapter(run.weights.channel, where="weights.channel", table=CHANNELS, port=ChannelAdapter)
+    return load_adapter(channel_name(run), where="weights.channel", table=CHANNELS, port=ChannelAdapter)
+
+
+def channel_name(run: RunConfig) -> str:
+    """Return weights.channel, or what "auto" means here: from memory to memory, where both sides have GPUs of one
+    machine and whole models are sent in their trained dtype."""
+    if run.weights.channel != "auto":
+        return run.weights.channel
+    learner = run.learner
+    is_local = run.launcher.kind == "local" and learner.machines == 1 and (learner.ranks == 1 or not run.run.colocated)
+    is_whole = learner.lora.publish == "merged" and not run.weights.quantization
+    if not (is_local and is_whole and backend_class(run).num_gpus(run) and engine_class(run).num_gpus(run)):
+        return "files"
+    import torch
+
+    return "nccl" if torch.cuda.is_available() else "files"
 
 
 def set_learner_environment(run: RunConfig) -> None:
@@ -90,7 +105,7 @@ def check_names(run: RunConfig) -> None:
     for name, where, table in (
         (run.engine.kind, "engine.kind", ENGINES),
         (run.learner.backend, "learner.backend", BACKENDS),
-        (run.weights.channel, "weights.channel", CHANNELS),
+        (run.weights.channel, "weights.channel", {"auto": CHANNELS["files"], **CHANNELS}),
         *((name, "algorithm.filters", FILTERS) for name in run.algorithm.filters),
     ):
         plugins.address(name, where=where, table=table)

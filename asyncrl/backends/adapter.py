@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from asyncrl.backends import frozen
+from asyncrl.backends.gpu_memory import learner_bytes
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
 from asyncrl.backends.port import Backend
@@ -68,6 +69,11 @@ class BackendAdapter(Adapter):
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
         return run.learner.ranks if run.learner.device != "cpu" else 0
+
+    @classmethod
+    def gpu_bytes(cls, run: RunConfig) -> int:
+        """Return the GPU memory that a rank needs at most, an estimate: an engine on its GPU takes the rest."""
+        return learner_bytes(run, recomputes_all=False)
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:

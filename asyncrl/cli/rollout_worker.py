@@ -21,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evaluate", action="store_true", help="only answer evaluations (evaluation.place = dedicated)"
     )
+    parser.add_argument(
+        "--beside-learner",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the learner trains on this worker's GPU, beside N engines: take only the memory that it leaves",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,20 +40,27 @@ def run(options: argparse.Namespace) -> int:
             'rollout-worker --evaluate: the run file has no evaluation.place = "dedicated" with data sets'
         )
     token = arguments.bus_token(run_config)
-    return in_event_loop(_sample(run_config, name, token=token, is_dedicated=bool(options.evaluate)))
+    return in_event_loop(
+        _sample(
+            run_config, name, token=token, is_dedicated=bool(options.evaluate), beside_learner=options.beside_learner
+        )
+    )
 
 
-async def _sample(run_config: RunConfig, name: str, *, token: str, is_dedicated: bool) -> int:
+async def _sample(run_config: RunConfig, name: str, *, token: str, is_dedicated: bool, beside_learner: int) -> int:
     """Sample until the worker is drained or the run is finished. Raises ConfigError while another worker has its name.
 
-    is_dedicated  only evaluate
+    is_dedicated    only evaluate
+    beside_learner  see build_worker
     """
     # imports torch; errors in the settings are reported before
     from asyncrl.launch.assembly.build_learner import prometheus
     from asyncrl.launch.assembly.build_worker import build_worker
 
     async with worker_process.bus_of_worker(run_config, name, token=token) as bus:
-        worker, follower = await build_worker(run_config, bus=bus, name=name, is_dedicated=is_dedicated)
+        worker, follower = await build_worker(
+            run_config, bus=bus, name=name, is_dedicated=is_dedicated, beside_learner=beside_learner
+        )
         gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
         about = settings_checksum(run_config)
         await supervise_process(

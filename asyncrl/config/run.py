@@ -263,8 +263,9 @@ def _flatten(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSection:
-    channel: str = "files"
-    """Transport of weights from the learner to the workers: a name, or "package.module:Class"."""
+    channel: str = "auto"
+    """Transport of weights from the learner to the workers: a name, or "package.module:Class". auto: nccl if the
+    launcher "local" places whole models on GPUs, files otherwise."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the channel."""
     directory: str = ""

@@ -82,6 +82,15 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class LimitsMemory(Protocol):
+    """An engine that reserves GPU memory when it starts."""
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Take at most ``num_bytes`` when started. Raises ConfigError if the model does not fit."""
+        ...
+
+
+@runtime_checkable
 class SharesGpus(Protocol):
     """An engine that can move its memory off the GPUs (run.colocated)."""
 

@@ -1,11 +1,15 @@
-"""Runs whose learner and engines take turns on the same GPUs: the settings check, and the engine that takes turns."""
+"""Runs whose learner and engines share GPUs: in turns (run.colocated), or at the same time.
+
+At the same time, an engine takes the memory that the learner leaves, and both start one after the other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import numpy as np
@@ -15,15 +19,18 @@ from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.engines.generation import Generation, PartialGeneration
-from asyncrl.engines.port import Engine, EngineStats, SharesGpus
+from asyncrl.engines.port import Engine, EngineStats, LimitsMemory, SharesGpus
 from asyncrl.errors import ConfigError, EngineDied, EngineError
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.weights.port import LoadReport
+from asyncrl.tensors.device import read_gpu_memory
+from asyncrl.weights.port import WeightUpdater, LoadReport, Source
 
 LOCK_FILE = "gpus.lock"
 QUIET_SECONDS: Final = 0.1
 """Idle time before the GPUs are released: the next prompt often arrives at once."""
+
+log = logging.getLogger(__name__)
 
 
 def check(run: RunConfig) -> None:
@@ -46,11 +53,28 @@ def check(run: RunConfig) -> None:
     ):
         if not can_leave:
             raise ConfigError(f'run.colocated: {key} = "{name}" cannot release its GPUs; use another, or remove it')
-    if registry.channel_class(run).sends_from_memory:
-        raise ConfigError(
-            f'run.colocated: weights.channel = "{run.weights.channel}" sends from GPU to GPU, and only one side has '
-            'them at a time; use "files" or "objects"'
-        )
+
+
+def start_turn(run: RunConfig) -> GpuTurn | None:
+    """Return the lock under which the processes on a shared GPU start; None where no GPU is shared at the same time."""
+    is_alone = run.run.colocated or run.learner.machines > 1 or launcher_class(run).places
+    return None if is_alone else GpuTurn(run.run_directory / LOCK_FILE, is_shared=False)
+
+
+def limit_memory(run: RunConfig, engine: Engine, *, num_engines: int) -> None:
+    """Give the engine an equal share of the memory that the learner leaves. Raises ConfigError if that is too little.
+
+    num_engines  on this GPU
+    """
+    if not isinstance(engine, LimitsMemory):  # it takes memory as it needs it
+        return
+    needed, gpu = registry.backend_class(run).gpu_bytes(run), read_gpu_memory()
+    share = (gpu.total - needed) // num_engines
+    log.info(
+        "beside the learner, which may need %.1f of %.1f GiB: each of %d engines takes %.1f GiB",
+        *(needed / 2**30, gpu.total / 2**30, num_engines, share / 2**30),
+    )
+    engine.limit_memory(share)
 
 
 def learner_turn(run: RunConfig) -> GpuTurn | None:
@@ -68,10 +92,8 @@ class TurnTakingEngine:
     """See Engine in engines/port.py.
 
     The engine leaves the GPUs before it returns its last pending answer, so a caller that has all answers finds the
-    GPUs free. Weights come only from folders.
+    GPUs free. Weights in the learner's memory stay there while the learner's model is away.
     """
-
-    weight_updater = None
 
     def __init__(self, engine: Engine, *, memory: SharesGpus, turn: GpuTurn) -> None:
         """memory: moves the engine's memory"""
@@ -106,6 +128,10 @@ class TurnTakingEngine:
     @property
     def version(self) -> tuple[int, int]:
         return self._engine.version
+
+    @property
+    def weight_updater(self) -> WeightUpdater | None:
+        return None if self._engine.weight_updater is None else _UpdaterInTurn(self._engine.weight_updater, self._on_gpus)
 
     def stats(self) -> EngineStats:
         stats = self._engine.stats()
@@ -150,3 +176,23 @@ class TurnTakingEngine:
                 raise EngineDied(f"the engine does not leave the GPUs: {error}") from error
             self._is_away = True
         self._turn.release()
+
+
+class _UpdaterInTurn:
+    """See WeightUpdater in weights/port.py. No broadcasts: NCCL needs both sides on the GPUs."""
+
+    def __init__(self, updater: WeightUpdater, on_gpus: Callable[[], contextlib.AbstractAsyncContextManager[None]]) -> None:
+        self._updater = updater
+        self._on_gpus = on_gpus
+
+    @property
+    def num_ranks(self) -> int:
+        return self._updater.num_ranks
+
+    @property
+    def can_update(self) -> bool:
+        return self._updater.can_update
+
+    async def update(self, version: tuple[int, int], source: Source, payload: bytes) -> LoadReport:
+        async with self._on_gpus():
+            return await self._updater.update(version, source, payload)

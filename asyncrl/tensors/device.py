@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from dataclasses import dataclass
+
 from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """Bytes of one GPU."""
+
+    total: int
+    free: int
+
+
+def read_gpu_memory() -> GpuMemory:
+    """Return the memory of this process's first GPU, without a CUDA context, which would take half a gigabyte of it.
+
+    Raises ConfigError if the driver's tool does not answer.
+    """
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+    command = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        total, free = (int(field) * 2**20 for field in told.stdout.split(","))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"{' '.join(command)}: {error}") from None
+    return GpuMemory(total=total, free=free)
 
 
 def resolve_device(name: str, *, section: str) -> str:

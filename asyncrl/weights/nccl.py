@@ -2,7 +2,7 @@
 
 Each engine has its own process group with every rank of the learner that has a part of the model. The learner's rank is
 rank 0, and the engine's processes are the others. No engine waits for another, and a dying engine loses only its own
-transfer. GPUs use NCCL, CPUs use gloo. Two processes on one GPU cannot use NCCL and load the folder instead.
+transfer. GPUs use NCCL, CPUs use gloo. An engine that can map the learner's memory copies it instead (ipc.py).
 NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; adapters/registry.py sets it in every
 process of the learner.
 Tests: tests/unit/weights/test_nccl.py.
@@ -27,10 +27,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.errors import MessageError, WeightsError
-from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.codec import decode, encode, is_encoded
 from asyncrl.messages.validation import require
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, PartWorker, Snapshot
+from asyncrl.tensors.snapshot import BUCKET_BYTES, PartWorker, Snapshot
+from asyncrl.weights import ipc
+from asyncrl.weights.bucket_layout import layout_of
+from asyncrl.weights.ipc import IPCRequest
 from asyncrl.weights.port import Transfer
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
@@ -138,6 +141,8 @@ class Sender:
 
     def begin(self, request: TransferRequest) -> Transfer:
         (incarnation, policy_version), snapshot = self._held()
+        if is_encoded(request.payload, IPCRequest):
+            return ipc.begin(request, snapshot, incarnation=incarnation, policy_version=policy_version)
         begin = PartCommand(
             action="begin",
             request=request,
@@ -220,7 +225,7 @@ class PartSender(PartWorker):
         group.prepared = snapshot if request.has_joined else None
         host = command.host if _is_ours(command.host) else _own_address(towards=command.host)
         return CollectiveOffer(
-            host=host, port=group.port, collective=kind, buckets=tuple(map(_layout, snapshot.buckets))
+            host=host, port=group.port, collective=kind, buckets=tuple(map(layout_of, snapshot.buckets))
         )
 
     def _send(self, command: PartCommand, request: TransferRequest) -> None:
@@ -389,14 +394,6 @@ def _own_stream(data: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     if not data.is_cuda:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(data.device))  # type: ignore[no-untyped-call]
-
-
-def _layout(bucket: Bucket) -> BucketLayout:
-    return BucketLayout(
-        names=tuple(entry.name for entry in bucket.entries),
-        dtypes=tuple(str(entry.dtype).removeprefix("torch.") for entry in bucket.entries),
-        shapes=tuple(entry.shape for entry in bucket.entries),
-    )
 
 
 def _is_ours(host: str) -> bool:

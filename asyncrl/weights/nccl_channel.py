@@ -1,7 +1,8 @@
 """The nccl channel: model folders, and weights sent from the memory of every learner rank that has a part of the model.
 
-An engine has a separate group with each of these ranks (nccl.py). It takes their parts one after the other, and
-switches once it has all. Tests: tests/unit/weights/test_nccl.py.
+An engine that can map the learner's memory, on the same GPU, copies it (ipc.py). Any other has a separate group with
+each of these ranks (nccl.py): it takes their parts one after the other, and switches once it has all.
+Tests: tests/unit/weights/test_nccl.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.nccl import CUMEM, CollectiveOffer, CollectiveRequest, Sender, group_of_part
-from asyncrl.weights.port import Ask, BroadcastUpdater, LoadReport, WeightUpdater
+from asyncrl.weights.ipc import IPCReceiver
+from asyncrl.weights.port import Ask, BroadcastUpdater, WeightUpdater, LoadReport, Receiver
 
 _REACH_SECONDS: Final = 5.0
 
@@ -72,8 +74,36 @@ class NCCLChannel(FilesChannel):
     def sender(self) -> Sender:
         return self._sender
 
-    def receiver(self, updater: WeightUpdater, *, engine: str) -> CollectiveReceiver | None:
-        return CollectiveReceiver(updater, engine=engine) if isinstance(updater, BroadcastUpdater) else None
+    def receiver(self, updater: WeightUpdater, *, engine: str) -> Receiver | None:
+        collective = CollectiveReceiver(updater, engine=engine) if isinstance(updater, BroadcastUpdater) else None
+        return NearestReceiver(IPCReceiver(updater, engine=engine), collective) if updater.can_update else collective
+
+
+class NearestReceiver:
+    """See Receiver in weights/port.py. Copies the learner's memory if it is in reach, and joins a group otherwise."""
+
+    def __init__(self, ipc: IPCReceiver, collective: CollectiveReceiver | None) -> None:
+        self._ipc = ipc
+        self._collective = collective
+        self._chosen: Receiver | None = None
+
+    async def join(self, ask: Ask) -> None:
+        if self._chosen is None:
+            try:
+                await self._ipc.join(ask)
+                self._chosen = self._ipc
+            except WeightsError:
+                if self._collective is None:
+                    raise
+                self._chosen = self._collective
+        await self._chosen.join(ask)
+
+    async def receive(self, ask: Ask) -> LoadReport:
+        assert self._chosen is not None
+        chosen, self._chosen = self._chosen, None  # after a failure, the next learner may be elsewhere
+        report = await chosen.receive(ask)
+        self._chosen = chosen
+        return report
 
 
 class CollectiveReceiver:

@@ -125,6 +125,11 @@ class WeightUpdater(Protocol):
         """Number of engine processes that hold the model."""
         ...
 
+    @property
+    def can_update(self) -> bool:
+        """Whether ``update`` works; an SGLang server that asyncrl did not launch lacks the loader."""
+        ...
+
     async def update(self, version: tuple[int, int], source: Source, payload: bytes) -> LoadReport:
         """Switch to the tensors that ``source`` yields, like Engine.load with a folder.
 

@@ -6,6 +6,7 @@ Learner._step -> Trainer.step -> (thread) train_batch: Backend.forward of other 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,8 @@ class Trainer:
     waits         the learner's wait tracker
     restore_from  backend folder of a checkpoint
     profile       wraps each step
-    turn          lock on GPUs shared with engines
+    turn          lock on GPUs that engines share in turns
+    start_turn    lock on GPUs that engines share, held while the model is loaded
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class Trainer:
         restore_from: Path | None = None,
         profile: Profile | None = None,
         turn: GpuTurn | None = None,
+        start_turn: GpuTurn | None = None,
     ) -> None:
         self.waits = waits
         self._profile = profile
         self._turn = turn
+        self._start_turn = start_turn
         self._is_away = False  # whether the model is off the GPUs
         self._gpu_seconds: dict[str, Metric] = {}
         self._backend = backend
@@ -71,10 +75,11 @@ class Trainer:
 
     async def start(self) -> None:
         await self.take_gpus()
-        await self.call(self._backend.start, what="its backend to start", on="start")
-        if self._restore_from is not None:
-            restore = functools.partial(self._backend.restore, self._restore_from)
-            await self.call(restore, what="its checkpoint to be read", on="start")
+        async with self._start_turn.held() if self._start_turn is not None else contextlib.nullcontext():
+            await self.call(self._backend.start, what="its backend to start", on="start")
+            if self._restore_from is not None:
+                restore = functools.partial(self._backend.restore, self._restore_from)
+                await self.call(restore, what="its checkpoint to be read", on="start")
 
     async def step(self, prepared: PreparedBatch, *, step: int) -> StepResult:
         """Train on a batch. ``step``: number of steps done before. Raises StepFailed if nothing has changed."""
@@ -165,7 +170,8 @@ class Trainer:
         """Give the GPUs to the engines that share them, once the newest weights are available to them."""
         if self._turn is None or not self._turn.is_held:
             return
-        await self.weights_published()
+        if not self._weights.sends:
+            await self.weights_published()
         since = time.monotonic()
         assert isinstance(self._backend, Offloads)
         await self.call(self._backend.offload, what="the model to leave the GPUs")

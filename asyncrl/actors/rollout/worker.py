@@ -14,6 +14,7 @@ The stages ensure W1, W2 and W4 (stage.py). Unfinished groups are saved to the b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 import uuid
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 
 from asyncrl import messages
 from asyncrl.actors.base import Actor
+from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stage import Stage
@@ -44,18 +46,24 @@ class RolloutWorker(Actor):
         engine: SharedEngine,
         stages: Sequence[Stage],
         partial_rollouts: PartialRollouts,
+        start_turn: GpuTurn | None = None,
     ) -> None:
-        """``partial_rollouts``: of the stages that save their groups"""
+        """
+        partial_rollouts  of the stages that save their groups
+        start_turn        lock on a GPU that the learner shares, held while the engine starts
+        """
         super().__init__(name, bus)
         self.waits = engine.waits  # one list for the process
         self._engine = engine
         self._stages = tuple(stages)
         self._partial_rollouts = partial_rollouts
+        self._start_turn = start_turn
         self._handing_over = asyncio.Event()
 
     async def start(self) -> None:
-        with self.waits.waiting("its engine to start", on="start"):
-            await self._engine.engine.start()
+        async with self._start_turn.held() if self._start_turn is not None else contextlib.nullcontext():
+            with self.waits.waiting("its engine to start", on="start"):
+                await self._engine.engine.start()
 
     async def stop(self) -> None:
         await self._engine.engine.close()

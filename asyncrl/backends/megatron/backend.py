@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from asyncrl.backends import flops, frozen, huggingface, lora, models
 from asyncrl.backends.adapter import BackendAdapter, optimizer_settings
 from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.gpu_memory import learner_bytes
 from asyncrl.backends.megatron import refusals, shared_settings
 from asyncrl.backends.megatron.background_save import SavedModel, SavedPart, complete
 from asyncrl.backends.megatron.job import Command, Done, Job, Options, Outputs
@@ -91,6 +92,10 @@ class MegatronBackend(BackendAdapter):
     @classmethod
     def _rank_info(cls, run: RunConfig) -> RankInfo | None:
         return rank_from_environment(ranks=run.learner.ranks, timeout_seconds=cls.options(run).timeout_seconds)
+
+    @classmethod
+    def gpu_bytes(cls, run: RunConfig) -> int:
+        return learner_bytes(run, recomputes_all=cls.options(run).recompute == "full")
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:

@@ -200,6 +200,10 @@ class InProcessEngine(EngineAdapter):
         decoder = self._alive()
         return await self._switch(weights.version, lambda: read_weights(weights, decoder))
 
+    @property
+    def can_update(self) -> bool:
+        return True
+
     async def update(self, version: Version, source: Source, payload: bytes) -> LoadReport:
         """See WeightUpdater. If ``source`` raises, the old weights stay."""
         decoder = self._alive()

@@ -12,6 +12,7 @@ import asyncio
 import functools
 import json
 import logging
+import math
 import os
 import time
 import uuid
@@ -45,7 +46,7 @@ from asyncrl.engines.sglang.checks import (
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
-from asyncrl.engines.sglang.options import MEMORY_SAVER, check_arguments, check_updater_arguments
+from asyncrl.engines.sglang.options import MEMORY_SAVER, check_arguments, check_updater_arguments, option_name
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request
 from asyncrl.engines.sglang.server import ServedModel, read_model
@@ -55,13 +56,18 @@ from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.tensors.device import resolve_device
+from asyncrl.tensors.device import read_gpu_memory, resolve_device
+from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.weights.port import LoadReport
 
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS: Final = 30.0
 """Time for a server's last batch to end before its memory leaves the GPUs."""
+_WORKSPACE_BYTES: Final = 5 * 2**30
+"""What a server takes besides weights and cache: CUDA context, graphs, activations, logits, a load's tensors."""
+_LEAST_CACHE_BYTES: Final = 2**31
+"""Smallest cache of keys and values to start with."""
 
 
 class SGLangEngine(EngineAdapter):
@@ -181,6 +187,22 @@ class SGLangEngine(EngineAdapter):
         self._adapters = Adapters(self._client.control, first_version=version) if lora else None
         self._updater: SGLangUpdater | None = None
         self._tokens_generated = 0
+        self._memory_bytes = 0  # 0: SGLang's own share
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """See LimitsMemory. A share that the user has set stays."""
+        if "mem-fraction-static" in map(option_name, self._options.server_arguments) or self._device != "cuda":
+            return
+        weights = sum(map(math.prod, read_shapes(self._model.path).values())) * (2 if self._dtype != "float32" else 4)
+        weights //= self._options.tensor_parallel
+        needed = weights + _WORKSPACE_BYTES + _LEAST_CACHE_BYTES
+        if num_bytes < needed:
+            raise ConfigError(
+                f"rollout.gpus: beside the learner {num_bytes / 2**30:.1f} GiB are left on its GPU, and an engine needs "
+                f"{needed / 2**30:.1f} ({weights / 2**30:.1f} of weights); give it another GPU, lower "
+                "learner.micro_batch_tokens, set learner.options.recompute = \"full\", or learner.lora.rank"
+            )
+        self._memory_bytes = num_bytes
 
     async def start(self) -> None:
         """Start or attach. Raises ConfigError, or EngineDied with the end of the server's log."""
@@ -304,6 +326,10 @@ class SGLangEngine(EngineAdapter):
         check_installed()
         check_arguments(options.server_arguments)
         check_dtype(self._dtype, device=self._device, server_arguments=options.server_arguments)
+        memory: dict[str, Any] = {}
+        if self._memory_bytes:  # SGLang takes a share of what is free now for weights and cache
+            static = self._memory_bytes - _WORKSPACE_BYTES
+            memory["mem-fraction-static"] = round(min(0.95, static / (await asyncio.to_thread(read_gpu_memory)).free), 3)
         port = server.find_free_port()
         command = server.server_command(
             self._model.path,
@@ -316,6 +342,7 @@ class SGLangEngine(EngineAdapter):
             stream_interval=options.stream_interval,
             server_arguments={
                 **lora_arguments(self._lora, self._model.shapes, device=self._device),
+                **memory,
                 **options.server_arguments,
             },
             reports_experts=self._reports_experts,

@@ -249,6 +249,10 @@ class SGLangUpdater:
     def buckets_at_once(self) -> int:
         return receiving.AT_ONCE if self._loader.receives else 1
 
+    @property
+    def can_update(self) -> bool:
+        return self._loader.ranks_with_loader > 0
+
     async def update(self, version: Version, source: Source, payload: bytes) -> LoadReport:
         instruction = loader.serialize_source(source, payload, expected=self._shapes, optional=self._optional)
         return await self._in_time(

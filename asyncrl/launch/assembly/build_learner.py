@@ -193,6 +193,7 @@ def assemble_learner(
         restore_from=restore_from,
         profile=registry.profiler(run),
         turn=colocated.learner_turn(run),
+        start_turn=colocated.start_turn(run),
     )
     learner = Learner(
         "learner",

@@ -23,15 +23,18 @@ from asyncrl.launch import colocated
 
 
 async def build_worker(
-    run: RunConfig, *, bus: Bus, name: str, is_dedicated: bool = False
+    run: RunConfig, *, bus: Bus, name: str, is_dedicated: bool = False, beside_learner: int = 0
 ) -> tuple[RolloutWorker, WeightFollower]:
     """Return the worker and its weight follower, ready to be supervised.
 
-    is_dedicated: it only evaluates
+    is_dedicated    it only evaluates
+    beside_learner  number of engines on its GPU, if the learner is on it at the same time
     """
     engine = registry.engine(run, name=name)
     if run.run.colocated:
         engine = colocated.engine(run, engine)
+    if beside_learner:
+        colocated.limit_memory(run, engine, num_engines=beside_learner)
     follower = WeightFollower(
         f"{name}.weights",
         bus,
@@ -95,4 +98,6 @@ async def build_worker(
             )
         )
     kind = EvaluationWorker if is_dedicated else RolloutWorker
-    return kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts), follower
+    turn = colocated.start_turn(run) if beside_learner else None
+    worker = kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts, start_turn=turn)
+    return worker, follower

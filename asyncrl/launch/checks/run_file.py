@@ -217,7 +217,7 @@ def _check_engine_and_channel(run: RunConfig) -> None:
     ):
         for where, name, adapter in (
             ("engine.kind", run.engine.kind, engine),
-            ("weights.channel", run.weights.channel, channel),
+            ("weights.channel", registry.channel_name(run), channel),
         ):
             if is_on and what not in adapter.takes:
                 raise ConfigError(f'{key}: {where} = "{name}" takes no {what}; remove it')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class ProcessSpecs:
         self._common = common
         self._environment = dict(environment)
         self._server = server
+        self._learner_gpus: Gpus = ()
+        self._beside: Counter[int] = Counter()  # engines on each GPU
 
     def initial(self, *, size: FleetSize | None, resume: bool) -> list[ChildProcess]:
         """Return the learner and its separate ranks, then rollout workers and evaluation workers.
@@ -62,6 +65,8 @@ class ProcessSpecs:
         for name, its in gpus.processes.items():
             if its:
                 print_line(f"{name:10s}GPU {numbers(its)}")
+        self._learner_gpus = gpus.learner
+        self._beside = Counter(gpu for its in (*gpus.workers, *gpus.evaluation_workers) for gpu in its)
         return [
             *self._learner(gpus.learner, resume=resume),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
@@ -115,11 +120,14 @@ class ProcessSpecs:
 
     def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False) -> ChildProcess:
         """evaluates: it only evaluates"""
+        is_together = not self._run.run.colocated  # in turns, an engine has all of the memory
+        beside = max((self._beside[gpu] for gpu in gpus if gpu in self._learner_gpus), default=0)
         own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
+        flags = [*(["--evaluate"] if evaluates else []), *(["--beside-learner", str(beside)] if beside and is_together else [])]
         spec = ProcessSpec(
             name=name,
             role=EVALUATION_WORKER if evaluates else WORKER,
-            arguments=("rollout-worker", *self._common, *(["--evaluate"] if evaluates else []), "--name", name),
+            arguments=("rollout-worker", *self._common, *flags, "--name", name),
             num_gpus=gpus_per_worker(self._run),
             gpus=gpus,
             environment={**self._environment, **own},

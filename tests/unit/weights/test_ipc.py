@@ -1,0 +1,109 @@
+"""Weights that an engine copies from the learner's memory on the same machine (CPU: /dev/shm; GPU: tests/integration)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.engines.inprocess import engine as inprocess
+from asyncrl.errors import WeightsError
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.weight_transfer import TransferRequest
+from asyncrl.os_process import process_space
+from asyncrl.weights import ipc
+from asyncrl.weights.ipc import IPCOffer, IPCReceiver, IPCRequest
+from asyncrl.weights.nccl_channel import NCCLChannel, NearestReceiver
+from tests.harness.engines import PROMPT, Check, Model
+from tests.harness.transfers import join, offering, receive, snapshot
+
+SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("old"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("new"), seed=1)
+
+
+@pytest.fixture
+async def engine(old: Model) -> AsyncIterator[inprocess.InProcessEngine]:
+    options = inprocess.Options(threads=1)
+    made = inprocess.InProcessEngine(old.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def channel(tmp_path: Path, new: Model) -> NCCLChannel:
+    """A channel whose learner holds the new model as version 0:2."""
+    made = NCCLChannel(tmp_path / "weights", keep=2, model_path=new.folder, host="127.0.0.1", bucket_bytes=2**20)
+    made.sender.hold(snapshot(new), incarnation=0, policy_version=2)
+    return made
+
+
+def request(**changed: str) -> TransferRequest:
+    asks = IPCRequest(**{"space": process_space(), **changed})
+    return TransferRequest(engine="w0", group="w0", num_ranks=1, has_joined=True, payload=encode(asks))
+
+
+async def test_the_engine_samples_from_what_it_copied(
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, old: Model, new: Model
+) -> None:
+    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    receiver = channel.receiver(engine.weight_updater, engine="w0")
+    assert isinstance(receiver, NearestReceiver)
+    await join(receiver, channel.sender)
+    report = await receive(receiver, channel.sender)
+    assert 0 <= report.pause_seconds <= report.load_seconds
+    assert engine.version == (0, 2)
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+async def test_the_memory_is_kept_until_the_worker_has_disconnected(channel: NCCLChannel) -> None:
+    transfer = channel.sender.begin(request())
+    offer = decode(transfer.offer.payload, IPCOffer)
+    files = [Path(bucket.file) for bucket in offer.buckets]
+    sending = asyncio.create_task(asyncio.to_thread(transfer.send))
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(offer.address)
+        assert all(file.exists() for file in files) and not sending.done()
+    await sending
+    assert not any(file.exists() for file in files) and not Path(offer.address).exists()
+
+
+def test_a_worker_that_never_comes_costs_nothing_but_time(
+    channel: NCCLChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "_CONNECT_SECONDS", 0.01)
+    transfer = channel.sender.begin(request())
+    with pytest.raises(WeightsError, match="did not take its weights in time"):
+        transfer.send()
+    assert not any(Path(bucket.file).exists() for bucket in decode(transfer.offer.payload, IPCOffer).buckets)
+
+
+def test_engines_out_of_reach_are_told_why_and_load_folders(channel: NCCLChannel) -> None:
+    with pytest.raises(WeightsError, match="w0 is on another machine"):
+        channel.sender.begin(request(space="another machine"))
+
+
+async def test_a_learner_that_is_gone_leaves_the_old_weights(
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "_CONNECT_SECONDS", 0.01)
+    transfer = channel.sender.begin(request())
+    with pytest.raises(WeightsError):
+        transfer.send()  # closes the socket and removes the files, as the end of the learner's process does
+    with pytest.raises(WeightsError, match="cannot take the learner's weights"):
+        await IPCReceiver(engine.weight_updater, engine="w0").receive(offering(transfer.offer))
+    assert engine.version == (0, 1)
