@@ -42,6 +42,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "0.6B": Shape(hidden=1024, layers=28, ffn=3072, heads=16, kv_heads=8),
     "1.7B": Shape(hidden=2048, layers=28, ffn=6144, heads=16, kv_heads=8),
     "4B": Shape(hidden=2560, layers=36, ffn=9728, heads=32, kv_heads=8),
+    "8B": Shape(hidden=4096, layers=36, ffn=12288, heads=32, kv_heads=8),
     "tiny-moe": Shape(
         hidden=64,
         layers=2,

@@ -1,0 +1,245 @@
+"""Compare asynchronous and synchronous training on ONE GPU, by the runs that a user would start: tokens per second.
+
+    python -m benchmarks.gpu.one_gpu --shape 0.6B --arms async sync async sync --json docs/results/gpu/one_gpu.jsonl
+    python -m benchmarks.gpu.one_gpu --rehearse      tiny, on a CPU: shows that all of it works
+
+Each arm is one `asyncrl run`: nats-server, learner, rollout worker and SGLang server on one GPU, which all start anew.
+Name arms in turn (async sync async sync) to interleave them. An arm is measured from the end of its warm-up in
+--windows windows of --seconds each, one after the other; a window ends with the first step that is over behind it.
+
+Arms: async (the engine goes on during the step), sync; with "_files" weights go through a folder in memory instead of
+the device; with "_mpsN" under MPS with N % of the multiprocessors for the learner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.gpu.arm import REPOSITORY, override_words, read_rows, tail
+from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
+from benchmarks.gpu.lengths import Lengths
+from benchmarks.gpu.modes import assignments
+from benchmarks.gpu.rows import command, keep, machine
+from benchmarks.gpu.shapes import SHAPES, write_prompts
+from benchmarks.gpu.window import Row, measure
+
+RUN_FILE: Final = "benchmarks/gpu/modes.toml"
+_ARM: Final = re.compile(r"(async|sync)(_files)?(?:_mps(\d+))?")
+_PREFILL_GRAPHS: Final = "disable-prefill-cuda-graph"
+REHEARSAL: Final[Mapping[str, Any]] = {
+    "shape": "tiny",
+    "groups": 4,
+    "group_size": 4,
+    "length_mean": 24.0,
+    "length_max": 96,
+    "running": 16,
+    "seconds": 2.0,
+    "windows": 2,
+    "max_staleness": 2,
+    "set": ["learner.threads=1", "engine.kind='inprocess'", "engine.device='cpu'", "learner.device='cpu'"],
+}
+HEAD: Final = (
+    "arm                window     tok/s  sampled tok/s  learner idle  engine idle  step s  train s  staleness mean  max"
+    "  publish s  pause p50   p99 ms  memory GiB  steps"
+)
+
+
+def line(row: Row) -> str:
+    if "error" in row:
+        return f"{row['arm']:18s} FAILED: {row['error']}"
+    return (
+        f"{row['arm']:18s} {row['window']:6d}  {row['tokens_per_second']:8,.0f}  {row['sampled_tokens_per_second']:13,.0f}"
+        f"  {row['learner_idle']:12.1%}  {row['engine_idle']:11.1%}  {row['step_seconds']:6.2f}  {row['train_seconds']:7.2f}"
+        f"  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}  {row['publish_seconds']:9.2f}"
+        f"  {1e3 * row['pause_p50']:9.0f}  {1e3 * row['pause_p99']:7.0f}  {row['memory_gib']:10.1f}  {row['steps']:5d}"
+    )
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.one_gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--arms", nargs="+", default=["async", "sync", "async", "sync"], metavar="ARM", help="in this order")
+    add("--shape", choices=SHAPES, default="0.6B", help="of the model (default 0.6B)")
+    add("--groups", type=int, default=64, help="groups per batch (default 64)")
+    add("--group-size", type=int, default=8, help="samples of a group (default 8)")
+    add("--length-mean", type=float, default=500.0, help="tokens of an answer, before the cut (default 500)")
+    add("--length-max", type=int, default=4096, help="where lengths are cut (default 4096)")
+    add("--running", type=int, default=384, help="sequences that the engine may run (default 384)")
+    add("--max-staleness", type=int, default=4, help="of async (default 4)")
+    add("--seconds", type=float, default=45.0, help="of a window (default 45)")
+    add("--windows", type=int, default=1, help="windows of each arm (default 1)")
+    add("--limit", type=float, default=400.0, help="seconds an arm may take with its start (default 400)")
+    add("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of the SGLang server")
+    add("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="of the run file, for every arm")
+    add("--json", type=Path, metavar="FILE", help="rows are added there, one object a line")
+    add("--out", type=Path, metavar="FOLDER", help="logs of the arms are copied there")
+    add("--rehearse", action="store_true", help="tiny, on a CPU")
+    options = parser.parse_args(given)
+    if options.rehearse:
+        parser.set_defaults(**REHEARSAL)
+        options = parser.parse_args(given)
+    for arm in options.arms:
+        if not _ARM.fullmatch(arm):
+            parser.error(f"{arm!r}: no such arm")
+    options.set, options.engine = assignments(options.set), assignments(options.engine)
+    return options
+
+
+def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    found = _ARM.fullmatch(arm)
+    assert found is not None
+    mode, files, percent = found.groups()
+    server = {**GPU_ARGUMENTS, _PREFILL_GRAPHS: True, "cuda-graph-max-bs": 512, **options.engine}
+    return {
+        "run.name": name,
+        "run.directory": scratch / "runs",
+        "run.mode": mode,
+        "run.steps": 10_000,
+        "model.path": scratch / "model",
+        "model.dtype": "bfloat16" if has_gpu() else "float32",
+        "data.path": scratch / "prompts.jsonl",
+        "rollout.workers": 1,
+        "rollout.group_size": options.group_size,
+        "rollout.max_new_tokens": options.length_max,
+        "rollout.max_running": options.running if mode == "async" else options.groups * options.group_size,
+        "learner.groups_per_batch": options.groups,
+        "staleness.max_staleness": options.max_staleness,
+        "weights.directory": scratch / "weights",
+        "bus.max_log_bytes": 2**32,
+        "bus.max_message_bytes": 2**25,
+        **({"engine.options.server_arguments": server} if has_gpu() else {}),
+        **({"weights.channel": "files"} if files else {}),
+        **({"learner.shared_gpu_percent": int(percent)} if percent else {}),
+        **options.set,
+    }
+
+
+def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -> list[Row]:
+    """Return the rows of the arm's windows, or one with its error."""
+    name = f"{arm}-{number}"
+    words = [sys.executable, "-m", "asyncrl", "run", RUN_FILE, *override_words(overrides(arm, name, options, scratch))]
+    folder = scratch / "runs" / name
+    began = time.monotonic()
+    output = (options.out or scratch) / f"{name}.out"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("wb") as stream:
+        process = subprocess.Popen(words, cwd=REPOSITORY, stdout=stream, stderr=stream, start_new_session=True)
+    warmup = (options.max_staleness if arm.startswith("async") else 0) + 1
+    problem, rows = "", []
+    try:
+        while not (parts := windows(rows, warmup, options))[0]:
+            time.sleep(0.5)
+            if process.poll() is not None:
+                problem = f"the run ended with exit code {process.returncode}"
+            elif time.monotonic() - began > options.limit:
+                problem = f"only {len(rows)} steps in {options.limit:.0f} s"
+            if problem:
+                break
+            rows = read_rows(folder / "metrics.jsonl")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # everything ends with it
+        process.wait()
+        if options.out is not None:
+            shutil.copytree(folder / "logs", options.out / name, dirs_exist_ok=True)
+            shutil.copyfile(folder / "metrics.jsonl", options.out / f"{name}.jsonl")
+        print(tail(output) if problem else "", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(scratch / "weights", ignore_errors=True)
+        time.sleep(5 if has_gpu() else 0)  # until the driver has taken the memory back
+    common = {"arm": arm, "number": number, "shape": options.shape, "command": command("benchmarks.gpu.one_gpu")}
+    common |= {"groups": options.groups, "group_size": options.group_size, **machine()}
+    found = [{**common, "window": index, **part} for index, part in enumerate(parts[1])]
+    return [*found, {**common, "error": problem}] if problem else found
+
+
+def windows(rows: Sequence[Row], warmup: int, options: argparse.Namespace) -> tuple[bool, list[Row]]:
+    """Return whether all windows are full, and the rows of those that are."""
+    found: list[Row] = []
+    first = warmup
+    while len(found) < options.windows:
+        start = rows[first - 1]["time"] if len(rows) >= first else None
+        last = next(
+            (index for index, row in enumerate(rows) if start and row["time"] - start >= options.seconds), None
+        )
+        if last is None:
+            return False, found
+        found.append(_measure(rows[first - 1 : last + 1]))
+        first = last + 1
+    return True, found
+
+
+def _measure(rows: Sequence[Row]) -> Row:
+    """Measure from the end of the first row's step to the end of the last one's."""
+    steps = rows[1:]
+    pauses = [row["weights/pause_seconds"] for row in steps if row.get("weights/pause_seconds")]
+
+    def mean(name: str) -> float:
+        return float(np.mean([row.get(name) or 0.0 for row in steps]))
+
+    return {
+        **measure(rows, [], warmup=1),
+        "sampled_tokens_per_second": mean("rollout/tokens_per_second"),
+        "engine_idle": mean("rollout/idle_ratio"),
+        "engine_running": mean("rollout/running"),
+        "pause_p50": float(np.quantile(pauses, 0.5)) if pauses else 0.0,
+        "pause_p99": float(np.quantile(pauses, 0.99)) if pauses else 0.0,
+        "memory_gib": max(row.get("learner/memory_bytes") or 0 for row in steps) / 2**30,
+    }
+
+
+def ratios(rows: Sequence[Row]) -> list[str]:
+    """Compare each kind of arm with sync: medians over all windows."""
+    by_arm: dict[str, list[float]] = {}
+    for row in rows:
+        if "error" not in row:
+            by_arm.setdefault(row["arm"], []).append(row["tokens_per_second"])
+    base = by_arm.get("sync")
+    return [
+        f"{arm:18s} median {np.median(found):9,.0f} tok/s of {len(found)} windows ({min(found):,.0f} to {max(found):,.0f})"
+        + (f"   {np.median(found) / np.median(base):5.2f} x sync" if base else "")
+        for arm, found in by_arm.items()
+    ]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    options = arguments(given)
+    memory = Path("/dev/shm")
+    scratch = Path(tempfile.mkdtemp(prefix="asyncrl-one-gpu-", dir=memory if os.access(memory, os.W_OK) else None))
+    rows: list[Row] = []
+    try:
+        dtype = "bfloat16" if has_gpu() else "float32"
+        words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(scratch / "model"), dtype]
+        subprocess.run(words, cwd=REPOSITORY, check=True)
+        lengths = Lengths(mean=options.length_mean, sigma=1.0, maximum=options.length_max, seed=0)
+        write_prompts(scratch / "prompts.jsonl", metadata=lengths.as_metadata(), seed=0)
+        print(HEAD, flush=True)
+        for number, arm in enumerate(options.arms):
+            for row in run_arm(arm, number, options, scratch):
+                rows.append(row)
+                print(line(row), flush=True)
+                keep(row, options.json)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        print("", *ratios(rows), sep="\n", flush=True)
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
