@@ -142,7 +142,8 @@ def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -
     with output.open("wb") as stream:
         process = subprocess.Popen(words, cwd=REPOSITORY, stdout=stream, stderr=stream, start_new_session=True)
     warmup = (options.max_staleness if arm.startswith("async") else 0) + 1
-    problem, rows = "", []
+    problem = ""
+    rows: list[Row] = []
     try:
         while not (parts := windows(rows, warmup, options))[0]:
             time.sleep(0.5)

@@ -24,7 +24,6 @@ SERVER = ["engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"]
     ("overrides", "problem"),
     [
         (["run.colocated=true"], 'run.colocated: mode = "async" trains while it samples'),
-        (["run.colocated=true", "run.mode=sync", "weights.channel=nccl"], "run.colocated: weights.channel"),
         (["run.colocated=true", "run.mode=sync", "learner.backend=none"], "run.colocated: learner.backend"),
         (["rollout.workers=2", *SERVER], "one server serves one worker, and this run may start 2"),
         (
