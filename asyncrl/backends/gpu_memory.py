@@ -30,7 +30,9 @@ def learner_bytes(run: RunConfig, *, recomputes_all: bool) -> int:
     layout, width = run.learner.layout, 2 if run.model.dtype == "bfloat16" else 4
     parameters = sum(map(math.prod, shapes.values())) / (layout.tensor * layout.pipeline)
     rank = run.learner.lora.rank
-    adapters = rank * sum(sum(shape) for shape in shapes.values() if len(shape) == 2) / (layout.tensor * layout.pipeline)
+    adapters = (
+        rank * sum(sum(shape) for shape in shapes.values() if len(shape) == 2) / (layout.tensor * layout.pipeline)
+    )
     trained = adapters if rank else parameters
     sharded = 12 / max(1, run.learner.data_parallel)  # float32 weights and both moments
     state = width * parameters + trained * (4 + sharded)

@@ -131,7 +131,9 @@ class TurnTakingEngine:
 
     @property
     def weight_updater(self) -> WeightUpdater | None:
-        return None if self._engine.weight_updater is None else _UpdaterInTurn(self._engine.weight_updater, self._on_gpus)
+        return (
+            None if self._engine.weight_updater is None else _UpdaterInTurn(self._engine.weight_updater, self._on_gpus)
+        )
 
     def stats(self) -> EngineStats:
         stats = self._engine.stats()
@@ -181,7 +183,9 @@ class TurnTakingEngine:
 class _UpdaterInTurn:
     """See WeightUpdater in weights/port.py. No broadcasts: NCCL needs both sides on the GPUs."""
 
-    def __init__(self, updater: WeightUpdater, on_gpus: Callable[[], contextlib.AbstractAsyncContextManager[None]]) -> None:
+    def __init__(
+        self, updater: WeightUpdater, on_gpus: Callable[[], contextlib.AbstractAsyncContextManager[None]]
+    ) -> None:
         self._updater = updater
         self._on_gpus = on_gpus
 

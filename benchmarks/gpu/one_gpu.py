@@ -176,9 +176,7 @@ def windows(rows: Sequence[Row], warmup: int, options: argparse.Namespace) -> tu
     first = warmup
     while len(found) < options.windows:
         start = rows[first - 1]["time"] if len(rows) >= first else None
-        last = next(
-            (index for index, row in enumerate(rows) if start and row["time"] - start >= options.seconds), None
-        )
+        last = next((index for index, row in enumerate(rows) if start and row["time"] - start >= options.seconds), None)
         if last is None:
             return False, found
         found.append(_measure(rows[first - 1 : last + 1]))

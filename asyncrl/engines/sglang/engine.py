@@ -200,7 +200,7 @@ class SGLangEngine(EngineAdapter):
             raise ConfigError(
                 f"rollout.gpus: beside the learner {num_bytes / 2**30:.1f} GiB are left on its GPU, and an engine needs "
                 f"{needed / 2**30:.1f} ({weights / 2**30:.1f} of weights); give it another GPU, lower "
-                "learner.micro_batch_tokens, set learner.options.recompute = \"full\", or learner.lora.rank"
+                'learner.micro_batch_tokens, set learner.options.recompute = "full", or learner.lora.rank'
             )
         self._memory_bytes = num_bytes
 
@@ -329,7 +329,9 @@ class SGLangEngine(EngineAdapter):
         memory: dict[str, Any] = {}
         if self._memory_bytes:  # SGLang takes a share of what is free now for weights and cache
             static = self._memory_bytes - _WORKSPACE_BYTES
-            memory["mem-fraction-static"] = round(min(0.95, static / (await asyncio.to_thread(read_gpu_memory)).free), 3)
+            memory["mem-fraction-static"] = round(
+                min(0.95, static / (await asyncio.to_thread(read_gpu_memory)).free), 3
+            )
         port = server.find_free_port()
         command = server.server_command(
             self._model.path,

@@ -124,7 +124,10 @@ class ProcessSpecs:
         is_together = not self._run.run.colocated  # in turns, an engine has all of the memory
         beside = max((self._beside[gpu] for gpu in gpus if gpu in self._learner_gpus), default=0)
         own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
-        flags = [*(["--evaluate"] if evaluates else []), *(["--beside-learner", str(beside)] if beside and is_together else [])]
+        flags = [
+            *(["--evaluate"] if evaluates else []),
+            *(["--beside-learner", str(beside)] if beside and is_together else []),
+        ]
         spec = ProcessSpec(
             name=name,
             role=EVALUATION_WORKER if evaluates else WORKER,
