@@ -71,8 +71,8 @@ class LearnerSection:
     threads: int = 0
     """CPU threads of each rank; 0: PyTorch's default."""
     shared_gpu_percent: int = 0
-    """Percent of a GPU's multiprocessors for the learner where engines share the GPU, by NVIDIA MPS: kernels of both run
-    side by side. 0: without MPS, in time slices."""
+    """Percent of a GPU's multiprocessors for the learner where engines share the GPU, by NVIDIA MPS: kernels of both
+    run side by side. 0: without MPS, in time slices."""
     profile_steps: tuple[int, ...] = ()
     """Steps to profile on the learner's first rank, such as [10, 11]. Traces (and memory snapshots on a GPU) go to
     profile/ of the run's folder."""

@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError, EngineDied, EngineError
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.tensors.device import read_gpu_memory
-from asyncrl.weights.port import WeightUpdater, LoadReport, Source
+from asyncrl.weights.port import LoadReport, Source, WeightUpdater
 
 LOCK_FILE = "gpus.lock"
 QUIET_SECONDS: Final = 0.1

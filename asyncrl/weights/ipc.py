@@ -34,7 +34,7 @@ from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, Transf
 from asyncrl.os_process import process_space
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.bucket_layout import entries_of, layout_of
-from asyncrl.weights.port import Ask, WeightUpdater, LoadReport, Transfer
+from asyncrl.weights.port import Ask, LoadReport, Transfer, WeightUpdater
 
 _CONNECT_SECONDS: Final = 30.0
 """Time for a worker to connect after our offer; it waits only for its turn to load."""

@@ -20,9 +20,9 @@ from asyncrl.errors import ConfigError, MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.nccl import CUMEM, CollectiveOffer, CollectiveRequest, Sender, group_of_part
 from asyncrl.weights.ipc import IPCReceiver
-from asyncrl.weights.port import Ask, BroadcastUpdater, WeightUpdater, LoadReport, Receiver
+from asyncrl.weights.nccl import CUMEM, CollectiveOffer, CollectiveRequest, Sender, group_of_part
+from asyncrl.weights.port import Ask, BroadcastUpdater, LoadReport, Receiver, WeightUpdater
 
 _REACH_SECONDS: Final = 5.0
 

@@ -52,19 +52,21 @@ REHEARSAL: Final[Mapping[str, Any]] = {
     "set": ["learner.threads=1", "engine.kind='inprocess'", "engine.device='cpu'", "learner.device='cpu'"],
 }
 HEAD: Final = (
-    "arm                window     tok/s  sampled tok/s  learner idle  engine idle  step s  train s  staleness mean  max"
+    "arm                window     tok/s  sampled/s  learner idle  engine idle  step s  train s  staleness mean  max"
     "  publish s  pause p50   p99 ms  memory GiB  steps"
 )
 
 
 def line(row: Row) -> str:
+    start = f"{row['arm']:18s} "
     if "error" in row:
-        return f"{row['arm']:18s} FAILED: {row['error']}"
+        return f"{start}FAILED: {row['error']}"
     return (
-        f"{row['arm']:18s} {row['window']:6d}  {row['tokens_per_second']:8,.0f}  {row['sampled_tokens_per_second']:13,.0f}"
-        f"  {row['learner_idle']:12.1%}  {row['engine_idle']:11.1%}  {row['step_seconds']:6.2f}  {row['train_seconds']:7.2f}"
-        f"  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}  {row['publish_seconds']:9.2f}"
-        f"  {1e3 * row['pause_p50']:9.0f}  {1e3 * row['pause_p99']:7.0f}  {row['memory_gib']:10.1f}  {row['steps']:5d}"
+        f"{start}{row['window']:6d}  {row['tokens_per_second']:8,.0f}  {row['sampled_tokens_per_second']:9,.0f}"
+        f"  {row['learner_idle']:12.1%}  {row['engine_idle']:11.1%}  {row['step_seconds']:6.2f}"
+        f"  {row['train_seconds']:7.2f}  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}"
+        f"  {row['publish_seconds']:9.2f}  {1e3 * row['pause_p50']:9.0f}  {1e3 * row['pause_p99']:7.0f}"
+        f"  {row['memory_gib']:10.1f}  {row['steps']:5d}"
     )
 
 
@@ -210,11 +212,12 @@ def ratios(rows: Sequence[Row]) -> list[str]:
         if "error" not in row:
             by_arm.setdefault(row["arm"], []).append(row["tokens_per_second"])
     base = by_arm.get("sync")
-    return [
-        f"{arm:18s} median {np.median(found):9,.0f} tok/s of {len(found)} windows ({min(found):,.0f} to {max(found):,.0f})"
-        + (f"   {np.median(found) / np.median(base):5.2f} x sync" if base else "")
-        for arm, found in by_arm.items()
-    ]
+    lines = []
+    for arm, found in by_arm.items():
+        spread = f"{len(found)} windows, {min(found):,.0f} to {max(found):,.0f}"
+        ratio = f"   {np.median(found) / np.median(base):5.2f} x sync" if base else ""
+        lines.append(f"{arm:18s} median {np.median(found):9,.0f} tok/s ({spread}){ratio}")
+    return lines
 
 
 def main(given: Sequence[str] | None = None) -> int:

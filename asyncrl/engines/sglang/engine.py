@@ -198,8 +198,8 @@ class SGLangEngine(EngineAdapter):
         needed = weights + _WORKSPACE_BYTES + _LEAST_CACHE_BYTES
         if num_bytes < needed:
             raise ConfigError(
-                f"rollout.gpus: beside the learner {num_bytes / 2**30:.1f} GiB are left on its GPU, and an engine needs "
-                f"{needed / 2**30:.1f} ({weights / 2**30:.1f} of weights); give it another GPU, lower "
+                f"rollout.gpus: beside the learner {num_bytes / 2**30:.1f} GiB of its GPU are left, and an engine "
+                f"needs {needed / 2**30:.1f} ({weights / 2**30:.1f} of weights); give it another GPU, lower "
                 'learner.micro_batch_tokens, set learner.options.recompute = "full", or learner.lora.rank'
             )
         self._memory_bytes = num_bytes

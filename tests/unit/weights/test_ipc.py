@@ -1,4 +1,4 @@
-"""Weights that an engine copies from the learner's memory on the same machine (CPU: /dev/shm; GPU: tests/integration)."""
+"""Weights that an engine copies from the learner's memory on the same machine (here: /dev/shm)."""
 
 from __future__ import annotations
 
