@@ -44,7 +44,7 @@ class MetricsSection:
     """Warn if more than this share of the answers of ten steps was too stale to train; 0 is off. Dropped answers are
     mostly long ones."""
 
-    hold_alarm: float = 0.2
+    straggler_alarm: float = 0.2
     """Warn if the learner spends more than this share of the time of ten steps waiting for old groups
     (staleness.eviction) while the engines are idle; 0 is off."""
     split_alarm: float = 0.3
@@ -69,5 +69,8 @@ class MetricsSection:
         )
         require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
         require(0 <= self.drop_alarm <= 1, f"drop_alarm must be a share, 0 to 1 (0 is off), got {self.drop_alarm}")
-        require(0 <= self.hold_alarm <= 1, f"hold_alarm must be a share, 0 to 1 (0 is off), got {self.hold_alarm}")
+        require(
+            0 <= self.straggler_alarm <= 1,
+            f"straggler_alarm must be a share, 0 to 1 (0 is off), got {self.straggler_alarm}",
+        )
         require(0 <= self.split_alarm <= 1, f"split_alarm must be a share, 0 to 1 (0 is off), got {self.split_alarm}")

@@ -37,7 +37,7 @@ class Evaluation:
     weights      the version; it samples every token of every answer
     num_prompts  number of prompts
     questions    digest of the prompts and of how they are judged (policies/evaluation/questions.py); empty: unknown
-    num_held     for place = "shared": number of rollout workers that may keep the version; 0: only dedicated workers
+    num_pinned     for place = "shared": number of rollout workers that may keep the version; 0: only dedicated workers
                  answer
     after        sequence after which the log of answers is read
     is_over      no more answers are needed, and no worker needs to keep the version
@@ -47,12 +47,12 @@ class Evaluation:
     weights: WeightVersion
     num_prompts: int
     questions: str = ""
-    num_held: int = 0
+    num_pinned: int = 0
     after: int = 0
     is_over: bool = False
 
     def __post_init__(self) -> None:
-        check_counts(self, "number", "num_prompts", "num_held", "after")
+        check_counts(self, "number", "num_prompts", "num_pinned", "after")
 
     def group_id(self, index: int) -> int:
         """Group id of prompt ``index``, 0 <= index < num_prompts."""
@@ -101,7 +101,7 @@ class EvaluationAnswers:
     answers   one per sample
     error     why there are no answers
     worker    worker that made the answers
-    held_seconds  how long the worker has had the evaluated version
+    pinned_seconds  how long the worker has had the evaluated version
     group         the full answers to a recorded prompt, unless they are too large for the bus
     place         PromptGroup.recorded_place of that prompt
     label         ``label_text`` of that prompt
@@ -113,7 +113,7 @@ class EvaluationAnswers:
     answers: tuple[Answer, ...] = ()
     error: str = ""
     worker: str = ""
-    held_seconds: float = 0.0
+    pinned_seconds: float = 0.0
     group: TrajectoryGroup | None = None
     place: int = 0
     label: str = ""
@@ -124,7 +124,9 @@ class EvaluationAnswers:
         require(of_evaluation, f"group {self.group_id} does not belong to an evaluation")
         require(bool(self.answers) != bool(self.error), "an evaluated prompt has either answers or an error")
         require(self.group_id is not None or bool(self.error), "answers need a group_id")
-        require(0 <= self.held_seconds < math.inf, f"held_seconds must be >= 0 and finite, got {self.held_seconds}")
+        require(
+            0 <= self.pinned_seconds < math.inf, f"pinned_seconds must be >= 0 and finite, got {self.pinned_seconds}"
+        )
         require(self.group is None or self._is_of(self.group), "what is recorded is not what is counted")
 
     def _is_of(self, group: TrajectoryGroup) -> bool:

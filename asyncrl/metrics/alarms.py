@@ -127,7 +127,7 @@ class DropAlarm(Alarm):
         return {"staleness/dropped_share": share}
 
 
-class HoldAlarm(Alarm):
+class StragglerAlarm(Alarm):
     """Warns when the learner waits too long for old groups while engines are idle.
 
     ``threshold`` is a share of the time of the last STEPS steps; 0 disables the alarm.
@@ -137,7 +137,7 @@ class HoldAlarm(Alarm):
     busy, waiting costs nothing. The alarm ends below half the threshold.
     """
 
-    name = "hold"
+    name = "stragglers"
     LEAST_IDLE = 0.05
 
     def __init__(self, threshold: float, *, max_staleness: int) -> None:
@@ -145,16 +145,16 @@ class HoldAlarm(Alarm):
         self._threshold = threshold
         self._max_staleness = max_staleness
         self._seconds: deque[tuple[float, float, float]] = deque(maxlen=STEPS)
-        """Per step: seconds held, seconds in total, seconds of idle engines."""
+        """Per step: seconds of waiting, seconds in total, seconds of idle engines."""
 
     def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return no metrics."""
         elapsed = number_of(metrics, "learner/wait_seconds") + number_of(metrics, "learner/step_seconds")
         idle = number_of(metrics, "rollout/idle_ratio") * elapsed
-        self._seconds.append((number_of(metrics, "learner/held_seconds"), elapsed, idle))
-        all_held, all_elapsed, all_idle = map(sum, zip(*self._seconds, strict=True))
-        share, idle_share = all_held / max(all_elapsed, 1e-9), all_idle / max(all_elapsed, 1e-9)
-        is_long = len(self._seconds) == STEPS and all_held >= WORTH_SECONDS
+        self._seconds.append((number_of(metrics, "learner/straggler_wait_seconds"), elapsed, idle))
+        all_waited, all_elapsed, all_idle = map(sum, zip(*self._seconds, strict=True))
+        share, idle_share = all_waited / max(all_elapsed, 1e-9), all_idle / max(all_elapsed, 1e-9)
+        is_long = len(self._seconds) == STEPS and all_waited >= WORTH_SECONDS
         is_costly = is_long and share > self._threshold and idle_share > self.LEAST_IDLE
         goes_on = self.is_on and share >= self._threshold / 2 and idle_share >= self.LEAST_IDLE / 2
         if self._begins((bool(self._threshold) and is_costly) or goes_on):

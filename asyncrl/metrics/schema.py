@@ -46,8 +46,8 @@ SCHEMA: dict[str, str] = {
     "most 64",
     "learner/wait_seconds": "time before the step in which the backend was idle: no full batch, or the batch was not "
     "prepared yet",
-    "learner/held_seconds": "part of wait_seconds spent with a full batch, waiting for older groups that would become "
-    "too old",
+    "learner/straggler_wait_seconds": "part of wait_seconds spent with a full batch, waiting for groups that would "
+    "become too old",
     "learner/export_seconds": "time after the step in which copying the weights for publication blocked the backend",
     "learner/gpus_wait_seconds": "time before the step until the engines had left the GPUs; with run.colocated",
     "learner/onload_seconds": "time before the step to move models and optimizers back to the GPUs",

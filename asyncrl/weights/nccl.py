@@ -135,7 +135,7 @@ class Sender:
         self._lock = threading.Lock()
         self._newest: tuple[tuple[int, int], Snapshot] | None = None
 
-    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+    def set_weights(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         with self._lock:
             self._newest = ((incarnation, policy_version), snapshot)
 

@@ -72,7 +72,7 @@ class WeightChannel(Protocol):
 class Sender(Protocol):
     """Sends the newest weights to engines that request them. Blocking and thread-safe."""
 
-    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+    def set_weights(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         """Set the weights to send."""
         ...
 

@@ -151,7 +151,7 @@ class LearnerSide:
         num_bytes = self._snapshot.num_bytes + sum(other.result() for other in others)
         seconds = time.monotonic() - began
         self._version = version
-        self._sender.hold(self._snapshot, incarnation=0, policy_version=version)
+        self._sender.set_weights(self._snapshot, incarnation=0, policy_version=version)
         return num_bytes, seconds
 
     def publish(self) -> WeightVersion:

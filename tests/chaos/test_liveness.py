@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_hang_or_freeze_is_named_and_its_end_is_reported(folder: Path, forks: ForkServer) -> None:
     # By default, a wait caused by a freeze would keep raising an alarm for ten steps after the freeze ends.
-    with running(folder, "metrics.hold_alarm=0", forks=forks) as run:
+    with running(folder, "metrics.straggler_alarm=0", forks=forks) as run:
         faults = {
             "reward function has not returned": ("reward", hanging(folder, "reward")),
             "engine has not answered": ("engine", hanging(folder, "engine")),

@@ -74,7 +74,7 @@ class Sender:
         self.groups: set[str] = set()
         self.sent: list[tuple[str, int]] = []
 
-    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+    def set_weights(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         self.held = (incarnation, policy_version)
 
     def begin(self, request: TransferRequest) -> Transfer:
@@ -187,7 +187,7 @@ async def announce(
 
 
 async def hold(bus: MemoryBus, sender: Sender, version: int, *, incarnation: int = 0) -> None:
-    sender.hold(SNAPSHOT, incarnation=incarnation, policy_version=version)
+    sender.set_weights(SNAPSHOT, incarnation=incarnation, policy_version=version)
     await announce(bus, version, folder=False, incarnation=incarnation)
 
 

@@ -15,7 +15,7 @@ It hides host work and changes no result:
     equals sync to the last bit (tests/integration/learning/test_learning.py).
   - A drained or killed run leaves no taken batch behind: checkpoints do not contain prepared batches.
 
-Tests: tests/actors/learner/test_batcher.py, tests/actors/learner/test_hold.py.
+Tests: tests/actors/learner/test_batcher.py, tests/actors/learner/test_straggler_wait.py.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.health.waits import BEAT_SECONDS, HELD
+from asyncrl.policies.health.waits import BEAT_SECONDS, STRAGGLERS
 from asyncrl.policies.staleness.staleness import age_weight
 
 log = logging.getLogger("asyncrl.learner")
 
 LOOK_SECONDS = BEAT_SECONDS / 2
-"""Interval between looks at which groups workers have begun, during a hold."""
+"""Interval between looks at which groups workers have begun, while the learner waits for stragglers."""
 LONG_WAIT_SECONDS = 30.0
 """A learner that has waited this long for a batch logs it."""
 
@@ -71,11 +71,11 @@ class _Preparation:
     task: asyncio.Task[PreparedBatch | Exception]
 
 
-class _Hold:
+class _StragglerWait:
     """How long a full batch waits for older groups: after ``longest`` seconds it is over and ``changed`` is set.
 
     announce  called after LONG_WAIT_SECONDS
-    wait      the learner's wait; its note says that the learner holds, if the hold has a time limit
+    wait      the learner's wait; its note names the stragglers, if the wait has a time limit
     """
 
     def __init__(self, longest: float, *, changed: asyncio.Event, announce: Callable[[], None], wait: OpenWait) -> None:
@@ -85,7 +85,7 @@ class _Hold:
         self._seconds = 0.0
         self.is_over = False
 
-    def __enter__(self) -> _Hold:
+    def __enter__(self) -> _StragglerWait:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -100,16 +100,16 @@ class _Hold:
         return self._seconds + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def begin(self) -> None:
-        """Begin the hold; does nothing if it has begun."""
+        """Begin to wait; does nothing if it has begun."""
         if self._began is None:
             self._began, loop = time.monotonic(), asyncio.get_running_loop()
             self._timers = [loop.call_later(LONG_WAIT_SECONDS, self._announce)]
             if math.isfinite(self._longest):
                 self._timers.append(loop.call_later(self._longest, self._end))
-                self._wait.note = HELD
+                self._wait.note = STRAGGLERS
 
     def stop(self) -> None:
-        """Stop the hold because the batch is no longer full. The next full batch begins a new hold."""
+        """Stop because the batch is no longer full. The next full batch begins a new wait."""
         for timer in self._timers:
             timer.cancel()
         self._seconds, self._began, self._timers, self.is_over = self.seconds, None, [], False
@@ -150,10 +150,10 @@ class Batcher:
         self._num_dp_shards = run.learner.data_parallel
         self._micro_batch_tokens = run.learner.micro_batch_tokens
         self._waits_for_stragglers = run.staleness.waits
-        self._longest_hold = run.staleness.wait_seconds or math.inf
-        self.held_seconds = 0.0
-        """How long the batch taken last was full and held for older groups."""
-        # Groups that start at this version or before are not waited for: too old, or a hold ended without them.
+        self._longest_wait = run.staleness.wait_seconds or math.inf
+        self.straggler_wait_seconds = 0.0
+        """How long the batch taken last was full and waited for older groups."""
+        # Groups that start at this version or before are not waited for: too old, or a wait ended without them.
         self._given_up = table.policy_version - run.max_staleness - 1
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
@@ -173,8 +173,10 @@ class Batcher:
         Returns None when drained, or when the data has ended and the remaining groups cannot fill a batch.
         """
         table = self._table
-        hold = _Hold(self._longest_hold, changed=self._changed, announce=self._announce_hold, wait=wait)
-        with hold, self._announce_long_wait(hold):
+        stragglers = _StragglerWait(
+            self._longest_wait, changed=self._changed, announce=self._announce_straggler_wait, wait=wait
+        )
+        with stragglers, self._announce_long_wait(stragglers):
             while True:
                 self._changed.clear()
                 if self._draining:
@@ -187,16 +189,16 @@ class Batcher:
                 if chosen is not None and await self._ask_workers():
                     continue  # more groups may have arrived
                 # The batch is full. In the example, a group from version 3 that is still being generated would be too
-                # old for step 6: it is late, and the batch is held for it, up to staleness.wait_seconds.
+                # old for step 6: it is late, and the batch waits for it, up to staleness.wait_seconds.
                 late = self._late(self._started.starts(table.outstanding)) if chosen is not None else []
-                if chosen is not None and (not late or hold.is_over):
-                    self._end_hold(hold.seconds, late)
+                if chosen is not None and (not late or stragglers.is_over):
+                    self._end_straggler_wait(stragglers.seconds, late)
                     table.take(chosen)
                     return chosen
                 if chosen is not None:
-                    hold.begin()
+                    stragglers.begin()
                 else:
-                    hold.stop()
+                    stragglers.stop()
                 if table.is_exhausted and not table.outstanding:
                     log.warning(
                         "the data has ended after %d steps; %d groups are left over, fewer than a batch of %d",
@@ -234,12 +236,12 @@ class Batcher:
             await self._changed.wait()
 
     @contextlib.contextmanager
-    def _announce_long_wait(self, hold: _Hold) -> Iterator[None]:
-        """Log a long wait, for people who look at a stalled run. A hold logs its own message."""
+    def _announce_long_wait(self, stragglers: _StragglerWait) -> Iterator[None]:
+        """Log a long wait, for people who look at a stalled run. A wait for stragglers logs its own message."""
         since, table, filtered = time.strftime("%H:%M:%S"), self._table, self._table.counts["filtered"]
 
         def announce() -> None:
-            if hold.is_on:
+            if stragglers.is_on:
                 return
             log.warning(
                 "waiting for trajectories since %s: step %d trains %d groups, %d are here and %d outstanding, %d were "
@@ -258,8 +260,8 @@ class Batcher:
         finally:
             timer.cancel()
 
-    def _announce_hold(self) -> None:
-        table, longest = self._table, self._longest_hold
+    def _announce_straggler_wait(self) -> None:
+        table, longest = self._table, self._longest_wait
         log.warning(
             "step %d has its %d groups but waits for older groups that would become too old, %s (staleness.eviction "
             'and wait_seconds; discard = "tokens" does not wait): %d are here and %d outstanding',
@@ -270,19 +272,19 @@ class Batcher:
             len(table.outstanding),
         )
 
-    def _end_hold(self, seconds: float, late: Sequence[int]) -> None:
-        """late: starts of the groups that the hold ended without; the next holds do not wait for them either."""
-        self.held_seconds = seconds
+    def _end_straggler_wait(self, seconds: float, late: Sequence[int]) -> None:
+        """late: starts of the groups that the wait ended without; the next ones do not wait for them either."""
+        self.straggler_wait_seconds = seconds
         if late:
             log.warning(
                 "step %d trains without older groups (%d) after waiting %g s for them (staleness.wait_seconds); groups "
                 'that arrive too old are dropped (staleness.discard = "tokens" drops only tokens that are too old)',
-                *(self._table.step + 1, len(late), self._longest_hold),
+                *(self._table.step + 1, len(late), self._longest_wait),
             )
             self._given_up = max(late)
 
     async def _ask_workers(self) -> bool:
-        """Ask workers which groups they have begun, if the batch would otherwise hold because of the versions that
+        """Ask workers which groups they have begun, if the batch would otherwise wait because of the versions that
         admitted its groups. Return False if this is known already or does not matter."""
         if self._workers is None or not self._may_ask:
             return False
@@ -300,7 +302,7 @@ class Batcher:
         self._changed.set()
 
     def _late(self, starts: Sequence[int]) -> list[int]:
-        """Return those ``starts`` of stragglers that the next step holds for."""
+        """Return those ``starts`` of stragglers that the next step waits for."""
         if not self._waits_for_stragglers:
             return []
         starts = [start for start in starts if start > self._given_up]

@@ -19,7 +19,7 @@ from asyncrl.errors import AsyncRLError, BusFull, ConfigError
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.evaluation import MOST_PROMPTS, Evaluation, EvaluationAnswers
 from asyncrl.messages.topics import ACTORS, EVALUATION_ANSWERS, EVALUATION_PROMPTS
-from asyncrl.policies.evaluation.held import EngineTime
+from asyncrl.policies.evaluation.pinned_workers import EngineTime
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.evaluation.results import Answered, metrics
 from asyncrl.policies.evaluation.verdict import MOST_REFUSED, Verdicts
@@ -246,7 +246,7 @@ class AnswerCollector:
     def _note_engine(self, answers: EvaluationAnswers) -> None:
         group_id = answers.group_id
         if group_id is not None and self._round.evaluation.index(group_id) is not None:
-            self._engine_time.record(answers.worker, held_seconds=answers.held_seconds, now=time.monotonic())
+            self._engine_time.record(answers.worker, pinned_seconds=answers.pinned_seconds, now=time.monotonic())
 
     async def _hopeless(self) -> str:
         """Return why no worker can answer: the version is gone, or no live worker can load it. "" if one may."""

@@ -31,7 +31,7 @@ from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.evaluation import Evaluation
 from asyncrl.messages.roles import EVALUATION_WORKER, WORKER
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS
-from asyncrl.policies.evaluation.held import EngineTime, num_held
+from asyncrl.policies.evaluation.pinned_workers import EngineTime, num_pinned
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.staleness import is_rolled_back
@@ -196,7 +196,7 @@ class Evaluator:
             weights=weights,
             num_prompts=self._num_prompts,
             questions=self._questions,
-            num_held=num_held(self._section.share, engines) if self._section.place == "shared" else 0,
+            num_pinned=num_pinned(self._section.share, engines) if self._section.place == "shared" else 0,
             after=await self._bus.last_sequence(EVALUATION_ANSWERS),
         )
         await self._bus.put(EVALUATION, self._last)

@@ -98,7 +98,7 @@ class Learner(Actor):
         self._reporting: asyncio.Task[None] | None = None
         self._last_end = time.monotonic()
         self._wait_began: float | None = None  # since when a batch is waited for; None during a step
-        self._held_seconds = 0.0
+        self._straggler_wait_seconds = 0.0
         self._seconds: dict[str, float] = {}  # of the last step
         self._load_seconds: float | None = None  # startup time until it could train; reported with the first step
         self.is_finished = False
@@ -222,10 +222,10 @@ class Learner(Actor):
         """Wait for a full batch of groups within the staleness bound, and mark it as in training."""
         await self._trainer.leave_gpus()
         if self._wait_began is None:  # else the last batch was put back
-            self._wait_began, self._held_seconds = time.monotonic(), 0.0
+            self._wait_began, self._straggler_wait_seconds = time.monotonic(), 0.0
         with self.waits.waiting("trajectories", on=WORKER) as wait:
             groups = await self._batcher.take(wait)
-        self._held_seconds += self._batcher.held_seconds
+        self._straggler_wait_seconds += self._batcher.straggler_wait_seconds
         if groups is not None and self._run.run.mode == "one_step_off":  # taking a batch admits the next one
             await self._progress.publish_progress()
         return groups
@@ -241,7 +241,7 @@ class Learner(Actor):
             ahead.cancel()
         self._seconds = {
             "learner/wait_seconds": began - self._wait_began,
-            "learner/held_seconds": self._held_seconds,
+            "learner/straggler_wait_seconds": self._straggler_wait_seconds,
             "learner/step_seconds": time.monotonic() - began,
             "learner/prepare_seconds": batch.seconds,
         }

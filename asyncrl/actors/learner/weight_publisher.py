@@ -92,7 +92,7 @@ class WeightPublisher:
             snapshot=snapshot, incarnation=incarnation, policy_version=policy_version, since=time.monotonic()
         )
         if self._channel.sender is not None:
-            self._channel.sender.hold(snapshot, incarnation=incarnation, policy_version=policy_version)
+            self._channel.sender.set_weights(snapshot, incarnation=incarnation, policy_version=policy_version)
             await self._announce(WeightVersion(incarnation=incarnation, policy_version=policy_version), key=SENT)
         if self._writing is None or self._writing.done():
             self._writing = group.create_task(self._write(), name="publish-weights")

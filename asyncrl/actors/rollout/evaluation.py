@@ -1,12 +1,13 @@
 """The evaluation stage: answers an evaluation's prompts with exactly the evaluated version.
 
   V1 Nothing begins before the engine has exactly the evaluated version, and the engine keeps it until every answer that
-     has begun is done (LoadGate.hold).
-  V2 place = "shared": a worker holds a version only with one of the evaluation's ``Evaluation.num_held`` leases. When a
+     has begun is done (LoadGate.pin).
+  V2 place = "shared": a worker pins a version only with one of the evaluation's ``Evaluation.num_pinned`` leases. When
+  a
      worker ends, its lease goes to another one.
-  V3 A worker that holds a version older than the newest begins no training prompts; those in progress continue.
+  V3 A worker that pins a version older than the newest begins no training prompts; those in progress continue.
   V4 A group that needs the worker alone never runs beside another stage. A training group does not begin while a
-     version is held; an evaluation group does not begin while training samples are in progress. Both are put back
+     version is pinned; an evaluation group does not begin while training samples are in progress. Both are put back
      without using up an attempt.
 Tests: tests/actors/test_evaluation.py.
 """
@@ -89,7 +90,7 @@ def evaluation_stage(
 
 
 class EvaluationWorker(RolloutWorker):
-    """A worker whose engine only evaluates. Its follower does not follow: the stage holds versions."""
+    """A worker whose engine only evaluates. Its follower does not follow: the stage pins versions."""
 
     role = EVALUATION_WORKER
 
@@ -124,7 +125,7 @@ class DatasetRewards:
 
 
 class EvaluationSource(Source):
-    """Prompts of the held evaluation."""
+    """Prompts of the pinned evaluation."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class EvaluationSource(Source):
         keep_seconds: float,
         is_dedicated: bool,
     ) -> None:
-        """is_dedicated: the worker only evaluates, so it holds every version without a lease"""
+        """is_dedicated: the worker only evaluates, so it pins every version without a lease"""
         super().__init__(
             bus,
             EVALUATION_PROMPTS,
@@ -154,7 +155,7 @@ class EvaluationSource(Source):
         self._evaluation_changed = asyncio.Event()
         self.current: Evaluation | None = None
         """The evaluation whose version the engine has and keeps."""
-        self._held_since = 0.0
+        self._pinned_since = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -165,7 +166,7 @@ class EvaluationSource(Source):
         async with super().open(), asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._watch(), name=f"{self._worker}.watch-evaluation"),
-                group.create_task(self._take_part(), name=f"{self._worker}.hold-version"),
+                group.create_task(self._take_part(), name=f"{self._worker}.pin-version"),
             ]
             yield
             for task in tasks:
@@ -195,9 +196,9 @@ class EvaluationSource(Source):
         return newest if newest is not None and not newest.is_over else None
 
     @property
-    def held_seconds(self) -> float:
+    def pinned_seconds(self) -> float:
         """How long the engine has had the version of ``current``."""
-        return 0.0 if self.current is None else time.monotonic() - self._held_since
+        return 0.0 if self.current is None else time.monotonic() - self._pinned_since
 
     # -- which version -------------------------------------------------------------------------------------------------
 
@@ -214,15 +215,15 @@ class EvaluationSource(Source):
             await self._until_evaluation(lambda: self._wanted() is not None)
             if (evaluation := self._wanted()) is None:
                 continue
-            holding = asyncio.create_task(self._hold(evaluation), name=f"{self._worker}.hold")
+            pinning = asyncio.create_task(self._pin(evaluation), name=f"{self._worker}.pin")
             over = asyncio.create_task(self._until_evaluation(functools.partial(self._is_over, evaluation.number)))
             try:
-                await asyncio.wait((holding, over), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((pinning, over), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 over.cancel()
-                holding.cancel()
-                await asyncio.wait((holding, over))
-            if not holding.cancelled() and (error := holding.exception()) is not None:
+                pinning.cancel()
+                await asyncio.wait((pinning, over))
+            if not pinning.cancelled() and (error := pinning.exception()) is not None:
                 if not isinstance(error, WeightsError):
                     raise error
                 self._log.warning("evaluation of version %d: %s", evaluation.weights.policy_version, error)
@@ -239,13 +240,13 @@ class EvaluationSource(Source):
             key = f"{self._worker}/{evaluation.number}-{uuid.uuid4().hex[:12]}"
             await self._bus.publish(EVALUATION_ANSWERS, answers, key=key)
 
-    async def _hold(self, evaluation: Evaluation) -> None:
-        """Hold the evaluated version until cancelled."""
+    async def _pin(self, evaluation: Evaluation) -> None:
+        """Pin the evaluated version until cancelled."""
         async with self._lease(evaluation):
-            await self._slots.until_unreserved()  # no await between this and ``hold``
-            async with self._engine.gate.hold(evaluation.weights):
+            await self._slots.until_unreserved()  # no await between this and ``pin``
+            async with self._engine.gate.pin(evaluation.weights):
                 self.current = evaluation
-                self._held_since = time.monotonic()
+                self._pinned_since = time.monotonic()
                 self.update()
                 try:
                     await asyncio.Event().wait()
@@ -256,7 +257,7 @@ class EvaluationSource(Source):
     def _lease(self, evaluation: Evaluation) -> AbstractAsyncContextManager[None]:
         if self._is_dedicated:
             return contextlib.nullcontext()
-        place = zlib.crc32(self._worker.encode()) % evaluation.num_held
+        place = zlib.crc32(self._worker.encode()) % evaluation.num_pinned
         return self._bus.lease(f"evaluation-{place}", holder=self._worker)
 
     def _wanted(self) -> Evaluation | None:
@@ -264,7 +265,7 @@ class EvaluationSource(Source):
         newest = self._newest
         if newest is None or newest.is_over or newest.number == self._given_up or self.is_draining:
             return None
-        return newest if self._is_dedicated or newest.num_held else None
+        return newest if self._is_dedicated or newest.num_pinned else None
 
     def _is_over(self, number: int) -> bool:
         return self._newest is None or self._newest.number != number or self._newest.is_over
@@ -317,7 +318,7 @@ class EvaluationSink:
             ),
             error=group.error,
             worker=self._worker,
-            held_seconds=self._source.held_seconds,
+            pinned_seconds=self._source.pinned_seconds,
         )
         if prompt is not None and prompt.recorded_place >= 0 and group.trajectories:
             label = label_text(prompt.label)

@@ -45,7 +45,7 @@ class TrainingSource(Source):
 
     @property
     def is_open(self) -> bool:
-        return not self._engine.gate.is_held_back
+        return not self._engine.gate.is_behind
 
     async def accept(self, work: PromptWork) -> bool:
         delivery, group_id = work.delivery, group_id_of(work.delivery.key)
@@ -59,7 +59,7 @@ class TrainingSource(Source):
         if group_id is None:
             await delivery.ack()  # not a group that any learner waits for
             return False
-        if work.needs_worker_alone and self._engine.gate.is_held:
+        if work.needs_worker_alone and self._engine.gate.is_pinned:
             await self.put_back(work)  # waiting here would block the evaluation
             return False
         return True

@@ -130,7 +130,7 @@ class LoadGate:
         self._demanded = (-1, -1)
         self._starved_at = (-1, -1)
         self._is_draining = False
-        self._hold_problem = ""
+        self._pin_problem = ""
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
@@ -246,7 +246,7 @@ class LoadGate:
     # -- one version for an evaluation ---------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def hold(self, weights: WeightVersion) -> AsyncIterator[None]:
+    async def pin(self, weights: WeightVersion) -> AsyncIterator[None]:
         """Wait until the engine has exactly this version, newer or older than before; keep it while the block is open.
 
         One at a time. Raises WeightsError if the version cannot be loaded.
@@ -256,27 +256,27 @@ class LoadGate:
         try:
             await self._until(lambda: self._versions.pinned is None or self._has(weights))
             if self._versions.pinned is None:
-                raise WeightsError(self._hold_problem)
+                raise WeightsError(self._pin_problem)
             yield
         finally:
             self._versions.pinned = None
             self.notify()
 
-    def give_up_hold(self, problem: str) -> None:
-        """The held version cannot be loaded: ``hold`` raises."""
-        self._versions.pinned, self._hold_problem = None, problem
+    def give_up_pin(self, problem: str) -> None:
+        """The pinned version cannot be loaded: ``pin`` raises."""
+        self._versions.pinned, self._pin_problem = None, problem
         self.notify()
 
     def _has(self, weights: WeightVersion) -> bool:
         return not self._is_loading and self._engine.version == weights.version
 
     @property
-    def is_held(self) -> bool:
-        """Whether a version is held, or waited for to be held."""
+    def is_pinned(self) -> bool:
+        """Whether a version is pinned, or waited for."""
         return self._versions.pinned is not None
 
     @property
-    def is_held_back(self) -> bool:
+    def is_behind(self) -> bool:
         """Whether newer weights exist that the engine may not load now."""
         return self._versions.pinned is not None and self._versions.newest > self._versions.pinned.version
 
@@ -459,7 +459,7 @@ class WeightFollower(Actor):
         """
         load           in_flight, drain or on_demand (LoadGate)
         max_staleness  of the run (admission.version_to_begin)
-        follows        False loads only held versions
+        follows        False loads only pinned versions
         """
         super().__init__(name, bus)
         self._engine = engine
@@ -530,7 +530,7 @@ class WeightFollower(Actor):
         self.problem = str(error)
         if self.versions.pinned is not None and self.failed_attempts >= ATTEMPTS:
             self.failed_attempts = self._failed_loads = 0
-            self.gate.give_up_hold(str(error))  # the learner evaluates the version on another worker
+            self.gate.give_up_pin(str(error))  # the learner evaluates the version on another worker
             return
         if self._failed_loads >= ATTEMPTS:
             raise error

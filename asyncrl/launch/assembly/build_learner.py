@@ -52,11 +52,11 @@ from asyncrl.messages.topics import PROGRESS
 from asyncrl.metrics.alarms import (
     Alarm,
     DropAlarm,
-    HoldAlarm,
     MismatchAlarm,
     NoSignalAlarm,
     SplitAlarm,
     StandstillAlarm,
+    StragglerAlarm,
     TruncationAlarm,
     steps_of,
 )
@@ -261,7 +261,7 @@ def _choose_alarms(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
         CollapseAlarm(),
         MismatchAlarm(run.metrics.mismatch_alarm),
         DropAlarm(run.metrics.drop_alarm),
-        HoldAlarm(run.metrics.hold_alarm, max_staleness=run.max_staleness),
+        StragglerAlarm(run.metrics.straggler_alarm, max_staleness=run.max_staleness),
         StandstillAlarm(steps=steps),
     ]
     if are_sampled and not run.rollout.ignore_eos:

@@ -24,7 +24,7 @@ from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated
 from asyncrl.launch.launchers.adapter import launcher_class
-from asyncrl.policies.evaluation.held import num_held
+from asyncrl.policies.evaluation.pinned_workers import num_pinned
 from asyncrl.policies.evaluation.results import metric_names
 
 if TYPE_CHECKING:
@@ -402,15 +402,15 @@ def _check_evaluation_paths(run: RunConfig) -> None:
 
 
 def warn_of_share(run: RunConfig) -> None:
-    """Warn if one worker, the fewest that an evaluation can hold, is more than the run file allows.
+    """Warn if one worker, the fewest that an evaluation can pin, is more than the run file allows.
 
     Only for `asyncrl run` and its check: if the workers are started separately, their number is not yet known.
     """
     section, workers = run.evaluation, run.rollout.workers
     if not section.is_on or section.place != "shared" or not workers:
         return
-    held = num_held(section.share, workers)
-    if held <= section.share * workers:
+    pinned = num_pinned(section.share, workers)
+    if pinned <= section.share * workers:
         return
     log.warning(
         "evaluation.share: %s of %d rollout worker%s is less than one, and an evaluation holds back one, %.0f %% of "
@@ -418,7 +418,7 @@ def warn_of_share(run: RunConfig) -> None:
         toml_text(section.share),
         workers,
         "" if workers == 1 else "s",
-        100 * held / workers,
+        100 * pinned / workers,
         math.ceil(1 / section.share),
         toml_text(math.ceil(1e4 / workers) / 1e4),
     )

@@ -72,10 +72,10 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "training sees fewer long answers than the policy writes",
         'raise staleness.max_staleness, or let the learner wait: staleness.eviction = "wait"',
     ),
-    "alarm/hold": Condition(
-        "held",
+    "alarm/stragglers": Condition(
+        "stragglers",
         1,
-        "holds back a full batch for old groups while engines are idle (metrics.hold_alarm)",
+        "holds back a full batch for old groups while engines are idle (metrics.straggler_alarm)",
         SPEED,
         "raise staleness.max_staleness",
     ),

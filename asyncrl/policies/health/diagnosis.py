@@ -30,7 +30,7 @@ from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.roles import FOLLOWER, LEARNER, PROMPT_SOURCE, QUARANTINED, SENDER, WORKER, process_name
 from asyncrl.policies.health import conditions, faults
 from asyncrl.policies.health.faults import BUS_SECONDS, ActorStatus, Finding, Observation
-from asyncrl.policies.health.waits import HELD, PARTS, PATIENCE_SECONDS
+from asyncrl.policies.health.waits import PARTS, PATIENCE_SECONDS, STRAGGLERS
 
 _Key = tuple[str, str]
 _Path = tuple[tuple[str, Wait], ...]
@@ -155,8 +155,8 @@ class _Chains:
         return self._end(faults.role_missing(role))
 
     def _deadlock(self, path: _Path) -> frozenset[_Key]:
-        """Return a deadlock; nothing if the learner holds a full batch, because a hold ends by itself."""
-        if any(wait.what.endswith(HELD) for _, wait in path):
+        """Return a deadlock; nothing if the learner holds a full batch, because that wait ends by itself."""
+        if any(wait.what.endswith(STRAGGLERS) for _, wait in path):
             return frozenset()
         if DEADLOCK in self._ends:  # each of many workers may be in it
             return frozenset({DEADLOCK})

@@ -20,7 +20,7 @@ take minutes, and nothing is wrong."""
 BEAT_SECONDS: Final = 2.0
 """Seconds between two heartbeats of an actor."""
 
-HELD: Final = "that would become too old"
+STRAGGLERS: Final = "that would become too old"
 """Note of the learner's wait while it holds back a full batch for groups that would otherwise be too old."""
 ROOM_IN_WINDOW: Final = "room in the window"
 SPACE_IN_LOG: Final = "space in the trajectory log"

@@ -99,7 +99,7 @@ class Incarnation:
 
 
 async def answer(
-    bus: MemoryBus, evaluation: Evaluation, *indices: int, version: int | None = None, held_seconds: float = 0.0
+    bus: MemoryBus, evaluation: Evaluation, *indices: int, version: int | None = None, pinned_seconds: float = 0.0
 ) -> None:
     """version: the version that sampled the answers; None: the evaluated one"""
     incarnation, own = evaluation.weights.version
@@ -111,7 +111,7 @@ async def answer(
             dataset="sums",
             answers=(Answer(reward=1.0, length=4, version_spans=(span,)),) * 2,
             worker="e0",
-            held_seconds=held_seconds,
+            pinned_seconds=pinned_seconds,
         )
         await bus.publish(EVALUATION_ANSWERS, made, key=f"{index}-{uuid.uuid4().hex}")
 

@@ -82,7 +82,7 @@ async def test_a_worker_that_keeps_prompts_and_never_answers_costs_a_wait_and_th
         honest.cancel()
         for delivery in kept:
             await delivery.ack()
-    held = [float(row["learner/held_seconds"]) >= 0.05 for row in loop.recorder.rows]
+    held = [float(row["learner/straggler_wait_seconds"]) >= 0.05 for row in loop.recorder.rows]
     assert held.count(True) == 1
     assert loop.table.counts["dropped"] == 0
 

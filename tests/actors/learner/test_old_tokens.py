@@ -65,7 +65,7 @@ async def test_an_answer_that_outlasts_the_bound_is_trained_without_its_old_toke
     samples = SampleRecorder(writer, per_step=2, bound=BOUND)
     loop = await run_loop(bus_factory, tmp_path, discard="tokens", samples=samples, writers=[writer])
     rows = loop.recorder.rows
-    assert [row["learner/held_seconds"] for row in rows] == [0.0] * 9
+    assert [row["learner/straggler_wait_seconds"] for row in rows] == [0.0] * 9
     lines = {entry.step: entry for entry, _, _ in steps(history.read(tmp_path / "history.jsonl"))}
     (step,) = [step for step, entry in lines.items() if 0 in entry.groups]
     assert step > ENDS_AT  # training continued without it

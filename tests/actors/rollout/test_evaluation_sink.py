@@ -47,7 +47,7 @@ async def votes(dataset: str, answers: TrajectoryGroup) -> list[str]:
 class Worker:
     """The part of a worker that its sink uses, and the sink's source."""
 
-    held_seconds = 2.5
+    pinned_seconds = 2.5
 
     def __init__(self) -> None:
         self.bus = FullBus()
@@ -86,7 +86,7 @@ async def test_answer_log_holds_counts_and_no_tokens() -> None:
     assert long.num_bytes < 512
     (answer,) = long.message.answers
     assert (answer.reward, answer.length, answer.vote, answer.finish_reason) == (1.0, 10_000, "12", "stop")
-    assert long.message.held_seconds == 2.5
+    assert long.message.pinned_seconds == 2.5
     assert mixed.message.answers[0].version_spans[0].policy_version == 21, "the learner counts these"
 
 

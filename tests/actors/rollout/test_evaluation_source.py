@@ -23,7 +23,7 @@ from tests.harness.fakes import Engine, run_worker, until
 
 pytestmark = pytest.mark.timeout(600)
 
-CURRENT = Evaluation(number=0, weights=WeightVersion(incarnation=0, policy_version=0), num_prompts=1, num_held=1)
+CURRENT = Evaluation(number=0, weights=WeightVersion(incarnation=0, policy_version=0), num_prompts=1, num_pinned=1)
 NEXT = replace(CURRENT, number=1)
 
 
@@ -93,7 +93,7 @@ async def test_last_attempt_of_evaluation_waits_for_training(bus: MemoryBus) -> 
         assert record.message.error == ""
 
 
-async def test_last_attempt_of_training_waits_while_version_is_held(bus: MemoryBus) -> None:
+async def test_last_attempt_of_training_waits_while_version_is_pinned(bus: MemoryBus) -> None:
     await bus.put(EVALUATION, CURRENT)
     await on_its_last_attempt(bus, PROMPTS, prompt(0))
     engine = Engine()
@@ -101,7 +101,7 @@ async def test_last_attempt_of_training_waits_while_version_is_held(bus: MemoryB
         async with bus.consume(PROMPTS) as deliveries:  # kept back until the version is held
             await anext(deliveries)
             follower = await stack.enter_async_context(working(bus, engine))
-            await until(lambda: follower.gate.is_held)
+            await until(lambda: follower.gate.is_pinned)
         await until(lambda: deliveries_of(bus, PROMPTS, prompt(0)) > 6)
         assert engine.running == 0
         await bus.put(EVALUATION, replace(CURRENT, is_over=True))

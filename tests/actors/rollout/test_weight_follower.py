@@ -92,7 +92,7 @@ async def test_loads_folder_once_written_if_transfer_fails(bus: MemoryBus, load:
 async def test_loads_newest_of_memory_and_folder(bus: MemoryBus, newest: str) -> None:
     """A folder is newer than the offer when another learner wrote it, which offers nothing."""
     engine, sender = Engine(), Sender()
-    sender.hold(SNAPSHOT, incarnation=0, policy_version=5)
+    sender.set_weights(SNAPSHOT, incarnation=0, policy_version=5)
     await announce(bus, 5, folder=newest != "sent")
     await announce(bus, 4, folder=newest == "sent")
     follower = follow(bus, engine)
@@ -208,7 +208,7 @@ async def test_failed_transfer_does_not_delay_other_engines(bus: MemoryBus, fate
 
     sender, engine = Wrong(), Engine("w1")
     async with learner(bus, sender), running(follow(bus, engine, name="w1")):
-        sender.hold(SNAPSHOT, incarnation=0, policy_version=1)
+        sender.set_weights(SNAPSHOT, incarnation=0, policy_version=1)
         offer = await bus.ask(TRANSFERS, TransferRequest(engine="w0", group="w0-1", num_ranks=1), seconds=60)
         assert offer is not None and offer.version == (0, 1)
         await hold(bus, sender, 2)
@@ -225,7 +225,7 @@ async def most_paused_at_once(bus: MemoryBus, num_engines: int, *, load: str = "
     for engine in engines:
         engine.gate.clear()
     sender = Sender()
-    sender.hold(SNAPSHOT, incarnation=0, policy_version=1)
+    sender.set_weights(SNAPSHOT, incarnation=0, policy_version=1)
     most = 0
     async with learner(bus, sender):
         followers = [follow(bus, engine, name=f"w{n}", load=load) for n, engine in enumerate(engines)]

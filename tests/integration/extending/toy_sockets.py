@@ -67,7 +67,7 @@ class SocketSender:
         self._log = log
         self._held: tuple[Snapshot, int, int] | None = None
 
-    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+    def set_weights(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         self._held = snapshot, incarnation, policy_version
 
     def begin(self, request: TransferRequest) -> Transfer:

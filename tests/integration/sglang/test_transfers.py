@@ -73,7 +73,7 @@ async def receiver(engine: sglang.SGLangEngine) -> AsyncIterator[CollectiveRecei
 
 def holding(model: Model, version: int) -> Sender:
     sender = Sender("127.0.0.1")
-    sender.hold(snapshot(model), incarnation=0, policy_version=version)
+    sender.set_weights(snapshot(model), incarnation=0, policy_version=version)
     return sender
 
 
@@ -81,7 +81,7 @@ async def tear(receiver: CollectiveReceiver, model: Model, version: int) -> None
     """Simulate a learner that dies after sending the first bucket."""
     whole = snapshot(model)
     sender = Sender("127.0.0.1")
-    sender.hold(Snapshot(buckets=whole.buckets[:1]), incarnation=0, policy_version=version)
+    sender.set_weights(Snapshot(buckets=whole.buckets[:1]), incarnation=0, policy_version=version)
     await join(receiver, sender)
     transfer = sender.begin(receiver.request)
     offer = changed(transfer.offer, buckets=layouts(model))
@@ -154,7 +154,7 @@ async def test_many_transfers_pass_through_one_group(
     await join(receiver, sender)
     group, prompt = receiver.request.group, np.tile(PROMPT, 20)
     for version, model in ((2, new), (3, old), (4, new)):
-        sender.hold(snapshot(model), incarnation=0, policy_version=version)
+        sender.set_weights(snapshot(model), incarnation=0, policy_version=version)
         await receive(receiver, sender)
         generation = await engine.generate(prompt, SHORT, seed=0)
         assert Check(model)(generation, prompt) < TOLERANCE
@@ -171,7 +171,7 @@ async def test_folders_and_transfers_take_turns(
     await receive(receiver, sender)
     await engine.load(old.version(3))
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-    sender.hold(snapshot(new), incarnation=0, policy_version=4)
+    sender.set_weights(snapshot(new), incarnation=0, policy_version=4)
     await receive(receiver, sender)
     assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
 
@@ -192,7 +192,7 @@ async def test_our_loader_in_the_server_receives_all_buckets_in_one_order(
     assert BY_LOADER in asked and BY_SGLANG not in asked
     await engine.load(old.version(3))
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-    sender.hold(snapshot(new), incarnation=0, policy_version=4)
+    sender.set_weights(snapshot(new), incarnation=0, policy_version=4)
     await receive(receiver, sender)
     assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     assert engine.version == (0, 4)
@@ -276,7 +276,7 @@ async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_serv
     """Its function runs inside the server."""
     assert engine.weight_updater is not None
     channel = SocketChannel(tmp_path, keep=2, model_path=new.folder, options=toy_sockets.Options())
-    channel.sender.hold(snapshot(new), incarnation=0, policy_version=2)
+    channel.sender.set_weights(snapshot(new), incarnation=0, policy_version=2)
     receiver = channel.receiver(engine.weight_updater, engine="w0")
     await receive(receiver, channel.sender)
     generation = await engine.generate(PROMPT, SHORT, seed=0)
@@ -314,7 +314,7 @@ async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder
         await receive(receiver, sender)
         assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
         asked = through_the_loader(engine, receiver, monkeypatch)
-        sender.hold(snapshot(new), incarnation=0, policy_version=3)
+        sender.set_weights(snapshot(new), incarnation=0, policy_version=3)
         await receive(receiver, sender)
         assert BY_LOADER in asked and BY_SGLANG not in asked
         assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE

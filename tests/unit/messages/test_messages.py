@@ -87,7 +87,7 @@ SAMPLES: dict[type, Any] = {
             ),
         ),
         Quarantine(worker="w2", incarnation=1, reason="0.9 nats off"),
-        Evaluation(number=3, weights=WeightVersion(incarnation=1, policy_version=7), num_prompts=5, num_held=2),
+        Evaluation(number=3, weights=WeightVersion(incarnation=1, policy_version=7), num_prompts=5, num_pinned=2),
         EvaluationAnswers(
             number=3,
             group_id=FIRST_GROUP_ID + 3,

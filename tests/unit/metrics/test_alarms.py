@@ -10,11 +10,11 @@ import pytest
 from asyncrl.metrics.alarms import (
     Alarm,
     DropAlarm,
-    HoldAlarm,
     MismatchAlarm,
     NoSignalAlarm,
     SplitAlarm,
     StandstillAlarm,
+    StragglerAlarm,
     TruncationAlarm,
     steps_of,
 )
@@ -30,9 +30,9 @@ def step(*, dropped: int, length: int = 400) -> Row:
     return row | ({"length/dropped_mean": float(length)} if dropped else {})
 
 
-def held(seconds: float, *, idle: float) -> Row:
+def waited(seconds: float, *, idle: float) -> Row:
     """A step of one second after ``seconds`` of waiting with a full batch."""
-    return {"learner/held_seconds": seconds} | split(waited=seconds, idle=idle)
+    return {"learner/straggler_wait_seconds": seconds} | split(waited=seconds, idle=idle)
 
 
 def split(*, waited: float, idle: float, workers: int = 4, seconds: float = 1.0) -> Row:
@@ -72,9 +72,9 @@ SILENT: dict[str, tuple[Alarm, Sequence[Row]]] = {
     # A learner that falls back to an old checkpoint drops all samples of rolled-back versions at once.
     "drop: one burst": (DropAlarm(0.05), [step(dropped=n) for n in [0] * 3 + [320] + [0] * 20]),
     "drop: off": (DropAlarm(0.0), [step(dropped=64)] * 20),
-    "hold: engines are the bottleneck": (HoldAlarm(0.2, max_staleness=4), [held(4.0, idle=0.0)] * 20),
-    "hold: short": (HoldAlarm(0.2, max_staleness=4), [held(0.1, idle=0.4)] * 20),
-    "hold: off": (HoldAlarm(0.0, max_staleness=4), [held(4.0, idle=0.4)] * 20),
+    "stragglers: engines are the bottleneck": (StragglerAlarm(0.2, max_staleness=4), [waited(4.0, idle=0.0)] * 20),
+    "stragglers: short": (StragglerAlarm(0.2, max_staleness=4), [waited(0.1, idle=0.4)] * 20),
+    "stragglers: off": (StragglerAlarm(0.0, max_staleness=4), [waited(4.0, idle=0.4)] * 20),
     "split: fits": (SplitAlarm(0.3, warmup=0), [split(waited=0.1, idle=0.1)] * 30),
     "split: both idle": (SplitAlarm(0.3, warmup=0), [split(waited=1.0, idle=0.5)] * 30),  # the window is the limit
     "split: off": (SplitAlarm(0.0, warmup=0), [split(waited=9.0, idle=0.0)] * 30),
@@ -83,7 +83,7 @@ SILENT: dict[str, tuple[Alarm, Sequence[Row]]] = {
     "standstill: interrupted": (StandstillAlarm(), [STILL] * 9 + [{"grad_norm": 0.1}] + [STILL] * 9),
     "truncated: learned to use all tokens": (TruncationAlarm(), truncated([0.5] + [1.0] * 30)),
     "truncated: a resumed run": (TruncationAlarm(), truncated([1.0] * 30, first=40)),
-    "hold: a run of seconds": (HoldAlarm(0.2, max_staleness=4), [held(0.9, idle=0.4)] * 30),
+    "stragglers: a run of seconds": (StragglerAlarm(0.2, max_staleness=4), [waited(0.9, idle=0.4)] * 30),
     "split: a run of seconds": (SplitAlarm(0.3, warmup=0), [split(waited=0.9, idle=0.0)] * 30),
     "no signal: rewards are not compared within groups": (
         NoSignalAlarm(has_groups=False),
@@ -108,9 +108,9 @@ LOUD: dict[str, tuple[Alarm, Row, str]] = {
         "400 tokens long on average, trained answers 100;",
     ),
     # The awaited answer lasts five steps of two seconds, or ten steps of one second.
-    "hold": (
-        HoldAlarm(0.2, max_staleness=4),
-        held(1.0, idle=0.4),
+    "stragglers": (
+        StragglerAlarm(0.2, max_staleness=4),
+        waited(1.0, idle=0.4),
         "with staleness.max_staleness = 10 (now 4) these groups would be finished in time; this costs speed, not "
         "correctness -> ",
     ),
@@ -151,7 +151,7 @@ def test_alarm_warns_once_after_ten_steps(case: str, caplog: pytest.LogCaptureFi
 
 ENDS: dict[str, tuple[Alarm, Row, Row]] = {
     "drop": (DropAlarm(0.05), step(dropped=8), step(dropped=0)),
-    "hold": (HoldAlarm(0.2, max_staleness=4), held(1.0, idle=0.4), held(0.0, idle=0.0)),
+    "stragglers": (StragglerAlarm(0.2, max_staleness=4), waited(1.0, idle=0.4), waited(0.0, idle=0.0)),
     "split, by the workers that are up": (
         SplitAlarm(0.3, warmup=0),
         split(waited=3.0, idle=0.0),

@@ -68,7 +68,7 @@ def buckets_of(transfer: Transfer) -> tuple[BucketLayout, ...]:
 
 def holding(snapshot: Snapshot, *, version: int = 1, patience_seconds: float = PATIENCE) -> Sender:
     sender = Sender("127.0.0.1", patience_seconds=patience_seconds)
-    sender.hold(snapshot, incarnation=0, policy_version=version)
+    sender.set_weights(snapshot, incarnation=0, policy_version=version)
     return sender
 
 
@@ -115,7 +115,7 @@ def test_each_rank_sends_its_part(peers: Any) -> None:
     whole = weights(0)
     exported = in_parts(whole.tensors())
     sender, peer = Sender("127.0.0.1", patience_seconds=PATIENCE), peers()
-    sender.hold(exported, incarnation=0, policy_version=1)
+    sender.set_weights(exported, incarnation=0, policy_version=1)
     peer.meet(sender)
     (other,) = exported.others
     assert isinstance(other, OtherRank)
@@ -128,7 +128,7 @@ def test_each_transfer_sends_newest_weights(peers: Any) -> None:
     sender, peer = holding(weights(0)), peers()
     peer.meet(sender)
     for seed in (0, 1, 2):
-        sender.hold(weights(seed), incarnation=0, policy_version=seed)
+        sender.set_weights(weights(seed), incarnation=0, policy_version=seed)
         assert peer.receive(sender) == bytes_of(weights(seed))
 
 
@@ -136,7 +136,7 @@ def test_transfer_sends_the_offered_version(peers: Any) -> None:
     sender, peer = holding(weights(0), version=0), peers()
     peer.meet(sender)
     transfer = sender.begin(peer.joined)
-    sender.hold(weights(1), incarnation=0, policy_version=1)
+    sender.set_weights(weights(1), incarnation=0, policy_version=1)
     with ThreadPoolExecutor(1) as thread:
         sending = thread.submit(transfer.send)
         taken = [peer.take(layout).result(PATIENCE) for layout in buckets_of(transfer)]

@@ -76,7 +76,7 @@ def test_cuts_buckets_for_engines_that_hold_several(
     monkeypatch.setenv(nccl.CUMEM, "0")
     payload = encode(CollectiveRequest(buckets_at_once=at_once)) if at_once else b""
     sender = Sender("127.0.0.1", bucket_bytes=1700)
-    sender.hold(weights(0), incarnation=0, policy_version=1)
+    sender.set_weights(weights(0), incarnation=0, policy_version=1)
     transfer = sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1, payload=payload))
     assert [len(layout.names) for layout in buckets_of(transfer)] == buckets
 

@@ -46,7 +46,7 @@ def channel(tmp_path: Path, new: Model) -> SocketChannel:
     """A channel whose learner holds the new model as version 0:2."""
     options = toy_sockets.Options()
     made = SocketChannel(tmp_path / "weights", keep=2, model_path=new.folder, options=options)
-    made.sender.hold(snapshot(new), incarnation=0, policy_version=2)
+    made.sender.set_weights(snapshot(new), incarnation=0, policy_version=2)
     return made
 
 

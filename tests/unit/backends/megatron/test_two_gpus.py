@@ -91,7 +91,7 @@ def done(kind: str, folder: Path, saved: Path, *without: str, device: str) -> Do
 def received(exported: Any, *, parts: int) -> dict[str, torch.Tensor]:
     """Receive twice over the same groups; both transfers must be equal."""
     sender, peer = Sender("127.0.0.1", patience_seconds=PATIENCE), Peer(devices=["cuda:1", "cuda:0"])
-    sender.hold(exported, incarnation=0, policy_version=1)
+    sender.set_weights(exported, incarnation=0, policy_version=1)
     try:
         peer.meet(sender)
         first, second = peer.receive(sender), peer.receive(sender)

@@ -162,7 +162,7 @@ def check_versions(ranks: Ranks, problem: Path, *, device: str) -> None:
         return {name: tensor.to(device) for name, tensor in tensors(seed).items()}
 
     held = in_parts(given(0).items(), 3)
-    sender.hold(held, incarnation=0, policy_version=0)
+    sender.set_weights(held, incarnation=0, policy_version=0)
     payload = encode(CollectiveRequest(buckets_at_once=receiving.AT_ONCE))
     request = TransferRequest(engine="w0", group="w0-1", num_ranks=ranks.count, payload=payload)
     with ThreadPoolExecutor(1) as thread:
@@ -173,7 +173,7 @@ def check_versions(ranks: Ranks, problem: Path, *, device: str) -> None:
             ranks.told("join", group_of_part("w0-1", number), found.host, found.port, found.collective)
         sending.result(PATIENCE)
         for seed, keeps in enumerate(KEEPS):
-            sender.hold(newer(held, given(seed)), incarnation=0, policy_version=seed)
+            sender.set_weights(newer(held, given(seed)), incarnation=0, policy_version=seed)
             transfer = sender.begin(replace(request, has_joined=True))
             own = collective_of(transfer.offer)
             assert len(own.buckets) > receiving.AT_ONCE

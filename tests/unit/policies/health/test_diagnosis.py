@@ -15,7 +15,7 @@ from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.roles import FOLLOWER, LEARNER, PROMPT_SOURCE, SENDER, WORKER
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import SETTINGS, ActorStatus, Observation, other_settings
-from asyncrl.policies.health.waits import HELD, ROOM_IN_WINDOW, SPACE_IN_LOG
+from asyncrl.policies.health.waits import ROOM_IN_WINDOW, SPACE_IN_LOG, STRAGGLERS
 
 PROCESSES = {LEARNER: 1, "prompts": 1, "weights": 1, "w1": 11, "w1.weights": 11, "w2": 12, "w2.weights": 12}
 ROLES = {LEARNER: LEARNER, "prompts": PROMPT_SOURCE, "weights": SENDER, "w1": WORKER, "w2": WORKER}
@@ -32,7 +32,7 @@ def trajectories(seconds: float) -> Wait:
 
 
 def held(seconds: float) -> Wait:
-    return Wait(what=f"trajectories {HELD}", on=WORKER, seconds=seconds)
+    return Wait(what=f"trajectories {STRAGGLERS}", on=WORKER, seconds=seconds)
 
 
 def prompts(seconds: float) -> Wait:

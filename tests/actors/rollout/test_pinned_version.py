@@ -1,4 +1,4 @@
-"""Versions that an evaluation holds or that groups demand."""
+"""Versions that an evaluation pins or that groups demand."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_follower, "RETRY_SECONDS", 0.01)
 
 
-async def test_keeps_held_version_and_then_loads_newest(bus: MemoryBus) -> None:
+async def test_keeps_pinned_version_and_then_loads_newest(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
     follower = follow(bus, engine)
     changes: list[bool] = []
     async with running(follower):
-        with follower.gate.watch(lambda: changes.append(follower.gate.is_held_back)):
+        with follower.gate.watch(lambda: changes.append(follower.gate.is_behind)):
             for version in (1, 2, 3):
                 await announce(bus, version, folder=True)
             await until(lambda: engine.version == (0, 3))
-            async with follower.gate.hold(WeightVersion(incarnation=0, policy_version=1, uri="1")):
+            async with follower.gate.pin(WeightVersion(incarnation=0, policy_version=1, uri="1")):
                 assert engine.version == (0, 1)
-                assert follower.gate.is_held_back
+                assert follower.gate.is_behind
                 await announce(bus, 4, folder=True)
                 async with sampling(follower, 0), sampling(follower, 1, is_exact=True):
                     assert engine.version == (0, 1)
@@ -46,11 +46,11 @@ async def test_keeps_held_version_and_then_loads_newest(bus: MemoryBus) -> None:
                     async with sampling(follower, 4, is_exact=True):
                         pass
             await until(lambda: engine.version == (0, 4))
-    assert not follower.gate.is_held_back
+    assert not follower.gate.is_behind
     assert changes[-1] is False and True in changes
 
 
-async def test_hold_raises_if_version_cannot_be_loaded(bus: MemoryBus) -> None:
+async def test_pin_raises_if_version_cannot_be_loaded(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
 
     def verify(weights: WeightVersion) -> Path:
@@ -63,23 +63,23 @@ async def test_hold_raises_if_version_cannot_be_loaded(bus: MemoryBus) -> None:
         await announce(bus, 3, folder=True)
         await until(lambda: engine.version == (0, 3))
         with pytest.raises(WeightsError, match="removed for newer versions"):
-            async with follower.gate.hold(WeightVersion(incarnation=0, policy_version=1, uri="1")):
+            async with follower.gate.pin(WeightVersion(incarnation=0, policy_version=1, uri="1")):
                 pass
         await announce(bus, 4, folder=True)
         await until(lambda: engine.version == (0, 4))
 
 
-async def test_dedicated_worker_loads_only_held_versions(bus: MemoryBus) -> None:
+async def test_dedicated_worker_loads_only_pinned_versions(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
     follower = follow(bus, engine, follows=False)
     async with running(follower):
         await announce(bus, 5, folder=True)
-        async with follower.gate.hold(WeightVersion(incarnation=0, policy_version=2, uri="2")):
+        async with follower.gate.pin(WeightVersion(incarnation=0, policy_version=2, uri="2")):
             assert engine.version == (0, 2)
         assert engine.took == [("folder", 2)]
 
 
-async def test_hold_waits_for_load_in_progress(bus: MemoryBus) -> None:
+async def test_pin_waits_for_load_in_progress(bus: MemoryBus) -> None:
     engine = SlowEngine()
     follower = follow(bus, engine)
     async with running(follower):
@@ -90,15 +90,15 @@ async def test_hold_waits_for_load_in_progress(bus: MemoryBus) -> None:
         engine.begun.clear()
         await announce(bus, 2, folder=True)
         await engine.begun.wait()
-        holding = follower.gate.hold(WeightVersion(incarnation=0, policy_version=1, uri="1"))
-        entering = asyncio.ensure_future(holding.__aenter__())
+        pinning = follower.gate.pin(WeightVersion(incarnation=0, policy_version=1, uri="1"))
+        entering = asyncio.ensure_future(pinning.__aenter__())
         for _ in range(20):
             await asyncio.sleep(0)
         assert not entering.done()
         engine.may_end.set()
         await entering
         assert engine.version == (0, 1)
-        await holding.__aexit__(None, None, None)
+        await pinning.__aexit__(None, None, None)
         await until(lambda: engine.version == (0, 2))
 
 

@@ -23,7 +23,7 @@ async def test_a_batch_prepared_ahead_still_waits_for_stragglers() -> None:
     assert await taking == [0, 1]
 
 
-async def test_a_learner_that_holds_for_long_says_for_whom(
+async def test_a_learner_that_waits_for_long_says_for_whom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(batcher, "LONG_WAIT_SECONDS", 0.01)
@@ -43,11 +43,11 @@ async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pyt
     desk.start(of={0: 0, 1: 2, 2: 2, 3: 2, 4: 2})
     desk.arrive(1, 2, 3, 4, version=2)
     assert await desk.take() == [1, 2]
-    assert desk.batcher.held_seconds >= 0.01
+    assert desk.batcher.straggler_wait_seconds >= 0.01
     assert "step 3 trains without older groups (1) after waiting 0.01 s for them" in caplog.text
     desk.table.trained(max_staleness=0)
     assert await desk.take() == [3, 4]
-    assert desk.batcher.held_seconds == 0.0
+    assert desk.batcher.straggler_wait_seconds == 0.0
 
 
 async def test_stragglers_of_several_batches_are_waited_for_once_all_together() -> None:
@@ -55,12 +55,12 @@ async def test_stragglers_of_several_batches_are_waited_for_once_all_together() 
     desk = Desk(wait_for_stragglers=True, version=1, wait_seconds=0.01)
     desk.start(of={0: 0, 1: 0, 2: 0, **dict.fromkeys(range(3, 9), 1)})
     desk.arrive(*range(3, 9), version=1)
-    held = []
+    waited = []
     for _ in range(2):
         assert await desk.take() is not None
-        held.append(desk.batcher.held_seconds > 0)
+        waited.append(desk.batcher.straggler_wait_seconds > 0)
         desk.table.trained(max_staleness=0)
-    assert held == [True, False]
+    assert waited == [True, False]
 
 
 async def test_a_group_that_was_begun_late_is_not_waited_for_until_it_is_old() -> None:
@@ -69,7 +69,7 @@ async def test_a_group_that_was_begun_late_is_not_waited_for_until_it_is_old() -
     desk.start(of={0: 0, 1: 2, 2: 2, 3: 2, 4: 2})
     desk.arrive(1, 2, 3, 4, version=2)
     assert await desk.take() == [1, 2]
-    assert desk.batcher.held_seconds == 0.0
+    assert desk.batcher.straggler_wait_seconds == 0.0
     desk.table.trained(max_staleness=0)
     taking = asyncio.create_task(desk.take())
     await until(lambda: not desk.changed.is_set())
@@ -78,7 +78,7 @@ async def test_a_group_that_was_begun_late_is_not_waited_for_until_it_is_old() -
     assert await taking == [0, 3]
 
 
-async def test_a_hold_ends_when_it_is_heard_that_nobody_had_begun_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_ends_when_it_is_heard_that_nobody_had_begun_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher, "LOOK_SECONDS", 0.01)
     desk = Desk(wait_for_stragglers=True, version=2, begun={0: 0})
     desk.start(of={0: 0, 1: 2, 2: 2})

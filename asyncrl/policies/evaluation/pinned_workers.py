@@ -1,4 +1,4 @@
-"""How much of the engines an evaluation holds back: the number of workers, and the share of engine time. Pure.
+"""How much of the engines an evaluation pins to its version: the number of workers, and the share of engine time. Pure.
 
 Tests: tests/unit/policies/test_evaluation.py.
 """
@@ -6,7 +6,7 @@ Tests: tests/unit/policies/test_evaluation.py.
 from __future__ import annotations
 
 
-def num_held(share: float, num_workers: int) -> int:
+def num_pinned(share: float, num_workers: int) -> int:
     """Return how many workers may keep a version for an evaluation: at most ``share`` of them, but at least one."""
     return max(1, int(share * num_workers))
 
@@ -19,9 +19,9 @@ class EngineTime:
         self._began = began
         self._since: dict[str, float] = {}
 
-    def record(self, worker: str, *, held_seconds: float, now: float) -> None:
-        """Record an answer from a worker that had held the version for ``held_seconds`` when it answered."""
-        since = max(self._began, now - held_seconds)
+    def record(self, worker: str, *, pinned_seconds: float, now: float) -> None:
+        """Record an answer from a worker that had pinned the version for ``pinned_seconds`` when it answered."""
+        since = max(self._began, now - pinned_seconds)
         self._since[worker] = min(since, self._since.get(worker, since))
 
     def share(self, *, num_engines: int, now: float) -> float:
