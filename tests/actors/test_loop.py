@@ -286,6 +286,32 @@ async def test_a_run_whose_groups_all_fail_ends_with_the_reason(loop: Loop, bus_
         await task
 
 
+async def test_a_program_that_fails_alike_from_the_start_ends_the_run_soon(loop: Loop, bus_factory: Any) -> None:
+    async def broken(prompt: Any, generate: Any, *, index: int) -> Any:
+        raise KeyError(f"no tool in task {prompt.label}")
+
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), rollout=broken)))
+    with pytest.raises(HopelessError, match="last 8 groups were all failed.*no tool in task"):
+        await loop.run_learner()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("fails", ["first 10 for several reasons", "10 after the first"])
+async def test_failures_that_differ_or_come_later_do_not_end_the_run_soon(
+    loop: Loop, bus_factory: Any, fails: str
+) -> None:
+    async def unlucky(prompt: Any, generate: Any, *, index: int) -> Any:
+        late = fails == "10 after the first"
+        if late < prompt.group_id + 1 <= late + 10:
+            raise KeyError("no tool" if late or prompt.group_id % 2 else "no task")
+        return await fakes.single_turn(prompt, generate, index=index)
+
+    await run_all(loop, worker(await bus_factory(), Engine(), rollout=unlucky, max_running=1))
+    assert loop.trained_groups == 8
+
+
 async def test_a_group_that_fails_every_attempt_is_failed_with_the_last_reason(
     loop: Loop, bus_factory: Any, caplog: Any
 ) -> None:

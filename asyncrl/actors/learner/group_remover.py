@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
+from typing import Final
 
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.validator import CheckResult, Validator
@@ -19,11 +21,13 @@ from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
 
+MOST_ALIKE: Final = 8
+"""Groups that may fail for the same reason before any is made: a bug in the user's program, not bad luck."""
 log = logging.getLogger("asyncrl.learner")
 
 
 class GroupRemover:
-    """``changed`` is set when groups have left the window; ``max_failed_in_a_row`` ends the run."""
+    """``changed`` is set when groups have left the window; ``max_failed_in_a_row``, or MOST_ALIKE, ends the run."""
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class GroupRemover:
         self._changed = changed
         self._max_failed_in_a_row = max_failed_in_a_row
         self._failed_of: set[str] = set()  # workers with failed groups since a group was buffered
+        self._first_reasons: set[str] | None = set()  # None once a group was buffered
 
     async def fail(self, problems: Mapping[int, str]) -> None:
         """Fail buffered groups. ``problems``: group id -> why. Groups that have left the buffer are skipped."""
@@ -74,6 +79,7 @@ class GroupRemover:
         The table changes before the first await: otherwise the batcher could take the group into a batch.
         """
         self._failed_of.clear()
+        self._first_reasons = None
         if group.worker in self._validator.quarantined:
             await self.drop_quarantined()
         elif checked.filtered_by:
@@ -91,8 +97,11 @@ class GroupRemover:
         await self._progress.announce(outcome)
         self._failed_of.add(worker)
         in_a_row = self._table.failed_in_a_row
+        text = f"the last {in_a_row} groups were all failed; the newest because: {error}"
+        is_alike = self._is_same_from_the_start(error) and in_a_row >= MOST_ALIKE
+        if is_alike and not await self._validator.other_workers(self._failed_of):
+            raise HopelessError(text)
         if in_a_row >= self._max_failed_in_a_row:
-            text = f"the last {in_a_row} groups were all failed; the newest because: {error}"
             if not self._validator.is_on or not await self._validator.other_workers(self._failed_of):
                 raise HopelessError(text)
             for name in sorted(self._failed_of - {"", *self._validator.quarantined}):
@@ -102,6 +111,13 @@ class GroupRemover:
         if reason := self._validator.why_quarantine(worker):
             await self.quarantine(worker, reason)
         await self._progress.publish_progress()
+
+    def _is_same_from_the_start(self, error: str) -> bool:
+        """Note why a group failed. Return whether no group was made yet, and all failed for this reason."""
+        if self._first_reasons is None:
+            return False
+        self._first_reasons.add(re.sub(r"\d+", "0", error))  # ids, ports and lines differ
+        return len(self._first_reasons) == 1
 
     async def _lose(self, outcome: Outcome) -> None:
         await self._progress.announce(outcome)

@@ -156,8 +156,9 @@ class Agent:
                 outcome = outcome_of(await self._harness(task, endpoint))
             made = trajectories(session.turns, outcome)
         except RolloutError as error:  # many clients say no more than "400 Bad Request"
-            refusal = f"; the endpoint had refused a request: {session.refusal}" if session.refusal else ""
-            raise RolloutError(f"{error}{refusal}") from error
+            if not session.refusal:
+                raise
+            raise type(error)(f"{error}; the endpoint had refused a request: {session.refusal}") from error
         if hung_up := session.num_unreceived:
             said = "the agent of group %d, sample %d, hung up on %d of its calls, whose answers are not trained"
             _log.info(said, prompt.group_id, index, hung_up)
