@@ -1,6 +1,6 @@
 """Checks that a worker's behavior logprobs are those of the policy: the trainer computes those of a few answers again.
 
-A step reports the mismatch of the whole batch; this module reports it per worker. Every ``every`` steps, the youngest
+A step reports the mismatch of the whole batch; this module reports it per worker. Every ``every`` steps, the freshest
 and the oldest answer of each worker in the batch get logprobs with the weights about to be trained. A forward pass
 takes a third of the time to train an answer, so the learner's time grows by 2 x workers / (3 x answers of a batch x
 every).

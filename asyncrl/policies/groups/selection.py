@@ -119,8 +119,12 @@ class Selection:
 
     def is_stale(self, one: BufferedGroup, policy_version: int) -> bool:
         """Return whether a buffered group is too old for the step from ``policy_version``."""
-        decides = {"groups": one.oldest, "trajectories": one.youngest, "tokens": one.newest}[self.discard]
-        return is_stale(decides, policy_version=policy_version, max_staleness=self.max_staleness)
+        version = {
+            "groups": one.oldest_version,
+            "trajectories": one.newest_trajectory_version,
+            "tokens": one.newest_version,
+        }[self.discard]
+        return is_stale(version, policy_version=policy_version, max_staleness=self.max_staleness)
 
     def _first(
         self,

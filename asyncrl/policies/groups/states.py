@@ -35,19 +35,20 @@ class PublishedPrompt:
 class BufferedGroup:
     """A group that waits to be trained.
 
-    sequence  sequence of its log record
-    oldest    effective version of its oldest token
-    youngest  effective version of the oldest token of a trajectory, maximum over the trajectories
-    newest    effective version of its newest sampled token
-    copies    sequences of further log records of the group, which replace the first one if it is deleted
+    sequence                   of its log record
+    oldest_version             effective version of its oldest token
+    newest_trajectory_version  that of the oldest token of its freshest trajectory
+    newest_version             that of its newest sampled token
+    copies                     sequences of further log records of the group, which replace the first one if it is
+                               deleted
     """
 
     sequence: int
     group: TrajectoryGroup
     prompt: PublishedPrompt
-    oldest: int
-    youngest: int
-    newest: int
+    oldest_version: int
+    newest_trajectory_version: int
+    newest_version: int
     num_tokens: int
     arrived: float
     copies: tuple[int, ...] = ()
@@ -59,7 +60,7 @@ class BufferedGroup:
     @property
     def key(self) -> tuple[int, int]:
         """The sort key of selection.py."""
-        return (self.oldest, self.group_id)
+        return (self.oldest_version, self.group_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,9 +166,9 @@ class GroupTable:
             sequence=sequence,
             group=group,
             prompt=prompt,
-            oldest=min(versions),
-            youngest=max(versions),
-            newest=max(newest_version(one, self.resume_points) for one in group.trajectories),
+            oldest_version=min(versions),
+            newest_trajectory_version=max(versions),
+            newest_version=max(newest_version(one, self.resume_points) for one in group.trajectories),
             num_tokens=sum(len(t.tokens) for t in group.trajectories),
             arrived=now,
         )
@@ -201,7 +201,7 @@ class GroupTable:
             lengths = _lengths(one.group)
             if reason == "stale":
                 self.dropped_lengths += lengths
-            events[one.group_id] = {"reason": reason, "staleness": self.step - one.oldest, "lengths": lengths}
+            events[one.group_id] = {"reason": reason, "staleness": self.step - one.oldest_version, "lengths": lengths}
         return self._lose("dropped", events, [one.group for one in groups])
 
     def reject(self, group_id: int, *, error: str) -> Outcome:

@@ -33,7 +33,7 @@ def looked(
     return check.judge(chosen, sequences, logprobs)[1]
 
 
-def test_the_youngest_and_the_oldest_answer_of_each_worker_are_checked() -> None:
+def test_the_freshest_and_the_oldest_answer_of_each_worker_are_checked() -> None:
     sequences = [sequence(age=age) for age in (3, 1, 2, 0)]
     chosen = LogprobMismatch(bound=0.5, every=10).choose(sequences, ["a", "a", "a", "b"], step=20)
     assert sorted((one.worker, one.age) for one in chosen) == [("a", 1), ("a", 3), ("b", 0)]

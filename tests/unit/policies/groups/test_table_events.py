@@ -150,7 +150,7 @@ class Run:
             self.table.take(chosen)
 
     def end_step(self) -> None:
-        ages = [self.table.step - one.oldest for one in self.table.training.values()]
+        ages = [self.table.step - one.oldest_version for one in self.table.training.values()]
         assert max(ages) <= 2
         if self.dice.random() < 0.3:
             self.table.put_back()
