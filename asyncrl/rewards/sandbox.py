@@ -8,8 +8,11 @@ raises ConfigError if it is missing or cannot start: it is never replaced by a w
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import platform
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,8 +36,9 @@ class Bubblewrap:
 
     A program sees the system's programs and the folders in ``readable``, all read-only, and an empty folder of limited
     size. It has no network unless ``network`` is true, sees no other processes, inherits no environment variables and
-    has no privileges. When its first process ends, or when the worker ends, all its processes end. The sandbox does not
-    protect against kernel bugs; for that, use a separate machine.
+    has no privileges. When its first process ends, or when the worker ends, all its processes end. Calls that make
+    memory which belongs to no process are refused (_filter_of_calls). The sandbox does not protect against kernel bugs;
+    for that, use a separate machine.
     """
 
     def __init__(self, *, readable: Sequence[str], network: bool) -> None:
@@ -46,12 +50,15 @@ class Bubblewrap:
     ) -> Outcome:
         with contextlib.ExitStack() as stack:
             opened = {name: stack.enter_context(_in_memory(data)) for name, data in files.items()}
+            rules = _filter_of_calls(platform.machine())
+            inherited = [stack.enter_context(_in_memory(rules))] if rules else []
+            seccomp = [word for file in inherited for word in ("--seccomp", str(file))]
             return run_program(
-                self._command(command, limits, opened),
+                self._command(command, limits, opened, seccomp),
                 limits=limits,
                 stdin=stdin,
                 environment={**ENVIRONMENT, "HOME": FOLDER, "TMPDIR": FOLDER},
-                inherited=list(opened.values()),
+                inherited=[*opened.values(), *inherited],
             )
 
     def check(self) -> None:
@@ -66,13 +73,15 @@ class Bubblewrap:
                 "or choose another sandbox"
             )
 
-    def _command(self, command: Sequence[str], limits: Limits, files: Mapping[str, int]) -> list[str]:
+    def _command(
+        self, command: Sequence[str], limits: Limits, files: Mapping[str, int], seccomp: Sequence[str]
+    ) -> list[str]:
         size = ["--size", str(limits.disk_mib * MIB)]
         return [
             shutil.which("bwrap") or "bwrap",
             *("--unshare-all", "--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"),
             *("--share-net",) * self._network,
-            *("--die-with-parent", "--new-session"),
+            *("--die-with-parent", "--new-session", *seccomp),
             *self._mounts(),
             *("--proc", "/proc", *self._settings(), "--dev", "/dev", "--remount-ro", "/dev"),
             *(*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", FOLDER, "--symlink", FOLDER, "/tmp"),
@@ -117,6 +126,39 @@ def _in_memory(data: bytes) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+_REFUSED_CALLS: Final[Mapping[str, tuple[int, tuple[int, ...]]]] = {
+    # memfd_create, shmget, msgget, semget, mount; then, with one number everywhere, fsopen and memfd_secret
+    "x86_64": (0xC000003E, (319, 29, 68, 64, 165, 430, 447)),
+    "aarch64": (0xC00000B7, (279, 194, 186, 190, 40, 430, 447)),
+    "riscv64": (0xC00000F3, (279, 194, 186, 190, 40, 430, 447)),
+}
+"""By machine: its number in audit.h, and the numbers of calls that make memory which belongs to no process.
+
+Pages of a file in memory, a shared segment or a tmpfs in a user namespace of the program's own stay when no process
+maps them, so that no limit on processes counts them.
+"""
+
+
+def _filter_of_calls(machine: str) -> bytes:
+    """Return a seccomp filter in classic BPF under which these calls do not exist (ENOSYS). Empty: unknown machine."""
+    if machine not in _REFUSED_CALLS:
+        return b""
+    audit, calls = _REFUSED_CALLS[machine]
+    load, is_equal, is_at_least, give, allow, refuse = 0x20, 0x15, 0x35, 0x06, 0x7FFF0000, 0x50000 | errno.ENOSYS
+    left = len(calls)
+    made = [
+        (load, 0, 0, 4),  # the convention of the call
+        (is_equal, 0, left + 3, audit),  # another one, such as 32 bits, numbers calls in other ways
+        (load, 0, 0, 0),  # its number
+        (is_at_least, left + 1, 0, 1 << 30),  # x32
+        *((is_equal, left - place, 0, call) for place, call in enumerate(calls)),
+        (give, 0, 0, allow),
+        (give, 0, 0, refuse),
+    ]
+    # A jump skips so many rules: to the last one, which refuses.
+    return b"".join(struct.pack("=HBBI", *rule) for rule in made)
 
 
 class Bare:

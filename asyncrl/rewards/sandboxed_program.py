@@ -71,14 +71,18 @@ ENVIRONMENT: Final[Mapping[str, str]] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF
 """The environment of every program; nothing is inherited."""
 _MOST_ROUNDS: Final = 100
 """Limit of rounds to kill a tree that keeps starting processes."""
+_MOST_FILES: Final = 256
+"""Open files of a process: the kernel's buffers of sockets and pipes are memory that no limit counts."""
 _WITH_LIMITS: Final = (
-    'ulimit -t "$1" && ulimit -v "$2" && ulimit -f "$3" && ulimit -c 0 || exit 125; shift 3; exec "$@"'
+    'ulimit -t "$1" && ulimit -v "$2" && ulimit -f "$3" && ulimit -c 0 || exit 125; '
+    f'ulimit -n {_MOST_FILES} 2>/dev/null; shift 3; exec "$@"'  # fails where it is lower already
 )
 """Script for /bin/sh. A Python function between fork and exec (preexec_fn) could hang in a process with threads."""
 
 
 def wrap_with_limits(command: Sequence[str], limits: Limits) -> list[str]:
-    """Wrap ``command`` so that it runs under rlimits for CPU time, address space, file size and core files (none)."""
+    """Wrap ``command`` so that it runs under rlimits for CPU time, address space, size and number of files, core files
+    (none)."""
     # The CPU limit is for processes that outlive the worker. Otherwise limits.seconds ends them first, except programs
     # with several threads.
     cpu_seconds = 4 * math.ceil(limits.seconds)

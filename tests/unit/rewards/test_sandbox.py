@@ -139,6 +139,43 @@ def test_many_small_files_do_not_fill_the_machine(bwrap: Sandbox, folder: str) -
     assert b"No space left" in outcome.stderr and not outcome.stdout
 
 
+UNCOUNTED = {
+    "files in memory": "import os\nfor _ in range(100): os.write(os.memfd_create('a'), b'x' * 2**20)",
+    "shared segments": (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.shmat.restype = ctypes.c_void_p\n"
+        "if libc.shmget(0, 2**20, 0o1600) < 0: raise OSError(ctypes.get_errno(), 'shmget')"
+    ),
+    "semaphores": (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.semget(0, 32000, 0o1600) < 0: raise OSError(ctypes.get_errno(), 'semget')"
+    ),
+    "a disk of its own": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nuid = os.getuid()\n"
+        "libc.unshare(0x10000000 | 0x00020000)\nopen('/proc/self/uid_map', 'w').write(f'0 {uid} 1')\n"
+        "if libc.mount(b'a', b'/work', b'tmpfs', 0, None) < 0: raise OSError(ctypes.get_errno(), 'mount')"
+    ),
+    "a disk of its own, by the newer calls": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.syscall(430, b'tmpfs', 0) < 0: raise OSError(ctypes.get_errno(), 'fsopen')"
+    ),
+    "buffers of sockets": "import socket\nheld = [socket.socketpair() for _ in range(1000)]",
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("program", UNCOUNTED.values(), ids=UNCOUNTED.keys())
+def test_memory_that_belongs_to_no_process_cannot_be_made(bwrap: Sandbox, program: str) -> None:
+    outcome = run(bwrap, program + "\nprint('had it')")
+    assert not outcome.stdout and (b"[Errno 38]" in outcome.stderr or b"[Errno 24]" in outcome.stderr)
+
+
+@needs_bwrap
+def test_the_calls_of_another_machine_are_refused(bwrap: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel can run programs of several machines, their calls have other numbers."""
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert run(bwrap, "print('ran')").stdout == b""
+
+
 @needs_bwrap
 def test_network_is_unreachable_by_default(bwrap: Sandbox, listener: int) -> None:
     outcome = run(bwrap, f"import socket\nsocket.create_connection(('127.0.0.1', {listener}), 5)\nprint('connected')")
