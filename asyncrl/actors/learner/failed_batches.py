@@ -6,6 +6,7 @@
 
 A process that is killed in a step cannot say which batch it trained. So each step notes its groups before it begins.
 A process may end for any reason, so groups are given up only after ``MAX_ATTEMPTS`` processes in a row ended with them.
+`asyncrl run` forgets at its start how its last time ended: the cause may be mended.
 
 Tests: tests/actors/learner/test_failed_batches.py.
 """
@@ -78,6 +79,12 @@ class FailedBatches:
             return
         with contextlib.suppress(OSError):  # without the note, a batch that kills is bounded by run.restarts
             (self._directory / NOTE_FILE).write_text(json.dumps(deaths))
+
+
+def forget_deaths(directory: Path) -> None:
+    """Forget which groups were in training when earlier processes ended."""
+    with contextlib.suppress(OSError):
+        (directory / NOTE_FILE).unlink()
 
 
 def _read_note(directory: Path | None) -> dict[int, int]:

@@ -45,18 +45,21 @@ class GroupFilters:
         self.num_kept_at_cap = 0
         """Groups that were kept although a filter rejects them."""
 
-    def keep(self, group: TrajectoryGroup, *, since_step: int = 0) -> bool:
+    def keep(self, group: TrajectoryGroup, *, since_step: int = 0, is_counted: bool = True) -> bool:
         """Return whether every filter, or else the cap, keeps the group.
 
-        since_step: groups filtered since the last step. Raises FilterError if a filter raises. Raises HopelessError if
-        so many groups were filtered, or raised on, that the run would sample forever without a step.
+        since_step  groups filtered since the last step
+        is_counted  False for a group that an earlier incarnation left: it counts towards no end of the run
+
+        Raises FilterError if a filter raises. Raises HopelessError if so many groups were filtered, or raised on, that
+        the run would sample forever without a step.
         """
         for name, function in self._filters.items():
             try:
                 is_kept = ask(function, group)
             except Exception as error:  # user code may raise anything
                 problem = f"algorithm.filters: {name} raised {plugins.describe_raised(error)}"
-                self._raised += 1
+                self._raised += is_counted
                 if self._raised >= self._max_raised:
                     raise HopelessError(
                         f"{problem}; a filter raised on each of the last {self._raised} groups"
@@ -65,9 +68,9 @@ class GroupFilters:
             if not is_kept:
                 self._raised = 0
                 self.rejected_by = name
-                if 0 < self._cap <= since_step:
+                if 0 < self._cap <= since_step and (is_counted or self._keeps_at_cap):
                     return self._keep_at_cap(group)
-                self._in_a_row += 1
+                self._in_a_row += is_counted
                 if self._in_a_row >= self._max_in_a_row:
                     raise HopelessError(
                         f"algorithm.filters: the last {self._in_a_row} groups were all filtered, the newest by "

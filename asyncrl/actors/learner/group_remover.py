@@ -23,6 +23,11 @@ from asyncrl.policies.groups.table import GroupTable
 
 MOST_ALIKE: Final = 8
 """Groups that may fail for the same reason before any is made: a bug in the user's program, not bad luck."""
+MOST_FAILED_OF_WORKER: Final = 16
+"""A worker whose groups all fail, this many in a row, is broken if nearly all groups of the others can be trained."""
+OTHERS_FINE: Final = 4.0
+"""Groups of others that can be trained, for each that fails."""
+
 log = logging.getLogger("asyncrl.learner")
 
 
@@ -45,6 +50,9 @@ class GroupRemover:
         self._max_failed_in_a_row = max_failed_in_a_row
         self._failed_of: set[str] = set()  # workers with failed groups since a group was buffered
         self._first_reasons: set[str] | None = set()  # None once a group was buffered
+        self._num_buffered = self._num_failed = 0
+        self._rows: dict[str, tuple[int, int, int]] = {}
+        """worker -> its failed groups in a row; groups buffered and failed, of all workers, before they began"""
 
     async def fail(self, problems: Mapping[int, str]) -> None:
         """Fail buffered groups. ``problems``: group id -> why. Groups that have left the buffer are skipped."""
@@ -80,6 +88,8 @@ class GroupRemover:
         """
         self._failed_of.clear()
         self._first_reasons = None
+        self._num_buffered += 1
+        self._rows.pop(group.worker, None)
         if group.worker in self._validator.quarantined:
             await self.drop_quarantined()
         elif checked.filtered_by:
@@ -89,25 +99,35 @@ class GroupRemover:
             log.warning("group %d failed: %s", group.group_id, error, extra={REASON: error})
             await self._lose(self._table.reject(group.group_id, error=error))
 
-    async def announce_failed(self, outcome: Outcome, *, worker: str, error: str) -> None:
+    async def announce_failed(self, outcome: Outcome, *, worker: str, error: str, is_counted: bool = True) -> None:
         """Announce a group that arrived as failed. Raises HopelessError after too many failed groups in a row.
 
-        If they all come from some of the workers, those are quarantined instead and the others go on.
+        If they all come from some of the workers, those are quarantined instead and the others go on. So is a worker
+        whose groups all fail while those of the others do not: it would fail one group after the other at once.
         """
         await self._progress.announce(outcome)
-        self._failed_of.add(worker)
-        in_a_row = self._table.failed_in_a_row
-        text = f"the last {in_a_row} groups were all failed; the newest because: {error}"
-        is_alike = self._is_same_from_the_start(error) and in_a_row >= MOST_ALIKE
-        if is_alike and not await self._validator.other_workers(self._failed_of):
-            raise HopelessError(text)
-        if in_a_row >= self._max_failed_in_a_row:
-            if not self._validator.is_on or not await self._validator.other_workers(self._failed_of):
+        if is_counted:
+            self._failed_of.add(worker)
+            in_a_row = self._table.failed_in_a_row
+            text = f"the last {in_a_row} groups were all failed; the newest because: {error}"
+            is_alike = self._is_same_from_the_start(error) and in_a_row >= MOST_ALIKE
+            if is_alike and not await self._validator.other_workers(self._failed_of):
                 raise HopelessError(text)
-            for name in sorted(self._failed_of - {"", *self._validator.quarantined}):
-                await self.quarantine(name, text)
-            self._failed_of.clear()
-            self._table.excuse_failures()
+            if in_a_row >= self._max_failed_in_a_row:
+                is_of_nobody = "" in self._failed_of  # as prompts that end every worker
+                if (
+                    is_of_nobody
+                    or not self._validator.is_on
+                    or not await self._validator.other_workers(self._failed_of)
+                ):
+                    raise HopelessError(text)
+                for name in sorted(self._failed_of - self._validator.quarantined.keys()):
+                    await self.quarantine(name, text)
+                self._failed_of.clear()
+                self._table.excuse_failures()
+            elif self._is_broken(worker) and await self._validator.other_workers({worker}):
+                its = f"its last {MOST_FAILED_OF_WORKER} groups all failed, and those of the other workers do not"
+                await self.quarantine(worker, f"{its}; the newest because: {error}")
         if reason := self._validator.why_quarantine(worker):
             await self.quarantine(worker, reason)
         await self._progress.publish_progress()
@@ -118,6 +138,16 @@ class GroupRemover:
             return False
         self._first_reasons.add(re.sub(r"\d+", "0", error))  # ids, ports and lines differ
         return len(self._first_reasons) == 1
+
+    def _is_broken(self, worker: str) -> bool:
+        """Count a failed group of a worker. Return whether it fails all its groups, and the others do not."""
+        if not worker or worker in self._validator.quarantined or not self._validator.is_on:
+            return False
+        count, buffered, failed = self._rows.get(worker, (0, self._num_buffered, self._num_failed))
+        self._rows[worker] = count + 1, buffered, failed
+        self._num_failed += 1
+        others_buffered, others_failed = self._num_buffered - buffered, self._num_failed - failed - count - 1
+        return count + 1 >= MOST_FAILED_OF_WORKER and others_buffered > OTHERS_FINE * others_failed
 
     async def _lose(self, outcome: Outcome) -> None:
         await self._progress.announce(outcome)

@@ -2,6 +2,9 @@
 
     log -> validator -> table          groups that must not be trained leave again (group_remover.py)
 
+What an earlier incarnation left in the log is read into the table like the rest, but counts towards nothing that ends
+the run or quarantines a worker: what made its groups fail may have been mended (test_endings.py).
+
 Tests: tests/actors/test_loop.py, tests/integration/security/test_hostile.py.
 """
 
@@ -47,6 +50,7 @@ class TrajectoryReader:
         self._progress = progress
         self._changed = changed
         self._reconciled = reconciled
+        self._inherited = 0  # sequence of the last record that was stored before this incarnation
 
     async def start(self) -> None:
         """Check whether the log is the one that the checkpoint knows. If it is another log, or was reset, the cursor is
@@ -63,6 +67,7 @@ class TrajectoryReader:
             )
             self._table.start_new_log(first=found.first)
         self._table.follow_log(found.identity)
+        self._inherited = await self._bus.last_sequence(TRAJECTORIES)
 
     async def read(self) -> None:
         """consumes: trajectories    waits for: the prompt source's reconciliation with the bus, then records"""
@@ -75,7 +80,11 @@ class TrajectoryReader:
         if gone := self._table.skip(record.sequence):
             log.warning("entries %d to %d of the trajectory log are gone, and were never read", gone[0], gone[-1])
         await self._validator.notice_restart(record)
-        checked = self._validator.check(record, self._table)
+        is_inherited = record.sequence <= self._inherited
+        if not is_inherited and self._inherited:
+            self._table.begin_anew()
+            self._inherited = 0
+        checked = self._validator.check(record, self._table, is_inherited=is_inherited)
         group = checked.group
         arrival = self._table.arrive(
             record.sequence, group, now=time.monotonic(), is_counted=checked.is_counted, stored=record.stored
@@ -93,8 +102,10 @@ class TrajectoryReader:
                 )
         elif arrival.outcome is not None and group is not None:
             if not checked.problem:  # else the validator has logged it
-                worker, error = group.worker or "?", group.error
-                log.warning("group %d failed on %s: %s", group.group_id, worker, error, extra={REASON: error})
-            await self._remover.announce_failed(arrival.outcome, worker=group.worker, error=group.error)
+                on = f" on {group.worker}" if group.worker else ""
+                log.warning("group %d failed%s: %s", group.group_id, on, group.error, extra={REASON: group.error})
+            await self._remover.announce_failed(
+                arrival.outcome, worker=group.worker, error=group.error, is_counted=checked.is_counted
+            )
         elif arrival.became == "rejected" and checked.is_news:
             await self._progress.publish_event("rejected", sequence=record.sequence, problem=checked.problem)

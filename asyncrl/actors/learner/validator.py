@@ -7,6 +7,9 @@ it made is trained in this incarnation. The worker learns of it through the stat
 worker is quarantined ends with the reason. The verdict applies to one life of the worker: a new life under the same
 name is judged afresh.
 
+Nobody is blamed for what another one may have made: a group with tokens of an earlier attempt, or one that an earlier
+incarnation left in the log, is failed if it cannot be trained, and counts against nobody.
+
 Tests: tests/actors/learner/test_validator.py.
 """
 
@@ -77,8 +80,9 @@ class CheckResult:
     group         the record's group; a failed one if it cannot be trained; None if this run did not ask for it
     problem       why the group is not used as it is
     is_news       whether this is the first such problem of this sender
-    is_counted    whether a failed group counts towards those in a row that end the run: an impossible group does not
-                  show that the run cannot make groups, it counts only against its sender
+    is_counted    whether a failed group counts towards those in a row that end the run, or quarantine its worker: an
+                  impossible group does not show that the run cannot make groups, it counts only against its sender, as
+                  such. What an earlier incarnation saw counts for nothing
     filtered_by   filter that rejects the group
     filter_error  why a filter could not decide
     """
@@ -113,6 +117,8 @@ class Validator:
         """The last error of a filter; its traceback is in the log already."""
         self._impossible: dict[str, tuple[int, str]] = {}
         """worker -> number of its impossible groups, and the problem of the last one"""
+        self._inherited: set[int] = set()
+        """Groups that an earlier incarnation left in the log."""
         self.quarantined: dict[str, str] = {}
         self.lives: dict[str, str] = {}
         """Quarantined worker -> the life that the verdict applies to; "" if that life had ended."""
@@ -128,8 +134,10 @@ class Validator:
 
     # -- before the buffer ---------------------------------------------------------------------------------------------
 
-    def check(self, record: Record[TrajectoryGroup], table: GroupTable) -> CheckResult:
+    def check(self, record: Record[TrajectoryGroup], table: GroupTable, *, is_inherited: bool = False) -> CheckResult:
         """Check a record before its group is buffered.
+
+        is_inherited  it was stored before this incarnation began
 
         For a group that is not outstanding only the key is used, so no worker is judged by records that are read again.
         """
@@ -150,10 +158,12 @@ class Validator:
             if group.group_id != group_id:
                 problem = f"it says it is group {group.group_id}"
         if problem or group is None:
-            return self._impossible_group(record, group_id=group_id, problem=problem)
+            return self._impossible_group(record, group_id=group_id, problem=problem, is_inherited=is_inherited)
+        if is_inherited:
+            self._inherited.add(group_id)
         if len(group.error) > LONGEST_ERROR:
             group = replace(group, error=group.error[:LONGEST_ERROR])
-        return self._filter(group, table)
+        return self._filter(group, table, is_inherited=is_inherited)
 
     def _not_asked_for(self, record: Record[TrajectoryGroup], table: GroupTable) -> CheckResult:
         problem = f"key {record.key!r} names no group that this run requested"
@@ -163,7 +173,9 @@ class Validator:
         is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender)
         return CheckResult(group=None, problem=problem, is_news=is_news)
 
-    def _impossible_group(self, record: Record[TrajectoryGroup], *, group_id: int, problem: str) -> CheckResult:
+    def _impossible_group(
+        self, record: Record[TrajectoryGroup], *, group_id: int, problem: str, is_inherited: bool
+    ) -> CheckResult:
         sender = sender_of(record.key)
         is_news = self._bus.rejections.note(
             TRAJECTORIES.name,
@@ -171,17 +183,23 @@ class Validator:
             kind="malformed" if record.message is None else "impossible",
             sender=sender,
         )
-        if sender:
+        is_of_others = is_inherited or (
+            record.message is not None and any(one.resumed for one in record.message.trajectories)
+        )
+        if sender and not is_of_others:
             self._impossible[sender] = self._impossible.get(sender, (0, ""))[0] + 1, problem
         failed = failed_group(group_id, worker=sender, error=problem)
-        return CheckResult(group=failed, problem=problem, is_news=is_news, is_counted=not self.is_on)
+        return CheckResult(
+            group=failed, problem=problem, is_news=is_news, is_counted=not self.is_on and not is_of_others
+        )
 
-    def _filter(self, group: TrajectoryGroup, table: GroupTable) -> CheckResult:
+    def _filter(self, group: TrajectoryGroup, table: GroupTable, *, is_inherited: bool) -> CheckResult:
         """Apply the filters, unless the group is not trained anyway. Raises HopelessError (group_filters.py)."""
+        is_counted = not is_inherited
         if self.filters is None or group.error or group.worker in self.quarantined:
-            return CheckResult(group=group)
+            return CheckResult(group=group, is_counted=is_counted)
         try:
-            if self.filters.keep(group, since_step=table.lost_since_step("filtered")):
+            if self.filters.keep(group, since_step=table.lost_since_step("filtered"), is_counted=is_counted):
                 return CheckResult(group=group)
         except FilterError as error:
             if str(error) != self._explained:
@@ -220,7 +238,7 @@ class Validator:
         """Return what to check before a batch of ``groups`` is trained; None if nothing."""
         if not self.is_on:
             return None
-        own, taken_over = resumed_tokens.split(sequences, groups)
+        own, taken_over = resumed_tokens.split(sequences, groups, inherited=self._inherited)
         workers = [group.worker for group in groups for _ in group.trajectories]
         answers = self._logprob_check.choose(own, workers, step=step)
         if not answers and not taken_over:

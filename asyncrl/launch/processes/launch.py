@@ -17,6 +17,7 @@ from pathlib import Path
 
 from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.actors.learner import checkpoint
+from asyncrl.actors.learner.failed_batches import forget_deaths
 from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import BUS_FILE, launcher_pid, write_address
@@ -68,6 +69,7 @@ async def launch(
         # Imports torch, which otherwise only the child processes do.
         from asyncrl.launch.processes.one_process import run_in_one_process
 
+        forget_deaths(directory)
         return await run_in_one_process(run_config, resume=resume, owns_process=handles_signals)
     if resume:
         if not run_config.bus.url:
@@ -82,6 +84,7 @@ async def launch(
         if server is None:  # the run's own server serves no other run
             await stack.enter_async_context(_claim_run(run_config, resume=resume, token=token))
             _make_folders(directory)  # only after the server at bus.url has answered
+        forget_deaths(directory)
         environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
         if server is not None:
             environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}

@@ -180,6 +180,12 @@ class GroupTable:
         """The groups that failed in a row came from workers that are no longer trusted, so they do not count."""
         self.failed_in_a_row = 0
 
+    def begin_anew(self) -> None:
+        """Everything that an earlier incarnation left in the log is read: its losses do not count towards an end of
+        this one."""
+        self.counts_before_step = dict(self.counts)
+        self.problem = ""
+
     # -- events: groups that leave the window --------------------------------------------------------------------------
 
     def fail(self, group_id: int, *, error: str, worker: str = "", is_counted: bool = True) -> Outcome:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.learner import history
-from asyncrl.actors.learner.failed_batches import FOLDER, NOTE_FILE
+from asyncrl.actors.learner.failed_batches import FOLDER, NOTE_FILE, forget_deaths
 from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.backends.port import StepResult
 from asyncrl.bus.memory.bus import MemoryBus
@@ -139,3 +139,12 @@ async def test_a_batch_that_ends_three_processes_is_failed_by_the_fourth(tmp_pat
     assert [one["group_id"] for one in failed] == [0, 1, 2, 3]
     assert "3 processes in a row ended while they trained group 0" in failed[0]["error"]
     assert json.loads((tmp_path / NOTE_FILE).read_text()) == {}
+
+
+async def test_a_batch_that_ended_processes_is_trained_once_its_cause_is_mended(tmp_path: Path) -> None:
+    loop = new_loop(Picky(with_prompt(4 + 2, BackendError("a rank was killed"))), tmp_path, groups_per_batch=4)
+    assert [await run(loop, resume=number > 0) for number in range(3)] == ["a rank was killed"] * 3
+    forget_deaths(tmp_path)  # as `asyncrl run --resume` does
+    loop.backend = Picky(lambda prompts: None)
+    assert await run(loop, resume=True) == ""
+    assert loop.table.counts["failed"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.learner.group_remover import MOST_FAILED_OF_WORKER
+from asyncrl.actors.learner.validator import MOST_IMPOSSIBLE, Validator
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation
-from asyncrl.errors import HopelessError
+from asyncrl.errors import EngineError, HopelessError, RewardError
 from asyncrl.messages import SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
-from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
+from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES, answer_key
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.groups.validation import GroupValidation
+from asyncrl.rewards.port import Reward, Sample
 from tests.conftest import BUS_SIZES
-from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker
+from tests.harness.fakes import Backend, Engine, Judge, Loop, run_worker, token_sum, worker
 
 
 class Trainer(Backend):
@@ -97,14 +100,17 @@ async def test_a_worker_that_lies_about_its_logprobs_is_quarantined_told_and_no_
     assert loop.backend.steps == 8
 
 
-async def heir(bus: Bus) -> None:
-    """A worker that takes over every third group. The saved part has two tokens with invented logprobs."""
+async def heir(bus: Bus, *, token: int = 5) -> None:
+    """A worker that takes over every third group. The saved part has two tokens with invented logprobs.
+
+    token: the first token that was saved
+    """
     async with bus.consume(PROMPTS) as deliveries:
         async for delivery in deliveries:
             assert (prompt := delivery.message) is not None
             saved = 2 * (prompt.group_id % 3 == 0)
             answer = Trajectory(
-                tokens=np.full(4, 5, np.int32),
+                tokens=np.array([token if saved else 5, 5, 5, 5], np.int32),
                 response_mask=np.ones(4, np.bool_),
                 behavior_logprobs=np.array([-4.0] * saved + [-1.0] * (4 - saved), np.float32),
                 version_spans=(
@@ -120,7 +126,7 @@ async def heir(bus: Bus) -> None:
                 epoch=prompt.epoch,
                 worker="heir",
             )
-            await bus.publish(TRAJECTORIES, made, key=delivery.key)
+            await bus.publish(TRAJECTORIES, made, key=answer_key(prompt.group_id, worker="heir", ticket=""))
             await delivery.ack()
 
 
@@ -135,7 +141,68 @@ async def test_what_somebody_else_saved_is_not_held_against_who_took_it_over_and
     assert {one.behavior_logprobs.min() for step in loop.backend.trained for one in step} == {-1.0}
     failed = await events(bus, "failed")
     assert {event["group_id"] % 3 for event in failed} == {0} and len(failed) >= 4
-    assert "2 tokens that an earlier attempt saved are 3 nats per token off the trainer's" in failed[0]["error"]
+    assert "2 tokens taken over from an earlier attempt are 3 nats per token off the trainer's" in failed[0]["error"]
+
+
+async def test_saved_tokens_that_cannot_be_fail_their_group_and_count_against_nobody(tmp_path: Path) -> None:
+    """Otherwise who saves such tokens and gives the prompt back would have every honest worker quarantined."""
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = judged_loop(bus, tmp_path, steps=12)
+    taking = asyncio.create_task(heir(bus, token=10**6))
+    await loop.run_learner()
+    taking.cancel()
+    await asyncio.wait((taking,))
+    assert await events(bus, "quarantined") == []
+    failed = await events(bus, "failed")
+    assert {event["group_id"] % 3 for event in failed} == {0} and len(failed) > MOST_IMPOSSIBLE
+    assert {event["worker"] for event in failed} == {"heir"}
+    assert all("outside the vocabulary" in event["error"] for event in failed)
+
+
+class Broken(Engine):
+    async def generate(self, *arguments: Any, **options: Any) -> Generation:
+        raise EngineError("CUDA error: an illegal memory access was encountered")
+
+
+async def test_a_worker_that_fails_every_group_is_quarantined_while_the_others_go_on(tmp_path: Path) -> None:
+    """Its failures are never in a row on the log, because others' groups come in between."""
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = judged_loop(bus, tmp_path, steps=80)
+    loop.max_failed_in_a_row = 10**6
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(bus, Engine(), name="w0")))
+        await until_alive(bus, "w0")
+        broken = group.create_task(run_worker(worker(bus, Broken(), name="w1", max_attempts=1)))
+        await loop.run_learner()
+        broken.cancel()
+    (verdict,) = await events(bus, "quarantined")
+    assert verdict["worker"] == "w1"
+    assert (
+        f"its last {MOST_FAILED_OF_WORKER} groups all failed, and those of the other workers do not"
+        in (verdict["reason"])
+    )
+    assert "CUDA error" in verdict["reason"]
+    assert loop.table.counts["failed"] <= MOST_FAILED_OF_WORKER + loop.run.window
+    assert loop.backend.steps == 80
+
+
+async def test_a_worker_is_not_blamed_for_what_fails_for_everybody(tmp_path: Path) -> None:
+    """Most prompts fail wherever they are made."""
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = judged_loop(bus, tmp_path, steps=8)
+    loop.max_failed_in_a_row = 10**6
+
+    def picky(samples: Sequence[Sample]) -> Sequence[Reward]:
+        if int(samples[0].trajectory.tokens.sum()) % 16:
+            raise RewardError("no number in it")
+        return token_sum(samples)
+
+    async with asyncio.TaskGroup() as group:
+        for name in ("w0", "w1"):
+            group.create_task(run_worker(worker(bus, Engine(), name=name, reward=Judge(picky))))
+        await loop.run_learner()
+    assert await events(bus, "quarantined") == []
+    assert loop.table.counts["failed"] > 4 * MOST_FAILED_OF_WORKER
 
 
 async def test_a_quarantined_worker_that_is_started_again_is_judged_anew_and_trained(

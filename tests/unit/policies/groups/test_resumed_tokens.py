@@ -50,6 +50,12 @@ def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
     assert masks == {1: [1, 2, 4], 2: [1, 2, 4, 5]}
 
 
+def test_nobody_now_is_accountable_for_a_group_of_an_earlier_incarnation() -> None:
+    own, taken_over = split([sequence(), sequence()], [group(0, 3)], inherited={0})
+    assert [np.flatnonzero(one.response_mask).tolist() for one in own] == [[], []]
+    assert [np.flatnonzero(taken_over[index].response_mask).tolist() for index in (0, 1)] == [[1, 2, 4, 5]] * 2
+
+
 def test_what_was_taken_over_and_is_left_out_as_too_old_is_checked_too() -> None:
     """Resumed tokens influence the tokens trained after them. The worker's own part is as old as its own tokens."""
     late = sequence(age=1)
@@ -68,7 +74,7 @@ def test_what_was_taken_over_may_be_off_by_the_bound_for_each_version_that_it_is
     logprobs = {index: np.full(6, -2.4, np.float32) for index in taken_over}
     found = spoiled(taken_over, logprobs, bound=0.5)
     assert found == {
-        0: "4 tokens that an earlier attempt saved are 1.4 nats per token off the trainer's (1 are allowed)"
+        0: "4 tokens taken over from an earlier attempt are 1.4 nats per token off the trainer's (1 are allowed)"
     }
     assert spoiled(taken_over, {i: np.full(6, np.nan, np.float32) for i in taken_over}, bound=0.5).keys() == {0, 1}
 
