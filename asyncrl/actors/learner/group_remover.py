@@ -67,6 +67,7 @@ class GroupRemover:
     async def quarantine(self, worker: str, reason: str) -> None:
         """Train nothing more of this worker, and announce the quarantine. Raises HopelessError for the last worker."""
         log.error("worker %s is quarantined: %s; its groups are not trained", worker, reason)
+        self._rows.pop(worker, None)  # a new life is judged afresh
         try:
             await self._validator.quarantine(worker, reason, incarnation=self._table.incarnation)
         finally:  # also for the last worker, whose quarantine ends the run
