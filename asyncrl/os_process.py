@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +43,16 @@ def environment_of_child(added: Mapping[str, str]) -> dict[str, str]:
     paths = [added.get(PYTHON_PATH, ""), os.environ.get(PYTHON_PATH, "")]
     path = os.pathsep.join(filter(None, paths))
     return os.environ | dict(added) | ({PYTHON_PATH: path} if path else {})
+
+
+def module_command(module: str) -> list[str]:
+    """Return the command of ``python -m module`` for a child that does not import from the working directory.
+
+    A user's http.py there would replace Python's. It does import from there where asyncrl itself is not installed.
+    """
+    is_installed = bool(list(metadata.distributions(name="asyncrl")))
+    is_here = Path(__file__).parents[1] == Path.cwd()
+    return [sys.executable, *(["-P"] if is_installed or not is_here else []), "-m", module]
 
 
 def end_with_parent() -> bool:

@@ -55,6 +55,21 @@ APART: Final = {
 }
 """Verbs whose modules stand apart: nothing imports them but this table, by name."""
 
+_MEANT: Final = {
+    **dict.fromkeys(("train", "start", "launch", "resume", "continue", "rl", "sft", "grpo", "fit"), "run"),
+    **dict.fromkeys(("worker", "rollout", "rollouts", "join"), "rollout-worker"),
+    **dict.fromkeys(("validate", "lint", "config", "show", "dry-run"), "check"),
+    **dict.fromkeys(("trainer",), "learner"),
+    **dict.fromkeys(("status", "watch", "monitor", "stats", "ps"), "top"),
+    **dict.fromkeys(("ui", "web", "dashboard", "view"), "board"),
+    **dict.fromkeys(("debug", "diagnose", "health"), "doctor"),
+    **dict.fromkeys(("eval", "test", "benchmark"), "evaluate"),
+    **dict.fromkeys(("import", "gguf"), "import-model"),
+    **dict.fromkeys(("export",), "convert"),
+    **dict.fromkeys(("answers", "logs", "generations"), "samples"),
+}
+"""Names that other programs have for our verbs."""
+
 EXAMPLES: Final = """examples:
   asyncrl run examples/demo.toml                       everything on this machine
   asyncrl run my.toml --set run.steps=10 --resume      continue from the last checkpoint
@@ -104,12 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in words if not word.startswith("-")), "")
     try:
+        if name and name not in VERBS:
+            _Parser(prog="asyncrl").error(_unknown_verb(name))
         options, unknown = parser([name] if name in VERBS else []).parse_known_args(words)
         if unknown:
             _refuse(name, unknown)
     except SystemExit as ended:  # --help, --version, or an error that argparse has printed
         return ended.code if isinstance(ended.code, int) else 0
-    sys.path.insert(0, os.getcwd())  # finds "my_rewards:score" in the working directory, as with `python -m`
+    # Finds "my_rewards:score" in the working directory. Last, so that a user's http.py does not replace Python's.
+    sys.path.append(os.getcwd())
     for variable, value in _VENDORS_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
@@ -181,6 +199,14 @@ def _refuse(name: str, unknown: Sequence[str]) -> NoReturn:
     known = re.findall(r"--[a-z][a-z-]+", subparser.format_help())
     near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
     subparser.error(f"unknown argument {unknown[0]}{f', did you mean {near[0]}' if near else ''}")
+
+
+def _unknown_verb(name: str) -> str:
+    """Return an error with the verb that was probably meant."""
+    if name.endswith(".toml"):
+        return f"{name} is a run file; did you mean `asyncrl run {name}`"
+    meant = _MEANT.get(name) or next(iter(difflib.get_close_matches(name, VERBS, 1, cutoff=0.5)), "")
+    return f"there is no {name!r}" + (f", did you mean `asyncrl {meant}`" if meant else "")
 
 
 def load(name: str) -> Verb:

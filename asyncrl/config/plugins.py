@@ -6,7 +6,9 @@ import contextlib
 import difflib
 import importlib
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -21,7 +23,11 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     module_name, attribute = address(name, where=where, table=table)
     try:
         module = importlib.import_module(module_name)
+        _refuse_hidden(module_name, where=where)
+    except ConfigError:
+        raise
     except ImportError as error:
+        _refuse_hidden(module_name, where=where)
         problem = first_line(error)
         raise ConfigError(f"{where}: cannot import {module_name!r} ({problem}); is it on PYTHONPATH?") from error
     except SystemExit as error:
@@ -37,6 +43,21 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
         wanted = with_article(kind) if kind else "a function or class"
         raise ConfigError(f"{where}: {name!r} is {with_article(type(found))}, not {wanted}")
     return found
+
+
+def _refuse_hidden(module_name: str, *, where: str) -> None:
+    """Raise ConfigError if a module in the working directory is hidden by an installed one of the same name."""
+    top = module_name.partition(".")[0]
+    mine = next((path for path in (Path(f"{top}.py"), Path(top)) if path.exists()), None)
+    found = getattr(sys.modules.get(top), "__spec__", None)
+    if mine is None or found is None or top == __name__.partition(".")[0]:
+        return
+    places = [found.origin, *(found.submodule_search_locations or [])]
+    if not any(place and Path(place).resolve().is_relative_to(mine.resolve()) for place in places):
+        raise ConfigError(
+            f"{where}: {mine} is hidden by {found.origin or top}, an installed module of the same name; give yours "
+            "another name"
+        )
 
 
 def address(name: str, *, where: str, table: Mapping[str, str] | None = None) -> tuple[str, str]:

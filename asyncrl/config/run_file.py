@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.run import RunConfig
+from asyncrl.config.secret_values import hide_credentials
 from asyncrl.config.tables import build
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
@@ -17,6 +18,8 @@ from asyncrl.errors import ConfigError
 _PART: Final = re.compile(r"""[^.="']+|"[^"\\]+"|'[^']+'""")
 _ITEM: Final = re.compile(rf"((?:{_PART.pattern})(?:\.(?:{_PART.pattern}))+)=(.*)", re.DOTALL)
 """section.key=value"""
+_MAY_BE_SECRET: Final = re.compile("token|secret|passw|api.?key|credential|cookie|auth|header", re.IGNORECASE)
+"""Words in a line that is no TOML; it is shown without its value then."""
 
 
 def only_overrides(overrides: Iterable[str], *, where: str = "--set") -> RunConfig:
@@ -32,19 +35,35 @@ def only_overrides(overrides: Iterable[str], *, where: str = "--set") -> RunConf
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Load the run file at ``path`` and apply ``section.key=value`` overrides. Raises ConfigError."""
+    text = ""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte-order mark
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
+        table = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; `asyncrl run examples/demo.toml` is one to start from") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; name the run file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}{_place(error, text)}") from None
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: lists and tables are nested too deep to be read") from None
     for item in overrides:
         override(table, item)
     return from_table(table, where=str(path))
+
+
+def _place(error: tomllib.TOMLDecodeError, text: str) -> str:
+    """Return ":LINE: what is wrong in that line" of an error, which says "... (at line 3, column 7)"."""
+    what, _, place = str(error).removesuffix(")").rpartition(" (at ")
+    lines = text.rstrip().splitlines()
+    found = re.fullmatch(r"line (\d+), column \d+", place)  # else: end of document
+    number = int(found[1]) if found else len(lines)
+    line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    key, equals, _ = line.partition("=")
+    shown = f"{key.strip()} = ..." if equals and _MAY_BE_SECRET.search(line) else hide_credentials(line)
+    return f":{number}: {what} in: {shown if len(shown) <= 80 else shown[:77] + '...'}"
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:

@@ -16,12 +16,12 @@ import asyncio
 import json
 import logging
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+from asyncrl import os_process
 from asyncrl.errors import RewardError
 
 log = logging.getLogger("asyncrl.rewards")
@@ -83,7 +83,7 @@ class JudgePool:
     async def _start(self) -> asyncio.subprocess.Process:
         """Return a judge that is ready. Raises RewardError."""
         judge = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self._module, *self._arguments),
+            *(*os_process.module_command(self._module), *self._arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,

@@ -13,12 +13,12 @@ import json
 import os
 import random
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl import os_process
 from asyncrl.data.model_folder import ExpertCounts, experts_of
 from asyncrl.engines.sglang.options import (
     CPU_ARGUMENTS,
@@ -129,7 +129,7 @@ def server_command(
         **({"quantization": QUANTIZATIONS[quantization]} if quantization else {}),
         **{option_name(key): value for key, value in server_arguments.items()},
     }
-    command = [sys.executable, "-m", "sglang.launch_server"]
+    command = os_process.module_command("sglang.launch_server")
     for key, value in arguments.items():
         command += _argument(key, value)
     return command

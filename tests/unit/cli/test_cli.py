@@ -62,8 +62,10 @@ def test_every_verb_has_a_file_and_explains_itself(capsys: pytest.CaptureFixture
 
 
 def test_a_command_line_that_is_wrong_gives_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = asyncrl("chekc", capsys=capsys)
-    assert (code, "invalid choice: 'chekc'" in err) == (2, True)
+    for given, meant in {"chekc": "check", "train": "run", "evl": "evaluate", "my.toml": "run my.toml"}.items():
+        code, _, err = asyncrl(given, capsys=capsys)
+        assert (code, err.count("\n"), f"did you mean `asyncrl {meant}`" in err) == (2, 1, True), err
+    assert asyncrl("xyzzy", capsys=capsys)[::2] == (2, "asyncrl: there is no 'xyzzy'; `asyncrl --help` says more\n")
     code, _, err = asyncrl(capsys=capsys)
     assert (code, "the following arguments are required: VERB" in err) == (2, True)
     for name in cli.VERBS:
@@ -236,11 +238,44 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
 def test_a_run_file_that_is_not_there_or_not_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = asyncrl("check", tmp_path / "none.toml", capsys=capsys)
     assert (code, "no such run file" in err) == (2, True)
-    (tmp_path / "bad.toml").write_text("[run\nname = 3")
-    code, _, err = asyncrl("check", tmp_path / "bad.toml", capsys=capsys)
-    assert (code, "line 1" in err) == (2, True)
+    for text, problem in {
+        "[run\nname = 3": ":1: Expected ']' at the end of a table declaration in: [run",
+        "[run]\nname = demo\n": ":2: Invalid value in: name = demo",
+        "a = 1\na = 2\n\n": ":2: Cannot overwrite a value in: a = 2",
+        "[bus]\ntoken = geheim": ":2: Invalid value in: token = ...",
+        "[bus]\nurl = nats://me:geheim@host": ":2: Invalid value in: url = nats://host",
+    }.items():
+        (tmp_path / "bad.toml").write_text(text)
+        assert asyncrl("check", tmp_path / "bad.toml", capsys=capsys) == (
+            2,
+            "",
+            f"asyncrl: {tmp_path}/bad.toml{problem}\n",
+        )
     code, _, err = asyncrl("check", tmp_path, capsys=capsys)
     assert (code, "is a folder; name the run file" in err) == (2, True)
+
+
+@pytest.mark.parametrize("command", [["-m", "asyncrl"], ["-P", "-m", "asyncrl"]])
+def test_a_users_file_replaces_no_module_of_python_or_of_a_package(tmp_path: Path, command: list[str]) -> None:
+    for name in ("http", "json", "logging", "queue", "random", "select", "tokenizers"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "mine.toml").write_text('[model]\npath = "a"\n[data]\npath = "http.py"\n')
+    words = [sys.executable, *command, "check", "mine.toml", "--set", "bus.url=nats://localhost"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "asyncrl: model.path: a: no such model folder\n")
+
+
+def test_a_users_module_that_an_installed_one_hides_is_named(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    (tmp_path / "random.py").write_text("def reward(sample): return 1.0")
+    (tmp_path / "http").mkdir()
+    for name, mine in {"random:reward": "random.py", "http.agent:reward": "http"}.items():
+        code, _, err = asyncrl("check", run_file, "--set", f"reward.kind={name}", capsys=capsys)
+        assert (code, err.count("\n")) == (2, 1)
+        assert err.startswith(f"asyncrl: reward.kind: {mine} is hidden by ") and "give yours another name" in err
 
 
 def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(

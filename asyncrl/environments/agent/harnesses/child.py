@@ -129,7 +129,7 @@ def one_line(error: BaseException) -> str:
 def look_up(address: str, options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return the user's function or class, and the constructor arguments. Raises any error of the user's code."""
     name, _, attribute = address.rpartition(":")
-    module = load_file("asyncrl_harness", Path(name)) if name.endswith(".py") else importlib.import_module(name)
+    module = load_file("asyncrl_harness", Path(name)) if name.endswith(".py") else import_module(name)
     found: Any = getattr(module, attribute)
     if problem := find_misfit(found):
         raise TypeError(f"{address} {problem}; a harness is called with (task, endpoint)")
@@ -156,6 +156,15 @@ def resident_mib() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def import_module(name: str) -> Any:
+    """Import the user's module. Raises ImportError if its file is hidden by an installed module of the same name."""
+    module, top = importlib.import_module(name), name.partition(".")[0]
+    mine, found = Path(f"{top}.py"), getattr(sys.modules[top], "__file__", None) or "a module of Python"
+    if mine.exists() and mine.resolve() != Path(found).resolve():
+        raise ImportError(f"{mine} is hidden by {found}, a module of the same name; give yours another name")
+    return module
+
+
 def load_file(name: str, path: Path) -> Any:
     """Load a file as the top-level module ``name``."""
     spec = importlib.util.spec_from_file_location(name, path)
@@ -176,7 +185,8 @@ def check(address: str) -> int:
 
 
 def main() -> None:
-    sys.path[0] = os.getcwd()  # was this file's folder; a harness must not import modules from there
+    del sys.path[0]  # this file's folder; a harness must not import modules from there
+    sys.path.append(os.getcwd())  # last, so that a user's http.py does not replace Python's
     if sys.argv[1] == "--check":
         os._exit(check(sys.argv[2]))
     control = socket.socket(fileno=os.dup(0))
