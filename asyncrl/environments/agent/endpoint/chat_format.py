@@ -43,11 +43,6 @@ class ChatFormat(ABC):
         """Upper bound of token ids, exclusive."""
         return len(self.tokenizer)
 
-    @functools.cached_property
-    def longest_token(self) -> int:
-        """Most characters of one token. A character is one or more bytes, and the vocabulary counts bytes."""
-        return max(map(len, self.tokenizer.get_vocab()))
-
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids

@@ -330,12 +330,12 @@ def sort_tool_results(messages: Sequence[Json]) -> list[Json]:
     return made
 
 
-def num_characters(messages: Sequence[Json], tools: Sequence[Json]) -> int:
-    """Return how many characters a chat template may write of a conversation, without its own."""
-    found = sum(len(json.dumps(one, ensure_ascii=False)) for one in tools)
+def texts_of(messages: Sequence[Json], tools: Sequence[Json]) -> list[str]:
+    """Return the texts that a chat template may write of a conversation, besides its own."""
+    found = [json.dumps(one, ensure_ascii=False) for one in tools]
     for one in messages:
-        found += len(one["content"]) + len(one.get("reasoning_content", ""))
-        found += sum(len(made["function"]["arguments"]) for made in one.get("tool_calls", ()))
+        found += [one["content"], one.get("reasoning_content", "")]
+        found += [made["function"]["arguments"] for made in one.get("tool_calls", ())]
     return found
 
 

@@ -26,8 +26,10 @@ from asyncrl.environments.agent.endpoint.request import Json, ModelRequest, Refu
 from asyncrl.environments.agent.endpoint.session import Record, Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
-MOST_BYTES: Final = 256 * 2**20
+MOST_BYTES: Final = 64 * 2**20
 """Size limit of a request. aiohttp's default is 1 MiB, too small for an agent's history."""
+READ_SECONDS: Final = 60.0
+"""Longest time for a request to arrive."""
 KEEP_ALIVE_SECONDS: Final = 10.0
 DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), AnthropicMessages(), TokenIds())
 
@@ -88,10 +90,10 @@ class EndpointServer:
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         try:
             session = self._session_of(request)
+            raw = await _read(request)
         except Refused as error:
             return _json(dialect.refuse(error), status=error.status)
         try:
-            raw = await _read(request)
             record, model_request = await self._record(request, raw, dialect, session)
             if model_request.is_streamed:
                 return await _stream(request, dialect, model_request, record, session)
@@ -112,7 +114,7 @@ class EndpointServer:
     ) -> tuple[Record, ModelRequest]:
         try:
             model_request = dialect.read(_body(raw), session)
-            record = session.answer(
+            record = await session.answer(
                 request.path.encode() + b"\n" + raw,
                 model_request,
                 is_retry=_retries(request) > 0,
@@ -126,7 +128,8 @@ class EndpointServer:
         dialect = AnthropicMessages()
         try:
             session = self._session_of(request)
-            prepared = session.prepare(dialect.read_any(_body(await _read(request)), session), is_limited=False)
+            body = _body(await _read(request))
+            prepared = await session.prepare_aside(dialect.read_any(body, session), is_limited=False)
         except RecursionError:
             return _json(dialect.refuse(Refused("the body is nested too deeply")), status=400)
         except Refused as error:
@@ -151,10 +154,14 @@ class EndpointServer:
 
 
 async def _read(request: web.Request) -> bytes:
+    """Return the body. Raises Refused, also if the client hangs up, which is nobody's failure."""
     try:
-        return await request.read()
+        async with asyncio.timeout(READ_SECONDS):
+            return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise Refused(f"the body has more than {MOST_BYTES} bytes", status=413) from None
+    except (ConnectionError, TimeoutError):
+        raise Refused(f"the body has not arrived within {READ_SECONDS:g} s", status=408) from None
 
 
 def _body(raw: bytes) -> Json:

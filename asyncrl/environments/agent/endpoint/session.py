@@ -18,6 +18,7 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -29,13 +30,16 @@ from asyncrl.environments.agent.endpoint.request import (
     Refused,
     call,
     digests,
-    num_characters,
     sort_tool_results,
+    texts_of,
 )
 from asyncrl.environments.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
 from asyncrl.environments.port import Generate
 from asyncrl.errors import EngineDied, EngineError, PromptError
 
+_LONG: Final = 2**16
+"""Characters of a long prompt."""
+_PIECE: Final = 2**14
 Replies = list[Turn] | Refused
 """The answers to one request, or why its prompt cannot be sampled."""
 
@@ -106,6 +110,7 @@ class Session:
         self._records: dict[bytes, list[Record]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()
+        self._long_prompts = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Session]:
@@ -129,27 +134,34 @@ class Session:
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
-    def answer(self, body: bytes, request: ModelRequest, *, is_retry: bool, is_listening: Callable[[], bool]) -> Record:
+    async def answer(
+        self, body: bytes, request: ModelRequest, *, is_retry: bool, is_listening: Callable[[], bool]
+    ) -> Record:
         """Return the record of a request; its answer may still be in progress. Raises Refused before sampling starts.
 
         body          bytes of the request; equal bytes mean the same request
         is_retry      the client marks the request as a retry
         is_listening  whether the client still waits for the answer
         """
-        if self._over.is_set() or self._tasks is None:
-            raise Refused("this sample is over", status=401, code="invalid_api_key")
+        self._refuse_late()
         key = hashlib.blake2b(body, digest_size=16).digest()
         records = self._records.setdefault(key, [])
         if (record := _find_unreceived(records, is_retry=is_retry)) is not None:
             record.is_listening = is_listening
             return record
-        prepared = [self.prepare(request)] * request.count
+        prepared = [await self.prepare_aside(request)] * request.count
+        tasks = self._refuse_late()
         numbers = range(self._num_calls, self._num_calls + len(prepared))
         self._num_calls += len(prepared)
-        task = self._tasks.create_task(self._sample_all(prepared, numbers))
+        task = tasks.create_task(self._sample_all(prepared, numbers))
         record = Record(replies=task, is_listening=is_listening)
         records.append(record)
         return record
+
+    def _refuse_late(self) -> asyncio.TaskGroup:
+        if self._over.is_set() or self._tasks is None:
+            raise Refused("this sample is over", status=401, code="invalid_api_key")
+        return self._tasks
 
     async def replies(self, record: Record) -> list[Turn]:
         """Wait for the answers and return them. Cancelling the wait does not stop sampling. Raises Refused."""
@@ -171,6 +183,16 @@ class Session:
                 self.turns.add(turn)
                 if turn.message:
                     self._asked[turn.asked], self._said[turn.said] = turn, turn
+
+    async def prepare_aside(self, request: ModelRequest, *, is_limited: bool = True) -> Prepared:
+        """Prepare the prompt of a request, a long one in a thread. Raises Refused.
+
+        Writing and reading the tokens of megabytes takes seconds, in which the worker's other samples go on.
+        """
+        if sum(map(len, texts_of(request.messages, request.tools))) <= _LONG:
+            return self.prepare(request, is_limited=is_limited)
+        async with self._long_prompts:
+            return await asyncio.to_thread(self.prepare, request, is_limited=is_limited)
 
     def prepare(self, request: ModelRequest, *, is_limited: bool = True) -> Prepared:
         """Prepare the prompt of a request. Raises Refused.
@@ -197,17 +219,19 @@ class Session:
         return Prepared(request=request, tokens=tokens, parent=parent, after=after, given=tokens[begin:], limit=limit)
 
     def _refuse_huge(self, request: ModelRequest) -> None:
-        """Refuse messages that are longer than the context whatever their tokens are.
-
-        Counting the tokens of megabytes would block the worker's event loop, and all its other samples, for seconds.
-        """
-        most = self.chat_format.longest_token * self.context_tokens
-        if (found := num_characters(request.messages, request.tools)) > most:
-            raise Refused(
-                f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
-                f"{found} characters, more than that many tokens can hold.",
-                code="context_length_exceeded",
-            )
+        """Refuse messages that are far longer than the context before all their tokens are counted."""
+        texts = texts_of(request.messages, request.tools)
+        if sum(map(len, texts)) <= 8 * self.context_tokens:  # few texts have so many characters in a token
+            return
+        found = 0
+        for piece in (text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE)):
+            found += len(self.chat_format.encode(piece))
+            if found > 2 * self.context_tokens:  # pieces may have more tokens than the whole, but not twice as many
+                raise Refused(
+                    f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
+                    f"more than {found} tokens.",
+                    code="context_length_exceeded",
+                )
 
     @property
     def num_unreceived(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,62 @@ async def test_a_full_context_is_said_as_clients_know_it_and_is_no_turn() -> Non
         assert refused["error"]["message"].startswith("prompt is too long")
         await client.say([{"role": "user", "content": "x"}])
     assert client.check() == 1
+
+
+class Watched(TemplateFormat):
+    """Counts the characters that it reads. Long texts are read only once ``gate`` is set."""
+
+    def __init__(self) -> None:
+        self.gate, self.num_read = threading.Event(), 0
+        super().__init__(TOKENIZER)
+
+    def encode(self, text: str) -> list[int]:
+        self.num_read += len(text)
+        if len(text) > 10_000:
+            self.gate.wait()
+        return super().encode(text)
+
+
+async def test_a_prompt_that_is_far_too_long_is_refused_before_all_of_it_is_read() -> None:
+    watched = Watched()
+    watched.gate.set()
+    async with Client(Scripted([]), context_tokens=1000, chat_format=watched) as client:
+        refused = await client.chat([{"role": "user", "content": "a b c " * 100_000}], status=400)
+    assert "your messages have more than" in refused["error"]["message"]
+    assert refused["error"]["code"] == "context_length_exceeded"
+    assert watched.num_read < 100_000
+
+
+async def test_while_a_long_prompt_is_read_others_are_answered() -> None:
+    watched = Watched()
+    async with Client(Scripted(["short", "long"]), chat_format=watched) as client:
+        asking = asyncio.create_task(client.say([{"role": "user", "content": "a b c " * 15_000}]))
+        assert (await client.say([{"role": "user", "content": "hi"}]))["content"] == "short"
+        watched.gate.set()
+        assert (await asking)["content"] == "long"
+    assert client.check() == 2
+
+
+async def test_a_request_that_does_not_arrive_is_nobodys_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("asyncrl.environments.agent.endpoint.server.READ_SECONDS", 0.1)
+    async with Client(Scripted(["hi"])) as client:
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"
+            f"Authorization: Bearer {client.session.key}\r\n\r\n{{"
+        )
+        halves = [await asyncio.open_connection(*client.server.url[7:].split(":")) for _ in range(20)]
+        for place, (_, writer) in enumerate(halves):
+            writer.write(head.encode())
+            if place % 2:
+                writer.close()
+        await client.say([{"role": "user", "content": "hi"}])
+        assert all([b"408" in await reader.readline() for reader, _ in halves[::2]])
+        for _, writer in halves:
+            writer.close()
+    assert client.check() == 1
+    assert not caplog.records
 
 
 async def test_a_request_may_ask_for_less_and_the_sample_has_a_budget_for_all_calls() -> None:
