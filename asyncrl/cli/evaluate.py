@@ -72,31 +72,35 @@ def run(options: argparse.Namespace) -> int:
     if is_run:
         most_bytes = run_config.metrics.samples_max_bytes
         answers = SampleFile(options.where, most_bytes=most_bytes, name=SAVED_MODELS_FILE)
+    results = Results(options.where)
+    digest = questions(run_config, models[-1]) if is_run else ""
+    rows, is_complete, is_interrupted = [], True, False
     if options.answers is not None:
         answers = _new_file(options.answers)
         of_all = dataclasses.replace(run_config.metrics, samples_per_evaluation=MOST_PROMPTS)
         run_config = dataclasses.replace(run_config, metrics=of_all)
-    results = Results(options.where)
-    digest = questions(run_config, models[-1]) if is_run else ""
-    rows, is_complete, is_interrupted = [], True, False
-    for model in models:
-        if is_run and not (options.again or options.answers) and results.has(model, questions=digest):
-            print(f"{model.folder}: evaluated already (--again repeats it)", file=sys.stderr)
-            continue
-        metrics = evaluate(run_config, model, answers=answers)
-        if metrics is None:
-            print(f"asyncrl evaluate: interrupted; nothing is recorded of {model.folder}", file=sys.stderr)
-            is_interrupted = True
-            break
-        if not metrics["evaluation/complete"]:
-            is_complete = False
-            again = "; the next call evaluates it again" if is_run else ""
-            print(f"asyncrl evaluate: {model.folder}: some prompts have no answer{again}", file=sys.stderr)
-        if is_run:
-            results.add(model, run_config, metrics, questions=digest)
-        rows.append({"model": str(model.folder), "step": model.step, **metrics})
-        if not options.json:
-            print("\n".join(_lines(model.folder, metrics)), flush=True)
+    try:
+        for model in models:
+            if is_run and not (options.again or options.answers) and results.has(model, questions=digest):
+                print(f"{model.folder}: evaluated already (--again repeats it)", file=sys.stderr)
+                continue
+            metrics = evaluate(run_config, model, answers=answers)
+            if metrics is None:
+                print(f"asyncrl evaluate: interrupted; nothing is recorded of {model.folder}", file=sys.stderr)
+                is_interrupted = True
+                break
+            if not metrics["evaluation/complete"]:
+                is_complete = False
+                again = "; the next call evaluates it again" if is_run else ""
+                print(f"asyncrl evaluate: {model.folder}: some prompts have no answer{again}", file=sys.stderr)
+            if is_run:
+                results.add(model, run_config, metrics, questions=digest)
+            rows.append({"model": str(model.folder), "step": model.step, **metrics})
+            if not options.json:
+                print("\n".join(_lines(model.folder, metrics)), flush=True)
+    finally:
+        if options.answers is not None and _is_empty(options.answers):
+            options.answers.unlink()
     if options.json:
         print(json.dumps(rows))
     if options.answers is not None and answers is not None and answers.num_lost:
@@ -109,10 +113,14 @@ def _new_file(path: Path) -> SampleFile:
     from asyncrl.actors.learner.sample_files import SampleFile
 
     try:
-        path.open("x").close()
+        path.open("a" if _is_empty(path) else "x").close()  # an empty one is left of a try that was killed
     except OSError as error:
         raise ConfigError(f"--answers {path}: cannot be made: {error.strerror}; name another file") from None
     return SampleFile(path.parent, name=path.name)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and not path.stat().st_size
 
 
 def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunConfig:

@@ -104,6 +104,18 @@ def test_every_answer_is_written_to_the_file_that_is_asked_for(
     assert "cannot be made: No such file or directory" in capsys.readouterr().err
 
 
+def test_a_try_that_fails_leaves_no_file_that_blocks_the_next_one(
+    demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    command = (demo / "model", "--datasets", datasets, "--only", "counts", "--answers", file)
+    assert evaluate(*command, "--set", "rollout.max_new_tokens=100000") == 2
+    assert not file.exists()
+    file.touch()  # as a try leaves it that was killed
+    assert evaluate(*command) == 0
+    assert len(file.read_text().splitlines()) == 6
+
+
 def test_answers_that_are_lost_are_said_and_no_success(
     demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ class ServerClient:
         """Raise EngineDied before ``open``, after ``close``, or if our server exited: its port may be another's."""
         self._session()
         if self.server is not None and not self.server.is_alive:
-            raise EngineDied(f"SGLang at {self.url} exited; {self.server.log_tail()}")
+            raise EngineDied(f"SGLang has ended: {self.server.problem()}")
 
     async def get(self, path: str) -> Any:
         async with self._ask("GET", path, None) as response:
@@ -116,8 +116,8 @@ class ServerClient:
         except (aiohttp.ContentTypeError, json.JSONDecodeError) as error:  # such as a proxy's error page
             raise EngineError(f"{self.url}{path}: the response is not JSON: {error}") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            log_tail = self.server.log_tail() if self.server else ""
-            raise EngineDied(f"lost SGLang at {self.url}{path}: {error!r} {log_tail}") from error
+            why = self.server.problem() if self.server else "is it running?"
+            raise EngineDied(f"lost SGLang at {self.url}{path}: {error!r}; {why}") from error
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -155,8 +155,10 @@ async def wait_until_healthy(client: ServerClient, *, seconds: float) -> None:
                     async with asyncio.timeout(0.5):
                         await (server.wait() if server else asyncio.Event().wait())
     except TimeoutError as error:
-        where = server.log_tail() if server else "is it running?"
-        raise EngineDied(f"SGLang at {client.url} did not respond within {seconds:g} s; {where}") from error
+        why = f"the end of its log: {server.problem()}" if server else "is it running?"
+        raise EngineDied(
+            f"SGLang did not start within engine.options.start_seconds = {seconds:g} at {client.url}; {why}"
+        ) from error
     log.info("SGLang at %s is up after %.0f s", client.url, time.monotonic() - began)
 
 

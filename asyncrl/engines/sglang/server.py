@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,7 +83,14 @@ def read_model(model: ServedModel, *, quantized: Path, reports_experts: bool) ->
 
 
 _HERE = Path(__file__).parent
-_LOG_TAIL_BYTES = 3000
+_LOG_BYTES: Final = 2**18
+"""The end of a log that is searched for the reason why the server ended."""
+_LONGEST_REASON: Final = 300
+_REASON: Final = re.compile(r"(?:[\w.]*(?:Error|Exception)\b(?:: .*)?|.*\berror: .+)")
+"""The last line of a traceback, or what a command line's parser says."""
+_ECHO: Final = re.compile(r"scheduler died|Initialization failed|Received sigquit|BrokenPipe|EOFError|ConnectionReset")
+"""What the server's other processes say when one of them has died."""
+_OPTION: Final = re.compile(r"(?<!\w)--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 _CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",  # otherwise rotary embeddings need vllm
     "TOKENIZERS_PARALLELISM": "false",
@@ -193,10 +201,12 @@ class ServerProcess:
         self._environment = environment
         self.log_path = log_path
         self._program: Program | None = None
+        self._start = 0  # of what this process wrote to the log
 
     async def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as output:
+            self._start = output.tell()
             self._program = await Program.start(
                 self._command,
                 environment=self._environment,
@@ -219,12 +229,24 @@ class ServerProcess:
         if self._program is not None:
             await self._program.end()
 
-    def log_tail(self) -> str:
-        """Return the end of the log for an error message."""
+    def problem(self) -> str:
+        """Return why the server ended, or what it said last, in one line with the name of its log."""
         try:
             with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-                text = log.read(_LOG_TAIL_BYTES).decode(errors="replace")
+                log.seek(max(self._start, log.seek(0, os.SEEK_END) - _LOG_BYTES))
+                text = log.read(_LOG_BYTES).decode(errors="replace")
         except OSError as error:
-            return f"(no log: {error})"
-        return f"end of {self.log_path}:\n{text}"
+            return f"{self.log_path}: {error.strerror}"
+        return f"{reason_in(text) or 'it said nothing'} (log: {self.log_path})"
+
+
+def reason_in(log: str) -> str:
+    """Return the sentence of a server's log that says why it ended: the last error that is no echo of another one.
+
+    Its options are named as a run file names them: SGLang advises --mem-fraction-static, which asyncrl sets.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if _REASON.fullmatch(line)]
+    reasons = [line for line in errors if not _ECHO.search(line)] or errors or lines
+    reason = _OPTION.sub(lambda found: f"engine.options.server_arguments.{found[1]}", reasons[-1]) if reasons else ""
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]} ..."

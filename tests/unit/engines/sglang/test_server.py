@@ -157,8 +157,53 @@ async def test_a_server_that_dies_while_starting_is_noticed(
     monkeypatch.setattr(
         sglang_server, "server_command", lambda *_, **__: [sys.executable, "-c", "exit('no GPU found')"]
     )
-    with pytest.raises(EngineDied, match="no GPU found"):
+    with pytest.raises(EngineDied) as caught:
         await make_engine(model, tmp_path / "log").start()
+    assert str(caught.value) == f"SGLang has ended: no GPU found (log: {tmp_path / 'log'})"
+
+
+NO_MEMORY = """\
+[2026-11-29 10:46:02] server_args=ServerArgs(model_path='m', mem_fraction_static=0.1)
+[2026-11-29 10:46:09] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 3, in run_scheduler_process
+    raise RuntimeError(msg)
+RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.
+
+[2026-11-29 10:46:10] Received sigquit from a child process. It usually means the child failed.
+Traceback (most recent call last):
+RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).
+"""
+
+REASONS = {
+    "the error of a rank, not its echo": (
+        NO_MEMORY,
+        "RuntimeError: Not enough memory. Please try to increase engine.options.server_arguments.mem-fraction-static.",
+    ),
+    "an option that the server does not know": (
+        "usage: sglang serve [-h]\n  [--config CONFIG]\nsglang serve: error: unrecognized arguments: --foo 3\n",
+        "sglang serve: error: unrecognized arguments: engine.options.server_arguments.foo 3",
+    ),
+    "only the echo": ("RuntimeError: Rank 0 scheduler died\nbye\n", "RuntimeError: Rank 0 scheduler died"),
+    "no error": ("one\ntwo\n\n", "two"),
+    "an error without a message": ("Traceback:\n  x\nAssertionError\n", "AssertionError"),
+    "an endless one": (f"ValueError: {'x' * 5000}\n", f"ValueError: {'x' * 288} ..."),
+    "nothing": ("", ""),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_a_failed_start_is_one_short_line_with_the_reason_first(case: str) -> None:
+    log, reason = REASONS[case]
+    assert sglang_server.reason_in(log) == reason
+
+
+async def test_the_reason_of_an_earlier_start_is_not_the_reason_of_this_one(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("RuntimeError: earlier\n")
+    process = sglang_server.ServerProcess([sys.executable, "-c", "print('now')"], environment=os.environ, log_path=log)
+    await process.start()
+    await process.wait()
+    assert process.problem() == f"now (log: {log})"
 
 
 @pytest.mark.sglang
