@@ -352,6 +352,8 @@ def bus_address(run: RunConfig, *, token: str, role: str = "learner") -> tuple[s
             f'bus.kind: "{run.bus.kind}" is inside the process of `asyncrl run`, which no other process can reach; '
             'a run that others join or look at needs bus.kind = "nats"'
         )
-    if run.bus.url or run.bus.address:
-        return run.bus.url or run.bus.address, token
+    if run.bus.url:
+        return run.bus.url, token
+    if run.bus.address:  # it comes with its own token, and no other may be sent there
+        return run.bus.address, run.bus.token
     return read_address(run.run_directory, is_worker=role == "rollout-worker")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from asyncrl.actors.learner import checkpoint
@@ -18,13 +18,13 @@ from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.staleness.staleness import sampled_spans
 
 
-def account_of(directory: Path, *, token: str = "") -> Account:
+def account_of(directory: Path, *, token: str = "", overrides: Iterable[str] = ()) -> Account:
     """Account for every prompt group of the run in ``directory``. Raises ConfigError for a folder without a run.
 
     token  token of the bus at bus.url
     """
     recorded = RecordedRun(directory)
-    run = recorded.bus_settings()
+    run = recorded.bus_settings(overrides)
     with recorded.server(run, token=token) as address:
         if address is None:
             problems: list[str] = []

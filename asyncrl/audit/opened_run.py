@@ -31,17 +31,18 @@ READ_AHEAD = 16
 """Maximum number of groups that are read from the log in advance."""
 
 
-def open_run(folder: str | Path, *, bus_token: str = "") -> OpenedRun:
+def open_run(folder: str | Path, *, bus_url: str = "", bus_token: str = "") -> OpenedRun:
     """Open the run in ``folder`` (run.directory/run.name). Raises ConfigError if no run was started there.
 
     Lines of its files that cannot be read are left out; `asyncrl audit` counts them.
 
-    bus_token  token of the nats-server at bus.url, for ``trajectories``
+    bus_url    address of the run's nats-server, for ``trajectories``; empty: the recorded one, where the run ran
+    bus_token  its token
     """
     directory = Path(folder)
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such run folder")
-    return OpenedRun(directory, bus_token=bus_token)
+    return OpenedRun(directory, bus_url=bus_url, bus_token=bus_token)
 
 
 class OpenedRun:
@@ -51,12 +52,13 @@ class OpenedRun:
     settings  run file of its last start, defaults filled in; run.directory and run.name are those of the present folder
     """
 
-    def __init__(self, folder: Path, *, bus_token: str) -> None:
+    def __init__(self, folder: Path, *, bus_url: str, bus_token: str) -> None:
         self.folder = folder
         self._token = bus_token
         self._recorded = RecordedRun(folder)
         here = f"run.directory={toml_text(str(folder.absolute().parent))}"
-        self._begun = self._recorded.newest_settings([here])
+        url = [f"bus.url={toml_text(bus_url)}"] if bus_url else []
+        self._begun = self._recorded.newest_settings([here, *url])
         """Settings with the run's name on its bus."""
         name = folder.absolute().name
         self.settings: RunConfig = replace(self._begun, run=replace(self._begun.run, name=name))

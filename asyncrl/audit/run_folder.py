@@ -1,5 +1,9 @@
 """A run as recorded by its folder: history, settings, checkpoint, metrics, and the bus that it left behind.
 
+Looking at a folder runs none of its code and sends no secrets: a folder may be a stranger's. So the recorded address of
+the bus, its credentials and a bus class count only where the run ran, or if the user names them
+(tests/integration/security/test_foreign_folder.py).
+
 Nothing here changes the run. The bus is that of the running run, or a nats-server that is started on the run's store
 while it is read. Readers create and change no topic, publish nothing and ack nothing. The lock of the store prevents
 simultaneous use by `asyncrl run` (bus/nats_server/server.py).
@@ -11,7 +15,8 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -27,8 +32,11 @@ from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
 from asyncrl.messages.topics import Topic
+from asyncrl.os_process import process_space
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
+
+log = logging.getLogger("asyncrl.check")
 
 M = TypeVar("M")
 
@@ -92,6 +100,7 @@ class RecordedRun:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.history_file = directory / HISTORY_FILE
+        self._has_said = False
 
     def history(self) -> list[HistoryEntry]:
         return read(self.history_file)
@@ -116,15 +125,37 @@ class RecordedRun:
                 f"{self.history_file}: the line that began incarnation {begun.incarnation} is damaged, so its run file "
                 "is not known"
             )
-        return config_record.from_table(begun.settings, where=f"{self.history_file}: incarnation {begun.incarnation}")
+        return self._settings(begun)
 
     def newest_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
         """Return the settings of the last incarnation, with ``section.key=value`` overrides applied."""
-        begun = self.last_start()
-        table = copy.deepcopy(dict(begun.settings))
-        for item in overrides:
+        return self._settings(self.last_start(), overrides)
+
+    def _settings(self, begun: HistoryEntry, overrides: Iterable[str] = ()) -> RunConfig:
+        table, items = copy.deepcopy(dict(begun.settings)), list(overrides)
+        if begun.host != process_space():
+            self._forget_bus(table, named={item.partition("=")[0] for item in items})
+        for item in items:
             config.override(table, item)
         return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun.incarnation}")
+
+    def _forget_bus(self, table: dict[str, Any], *, named: Collection[str]) -> None:
+        """Keep of the recorded bus only what its store was like, and its credentials if the user names its address."""
+        bus = table.get("bus")
+        if not isinstance(bus, dict):
+            return
+        kept = {*config_record.BUS_STORE, *(config_record.BUS_PATHS if "bus.url" in named else ())}
+        kept |= {"kind"} if bus.get("kind") in registry.BUSES else set()
+        table["bus"] = {key: value for key, value in bus.items() if key in kept}
+        forgotten = [f"bus.{key}" for key in bus if key not in kept and bus[key] and f"bus.{key}" not in named]
+        if forgotten and not self._has_said:
+            self._has_said = True
+            log.warning(
+                "%s: its learner ran elsewhere, so its recorded %s not used; name what you trust, as in --set "
+                "bus.url=nats://HOST:PORT",
+                self.directory,
+                f"{', '.join(forgotten)} {'is' if len(forgotten) == 1 else 'are'}",
+            )
 
     def last_start(self) -> HistoryEntry:
         """Return the history line that began the last incarnation."""

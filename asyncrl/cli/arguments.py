@@ -72,7 +72,8 @@ def bus_token(run_config: RunConfig | None = None) -> str:
 
 
 def with_bus_address(run_config: RunConfig) -> RunConfig:
-    """Add the nats-server's address, if `asyncrl run` passed it to this process."""
+    """Add the nats-server's address and token, if `asyncrl run` passed them to this process."""
     bus = run_config.bus
-    address = os.environ.get("ASYNCRL_BUS_URL", bus.address)
-    return dataclasses.replace(run_config, bus=dataclasses.replace(bus, address=address))
+    if address := os.environ.get("ASYNCRL_BUS_URL", ""):
+        bus = dataclasses.replace(bus, address=address, token=bus_token(run_config))
+    return dataclasses.replace(run_config, bus=bus)

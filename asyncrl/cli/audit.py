@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.audit.account import account_of
@@ -33,20 +34,22 @@ SHOWN_PROBLEMS = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_folder(parser)
+    arguments.add_overrides(parser, "override one key of the run, such as bus.url; repeatable")
 
 
 def run(options: argparse.Namespace) -> int:
-    return audit(options.run_directory, token=arguments.bus_token(), as_json=options.json)
+    token = arguments.bus_token()
+    return audit(options.run_directory, token=token, overrides=options.overrides, as_json=options.json)
 
 
-def audit(directory: Path, *, token: str = "", as_json: bool = False) -> int:
+def audit(directory: Path, *, token: str = "", overrides: Sequence[str] = (), as_json: bool = False) -> int:
     """Print the account of the run in ``directory`` and return the exit code: 0 if it is clean.
 
     token  token of the server at bus.url
 
     Raises ConfigError for a folder that holds no run.
     """
-    made = account_of(directory, token=token)
+    made = account_of(directory, token=token, overrides=overrides)
     print(json.dumps(made.as_json()) if as_json else table(made, directory))
     return 0 if made.is_clean else 1
 

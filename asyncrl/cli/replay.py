@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from asyncrl.audit.run_folder import RecordedRun, connect
 from asyncrl.cli import arguments
 from asyncrl.cli.arguments import step_range
+from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present
 
@@ -118,10 +119,21 @@ def replay(
 
     recorded = RecordedRun(directory)
     history = present(recorded.history())
+    of_bus = [item for item in overrides if item.startswith("bus.")]
+    overrides = [item for item in overrides if item not in of_bus]
     plan, folder = plan_of(recorded, history, from_step=from_step, overrides=overrides)
     is_changed = any(planned.run != recorded.settings(planned.begun) for planned in plan)
-    changed = overrides if is_changed else ()
-    return _train(recorded, plan, folder, from_step=from_step, changed=changed, out=out, token=token, as_json=as_json)
+    return _train(
+        recorded,
+        plan,
+        folder,
+        settings=recorded.newest_settings(of_bus),
+        from_step=from_step,
+        changed=overrides if is_changed else (),
+        out=out,
+        token=token,
+        as_json=as_json,
+    )
 
 
 def train_from(options: argparse.Namespace) -> int:
@@ -143,6 +155,7 @@ def train_from(options: argparse.Namespace) -> int:
         recorded,
         plan,
         None,
+        settings=recorded.newest_settings(),
         from_step=1,
         changed=(str(options.run_directory), *options.overrides),
         out=options.out,
@@ -157,6 +170,7 @@ def _train(
     plan: Sequence[Planned],
     folder: Path | None,
     *,
+    settings: RunConfig,
     from_step: int,
     changed: Sequence[str],
     out: Path | None,
@@ -164,11 +178,10 @@ def _train(
     as_json: bool,
     has_old: bool = True,
 ) -> int:
-    """has_old: there are recorded rows of the same steps to compare with"""
+    """settings: for the bus of ``recorded``;  has_old: there are recorded rows of the same steps to compare with"""
     from asyncrl.audit.replay import train_again
 
     directory = recorded.directory
-    settings = recorded.newest_settings()
     with recorded.server(settings, token=token) as address:
         if address is None:
             raise recorded.no_log_error(settings)

@@ -18,9 +18,9 @@ from asyncrl.config.secret_values import hide_secrets
 
 _LEFT_OUT: Final = ("launcher",)
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
-_BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
-_BUS_SIZES: Final = ("max_message_bytes", "max_group_bytes", "max_log_bytes")
-_BUS_KEYS: Final = ("kind", "url", "store", *_BUS_SIZES, "ack_seconds", *_BUS_PATHS)
+BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
+BUS_STORE: Final = ("store", "max_message_bytes", "max_group_bytes", "max_log_bytes", "ack_seconds")
+_BUS_KEYS: Final = ("kind", "url", *BUS_STORE, *BUS_PATHS)
 
 
 def as_table(run: RunConfig) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def as_table(run: RunConfig) -> dict[str, Any]:
     for file in table["data"]["files"]:
         file["path"] = str(Path(file["path"]).absolute())
     table["bus"] = {key: table["bus"][key] for key in _BUS_KEYS}
-    for key in _BUS_PATHS:
+    for key in BUS_PATHS:
         if table["bus"][key]:
             table["bus"][key] = str(Path(table["bus"][key]).absolute())
     table["bus"]["url"] = without_secrets(table["bus"]["url"])

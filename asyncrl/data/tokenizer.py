@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,19 +15,22 @@ _GENERIC: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Tokenizer classes that need only tokenizer.json."""
 _SPECIAL: Final = ("qwen2",)
 """Model types for which transformers always uses its own tokenizer class."""
+_IMPORTING: Final = threading.Lock()
+"""transformers imports its modules when they are first used, and fails in a thread that meets another one at it."""
 
 
 def load_tokenizer(path: Path) -> Any:
     """Load the Hugging Face tokenizer in ``path``, without downloads. Raises ConfigError."""
     find_tokenizer(path)
-    import transformers  # takes seconds, so only after the folder is known to exist
+    with _IMPORTING:
+        import transformers  # takes seconds, so only after the folder is known to exist
 
-    # AutoTokenizer also imports model code, which adds two seconds to the start of every process.
-    kind = transformers.PreTrainedTokenizerFast if is_generic(path) else transformers.AutoTokenizer
-    try:
-        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from None
+        # AutoTokenizer also imports model code, which adds two seconds to the start of every process.
+        kind = transformers.PreTrainedTokenizerFast if is_generic(path) else transformers.AutoTokenizer
+        try:
+            return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from None
 
 
 def load_decode(path: str | Path) -> Callable[[Sequence[int]], str]:
