@@ -9,7 +9,7 @@ from asyncrl.actors.base import HeartbeatSender
 from asyncrl.cli import arguments, worker_process
 from asyncrl.cli.actor_process import in_event_loop, supervise_process
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import INTERRUPTED, ConfigError
 from asyncrl.launch.checks.run_file import check_worker
 from asyncrl.launch.checks.shared_settings import settings_checksum
 from asyncrl.os_process import end_with_parent
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    end_with_parent()
+    is_launched = end_with_parent()
     run_config = arguments.with_bus_address(arguments.load(options))
     name = worker_process.name_of(options, run_config)
     check_worker(run_config)
@@ -40,15 +40,18 @@ def run(options: argparse.Namespace) -> int:
             'rollout-worker --evaluate: the run file has no evaluation.place = "dedicated" with data sets'
         )
     token = arguments.bus_token(run_config)
-    return in_event_loop(
+    code = in_event_loop(
         _sample(
             run_config, name, token=token, is_dedicated=bool(options.evaluate), beside_learner=options.beside_learner
         )
     )
+    return code if is_launched else 0  # a worker that was started by hand may leave at any time
 
 
 async def _sample(run_config: RunConfig, name: str, *, token: str, is_dedicated: bool, beside_learner: int) -> int:
-    """Sample until the worker is drained or the run is finished. Raises ConfigError while another worker has its name.
+    """Sample until the worker is drained or the run is finished, and return the exit code: INTERRUPTED if drained.
+
+    Raises ConfigError while another worker has its name.
 
     is_dedicated    only evaluate
     beside_learner  see build_worker
@@ -66,4 +69,5 @@ async def _sample(run_config: RunConfig, name: str, *, token: str, is_dedicated:
         await supervise_process(
             worker, follower, HeartbeatSender(worker, about=about), *prometheus(run_config, bus, worker)
         )
-    return 0
+        was_drained = worker.draining.is_set() and not worker.is_finished
+    return INTERRUPTED if was_drained else 0

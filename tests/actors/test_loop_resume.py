@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.errors import BackendError
+from asyncrl.errors import BackendError, HopelessError
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.messages.topics import PROGRESS, PROMPTS
+from tests.harness.buses import progress
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, single_turn, until, worker
 
 
@@ -68,6 +69,24 @@ async def test_draining_the_learner_leaves_a_checkpoint_to_go_on_from(loop: Loop
     await again.run_learner(resume=True)
     await task
     assert again.backend.steps == stopped_at + 2
+
+
+async def test_a_learner_that_another_one_has_superseded_ends(loop: Loop, bus_factory: Any) -> None:
+    """It was frozen, and its run was resumed elsewhere. It must not train on beside its successor."""
+    loop.steps, loop.checkpoint_every = 10_000, 0
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+
+    def supersede(step: int) -> None:
+        if step >= 2:  # as the successor does with each of its steps
+            asyncio.run_coroutine_threadsafe(loop.bus.put(PROGRESS, progress(1, incarnation=1)), running).result()
+
+    running = asyncio.get_running_loop()
+    loop.backend.before_step = supersede
+    with pytest.raises(
+        HopelessError, match="another learner has taken over this run .incarnation 1, step 1.; this one"
+    ):
+        await loop.run_learner()
+    task.cancel()
 
 
 async def test_a_resumed_learner_waits_for_stragglers_of_its_life_before(bus_factory: Any, tmp_path: Path) -> None:

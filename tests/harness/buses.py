@@ -50,8 +50,8 @@ def group(number: int, *, tokens: int = 3) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=number, prompt_tokens=np.array([1, 2], np.int32), trajectories=(trajectory,))
 
 
-def progress(step: int) -> Progress:
-    return Progress(incarnation=0, step=step, policy_version=step)
+def progress(step: int, *, incarnation: int = 0) -> Progress:
+    return Progress(incarnation=incarnation, step=step, policy_version=step)
 
 
 def heartbeat(name: str) -> Heartbeat:

@@ -37,6 +37,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, HopelessError, StepFailed
 from asyncrl.messages import Heartbeat, replace
 from asyncrl.messages.roles import WORKER
+from asyncrl.messages.topics import PROGRESS
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.skipped_steps import SkippedSteps
@@ -117,6 +118,7 @@ class Learner(Actor):
             beside = [
                 self._tasks.create_task(self._reader.read(), name=f"{self.name}.read"),
                 self._tasks.create_task(self._check_bus(), name=f"{self.name}.check-bus"),
+                self._tasks.create_task(self._end_if_superseded(), name=f"{self.name}.end-if-superseded"),
             ]
             if self._evaluator is not None:
                 await self._evaluator.start()
@@ -141,6 +143,19 @@ class Learner(Actor):
                 await self.bus.check()
             except BusError as error:  # it is up but too busy to answer; a bus that is away is waited for
                 self.log.warning("the bus cannot be checked now: %s", error)
+
+    async def _end_if_superseded(self) -> None:
+        """Raises HopelessError once a learner that began later has the run, as after this process was frozen for long.
+
+        consumes: progress    waits for: a newer incarnation    woken by: the learner that took over
+        """
+        async with self.bus.watch(PROGRESS) as states:
+            async for progress in states:
+                if progress.incarnation > self.table.incarnation:
+                    raise HopelessError(
+                        f"another learner has taken over this run (incarnation {progress.incarnation}, step "
+                        f"{progress.step}); this one, incarnation {self.table.incarnation} at step {self.step}, ends"
+                    )
 
     @property
     def _evaluates_first(self) -> bool:

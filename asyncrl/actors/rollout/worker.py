@@ -59,6 +59,8 @@ class RolloutWorker(Actor):
         self._partial_rollouts = partial_rollouts
         self._start_turn = start_turn
         self._handing_over = asyncio.Event()
+        self.is_finished = False
+        """Whether it ended with the run, rather than before it."""
 
     async def start(self) -> None:
         async with self._start_turn.held() if self._start_turn is not None else contextlib.nullcontext():
@@ -89,6 +91,7 @@ class RolloutWorker(Actor):
             work.cancel()  # held groups go back to the bus
             if quarantined.done() and not finished.done():
                 await self._wait_in_quarantine(quarantined.result(), finished, owner=group)
+            self.is_finished = finished.done()
             for task in (joined, handed_over, quarantined, finished, saving):
                 task.cancel()
 

@@ -150,6 +150,8 @@ class ChildProcess:
         text = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if code == -signal.SIGKILL and not self.fault and not self.no_restart.is_set():
             return f"{text} (out of memory? lower rollout.max_running or learner.micro_batch_tokens)"
+        if code in (INTERRUPTED, -signal.SIGTERM) and not self.no_restart.is_set():
+            return f"{text} (told to end by a signal that is not of this run; `asyncrl scale` removes workers)"
         return f"{text} ({self.fault})" if self.fault else text
 
     async def _start(self, launcher: Launcher, spec: ProcessSpec) -> LaunchedProcess | None:

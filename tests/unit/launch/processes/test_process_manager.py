@@ -187,6 +187,21 @@ async def test_failure_of_a_worker_is_the_exit_code_of_the_run(
     assert "from outside" not in said
 
 
+@pytest.mark.parametrize("code", [INTERRUPTED, -signal.SIGTERM])
+async def test_a_worker_that_is_told_to_end_from_outside_comes_back_and_it_is_said(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    worker = it.launcher.named("w0")
+    worker.code.set_result(code)
+    await it.until(lambda: it.launcher.named("w0") is not worker)
+    await it.until_up("w0", "w1")
+    said = capsys.readouterr().err
+    assert "told to end by a signal that is not of this run" in said and "restart 1 of 3" in said
+    assert await it.end() == 0
+
+
 async def test_ranks_end_and_restart_with_their_learner(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
