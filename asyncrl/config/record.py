@@ -17,14 +17,16 @@ from asyncrl.config.addresses import without_secrets
 from asyncrl.config.secret_values import hide_secrets
 
 _LEFT_OUT: Final = ("launcher",)
+_BRIEF: Final = ("reward", "engine", "metrics", "weights")
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
 BUS_STORE: Final = ("store", "max_message_bytes", "max_group_bytes", "max_log_bytes", "ack_seconds")
 _BUS_KEYS: Final = ("kind", "url", *BUS_STORE, *BUS_PATHS)
 
 
-def as_table(run: RunConfig) -> dict[str, Any]:
-    """Return the recorded sections as JSON values."""
+def as_table(run: RunConfig, *, has_defaults: bool = False) -> dict[str, Any]:
+    """Return the recorded sections as JSON values. Some are recorded without the keys that have their defaults, unless
+    ``has_defaults``."""
     table: dict[str, Any] = {}
     for name in RunConfig.__dataclass_fields__:
         if name not in _LEFT_OUT and (section := getattr(run, name)) is not None:
@@ -35,6 +37,9 @@ def as_table(run: RunConfig) -> dict[str, Any]:
     for name in _WITH_PATH:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
+    for name in () if has_defaults else _BRIEF:
+        defaults = json.loads(json.dumps(dataclasses.asdict(type(getattr(run, name))())))
+        table[name] = {key: value for key, value in table[name].items() if key == "kind" or value != defaults[key]}
     table["evaluation"]["datasets"] = [_dataset(one) for one in table["evaluation"]["datasets"]]
     for file in table["data"]["files"]:
         file["path"] = str(Path(file["path"]).absolute())

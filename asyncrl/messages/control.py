@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.checks import MOST_WORKERS
-from asyncrl.messages.validation import LARGEST_KEY, check_counts, check_seconds, name_problem, require
+from asyncrl.messages.validation import LARGEST_KEY, check_counts, check_seconds, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +123,7 @@ class Heartbeat:
     def __post_init__(self) -> None:
         counted = all(group.isascii() and group.isdigit() and len(group) <= 16 for group in self.begun)
         require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun holds invalid groups")
-        require(not (problem := name_problem(self.actor)), problem)
-        names = (self.role, self.phase, self.host, self.life, *self.numbers)
+        names = (self.actor, self.role, self.phase, self.host, *self.numbers)
         require(all(len(name) <= LARGEST_KEY for name in names), f"it has a name of more than {LARGEST_KEY} characters")
 
     @property

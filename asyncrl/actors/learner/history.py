@@ -78,17 +78,15 @@ class History:
         max_staleness: int,
         settings: Mapping[str, Any],
         data: Mapping[str, str] = MappingProxyType({}),
-        files: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         host: str = "",
     ) -> None:
         """Note that an incarnation begins at ``step``, from a checkpoint made when the file had ``kept`` bytes.
 
-        settings, data, files, host  as in HistoryEntry
+        settings, data, host  as in HistoryEntry
         """
         if (gone := kept - self.position) > 0:
             self._append(b" " * (gone - 1) + b"\n")
         more: dict[str, Any] = {"data": dict(data)} if data else {}
-        more |= {"files": dict(files)} if files else {}
         more |= {"host": host} if host else {}
         self._write(BEGUN, step=step, kept=kept, max_staleness=max_staleness, settings=settings, **more)
 

@@ -51,6 +51,8 @@ _MAX_STORE_BYTES = 2**60
 sum is over three quarters of the free disk. Only one of them fills (adapter.py checks its limit)."""
 _MAX_PENDING_BYTES = 256 * 2**20
 """Bytes that the server buffers for a slow reader before it drops the connection; the server's default is 64 MiB."""
+_JOINING_FILE = "joining.json"
+"""Port, and password for workers that join, of the last start (0600)."""
 
 
 class EmbeddedServer:
@@ -60,7 +62,7 @@ class EmbeddedServer:
     run                 name of the only run on the server; "": one token is for everybody and everything
     workers             names of rollout workers to start with
     host                only address to listen on
-    port                0 chooses a free port once; a restarted server keeps it
+    port                0: that of the store's last start if it is free, else a free one; a restarted server keeps it
     max_message_bytes   largest message asyncrl may send; the server's max_payload adds room for headers
     sync_seconds        how often the server syncs its store; 0: before each acknowledgement
     start_seconds       how long a server may take until it answers; reading back a large store takes a while
@@ -89,6 +91,9 @@ class EmbeddedServer:
         self._passwords = {
             user: secrets.token_hex(24) for user in ("learner", worker_user(ANY), *map(worker_user, workers))
         }
+        self._remembered_port = 0
+        if run and not is_reader:
+            self._remember()
         self._max_message_bytes = max_message_bytes
         self._sync = sync_interval(sync_seconds)
         self._start_seconds = start_seconds
@@ -96,6 +101,25 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._log_read = 0
         """Bytes of the server's log that ``failure`` has read."""
+
+    def _remember(self) -> None:
+        """Take the port and the password for joining from the last start of this store, as far as they are known.
+
+        Workers that joined by hand hold on to both while the run is interrupted, and are back once it is resumed.
+        """
+        try:
+            before = json.loads((self.directory / _JOINING_FILE).read_bytes())
+            port, password = before["port"], before["password"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if type(port) is int and 0 < port < 65536 and isinstance(password, str) and password:
+            self._remembered_port, self._passwords[worker_user(ANY)] = port, password
+
+    def _write_joining(self) -> None:
+        path = self.directory / _JOINING_FILE
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"port": self.port, "password": self._passwords[worker_user(ANY)]}, file)
 
     @property
     def token(self) -> str:
@@ -175,6 +199,8 @@ class EmbeddedServer:
             raise ConfigError(
                 f"bus.port {self.port}: another program listens there; choose another or 0 for a free one"
             )
+        if not self.port and self._remembered_port and not _is_taken(self.host, self._remembered_port):
+            self.port = self._remembered_port
         with self._lock() as lock:  # also of the files here: another server may be about to read them
             self._sign(lock, os.getpid())  # until the server has a process id
             config = self._write_config()
@@ -191,6 +217,8 @@ class EmbeddedServer:
             )
             self._sign(lock, self._process.pid)
         self.port = self._wait_until_ready(self._process)
+        if self._run and not self._is_reader:
+            self._write_joining()
 
     def stop(self) -> None:
         """Stop the server and keep its store."""

@@ -45,8 +45,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated, secret_files
 from asyncrl.launch.assembly import data
 from asyncrl.launch.assembly.recorders import open_recorders
-from asyncrl.launch.checks import resume_checks
-from asyncrl.launch.checks.signal_files import digest_files
+from asyncrl.launch.checks import resume_checks, signal_files
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
 from asyncrl.metrics.alarms import (
@@ -84,8 +83,9 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     rows = await asyncio.to_thread(data.open_rows, run)
     digests = await asyncio.to_thread(digest_data, run.data)
-    files = await asyncio.to_thread(digest_files, run)
+    files = await asyncio.to_thread(signal_files.digest_files, run)
     resume_checks.name_changes(run, state, data=digests, files=files)
+    signal_files.record(files, run.run_directory, incarnation=state.incarnation)
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     if not resume:
         await asyncio.to_thread(data.say_first_prompts, rows, sets)
@@ -101,7 +101,6 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         channel=channel,
         rows=rows,
         data_digests=digests,
-        files=files,
         metrics=MetricsReporter(
             bus,
             open_sinks(run, resume=resume, step=state.step),
@@ -133,7 +132,6 @@ def assemble_learner(
     metrics: MetricsReporter,
     validator: Validator,
     data_digests: Mapping[str, str] = MappingProxyType({}),
-    files: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     samples: SampleRecorder | None = None,
     answers: AnswerRecorder | None = None,
     admission: Admission | None = None,
@@ -143,7 +141,7 @@ def assemble_learner(
     """Assemble the learner and the prompt source of its process from their parts.
 
     state, restore_from  the starting point: state of a checkpoint, and its backend folder
-    data_digests, files  what the settings name is, for the history (HistoryEntry)
+    data_digests         SHA-256 of each data file by its path, for the history
     samples, answers     recorders of groups and of evaluations; None: nothing is recorded
     admission            None: as the run file says
     """
@@ -155,7 +153,6 @@ def assemble_learner(
         max_staleness=run.max_staleness,
         settings=as_table(run),
         data=data_digests,
-        files=files,
         host=process_space(),
     )
     table = saved_table.restore(state)

@@ -17,6 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError, DiskError
+from asyncrl.launch.checks import signal_files
 from asyncrl.launch.checks.signal_files import Files, model_config
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.groups.saved import LearnerState
@@ -92,7 +93,7 @@ def check_settings(run: RunConfig) -> None:
     """
     try:
         recorded = RecordedRun(run.run_directory)
-        before, files = recorded.newest_settings(), recorded.last_start().files
+        before, files = recorded.newest_settings(), signal_files.recorded(run.run_directory)
     except ConfigError:  # no record, or a damaged one
         return
     if not checkpoint.list_complete(run.run_directory / "checkpoints"):
@@ -143,12 +144,12 @@ def name_changes(run: RunConfig, state: LearnerState, *, data: Mapping[str, str]
     except ConfigError:  # no record, or a damaged one
         return
     say = _learner_log.warning
-    was, now = config_record.as_table(before), config_record.as_table(run)
+    was, now = (config_record.as_table(one, has_defaults=True) for one in (before, run))
     for name in was.keys() - begun.settings.keys():  # an older asyncrl did not record this section
         del was[name], now[name]
     for line in changes(was, now):
         say("resumed with another setting: %s", line)
-    for line in _changed_files(begun.files, files):
+    for line in _changed_files(signal_files.recorded(run.run_directory), files):
         say("changed since this run was last up: %s", line)
     changed = [path for path, digest in data.items() if begun.data.get(path, digest) != digest]
     for path in changed:

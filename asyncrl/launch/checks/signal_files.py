@@ -2,7 +2,11 @@
 
 The settings name most of what defines a run; what a name stands for may change while the setting stays. So every text
 of the settings that names Python code ("package.module:object") or a file is recorded with a digest of the content.
-Nothing is imported for it. Tests: tests/unit/launch/checks/test_signal_files.py.
+Nothing is imported for it. Each start of the learner adds a line:
+
+    RUN_DIR/files.jsonl
+    {"incarnation": 0, "files": {"reward.kind": {"my_reward.py": "9f0c..."}, "model.path": {...}}}
+ Tests: tests/unit/launch/checks/test_signal_files.py.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import shlex
@@ -28,6 +33,10 @@ Files = dict[str, dict[str, Any]]
 """Key of the run file -> name of a file -> digest. config.json of a model is recorded whole, so that a change names its
 keys."""
 
+log = logging.getLogger("asyncrl.learner")
+
+FILE: Final = "files.jsonl"
+
 _CODE: Final = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _OF_MODELS: Final = (".json", ".jinja", ".txt", ".model", ".py", ".safetensors")
 """Files of a model folder that the learner, the engines or transformers may read."""
@@ -39,6 +48,26 @@ _LONGEST_NAME: Final = 4096
 _CONFIG_BYTES: Final = 64 * 2**10
 _NOT_LOOKED_AT: Final = ("run", "bus")
 """Sections of the machine, whose files are secrets or the run's own."""
+
+
+def record(files: Files, directory: Path, *, incarnation: int) -> None:
+    """Add what this incarnation of the learner found."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / FILE).open("ab") as file:
+            file.write(json.dumps({"incarnation": incarnation, "files": files}).encode() + b"\n")
+    except OSError as error:
+        log.warning("%s cannot be written, so the next start cannot name what changed: %s", directory / FILE, error)
+
+
+def recorded(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Return what the newest incarnation found; empty if that is not known."""
+    try:
+        *_, last = (directory / FILE).read_bytes().splitlines()
+        files = json.loads(last)["files"]
+        return {str(key): dict(found) for key, found in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def digest_files(run: RunConfig) -> Files:

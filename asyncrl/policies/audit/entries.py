@@ -41,8 +41,6 @@ class HistoryEntry:
     kept           "begun": earlier lines from this position on are not in the history of the weights
     settings       "begun": the run file (config/record.py); empty if that line is damaged
     data           "begun": SHA-256 of each data file, by its path
-    files          "begun": digests of models, code and other files that the settings name, by key of the run file
-                   (launch/checks/signal_files.py)
     host           "begun": the machine that the learner ran on (os_process.py: process_space)
     problem        "damaged": the line and what is wrong with it
     """
@@ -59,7 +57,6 @@ class HistoryEntry:
     kept: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     host: str = ""
     problem: str = ""
 

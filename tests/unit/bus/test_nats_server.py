@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import socket
 import subprocess
 import sys
 import textwrap
@@ -63,6 +64,25 @@ def test_who_reads_a_run_waits_for_another_reader(
     with EmbeddedServer(tmp_path, is_reader=is_reader) as second:
         assert second.pid
     assert not first.pid
+
+
+def test_a_resumed_run_is_where_workers_that_joined_by_hand_left_it(tmp_path: Path) -> None:
+    """The address and the password for joining stay, the others are new. Another program may take the port."""
+    found = []
+    for _ in range(2):
+        with EmbeddedServer(tmp_path, run="r", workers=["w0"]) as server:
+            found.append((server.url, server.worker_token("*"), server.worker_token("w0"), server.token))
+    (url, joining, worker, learner), (same_url, same_joining, *others) = found
+    assert (url, joining) == (same_url, same_joining) and not {worker, learner} & set(others)
+    assert (tmp_path / "joining.json").stat().st_mode & 0o777 == 0o600
+    with (
+        socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))),
+        EmbeddedServer(tmp_path, run="r") as server,
+    ):
+        assert server.url != url and server.worker_token("*") == joining
+    (tmp_path / "joining.json").write_text('{"port": "1"}')
+    with EmbeddedServer(tmp_path, run="r") as server:
+        assert server.worker_token("*") != joining
 
 
 def test_the_token_is_not_on_the_command_line(nats_server: EmbeddedServer) -> None:

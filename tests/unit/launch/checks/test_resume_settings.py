@@ -18,7 +18,7 @@ from asyncrl.config import record as config_record
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
-from asyncrl.launch.checks import resume_checks
+from asyncrl.launch.checks import resume_checks, signal_files
 from asyncrl.launch.checks.shared_settings import settings_checksum
 from asyncrl.launch.checks.signal_files import digest_files
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
@@ -40,8 +40,9 @@ def set_to(run: RunConfig, *overrides: str) -> RunConfig:
 
 def begin(run: RunConfig, *, incarnation: int = 0) -> None:
     history = History(run.run_directory / HISTORY_FILE, incarnation=incarnation)
-    history.begin(step=0, kept=0, max_staleness=4, settings=config_record.as_table(run), files=digest_files(run))
+    history.begin(step=0, kept=0, max_staleness=4, settings=config_record.as_table(run))
     history.close()
+    signal_files.record(digest_files(run), run.run_directory, incarnation=incarnation)
 
 
 def test_refuses_checkpoints_of_another_backend(run: RunConfig) -> None:
