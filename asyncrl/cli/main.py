@@ -111,6 +111,8 @@ class Verb(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command as from a shell and return its exit code. ``arguments`` default to those of the process."""
+    if arguments is None and sys.getfilesystemencoding() != "utf-8":
+        _begin_again_in_utf8()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a notebook has others
             # Answers and paths may have characters that a terminal or pipe cannot show.
@@ -155,6 +157,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     return code
+
+
+def _begin_again_in_utf8() -> NoReturn:
+    """Replace this process by one that reads and writes UTF-8, as our files are, whatever the locale says.
+
+    Paths and answers with other letters than the locale's would end it anywhere. The terminal is written to as before.
+    """
+    encodings = {"PYTHONUTF8": "1", "PYTHONIOENCODING": f"{sys.stdout.encoding}:backslashreplace"}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | encodings)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -260,8 +260,8 @@ class EmbeddedServer:
             config["accounts"] = accounts(self._run, self._passwords)
         else:
             config["authorization"] = {"token": self.token}
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(config, file, indent=1)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(config, file, indent=1, ensure_ascii=False)  # the server does not know JSON's \u00e4
         return path
 
     @property

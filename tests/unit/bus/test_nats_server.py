@@ -42,6 +42,12 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_traceback(tmp_path: Path
         EmbeddedServer(tmp_path / "file" / "nats").start()
 
 
+@pytest.mark.parametrize("name", ["läufe", "試行", "a b", "it's", 'a"b', "a\\b", "$HOME"])
+def test_a_run_may_be_in_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
+    with EmbeddedServer(tmp_path / name):
+        assert (tmp_path / name / "jetstream").is_dir()
+
+
 def test_two_servers_never_share_a_store(tmp_path: Path) -> None:
     with (
         EmbeddedServer(tmp_path) as server,

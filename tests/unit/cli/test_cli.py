@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -263,6 +264,15 @@ def test_a_users_file_replaces_no_module_of_python_or_of_a_package(tmp_path: Pat
     words = [sys.executable, *command, "check", "mine.toml", "--set", "bus.url=nats://localhost"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "asyncrl: model.path: a: no such model folder\n")
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "POSIX"}])
+def test_names_may_have_letters_that_the_locale_has_not(tmp_path: Path, locale: dict[str, str]) -> None:
+    (tmp_path / "läufe.toml").write_text('[model]\npath = "mödell"\n[data]\npath = "läufe.toml"\n', encoding="utf-8")
+    words = [sys.executable, "-m", "asyncrl", "check", "läufe.toml"]
+    environment = os.environ | {"PYTHONUTF8": "0"} | locale
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (2, "asyncrl: model.path: m\\xf6dell: no such model folder\n")
 
 
 def test_a_users_module_that_an_installed_one_hides_is_named(
