@@ -47,9 +47,10 @@ class Options:
     """Options of the harness."""
     timeout_seconds: float = 600.0
     """Time limit of a sample, including the model's answers."""
-    on_timeout: Literal["truncate", "fail"] = "truncate"
-    """What to do with a sample over the limit. truncate: train what was sampled, with finish_reason "length". fail: the
-    sample fails."""
+    on_timeout: Literal["fail", "truncate"] = "fail"
+    """What to do with a sample over the limit. fail: it has no reward and is left out of its group (rollout.min_group).
+    truncate: train what was sampled, with finish_reason "length": the time-out counts as an answer of the model, also
+    in the baseline of its siblings."""
     timeout_reward: float | None = None
     """Reward of a truncated sample; not set: the run's reward function decides."""
     restart: Literal["again", "never"] = "again"
@@ -84,7 +85,10 @@ class Options:
         if self.timeout_seconds <= 0:
             raise ConfigError(f"timeout_seconds must be > 0, got {self.timeout_seconds:g}")
         if self.on_timeout == "fail" and self.timeout_reward is not None:
-            raise ConfigError('timeout_reward is for on_timeout = "truncate"; a sample that fails has none')
+            raise ConfigError(
+                "timeout_reward: a sample that took too long has no reward; leave this out, or set "
+                'on_timeout = "truncate" to count its time-out as an answer with this reward, in its siblings\' baseline'
+            )
         for key in ("tool_parser", "reasoning_parser", "chat_template"):
             if getattr(self, key) and self.renderer:
                 raise ConfigError(f"renderer: {self.renderer!r} takes the place of {key}; remove one of them")

@@ -30,7 +30,7 @@ class Limited:
         *,
         name: str,
         timeout_seconds: float = 600.0,
-        on_timeout: OnTimeout = "truncate",
+        on_timeout: OnTimeout = "fail",
         timeout_reward: float | None = None,
     ) -> None:
         """

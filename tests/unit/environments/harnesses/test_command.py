@@ -251,10 +251,10 @@ async def raises(task: Task, endpoint: Endpoint) -> Outcome:
 
 
 async def test_a_sample_that_takes_too_long_is_cut_or_fails_as_the_run_file_says() -> None:
-    outcome = await Limited(never, name="never", timeout_seconds=0.01, timeout_reward=-1.0)(TASK, ENDPOINT)
+    outcome = await Limited(never, name="never", timeout_seconds=0.01, on_timeout="truncate", timeout_reward=-1.0)(TASK, ENDPOINT)
     assert (outcome.finish_reason, outcome.reward, outcome.metrics) == ("length", -1.0, {"timeout": 1.0})
     with pytest.raises(RolloutError, match=r"harness never: took longer than timeout_seconds = 0\.01 for a sample"):
-        await Limited(never, name="never", timeout_seconds=0.01, on_timeout="fail")(TASK, ENDPOINT)
+        await Limited(never, name="never", timeout_seconds=0.01)(TASK, ENDPOINT)
 
 
 def test_a_harness_is_found_by_name_or_address_and_a_mistake_is_told_in_one_line() -> None:
