@@ -127,6 +127,45 @@ class DropAlarm(Alarm):
         return {"staleness/dropped_share": share}
 
 
+class MissingAlarm(Alarm):
+    """Warns when more than ``SHARE`` of the answers of STEPS steps (fewer at the start) have no reward.
+
+    What fails is rarely a fair sample: a reward that raises for answers without a number leaves out the worst ones.
+    Answers must have been missing in at least LEAST steps. The alarm ends below half the share.
+    """
+
+    name = "missing"
+    SHARE = 0.05
+    LEAST = 3
+
+    def __init__(self, *, group_size: int) -> None:
+        super().__init__()
+        self._group_size = group_size
+        self._failed_groups: float | None = None  # until the first step
+        self._answers: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        """Per step: answers without a reward, and trained answers."""
+
+    def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Return the metric ``staleness/failed_share``, in [0, 1], over the last STEPS steps (fewer at the start)."""
+        failed = number_of(metrics, "staleness/failed_groups")
+        if self._failed_groups is None:  # what an earlier incarnation saw does not count
+            self._failed_groups = failed if number_of(metrics, "learner/incarnation") else 0.0
+        missing = (failed - self._failed_groups) * self._group_size + number_of(metrics, "staleness/failed_samples")
+        self._failed_groups = failed
+        self._answers.append((missing, _count_answers(metrics, "trained")[0]))
+        all_missing, all_trained = map(sum, zip(*self._answers, strict=True))
+        share = all_missing / max(all_missing + all_trained, 1)
+        is_lasting = sum(count > 0 for count, _ in self._answers) >= self.LEAST
+        if self._begins((share > self.SHARE and is_lasting) or (self.is_on and share >= self.SHARE / 2)):
+            self._warn(
+                "%.0f %% of the answers of the last %d steps failed and have no reward, so they are in no baseline and "
+                "are not trained",
+                100 * share,
+                len(self._answers),
+            )
+        return {"staleness/failed_share": share}
+
+
 class StragglerAlarm(Alarm):
     """Warns when the learner waits too long for old groups while engines are idle.
 

@@ -30,6 +30,8 @@ SCHEMA: dict[str, str] = {
     "started",
     "staleness/failed_groups": "groups that could not be made (engine or reward failed for good), since the start of "
     "the run",
+    "staleness/failed_share": "share of the answers of the last ten steps (trained or failed) that failed and have no "
+    "reward",
     "buffer/groups": "groups that have arrived and wait to be trained",
     "buffer/tokens": "response tokens of these groups",
     "buffer/oldest_seconds": "how long the oldest of these groups has waited",

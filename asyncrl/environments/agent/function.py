@@ -87,7 +87,7 @@ class Options:
         if self.on_timeout == "fail" and self.timeout_reward is not None:
             raise ConfigError(
                 "timeout_reward: a sample that took too long has no reward; leave this out, or set "
-                'on_timeout = "truncate" to count its time-out as an answer with this reward, in its siblings\' baseline'
+                'on_timeout = "truncate", and its time-out is an answer with this reward, in its siblings\' baseline'
             )
         for key in ("tool_parser", "reasoning_parser", "chat_template"):
             if getattr(self, key) and self.renderer:

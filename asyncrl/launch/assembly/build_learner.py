@@ -52,6 +52,7 @@ from asyncrl.metrics.alarms import (
     Alarm,
     DropAlarm,
     MismatchAlarm,
+    MissingAlarm,
     NoSignalAlarm,
     SplitAlarm,
     StandstillAlarm,
@@ -258,6 +259,7 @@ def _choose_alarms(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
         CollapseAlarm(),
         MismatchAlarm(run.metrics.mismatch_alarm),
         DropAlarm(run.metrics.drop_alarm),
+        MissingAlarm(group_size=run.rollout.group_size),
         StragglerAlarm(run.metrics.straggler_alarm, max_staleness=run.max_staleness),
         StandstillAlarm(steps=steps),
     ]

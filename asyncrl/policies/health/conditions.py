@@ -65,6 +65,13 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "give both the same weights, precision and sampling options (model.dtype, engine.options), and change no token "
         "after it was sampled (rollout function, chat template)",
     ),
+    "alarm/missing": Condition(
+        "missing",
+        1,
+        "leaves out many answers that failed and have no reward",
+        "training is biased if what fails is no fair sample, such as all answers without a number",
+        "fix why they fail (the workers' logs say it), or return a reward for such answers",
+    ),
     "alarm/drop": Condition(
         "stale",
         1,

@@ -11,6 +11,7 @@ from asyncrl.metrics.alarms import (
     Alarm,
     DropAlarm,
     MismatchAlarm,
+    MissingAlarm,
     NoSignalAlarm,
     SplitAlarm,
     StandstillAlarm,
@@ -176,6 +177,33 @@ def test_mismatch_alarm_warns_once_per_rise(caplog: pytest.LogCaptureFixture) ->
     assert [metrics["mismatch/alarm"] for metrics in seen] == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
     assert len(caplog.records) == 2
     assert "0.060 nats per token, over metrics.mismatch_alarm = 0.05" in caplog.text
+
+
+def failing(groups: Sequence[int], *, samples: int = 0, incarnation: int = 0) -> list[Row]:
+    """Steps that train 64 answers. groups: failed so far, of 8 answers each;  samples: failed ones in each step"""
+    return [
+        {
+            "length/trained": histogram([100] * 64),
+            "staleness/failed_groups": float(count),
+            "staleness/failed_samples": float(samples),
+            "learner/incarnation": float(incarnation),
+        }
+        for count in groups
+    ]
+
+
+def test_answers_without_a_reward_raise_an_alarm_that_names_their_share(caplog: pytest.LogCaptureFixture) -> None:
+    """Eight of 72 answers of each step fail: as a whole group, or singly."""
+    assert states(MissingAlarm(group_size=8), failing([1, 2, 3, 4])) == [False, False, True, True]
+    assert states(MissingAlarm(group_size=8), failing([0] * 4, samples=8)) == [False, False, True, True]
+    text = "11 % of the answers of the last 3 steps failed and have no reward, so they are in no baseline and are not"
+    assert [record.getMessage()[: len(text)] for record in caplog.records] == [text] * 2
+
+
+def test_few_failed_answers_and_those_of_an_earlier_incarnation_raise_no_alarm() -> None:
+    assert not any(states(MissingAlarm(group_size=8), failing([1, 2])))
+    assert not any(states(MissingAlarm(group_size=8), failing([0] * 30, samples=1)))
+    assert not any(states(MissingAlarm(group_size=8), failing([40] * 20, incarnation=1)))
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.05])

@@ -251,7 +251,8 @@ async def raises(task: Task, endpoint: Endpoint) -> Outcome:
 
 
 async def test_a_sample_that_takes_too_long_is_cut_or_fails_as_the_run_file_says() -> None:
-    outcome = await Limited(never, name="never", timeout_seconds=0.01, on_timeout="truncate", timeout_reward=-1.0)(TASK, ENDPOINT)
+    cut = Limited(never, name="never", timeout_seconds=0.01, on_timeout="truncate", timeout_reward=-1.0)
+    outcome = await cut(TASK, ENDPOINT)
     assert (outcome.finish_reason, outcome.reward, outcome.metrics) == ("length", -1.0, {"timeout": 1.0})
     with pytest.raises(RolloutError, match=r"harness never: took longer than timeout_seconds = 0\.01 for a sample"):
         await Limited(never, name="never", timeout_seconds=0.01)(TASK, ENDPOINT)
