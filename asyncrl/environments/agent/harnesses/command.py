@@ -107,8 +107,9 @@ class CommandHarness:
                 output = group.create_task(last_bytes(program.stdout, keep=_KEPT_BYTES, most=most))
                 errors = group.create_task(last_bytes(program.stderr, keep=_KEPT_BYTES, most=most))
             if problem := await program.wait_for_problem():
-                said = _last_line(errors.result()) or _last_line(output.result())
-                is_outage = await program.wait() == os.EX_TEMPFAIL or names_outage(said)
+                told = _last_line(errors.result())
+                is_outage = await program.wait() == os.EX_TEMPFAIL or names_outage(told)  # not what the model said
+                said = told or _last_line(output.result())
                 raise _error(problem, said=said, kind=Outage if is_outage else RolloutError)
         except ExceptionGroup as error:
             first = error.exceptions[0]
