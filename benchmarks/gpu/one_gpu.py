@@ -14,6 +14,7 @@ the device; with "_mpsN" under MPS with N % of the multiprocessors for the learn
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -38,6 +39,8 @@ from benchmarks.gpu.window import Row, measure
 
 RUN_FILE: Final = "benchmarks/gpu/modes.toml"
 _ARM: Final = re.compile(r"(async|sync)(_files)?(?:_mps(\d+))?")
+_STEPS: Final = 200
+"""More than any arm takes: the log must have room for all of them."""
 _PREFILL_GRAPHS: Final = "disable-prefill-cuda-graph"
 REHEARSAL: Final[Mapping[str, Any]] = {
     "shape": "tiny",
@@ -113,7 +116,7 @@ def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -
         "run.name": name,
         "run.directory": scratch / "runs",
         "run.mode": mode,
-        "run.steps": 10_000,
+        "run.steps": _STEPS,
         "model.path": scratch / "model",
         "model.dtype": "bfloat16" if has_gpu() else "float32",
         "data.path": scratch / "prompts.jsonl",
@@ -124,7 +127,7 @@ def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -
         "learner.groups_per_batch": options.groups,
         "staleness.max_staleness": options.max_staleness,
         "weights.directory": scratch / "weights",
-        "bus.max_log_bytes": 2**32,
+        "bus.max_log_bytes": 2**33,
         "bus.max_message_bytes": 2**25,
         **({"engine.options.server_arguments": server} if has_gpu() else {}),
         **({"weights.channel": "files"} if files else {}),
@@ -157,11 +160,13 @@ def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -
                 break
             rows = read_rows(folder / "metrics.jsonl")
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # everything ends with it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # everything ends with it
         process.wait()
         if options.out is not None:
-            shutil.copytree(folder / "logs", options.out / name, dirs_exist_ok=True)
-            shutil.copyfile(folder / "metrics.jsonl", options.out / f"{name}.jsonl")
+            with contextlib.suppress(OSError):
+                shutil.copytree(folder / "logs", options.out / name, dirs_exist_ok=True)
+                shutil.copyfile(folder / "metrics.jsonl", options.out / f"{name}.jsonl")
         print(tail(output) if problem else "", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(scratch / "weights", ignore_errors=True)
