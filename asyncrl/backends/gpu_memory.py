@@ -17,7 +17,9 @@ from asyncrl.tensors.model_tensors import read_shapes
 COPIES: Final = 3
 """Versions of the weights beside the model: the newest, the one being made, and an older one still being written."""
 _CONTEXT_BYTES: Final = 5 * 2**30
-"""CUDA context, kernels' workspaces, and blocks that the allocator cannot use."""
+"""CUDA context, NCCL's buffers, kernels' workspaces."""
+_FRAGMENTED: Final = 1.1
+"""What torch's allocator holds, for each byte of tensors."""
 _HEAD_BYTES: Final = 2 * 2**30
 """Logits in float32, a chunk at a time."""
 
@@ -38,7 +40,8 @@ def learner_bytes(run: RunConfig, *, recomputes_all: bool) -> int:
     state = width * parameters + trained * (4 + sharded)
     has_reference = run.reference is not None and bool(run.reference.kl_coef)
     copies = width * parameters * (COPIES + int(has_reference))
-    return int(state + copies + _passes(run, config, recomputes_all=recomputes_all) + _HEAD_BYTES + _CONTEXT_BYTES)
+    tensors = state + copies + _passes(run, config, recomputes_all=recomputes_all) + _HEAD_BYTES
+    return int(_FRAGMENTED * tensors + _CONTEXT_BYTES)
 
 
 def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> float:

@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_SECONDS: Final = 30.0
 """Time for a server's last batch to end before its memory leaves the GPUs."""
-_WORKSPACE_BYTES: Final = 5 * 2**30
+_WORKSPACE_BYTES: Final = 10 * 2**30
 """What a server takes besides weights and cache: CUDA context, graphs, activations, logits, a load's tensors."""
 _LEAST_CACHE_BYTES: Final = 2**31
 """Smallest cache of keys and values to start with."""
