@@ -19,7 +19,7 @@ COPIES: Final = 3
 _CONTEXT_BYTES: Final = 5 * 2**30
 """CUDA context, NCCL's buffers, kernels' workspaces."""
 _FRAGMENTED: Final = 1.1
-"""What torch's allocator holds, for each byte of tensors."""
+"""What torch's allocator holds for each byte of activations."""
 _HEAD_BYTES: Final = 2 * 2**30
 """Logits in float32, a chunk at a time."""
 
@@ -40,8 +40,8 @@ def learner_bytes(run: RunConfig, *, recomputes_all: bool) -> int:
     state = width * parameters + trained * (4 + sharded)
     has_reference = run.reference is not None and bool(run.reference.kl_coef)
     copies = width * parameters * (COPIES + int(has_reference))
-    tensors = state + copies + _passes(run, config, recomputes_all=recomputes_all) + _HEAD_BYTES
-    return int(_FRAGMENTED * tensors + _CONTEXT_BYTES)
+    passes = _FRAGMENTED * (_passes(run, config, recomputes_all=recomputes_all) + _HEAD_BYTES)
+    return int(state + copies + passes + _CONTEXT_BYTES)
 
 
 def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> float:
