@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from asyncrl.errors import ConfigError, disk_problem
+from asyncrl.os_process import own_command
 
 REASON = "reason"
 """Messages logged with ``extra={REASON: "..."}`` and the same reason are throttled on stderr (``Stderr``)."""
@@ -40,6 +41,9 @@ class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
                 record.msg, record.args = f"{record.getMessage()} ({count} for this reason; the log has all)", ()
         super().emit(record)
 
+    def format(self, record: logging.LogRecord) -> str:
+        return as_typed(super().format(record))
+
 
 def print_line(text: str, *, out: TextIO | None = None) -> bool:
     """Print a line on which nothing depends. Return False if nobody gets it: the reader is gone, or a disk is full.
@@ -47,7 +51,7 @@ def print_line(text: str, *, out: TextIO | None = None) -> bool:
     out  default: stdout
     """
     try:
-        print(text, file=out or sys.stdout, flush=True)
+        print(as_typed(text), file=out or sys.stdout, flush=True)
     except BrokenPipeError:  # as after `| head`, or when `| tee` has ended
         return False
     except OSError as error:
@@ -106,6 +110,11 @@ def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
 
 
 # -- text for a terminal -----------------------------------------------------------------------------------------------
+
+
+def as_typed(text: str) -> str:
+    """Return ``text`` with its commands (`asyncrl top ...`, in backticks) as they work where the user stands."""
+    return text.replace("`asyncrl ", f"`{own_command()} ") if "`asyncrl " in text else text
 
 
 def in_words(seconds: float) -> str:

@@ -9,6 +9,8 @@ import contextlib
 import ctypes
 import itertools
 import os
+import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -53,6 +55,17 @@ def module_command(module: str) -> list[str]:
     is_installed = bool(list(metadata.distributions(name="asyncrl")))
     is_here = Path(__file__).parents[1] == Path.cwd()
     return [sys.executable, *(["-P"] if is_installed or not is_here else []), "-m", module]
+
+
+def own_command() -> str:
+    """Return the ``asyncrl`` command of this Python as it works where the user stands: often ".venv/bin/asyncrl"."""
+    beside = Path(sys.executable).with_name("asyncrl")
+    if not beside.exists():
+        return f"{shlex.quote(sys.executable)} -m asyncrl"
+    on_path = shutil.which("asyncrl")
+    if on_path is not None and os.path.samefile(on_path, beside):
+        return "asyncrl"
+    return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
 
 
 def end_with_parent() -> bool:

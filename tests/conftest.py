@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -48,7 +49,11 @@ BusFactory = Callable[..., Awaitable[Bus]]
 
 
 def pytest_configure() -> None:
-    """Let SGLang servers import only the models under test instead of all 250. This saves 3 s of CPU per rank."""
+    """Let SGLang servers import only the models under test instead of all 250. This saves 3 s of CPU per rank.
+
+    And let `asyncrl` be found as in an activated environment, so that messages name it so wherever tests run.
+    """
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     if (sglang := importlib.util.find_spec("sglang")) is not None and sglang.origin is not None:
         models = {path.stem for path in (Path(sglang.origin).parent / "srt" / "models").glob("*.py")}
         os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(models - SGLANG_MODELS))

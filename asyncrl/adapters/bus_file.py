@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 from pathlib import Path
 from typing import Any, Final
@@ -34,10 +35,7 @@ def write_address(directory: Path, *, url: str, token: str, worker_token: str) -
 def read_address(directory: Path, *, is_worker: bool = False) -> tuple[str, str]:
     """Return (url, token) of the server that `asyncrl run` started for ``directory``. Raises NoSuchRun."""
     path = directory / BUS_FILE
-    remedy = (
-        "start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT "
-        "(a run that is over: `asyncrl audit`, `samples` and `board` read its folder)"
-    )
+    remedy = "start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT"
     try:
         table = json.loads(path.read_bytes())
         url, token = table["url"], table["worker_token" if is_worker else "token"]
@@ -51,7 +49,13 @@ def read_address(directory: Path, *, is_worker: bool = False) -> tuple[str, str]
             "folder)"
         )
     except FileNotFoundError:
-        problem = f"bus.url is empty and no `asyncrl run` is up in {directory}"
+        problem = f"no `asyncrl run` is up in {directory}"
+        if (directory / "history.jsonl").exists() and not is_worker:
+            problem, folder = f"{directory}: the run is over, or was stopped", shlex.quote(str(directory))
+            remedy = (
+                f"`asyncrl samples {folder}`, `asyncrl board {folder}` and `asyncrl audit {folder}` show what it did, "
+                "and `asyncrl run FILE --resume` continues it"
+            )
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError):

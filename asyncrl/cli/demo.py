@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.processes.gpus import num_gpus
 from asyncrl.launch.processes.launch import launch
+from asyncrl.os_process import own_command
 
 if TYPE_CHECKING:
     from asyncrl.data.tiny_model import Architecture
@@ -102,8 +103,8 @@ def report(metrics: Path, *, seconds: float) -> int:
     held_out = [row["evaluation/held_out/mean@4"] for row in rows if "evaluation/held_out/mean@4" in row]
     last = sum(rewards[-5:]) / len(rewards[-5:])
     print(f"every number of every step is in {metrics}")
-    print(f"what the model writes: asyncrl samples {metrics.parent}")
-    print(f"its curves, lanes and answers on a web page: asyncrl board {metrics.parent}")
+    print(f"what the model writes: {own_command()} samples {metrics.parent}")
+    print(f"its curves, lanes and answers on a web page: {own_command()} board {metrics.parent}")
     found = f"reward {rewards[0]:.2f} -> {last:.2f} in {seconds:.0f} s"
     if held_out:
         times = f"evaluated {len(held_out)} times meanwhile"

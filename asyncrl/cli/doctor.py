@@ -18,7 +18,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
-from asyncrl.logs import printable
+from asyncrl.logs import as_typed, printable
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import SILENT_SECONDS, Finding, Observation
 
@@ -76,7 +76,7 @@ def _text(where: str, observation: Observation, findings: list[Finding]) -> str:
         version = f"version {seen.beat.policy_version}"
         lines.append(f"  {name:20s} {seen.beat.role:16s} {heard:12s} {version:12s} waits for: {waits or '-'}")
     lines += [f"{finding.fault}: {finding.line}" for finding in findings]
-    return "\n".join(map(printable, lines if findings else [*lines, "nothing is wrong"]))
+    return as_typed("\n".join(map(printable, lines if findings else [*lines, "nothing is wrong"])))
 
 
 _FINDING = ("fault", "actor", "text", "cost", "remedy", "seconds", "host", "pid")

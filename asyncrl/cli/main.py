@@ -23,6 +23,7 @@ from io import TextIOWrapper
 from typing import Any, Final, NoReturn, Protocol, cast
 
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, exit_code_of, leaves
+from asyncrl.logs import as_typed
 from asyncrl.version import VERSION
 
 VERBS: Final = {
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         where = "asyncrl" if isinstance(error, ConfigError) else f"asyncrl {name}"
-        print(f"{where}: {_in_a_line(error)}", file=sys.stderr)
+        print(f"{where}: {as_typed(_in_a_line(error))}", file=sys.stderr)
         code = exit_code_of(error)
     except BrokenPipeError:  # the reader of stdout is gone, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -181,7 +182,7 @@ def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:
     made = _Parser(
         prog="asyncrl",
         description="Fully asynchronous reinforcement learning for language models.",
-        epilog=EXAMPLES,
+        epilog=as_typed(EXAMPLES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--version", action="version", version=f"asyncrl {VERSION}")
@@ -200,7 +201,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
+        self.exit(2, as_typed(f"{self.prog}: {message}; `{self.prog} --help` says more\n"))
 
 
 def _refuse(name: str, unknown: Sequence[str]) -> NoReturn:

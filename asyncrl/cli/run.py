@@ -17,6 +17,7 @@ from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.processes.launch import launch
 from asyncrl.launch.processes.process_manager import Outcome
 from asyncrl.logs import print_line
+from asyncrl.os_process import own_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,4 +77,4 @@ def _last_line(run_config: RunConfig, options: argparse.Namespace, outcome: Outc
     if not is_kept or outcome.exit_code == ConfigError.exit_code:
         return ""
     overrides = [word for item in options.overrides for word in ("--set", item)]
-    return f"continue with: {shlex.join(['asyncrl', 'run', str(options.run_file), *overrides, '--resume'])}"
+    return f"continue with: {own_command()} {shlex.join(['run', str(options.run_file), *overrides, '--resume'])}"

@@ -22,7 +22,7 @@ from asyncrl.audit import run_folder
 from asyncrl.audit.run_observer import POLL_SECONDS, RunObserver, RunView
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
-from asyncrl.logs import in_words, printable
+from asyncrl.logs import as_typed, in_words, printable
 from asyncrl.messages import StepMetrics
 from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, ActorStatus, Finding
@@ -256,4 +256,4 @@ def _waits(others: Sequence[ActorStatus]) -> RenderableType:
 def _findings(findings: Sequence[Finding]) -> RenderableType:
     if not findings:
         return Text("nothing is wrong", style="green")
-    return Group(*(Text(printable(f"{finding.fault}: {finding.line}"), style="red") for finding in findings))
+    return Group(*(Text(as_typed(printable(f"{finding.fault}: {finding.line}")), style="red") for finding in findings))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import os_process
+from asyncrl.logs import as_typed
 
 
 def test_a_child_imports_from_the_scripts_folder_before_its_own(
@@ -25,6 +26,28 @@ def test_a_child_imports_from_the_scripts_folder_before_its_own(
     assert os_process.environment_of_child({})["PYTHONPATH"] == "inherited"
     monkeypatch.delenv("PYTHONPATH")
     assert "PYTHONPATH" not in os_process.environment_of_child({})
+
+
+def test_a_command_in_a_message_works_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "my venv" / "bin" / "asyncrl"
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = "see `asyncrl top runs/a` or `asyncrl check a.toml`; an asyncrl process"
+    for directory, command in (
+        (tmp_path, "'my venv/bin/asyncrl'"),
+        (program.parents[2] / "my venv" / "bin", "asyncrl"),
+    ):
+        monkeypatch.chdir(directory)
+        if command == "asyncrl":  # as in an activated environment
+            monkeypatch.setenv("PATH", str(program.parent))
+        assert as_typed(said) == f"see `{command} top runs/a` or `{command} check a.toml`; an asyncrl process"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir("/usr")
+    assert as_typed("`asyncrl top`") == f"`'{program}' top`"
+    program.unlink()
+    assert as_typed("`asyncrl top`") == f"`'{program.with_name('python')}' -m asyncrl top`"
 
 
 def test_a_process_that_its_parent_has_not_reaped_is_not_alive() -> None:

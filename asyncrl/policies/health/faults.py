@@ -195,10 +195,12 @@ def role_missing(role: str) -> Finding:
     """An actor waits for ``role``, and there is none. Parts of the learner's process count as the learner."""
     if role == WORKER:
         fault, cause = "no worker", "there is no rollout worker"
-        remedy = "start one: asyncrl rollout-worker RUN.toml --set bus.url=...; if they end at once, their logs say why"
+        remedy = (
+            "start one: `asyncrl rollout-worker RUN.toml --set bus.url=...`; if they end at once, their logs say why"
+        )
     else:
         role, fault, cause = LEARNER, "no learner", "there is no learner"
-        remedy = "start it: asyncrl learner RUN.toml --resume"
+        remedy = "start it: `asyncrl learner RUN.toml --resume`"
     return Finding(fault=fault, actor=role, cause=cause, remedy=remedy, cure="end")
 
 
