@@ -1,4 +1,4 @@
-"""`asyncrl check RUN.toml`: prints the resolved settings of a run file, or the first one that cannot work."""
+"""`asyncrl check RUN.toml`: prints what a run file changes and what follows from it, or what cannot work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import sys
 
 from asyncrl.cli import arguments
 from asyncrl.launch.summary import summarize
+from asyncrl.logs import print_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_file(parser)
+    parser.add_argument("--all", action="store_true", help="print every key, also those that have their defaults")
 
 
 def run(options: argparse.Namespace) -> int:
-    print(summarize(arguments.load(options), report=_report_on_terminal))
+    summary = summarize(arguments.load(options), report=_report_on_terminal)
+    print_line(summary.text(every_key=options.all))
     return 0
 
 

@@ -30,7 +30,7 @@ VERBS: Final = {
     "run": "Start a whole run on this machine and keep it up until it is done.",
     "learner": "Start the learner of a run; it connects to the run's bus.",
     "rollout-worker": "Start one rollout worker of a run, on any machine, at any time.",
-    "check": "Print the resolved settings of a run file, and refuse what cannot work.",
+    "check": "Print what a run file changes and what follows from it, and refuse what cannot work.",
     "plan": "Measure an engine and the learner, and recommend how to split GPUs between them.",
     "doctor": "Show what every actor of a run waits for and what is wrong; exit code 1 if anything is.",
     "top": "Show what a run does now: metrics, staleness, every rollout worker, and what is wrong.",
@@ -74,7 +74,7 @@ _MEANT: Final = {
 EXAMPLES: Final = """examples:
   asyncrl run examples/demo.toml                       everything on this machine
   asyncrl run my.toml --set run.steps=10 --resume      continue from the last checkpoint
-  asyncrl check my.toml                                print the resolved settings, refuse what cannot work
+  asyncrl check my.toml                                print what it changes and means, refuse what cannot work
   asyncrl plan my.toml --gpus 8                        how to share eight GPUs between learner and engines
   asyncrl top runs/demo                                what the run does now, on one screen
   asyncrl board runs/demo runs/other                   a web page of them, on http://127.0.0.1:8420

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A checked run file. ``str`` of it is what `asyncrl check` prints.
+    """A checked run file. ``str`` of it is what `asyncrl check FILE --all` prints.
 
     settings     every key of the run file, defaults filled in
     algorithm    name of the algorithm; ``paper`` is its publication, or ""
@@ -96,7 +97,11 @@ class Summary:
         return self.settings.largest_group_bytes + self.routing_replay.num_bytes
 
     def __str__(self) -> str:
-        return "\n".join([*_sections(self.settings), "# what follows", *_consequences(self)])
+        return self.text(every_key=True)
+
+    def text(self, *, every_key: bool = False) -> str:
+        """Return what `asyncrl check` prints.  every_key: also the keys that have their defaults"""
+        return "\n".join([*_sections(self.settings, every_key=every_key), "# what follows", *_consequences(self)])
 
 
 def _ignore(what: str) -> None:
@@ -150,12 +155,22 @@ def _component(one: component.Component) -> Component:
 # -- for a person ------------------------------------------------------------------------------------------------------
 
 
-def _sections(run_config: RunConfig) -> list[str]:
-    """Return the run file as TOML lines with every default filled in, secrets left out."""
+def _sections(run_config: RunConfig, *, every_key: bool) -> list[str]:
+    """Return the run file as TOML lines with every default filled in, or without the defaults; secrets left out."""
     lines = []
     for name, section in secret_values.settings_without_secrets(run_config).items():
-        lines += [f"[{name}]", *(f"{key} = {toml_text(value)}" for key, value in section.items()), ""]
+        own = getattr(run_config, name)
+        shown = [key for key in section if every_key or getattr(own, key) != _default(own, key)]
+        if shown:
+            lines += [f"[{name}]", *(f"{key} = {toml_text(section[key])}" for key in shown), ""]
+    if not every_key:
+        lines += ["# all other keys have their defaults, which `asyncrl check FILE --all` prints", ""]
     return lines
+
+
+def _default(section: Any, key: str) -> Any:
+    (its,) = (one for one in dataclasses.fields(section) if one.name == key)
+    return its.default if its.default_factory is dataclasses.MISSING else its.default_factory()
 
 
 def _consequences(summary: Summary) -> list[str]:
@@ -179,13 +194,13 @@ def _consequences(summary: Summary) -> list[str]:
         *([] if summary.has_labels else [f"labels            none in {run_config.data.label_key!r} (data.label_key)"]),
         *(f"evaluation        {name}: {count:,} prompts" for name, count in summary.evaluation.items()),
         *(f"{title:18s}{text}" for title, text in summary.first_prompt),
-        *(f"odd               {line}" for line in summary.oddities),
         f"samples per step  {summary.samples_per_step}",
         f"routing replay    {summary.routing_replay}",
         f"largest group     {summary.largest_group_bytes:,} bytes of {run_config.bus.max_group_bytes:,}",
         f"GPUs              {summary.gpus}",
         f"weights           loaded {run_config.load.replace('_', ' ')}, kept in {run_config.weights_directory}",
         f"files             {run_config.run_directory}",
+        *(f"odd               {line}" for line in summary.oddities),
     ]
 
 

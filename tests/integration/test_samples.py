@@ -272,7 +272,7 @@ def test_a_folder_of_a_run_that_is_over_is_read_wherever_it_is_now_and_not_follo
     code, out, err = asyncrl("samples", renamed, capsys=capsys)
     assert (code, "seven" in out, err) == (0, True, "")
     code, out, err = asyncrl("samples", renamed, "--follow", capsys=capsys)
-    assert (code, out, "no `asyncrl run` is up in" in err) == (2, "", True)
+    assert (code, out, "the run is over, or was stopped" in err) == (2, "", True)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,17 @@ def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytes
     assert "max_staleness = 3" in out
 
 
+def test_check_prints_what_was_changed_and_every_key_on_request(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = asyncrl("check", run_file, "--set", "staleness.max_staleness=3", capsys=capsys)
+    keys = [line.partition(" = ")[0] for line in out.partition("# all other keys")[0].splitlines() if " = " in line]
+    assert "max_staleness" in keys and "path" in keys
+    assert not {"eviction", "top_p", "restarts"} & set(keys)
+    _, out, _ = asyncrl("check", run_file, "--all", capsys=capsys)
+    assert 'eviction = ""' in out and "restarts = 3" in out and "# all other keys" not in out
+
+
 def test_check_does_not_print_the_token(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asyncrl("check", run_file, "--set", "bus.token=hunter2", capsys=capsys)
     assert "hunter2" not in out
