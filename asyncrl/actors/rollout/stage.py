@@ -83,10 +83,12 @@ class Stage:
         except EngineDied:
             raise
         except NotNow as error:
-            self._log.warning("group %d: given back: %s", item.group_id, error)
+            self._log.warning("group %d: given back: %s", item.group_id, error, extra={REASON: str(error)})
             await item.give_back()
         except EngineError as error:
-            self._log.warning("group %d: attempt %d failed: %s", item.group_id, item.attempt, error)
+            self._log.warning(
+                "group %d: attempt %d failed: %s", item.group_id, item.attempt, error, extra={REASON: str(error)}
+            )
             await item.retry()
         finally:
             item.close()

@@ -155,8 +155,11 @@ class _Chains:
         return self._end(faults.role_missing(role))
 
     def _deadlock(self, path: _Path) -> frozenset[_Key]:
-        """Return a deadlock; nothing if the learner holds a full batch, because that wait ends by itself."""
+        """Return a deadlock; nothing if the learner holds a full batch, because that wait ends by itself, or if a
+        worker cannot read the weights that it waits for, which is a finding of its own (conditions.py)."""
         if any(wait.what.endswith(STRAGGLERS) for _, wait in path):
+            return frozenset()
+        if any(self._actors[name].beat.numbers.get("weights/failed_reads") for name, _ in path):
             return frozenset()
         if DEADLOCK in self._ends:  # each of many workers may be in it
             return frozenset({DEADLOCK})

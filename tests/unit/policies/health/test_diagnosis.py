@@ -6,7 +6,7 @@ Each row is what the actors report under one fault. Times are in seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -292,3 +292,15 @@ def test_a_learner_that_starts_has_no_settings_to_differ_from() -> None:
     assert findings({}) == []
     assert findings({SETTINGS: 1.0}) == []
     assert findings({SETTINGS: 2.0}) == ["w1"]
+
+
+def test_a_worker_that_cannot_read_weights_is_no_deadlock_and_needs_no_restart() -> None:
+    """Its disk is full, and everybody waits for it: room there ends it, and a restart of the learner would not."""
+    row = TABLE["everybody waits for everybody"]
+    seen = observed(row)
+    for name in ("w1", "w2"):
+        beat = replace(seen.actors[name].beat, numbers={"weights/failed_reads": 5.0}, problem="No space left on device")
+        seen.actors[name] = ActorStatus(beat=beat)  # type: ignore[index]
+    found = diagnose(seen)
+    assert [finding.fault for finding in found] == ["unreadable", "unreadable"]
+    assert all("make room" in finding.remedy and "No space left" in finding.text for finding in found)
