@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,12 +35,17 @@ from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.sample import EVALUATED, Decode, GroupSample, decoded, reason_of
 from asyncrl.policies.groups.states import FATES
 from asyncrl.policies.groups.token_text import token_texts
+from asyncrl.policies.groups.turn_text import question_in
 
 MOST_GROUPS: Final = 5000
 MOST_SCANNED: Final = 2000
 """Maximum number of log records that are read for a group whose position there is not known."""
 PREVIEW: Final = 120
-"""Maximum number of characters of a prompt in its row."""
+"""Maximum number of characters of a prompt or label in its row."""
+MOST_KEPT: Final = 2000
+"""Maximum number of characters of a prompt that are kept, to find where it differs from others."""
+LEAST_COMMON: Final = 24
+"""A beginning that all prompts have in common is left out from this many characters on."""
 MOST_ROWS: Final = 500
 _OF_EVALUATIONS: Final = (samples.SAVED_MODELS_FILE, samples.EVALUATION_FILE)
 
@@ -71,13 +77,15 @@ class GroupRow:
     tokens: int | None = None
     answers: int | None = None
     prompt: str | None = None
+    label: str | None = None
     dataset: str | None = None
     place: int | None = None
     model: str | None = None
 
     def matches(self, text: str) -> bool:
         words = (
-            f"{self.group_id} {self.fate} {self.worker or ''} {self.reason} {self.dataset or ''} {self.prompt or ''}"
+            f"{self.group_id} {self.fate} {self.worker or ''} {self.reason} {self.dataset or ''} {self.prompt or ''} "
+            f"{self.label or ''}"
         )
         return text.lower() in words.lower()
 
@@ -331,7 +339,8 @@ def _with(row: GroupRow, sample: GroupSample) -> GroupRow:
         seconds=sample.seconds,
         tokens=sum(len(answer.tokens) for answer in sample.answers),
         answers=len(sample.answers),
-        prompt=(sample.prompt or "")[:PREVIEW],
+        prompt=question_in(sample.prompt or "")[:MOST_KEPT],
+        label=sample.label[:PREVIEW] or None,
         dataset=sample.dataset or None,
         place=sample.place,
         model=sample.model or None,
@@ -339,6 +348,19 @@ def _with(row: GroupRow, sample: GroupSample) -> GroupRow:
 
 
 def rows_as_json(rows: Sequence[GroupRow]) -> Iterator[dict[str, Any]]:
-    """Yield rows for a browser."""
+    """Yield rows for a browser, with the part of each prompt in which it differs from the others."""
+    common = common_beginning({row.prompt for row in rows if row.prompt})
     for row in rows:
-        yield {name: getattr(row, name) for name in row.__slots__ if name not in ("position", "sequence")}
+        shown = {name: getattr(row, name) for name in row.__slots__ if name not in ("position", "sequence")}
+        if row.prompt is not None:
+            shown["prompt"] = ("… " if common else "") + row.prompt[common : common + PREVIEW]
+        yield shown
+
+
+def common_beginning(texts: Collection[str]) -> int:
+    """Return how many characters of all texts are the same, up to a space; 0 for few of them, or for one text."""
+    if len(texts) < 2:
+        return 0
+    common = os.path.commonprefix([*texts])
+    end = 1 + max(common.rfind(" "), common.rfind("\n"))
+    return end if end >= LEAST_COMMON else 0

@@ -6,6 +6,7 @@ neighbours if there are too many points: a long run is shown at a lower resoluti
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Any, Final
 from asyncrl.board.lanes import Activity, Lanes, change, head
 from asyncrl.board.recorded_lanes import rank_name, recorded_lanes
 from asyncrl.metrics.trace import rank_tokens
+from asyncrl.policies.health.vital_signs import ALARMS, WATCHED, verdict, vital_signs
 
 # -- curves and histograms ---------------------------------------------------------------------------------------------
 
@@ -211,6 +213,9 @@ class RunState:
         """The last heartbeat of each present actor."""
         self.status = "not up"
         self._last: dict[str, float] = {}
+        self._first: dict[str, float] = {}
+        self._findings: list[Any] = []
+        self._rang: dict[str, int] = {}  # alarm -> the last step at which it was on
         self._ranks = 0  # number of the learner's ranks, if there are several
 
     # -- what is heard -----------------------------------------------------------------------------------------------
@@ -237,6 +242,8 @@ class RunState:
             self._ranks = len(rank_tokens(row))
             marks += self.marks.row(row)
             self._last = numbers | {"step": row["step"]}
+            self._first = self._first or numbers
+            self._rang |= {name: row["step"] for name in ALARMS if numbers.get(name)}
             sent.append(numbers | {"step": row["step"], "histograms": {name: c for name, c in counts.items() if c}})
         if not rows:
             return []
@@ -247,6 +254,7 @@ class RunState:
         self, actors: Mapping[str, tuple[Any, Activity]], *, findings: Iterable[Any], status: str, now: float
     ) -> list[Change]:
         """Record one look at a run that is up. actors: name -> (heartbeat, activity);  now: Unix seconds"""
+        findings = list(findings)
         ranks = [rank_name(rank) for rank in range(1, self._ranks)] if LEARNER in actors else []
         # ranks share one heartbeat, because they wait and train together
         of_ranks = {name: actors[LEARNER] for name in ranks}
@@ -255,7 +263,8 @@ class RunState:
         new, changed, restarted = self.lanes.update(lanes, now=now)
         restarted = [name for name in restarted if name not in ranks]
         marks = [*self.marks.faults(findings, now=now), *self.marks.restarts(restarted, now=now)]
-        is_other, self.status = status != self.status, status
+        is_other = status != self.status or {one.key for one in findings} != {one.key for one in self._findings}
+        self.status, self._findings = status, findings
         changes: list[Change] = [
             {
                 "kind": "lanes",
@@ -285,7 +294,14 @@ class RunState:
 
     def summary(self) -> Change:
         """Return a summary of the run."""
+        now = {name: self._last[name] for name in WATCHED if name in self._last}
+        is_healthy, why = verdict(now, self._findings, self._rang)
         return {
+            "health": {
+                "is_good": is_healthy,
+                "why": why[:LONGEST_TEXT],
+                "numbers": [dataclasses.asdict(sign) for sign in vital_signs(now, self._first)],
+            },
             "kind": "summary",
             "name": self.name,
             "steps": self.steps,

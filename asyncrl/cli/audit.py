@@ -58,7 +58,7 @@ def table(made: Account, directory: Path) -> str:
     """Return the account as text."""
     rows = [
         ("prompts", made.prompts, "prompt groups published"),
-        ("published", made.published, "of these came back from a worker"),
+        ("published", made.published, "were answered by a worker"),
         ("trained", made.trained, f"by {made.steps:,} steps"),
         ("dropped", made.dropped, "too old to train"),
         ("failed", made.failed, "could not be made"),

@@ -26,6 +26,8 @@ from asyncrl.errors import INTERRUPTED, ConfigError, NoHistory
 if TYPE_CHECKING:
     from asyncrl.actors.learner.sample_files import SampleFile
 
+_OF_SOLVED: Final = ("pass", "majority")
+"""Metrics of answers with at least the reward ``solved_at``."""
 _OF_RUN: Final = ("model", "rollout", "run")
 """Sections taken from the run's own settings where FILE has none."""
 
@@ -195,5 +197,11 @@ def _lines(folder: Path, metrics: Mapping[str, float]) -> list[str]:
             continue
         low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
         spread = f"   {low:.4f} to {high:.4f}" if low is not None and high is not None else ""
-        lines.append(f"  {dataset:24s} {metric:20s} {value:10.4f}{spread}")
+        lines.append(f"  {dataset:24s} {_in_words(metric):32s} {value:10.4f}{spread}")
     return lines
+
+
+def _in_words(metric: str) -> str:
+    """Return the metric with what it measures: a mean of rewards may be above a share of solved prompts."""
+    what = metric.replace("^", "@").partition("@")[0]
+    return f"{metric} (reward)" if what == "mean" else f"{metric} (solved)" if what in _OF_SOLVED else metric

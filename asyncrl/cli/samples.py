@@ -201,7 +201,7 @@ def _show_one(source: RunSamples, shown: _Printer, group_id: int) -> int:
         return 0
     if (fate := source.fates.of.get(group_id)) is None:
         last = max(source.fates.of, default=-1)
-        raise ConfigError(f"--group {group_id}: no such group is recorded; groups 0 to {last} have left the window")
+        raise ConfigError(f"--group {group_id}: no such group is recorded; groups 0 to {last} are done")
     shown.say(
         f"group {group_id}   {fate.kind} at step {fate.step}{f'   {fate.reason}' if fate.reason else ''}: its text is "
         f"not here. {source.why_none()}"
@@ -279,7 +279,8 @@ class _Printer:
             return
         known = len(self._source.fates.of)
         which = f" that match {matching}" if matching else ""
-        text = f"{count} {'group' if count == 1 else 'groups'}{which} shown; {known:,} have left the window"
+        groups = "group" if count == 1 else "groups"
+        text = f"{count} {groups}{which} shown, of {known:,} that are done (trained, dropped, failed or filtered)"
         print(printable(text + (f". {self._source.why_none()}" if self._source.why_no_log else "")))
 
     def _evaluation_footer(self, count: int, *, matching: str | None) -> None:
@@ -304,7 +305,7 @@ def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
     yield "prompt"
     yield from _indent(group.prompt if group.prompt is not None else _ids(group.prompt_tokens))
     if group.label:
-        yield "right answer"
+        yield "label"
         yield from _indent(group.label)
     most = max([sum(not one.part for one in group.answers), *(one.rollout + 1 for one in group.answers)])
     for index, answer in enumerate(group.answers):

@@ -26,6 +26,7 @@ from asyncrl.logs import as_typed, in_words, printable
 from asyncrl.messages import StepMetrics
 from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, ActorStatus, Finding
+from asyncrl.policies.health.vital_signs import vital_signs
 
 MOST_ROWS = 32
 """Maximum number of worker rows. Silent workers and those furthest behind are shown first."""
@@ -88,6 +89,7 @@ def screen(view: RunView, *, width: int, block: str = "█") -> RenderableType:
     actors = view.observation.actors
     parts: list[RenderableType] = [
         _headline(view),
+        _vital_signs(view.metrics),
         _learner(view.metrics) if view.metrics is not None else Text("no step is trained yet", style="dim"),
         _staleness(view.metrics.staleness if view.metrics is not None else (), width=width, block=block),
         _workers([seen for seen in actors.values() if seen.beat.role == WORKER], _newest(view), width=width),
@@ -105,6 +107,15 @@ def _headline(view: RunView) -> Text:
         incarnation = f"{numbers.get('learner/incarnation', 0):.0f}"
         text.append(f"   step {metrics.step}   version {_newest(view)}   incarnation {incarnation}")
     return text.append("   finished" if view.observation.is_finished else "")
+
+
+def _vital_signs(metrics: StepMetrics | None) -> RenderableType:
+    """Return the five numbers to watch, with what is normal."""
+    table = Table.grid(padding=(0, 2))
+    for sign in vital_signs(metrics.numbers, {}) if metrics is not None else ():
+        style = "" if sign.is_normal else "red"
+        table.add_row(Text(sign.title, style="bold"), Text(sign.value, style=style), Text(sign.normal, style="dim"))
+    return table
 
 
 def _newest(view: RunView) -> int:

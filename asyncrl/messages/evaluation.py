@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -20,13 +20,6 @@ from asyncrl.messages.validation import check_counts, require
 FIRST_GROUP_ID: Final = 2**52
 MOST_PROMPTS: Final = 2**20
 """Most prompts of one evaluation, over all data sets."""
-LONGEST_LABEL: Final = 2000
-"""Most characters of a label. The tests of a program may be long."""
-
-
-def label_text(label: Any) -> str:
-    """The correct answer as readable text; "" if unknown."""
-    return "" if label is None else str(label)[:LONGEST_LABEL]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

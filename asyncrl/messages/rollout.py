@@ -38,6 +38,8 @@ LONGEST_ERROR: Final = 2000
 """Characters to keep of a failed group's error."""
 
 _MAX_GROUP: Final = 2**16
+LONGEST_LABEL: Final = 2000
+"""Most characters of a label for people. The tests of a program may be long."""
 
 _ALONE: Final = -1
 """``Trajectory.rollout`` of a trajectory that is a whole rollout. Its index in the group is the rollout's number."""
@@ -282,6 +284,7 @@ class TrajectoryGroup:
                     failed (rollout.min_group)
     failed_samples  number of ``cancelled`` rollouts that failed
     extra_samples   rollouts that were started in addition to the requested ones
+    label           ``label_text`` of the prompt's label, for people who read the answers
     began           start of generation in Unix seconds of the worker's clock; 0 if unknown
     reward_seconds  the part of ``seconds`` that the reward took
     """
@@ -298,9 +301,11 @@ class TrajectoryGroup:
     extra_samples: int = 0
     began: float = 0.0
     reward_seconds: float = 0.0
+    label: str = ""
 
     def __post_init__(self) -> None:
         check_array(self, "prompt_tokens", np.int32)
+        require(len(self.label) <= LONGEST_LABEL, f"a label has {len(self.label):,} characters")
         check_counts(self, "group_id", "epoch", "cancelled", "failed_samples", "extra_samples")
         require(
             self.failed_samples <= self.cancelled,
@@ -348,6 +353,11 @@ def _same_reward(one: Trajectory, other: Trajectory) -> bool:
     return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
 
 
+def label_text(label: Any) -> str:
+    """The correct answer as readable text; "" if unknown. Half of a surrogate pair cannot be sent, and becomes "?"."""
+    return "" if label is None else str(label)[:LONGEST_LABEL].encode(errors="replace").decode()
+
+
 def failed_group(group_id: int, *, worker: str, error: str, prompt: PromptGroup | None = None) -> TrajectoryGroup:
     """Return a group that stands for one that could not be made or trained. ``error`` is cut to LONGEST_ERROR.
 
@@ -359,6 +369,7 @@ def failed_group(group_id: int, *, worker: str, error: str, prompt: PromptGroup 
         trajectories=(),
         epoch=prompt.epoch if prompt is not None else 0,
         worker=worker,
+        label=label_text(prompt.label) if prompt is not None else "",
         error=error[:LONGEST_ERROR].encode(errors="replace").decode(),
     )
 

@@ -55,7 +55,7 @@ def markdown(sample: GroupSample) -> str:
     lines = [f"**{sample.name}** {sample.fate} at step {sample.step}", ""]
     lines += _block(f"{sample.worker} {sample.reason}".strip()) if sample.worker or sample.reason else []
     lines += _block(sample.prompt or "")
-    lines += ["the right answer:", "", *_block(sample.label)] if sample.label else []
+    lines += ["label:", "", *_block(sample.label)] if sample.label else []
     for answer in sample.answers:
         advantage = "" if answer.advantage is None else f", advantage {answer.advantage:+.3f}"
         lines += [f"reward {answer.reward}{advantage}, {len(answer.tokens)} tokens, {answer.finish_reason}", ""]

@@ -179,6 +179,7 @@ SCHEMA: dict[str, str] = {
     "data/epoch": "pass over the data of the newest trained prompt",
     "data/overlong_prompts": "prompts dropped because they exceed max_prompt_tokens, since the start",
     "time": "end of the step, in Unix seconds",
+    "alarm/*": "1 while the learner's alarm of this name is on, otherwise absent",
     "loss": "loss of the batch, without entropy and KL; for sft the cross-entropy, nats per response token",
     "grad_norm": "gradient norm before clipping",
     "entropy": "entropy of the policy at the sampled tokens, nats, mean over trained tokens",

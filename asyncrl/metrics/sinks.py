@@ -169,7 +169,10 @@ _MOST_SHOWN: Final = 8
 
 
 def _evaluation_line(step: int, metrics: Mapping[str, Metric]) -> str:
-    """Return a line for the evaluation of version ``step``: mean, pass@k for the largest k, and majority."""
+    """Return a line for the evaluation of version ``step``.
+
+    Of each data set: the mean reward, then the share of prompts that are solved (``solved_at``), which may be lower.
+    """
     parts: dict[str, dict[str, str]] = {}
     for name, value in metrics.items():
         dataset, _, metric = name.removeprefix("evaluation/").partition("/")
@@ -180,11 +183,12 @@ def _evaluation_line(step: int, metrics: Mapping[str, Metric]) -> str:
         is_spread = what == "mean" and isinstance(low, float) and isinstance(high, float)
         spread = f" ({low:.3f} to {high:.3f})" if is_spread else ""
         its = parts.setdefault(dataset, {})
-        its[what] = f"{dataset} {metric} {value:.3f}{spread}"  # of pass@2, pass@4, ... only the last one is kept
+        kind = "reward" if what == "mean" else "solved"
+        its[what] = f"{kind} {metric} {value:.3f}{spread}"  # of pass@2, pass@4, ... only the last one is kept
     seconds, lag = metrics.get("evaluation/seconds", 0.0), metrics.get("evaluation/lag_steps", 0.0)
-    shown = [text for its in list(parts.values())[:_MOST_SHOWN] for text in its.values()]
+    shown = [f"{dataset} {', '.join(its.values())}" for dataset, its in list(parts.items())[:_MOST_SHOWN]]
     more = len(parts) - _MOST_SHOWN
-    found = ", ".join([*shown, *([f"and {more} more data sets"] if more > 0 else [])]) or "no answers"
+    found = "; ".join([*shown, *([f"and {more} more data sets"] if more > 0 else [])]) or "no answers"
     whole = "" if metrics["evaluation/complete"] else "  INCOMPLETE"
     ago = "1 step" if lag == 1 else f"{lag:.0f} steps"
     return f"evaluation of step {step}: {found}  {seconds:.1f} s, {ago} ago{whole}"

@@ -80,7 +80,10 @@ def test_it_shows_answers_rewards_and_what_became_of_them(folder: Path, capsys: 
     assert "group 2   dropped at step 1   (stale, 6 versions old)   reward 0.500" in lines
     assert "group 4   trained at step 2   reward 0.500   worker w7" in lines
     assert "was rolled back" not in out
-    assert lines[-1].startswith("4 groups shown; 6 have left the window. Some groups of each step are recorded")
+    assert lines[-1].startswith(
+        "4 groups shown, of 6 that are done (trained, dropped, failed or filtered). Some groups of each step are "
+        "recorded"
+    )
 
 
 def test_a_models_text_cannot_move_the_cursor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +147,7 @@ def test_answers_of_evaluations_are_shown_with_what_is_right(judged: Path, capsy
         "words, prompt 9   evaluated at step 20   reward 0.500",
     ]
     assert lines[-1] == "answers to 4 prompts shown"
-    assert lines[lines.index("right answer") + 1] == "  12"
+    assert lines[lines.index("label") + 1] == "  12"
     assert "  once more" in lines and "seven" not in out
 
 
@@ -243,7 +246,7 @@ async def test_from_the_bus_alone_answers_of_an_evaluation_are_shown(bus_factory
 
 
 REFUSED = {
-    ("--group", "77"): "--group 77: no such group is recorded; groups 0 to 5 have left the window",
+    ("--group", "77"): "--group 77: no such group is recorded; groups 0 to 5 are done",
     ("--grep", "["): "--grep [: is not a regular expression",
     ("--limit", "0"): "--limit 0: must be 1 or more",
 }

@@ -84,6 +84,7 @@ class MetricsReporter:
             was_on = alarm.is_on
             row |= alarm.update(row)
             rung += [alarm] if alarm.is_on and not was_on else []
+        row |= self.alarms()
         row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
         if slow := [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]:
             row[LEFT_OUT] = float(sum(sink.num_left_out for sink in slow))

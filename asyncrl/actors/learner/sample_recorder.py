@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.learner.sample_files import SampleFile
 from asyncrl.messages import TrajectoryGroup, WeightVersion
-from asyncrl.messages.evaluation import label_text
+from asyncrl.messages.rollout import label_text
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups.sample import (

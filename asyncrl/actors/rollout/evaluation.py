@@ -37,9 +37,9 @@ from asyncrl.bus.port import Bus
 from asyncrl.environments.port import Tokenizer
 from asyncrl.errors import BusFull, MessageError, MessageTooLarge, RewardError, WeightsError
 from asyncrl.messages import PromptGroup, TrajectoryGroup, replace
-from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers, label_text
+from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER
-from asyncrl.messages.rollout import LONGEST_ERROR
+from asyncrl.messages.rollout import LONGEST_ERROR, label_text
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS, group_id_of
 from asyncrl.policies.health.waits import SPACE_IN_LOG

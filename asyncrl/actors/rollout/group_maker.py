@@ -25,6 +25,7 @@ from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.errors import EngineDied, EngineError, Outage, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
+from asyncrl.messages.rollout import label_text
 from asyncrl.outage import is_outage
 from asyncrl.policies.groups.validation import reward_problems
 from asyncrl.rewards.port import Reward, RewardFn, Sample
@@ -139,6 +140,7 @@ class GroupMaker:
             extra_samples=self._rules.extra_samples,
             began=began,
             reward_seconds=time.monotonic() - generated,
+            label=label_text(prompt.label),
         )
 
     # -- samples -------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ export function openGroup(place, group) {
     el("h2", {}, heading(group)),
     group.problem ? el("p", { class: "bad" }, `no text for each token: ${group.problem}`) : null,
     el("div", { class: "text", "data-part": "prompt" }, group.prompt ?? `tokens ${group.prompt_tokens.join(" ")}`),
-    group.label ? el("div", { class: "text", "data-part": "label" }, labelled("right answer"), group.label) : null,
+    group.label ? el("div", { class: "text", "data-part": "label" }, labelled("label: the answer in the data"), group.label) : null,
     group.answers.length ? modes : el("p", { class: "bad" }, group.reason),
     answers,
   ].filter((part) => part !== null));

@@ -3,15 +3,17 @@ import { openGroup } from "./answers.js";
 import { byId, el, fetched, number } from "./dom.js";
 
 const COLUMNS = [
-  ["group", "group_id", true], ["fate", "fate"], ["step", "step", true], ["reward", "reward", true], ["lowest", "lowest", true],
-  ["highest", "highest", true], ["staleness", "staleness", true], ["answers", "answers", true], ["tokens", "tokens", true],
-  ["seconds", "seconds", true], ["worker", "worker"], ["why", "reason"], ["prompt", "prompt"],
+  ["group", "group_id", true], ["prompt", "prompt"], ["label", "label"], ["reward", "reward", true], ["lowest", "lowest", true],
+  ["highest", "highest", true], ["fate", "fate"], ["step", "step", true], ["staleness", "staleness", true], ["answers", "answers", true],
+  ["tokens", "tokens", true], ["seconds", "seconds", true], ["worker", "worker"], ["why", "reason"],
 ];
 
 const OF_EVALUATION = [
-  ["data set", "dataset"], ["prompt", "place", true], ["step", "step", true], ["model", "model"], ["reward", "reward", true], ["lowest", "lowest", true], ["highest", "highest", true],
-  ["answers", "answers", true], ["tokens", "tokens", true], ["seconds", "seconds", true], ["worker", "worker"], ["text", "prompt"],
+  ["data set", "dataset"], ["prompt", "place", true], ["text", "prompt"], ["label", "label"], ["reward", "reward", true], ["lowest", "lowest", true],
+  ["highest", "highest", true], ["step", "step", true], ["model", "model"], ["answers", "answers", true], ["tokens", "tokens", true], ["seconds", "seconds", true], ["worker", "worker"],
 ];
+const ON_PHONE = new Set(["group_id", "prompt", "reward", "fate", "dataset", "label"]); // the other columns are hidden on a narrow screen
+
 
 export class Groups {
   constructor() {
@@ -54,7 +56,7 @@ export class Groups {
       if (asked !== this.asked) return; // the filter has changed since
       this.info.textContent = total || !this.hasText.checked ? `${rows.length} of ${number(total)} groups` : "no group that matches has its text; untick “with text” for the others";
       const columns = query.get("fate") === "evaluated" ? OF_EVALUATION : COLUMNS;
-      this.head.replaceChildren(el("tr", {}, ...columns.map(([title, , isNumber]) => el("th", { class: isNumber ? "number" : null }, title))));
+      this.head.replaceChildren(el("tr", {}, ...columns.map(([title, name, isNumber]) => el("th", { class: classOf(name, isNumber) }, title))));
       this.body.replaceChildren(...rows.map((row) => this.row(row, columns)));
     } catch (error) {
       this.info.textContent = error.message;
@@ -62,7 +64,7 @@ export class Groups {
   }
 
   row(row, columns) {
-    const cells = columns.map(([, name, isNumber]) => el("td", { class: isNumber ? "number" : null },
+    const cells = columns.map(([, name, isNumber]) => el("td", { class: classOf(name, isNumber) },
       row[name] === null ? "" : isNumber ? number(row[name]) : String(row[name]).slice(0, 160)));
     return el("tr", { "data-group": row.group_id, class: row.group_id === this.opened ? "chosen" : null, onclick: () => this.open(row.group_id) }, ...cells);
   }
@@ -79,4 +81,8 @@ export class Groups {
     }
     this.one.scrollIntoView({ block: "nearest" });
   }
+}
+
+function classOf(name, isNumber) {
+  return [isNumber ? "number" : "", ["prompt", "label", "reason"].includes(name) ? `line ${name}` : "", ON_PHONE.has(name) ? "" : "wide"].filter(Boolean).join(" ") || null;
 }

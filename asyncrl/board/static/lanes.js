@@ -5,7 +5,8 @@ const FILLS = {
   silent: "#b3261e", quarantined: "#7b1fa2", starting: "#9e9e9e", draining: "#bdbdbd", waiting: "#e0a526", loading: "#8e6bbf",
   rewarding: "#3aa6a6", generating: "#3f9b58", training: "#3670b8", writing: "#7d8f3a", working: "#8aa4c0",
 };
-const ROW = 18, LEFT = 190, TOP = 22, PAGE = 40, MOST_SHOWN_MARKS = 100;
+const ROW = 18, TOP = 22, PAGE = 40, MOST_SHOWN_MARKS = 100;
+let LEFT = 190; // width of the names and versions; narrower on a phone
 const WORST_FIRST = ["silent", "quarantined", "starting", "draining", "waiting", "loading", "writing", "rewarding", "working", "training", "generating"];
 
 export class Lanes {
@@ -146,6 +147,7 @@ export class Lanes {
     const source = sources[this.run.source] ?? (totals && `workers: ${totals}`);
     this.info.textContent = all.length ? `${this.page * PAGE + 1}–${this.page * PAGE + this.visible.length} of ${all.length} lanes. ${source}` : "no actor was heard";
     const width = this.canvas.parentElement.clientWidth, height = TOP + ROW * this.visible.length + 4;
+    LEFT = width < 600 ? 110 : 190;
     const context = prepared(this.canvas, width, height);
     context.font = "12px system-ui";
     this.visible.forEach((lane, row) => this.drawLane(context, lane, TOP + row * ROW, width));
@@ -180,7 +182,7 @@ export class Lanes {
 
   drawLane(context, lane, y, width) {
     context.fillStyle = themed("--front");
-    context.fillText(lane.name.slice(0, 22), 0, y + 12);
+    context.fillText(lane.name.slice(0, LEFT < 190 ? 9 : 22), 0, y + 12);
     context.fillStyle = themed("--dim");
     context.fillText(`v${lane.version}`, LEFT - 44, y + 12);
     lane.segments.forEach(([since, state], index) => {
@@ -195,8 +197,9 @@ export class Lanes {
   drawTimes(context, width, height) {
     const [begin, end] = this.times;
     context.fillStyle = themed("--dim");
-    for (let part = 0; part < 5; part += 1) {
-      context.fillText(clock(begin + (part / 5) * (end - begin)), LEFT + (part / 5) * (width - LEFT), 12);
+    const parts = width < 600 ? 3 : 5;
+    for (let part = 0; part < parts; part += 1) {
+      context.fillText(clock(begin + (part / parts) * (end - begin)), LEFT + (part / parts) * (width - LEFT), 12);
     }
     for (const mark of this.run.marks) {
       if (!["fault", "restart", "quarantined"].includes(mark.kind) || mark.time < begin || mark.time > end) continue;

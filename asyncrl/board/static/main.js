@@ -24,6 +24,7 @@ async function begin() {
 }
 
 function drawRuns() {
+  drawHealth();
   byId("runs").replaceChildren(...runs.map((run, index) => {
     const { last } = run;
     const parts = [run.status];
@@ -35,6 +36,15 @@ function drawRuns() {
     return el("button", { class: run.isShown ? "run" : "run hidden", "aria-pressed": String(index === chosen), "data-run": index, onclick: () => choose(index) },
       box, el("i", { class: "dot", colour: colour(index) }), el("span", {}, run.name, " ", el("small", {}, parts.join(" · "))));
   }));
+}
+
+// One line per run on whether it is healthy and why, and the five numbers to watch of the chosen one.
+function drawHealth() {
+  const lines = runs.map(({ name, health }) => el("p", { class: health.is_good === null ? "dim" : health.is_good ? "good" : "bad" },
+    el("b", {}, health.is_good === null ? "–" : health.is_good ? "✓" : "✗"), " ", runs.length > 1 ? `${name}: ` : "", health.why));
+  const numbers = (runs[chosen]?.health.numbers ?? []).map((one) => el("div", { class: one.is_normal ? "vital" : "vital bad" },
+    el("small", {}, one.title), el("b", {}, one.value), el("small", {}, `normal: ${one.normal}`)));
+  byId("health").replaceChildren(...lines, el("div", { id: "vitals" }, ...numbers));
 }
 
 function show(index, isShown) {

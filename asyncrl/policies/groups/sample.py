@@ -146,7 +146,7 @@ class GroupSample:
     time            Unix seconds when that happened, or when the group arrived; 0 if unknown
     prompt          None until decoded
     dataset, place  of an evaluation prompt: its data set, and its index in the data set, from 0
-    label           the correct answer; "" if unknown
+    label           the data's answer; "" if there is none
     model           folder name of the saved model that was evaluated; "" for the run's own version
     """
 
@@ -265,6 +265,7 @@ def sample_of(
         time=time,
         prompt_tokens=tuple(group.prompt_tokens.tolist()),
         answers=tuple(answers),
+        label=group.label,
     )
 
 

@@ -57,6 +57,18 @@ def pieces_of(turns: Sequence[tuple[str, str]]) -> list[Piece]:
     ]
 
 
+_USER: Final = re.compile(
+    r"(?:<\|start\|>user<\|message\|>|\[INST\]|<｜User｜>)(.*?)(?:<\|end\|>|\[/INST\]|<｜Assistant｜>|\Z)", re.DOTALL
+)
+"""User messages of templates whose marks are not in _ROLE: harmony, Mistral, DeepSeek."""
+
+
+def question_in(prompt: str) -> str:
+    """Return the last message of the user, by which people tell prompts apart; the prompt if no template is known."""
+    found = [piece.text for piece in other_pieces(prompt) if piece.kind == "user"] or _USER.findall(prompt)
+    return (found[-1] if found else prompt).strip() or prompt
+
+
 def sampled_pieces(text: str) -> list[Piece]:
     """Return the pieces of a turn by the model. A thought may begin in the prompt, and a turn may end in a thought."""
     opened, closed, rest = text.partition("</think>")

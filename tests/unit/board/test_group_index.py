@@ -153,3 +153,33 @@ def test_unrecorded_group_is_refused_with_the_reason(index: GroupIndex, history:
     index.refresh()
     with pytest.raises(ConfigError, match=r"text of group 0 is not here\. metrics\.samples_per_step"):
         index.open(0)
+
+
+CHATML = "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+HARMONY = "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>{}<|end|><|start|>assistant"
+FEW_SHOT = "Answer as in these examples. Q: 1 + 1 A: 2. Q: 2 + 3 A: 5. Now you. Q: {}"
+
+
+@pytest.mark.parametrize("template", [CHATML, HARMONY, FEW_SHOT])
+def test_groups_are_told_apart_by_what_the_user_asks_and_show_their_label(
+    template: str, index: GroupIndex, history: History, file: SampleFile
+) -> None:
+    for group_id, question in enumerate(("7 + 8", "9 + 9")):
+        file.write(replace(sample(group_id, step=1), prompt=template.format(question), label=f"{15 + 3 * group_id}"))
+    train(history, [0, 1], step=1)
+    index.refresh()
+    rows = list(rows_as_json(index.rows()[0]))
+    assert sorted((row["prompt"].removeprefix("… "), row["label"]) for row in rows) == [
+        ("7 + 8", "15"),
+        ("9 + 9", "18"),
+    ]
+    assert index.rows(text="18")[1] == 1
+
+
+def test_one_prompt_is_shown_from_its_beginning(index: GroupIndex, history: History, file: SampleFile) -> None:
+    file.write(replace(sample(0, step=1), prompt=FEW_SHOT.format("7 + 8")))
+    train(history, [0], step=1)
+    index.refresh()
+    (shown,) = rows_as_json(index.rows()[0])
+    assert shown["prompt"] == FEW_SHOT.format("7 + 8")[: group_index.PREVIEW]
+    assert shown["label"] is None

@@ -229,3 +229,25 @@ async def test_excess_requests_are_told_to_retry_without_blocking_others() -> No
     assert await readers.run(read, 7) == 7
     for each in (readers, others):
         each.close()
+
+
+def test_the_summary_says_whether_the_run_is_healthy_and_the_numbers_to_watch() -> None:
+    state = RunState("r")
+    assert state.summary()["health"] == {"is_good": None, "why": "no step is trained yet", "numbers": []}
+    state.add_rows([{"step": 1, "reward/mean": 0.1, "entropy": 2.0}, {"step": 2, "reward/mean": 0.4, "entropy": 1.5}])
+    health = state.summary()["health"]
+    assert (health["is_good"], health["why"]) == (True, "healthy: no fault and no alarm")
+    assert [(one["title"], one["value"]) for one in health["numbers"]] == [
+        ("reward", "0.4, was 0.1"),
+        ("entropy", "1.5, was 2"),
+    ]
+    changes = state.update({}, findings=[ENGINE], status="up", now=1.0)
+    (summary,) = (change for change in changes if change["kind"] == "summary")
+    assert summary["health"]["why"].startswith("not healthy: w0's engine has not answered")
+    state.update({}, findings=[], status="up", now=2.0)
+    state.add_rows([{"step": 3, "reward/mean": 0.1, "alarm/reward_fell": 1.0}])
+    assert "sees the reward fall far below its best" in state.summary()["health"]["why"]
+    state.add_rows([{"step": 4, "reward/mean": 0.3}])
+    assert state.summary()["health"]["why"].startswith(
+        "no alarm now, but until step 3 the learner sees the reward fall"
+    )

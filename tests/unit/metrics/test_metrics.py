@@ -139,6 +139,6 @@ def test_console_prints_a_line_per_evaluation() -> None:
     Console(steps=40, out=out).write(30, row | {"evaluation/complete": 0.0})
     whole, cut = out.getvalue().splitlines()
     assert whole == (
-        "evaluation of step 20: aime mean@8 0.400 (0.350 to 0.450), aime pass@8 0.750  12.5 s, 3 steps ago"
+        "evaluation of step 20: aime reward mean@8 0.400 (0.350 to 0.450), solved pass@8 0.750  12.5 s, 3 steps ago"
     )
     assert cut.endswith("INCOMPLETE")
