@@ -12,6 +12,9 @@ import contextlib
 import io
 import logging
 import os
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +26,7 @@ from asyncrl.policies.metric import Histogram, Metric
 
 TABLE_ROWS: Final = 64
 """Answers to collect before they are logged as a table. Each table is a file to upload, so not every step logs one."""
+REACH_SECONDS: Final = 5.0
 INIT_SECONDS: Final = 20.0
 """How long W&B is asked for a run. Meanwhile rows wait."""
 LONGEST_REASON: Final = 300
@@ -63,6 +67,19 @@ def check_login() -> None:
         raise ConfigError(f"metrics.wandb: {problem}; {_REMEDY}")
 
 
+def _reach(settings: Any) -> None:
+    """Raise OSError if nothing answers at W&B's address. The client itself would ask again and again for minutes."""
+    if settings.mode not in ("online", "shared"):
+        return
+    try:
+        urllib.request.urlopen(settings.base_url, timeout=REACH_SECONDS).close()
+    except urllib.error.HTTPError:  # an answer
+        pass
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):  # the client has certificates of its own
+            raise OSError(f"{settings.base_url}: {error.reason}") from error
+
+
 class WandB:
     """One W&B run per learner. A resumed learner continues the same W&B run, whose id is kept in the run's folder.
 
@@ -93,6 +110,7 @@ class WandB:
             return self._made
         more = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": INIT_SECONDS}
         try:
+            _reach(self._wandb.setup().settings)
             made = self._wandb.init(**self._settings, settings=self._wandb.Settings(silent=True, **more))
         except Exception as error:  # unreachable, refused, no login: the client raises errors of many kinds
             made = self._wandb.init(**self._settings, mode="offline", settings=self._wandb.Settings(silent=True))

@@ -199,6 +199,7 @@ class FakeRun:
 def test_wandb_gets_tables_of_samples_and_alarms_as_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeRun()
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    monkeypatch.setattr("asyncrl.metrics.wandb._reach", lambda settings: None)
     sink = WandB(project="p", name="n", directory=tmp_path, config={}, resume=False)
     for step in range(40):
         sink.write_samples(step, [SAMPLE])
@@ -216,6 +217,7 @@ def test_wandb_draws_evaluations_over_their_own_steps_with_a_table_of_answers(
 ) -> None:
     fake = FakeRun()
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    monkeypatch.setattr("asyncrl.metrics.wandb._reach", lambda settings: None)
     sink = WandB(project="p", name="n", directory=tmp_path, config={}, resume=False)
     sink.write_samples(25, [EVALUATED])
     sink.write(20, {"evaluation/sums/mean@2": 0.5, "evaluation/complete": 1.0})
@@ -282,17 +284,19 @@ def test_rows_are_kept_while_wandb_cannot_be_reached(
 
     def init(*, mode: str = "", **_: Any) -> FakeRun:
         modes.append(mode)
-        if not mode:
-            raise ConnectionError("Timed out while\nretrying")
         return fake
 
+    settings = type("Settings", (), {"mode": "online", "base_url": "http://127.0.0.1:9"})
+    monkeypatch.setattr(wandb, "setup", lambda: type("Setup", (), {"settings": settings}))
     monkeypatch.setattr(wandb, "init", init)
     sink = WandB(project="p", name="n", directory=tmp_path, config={}, resume=False)
     assert modes == []  # nothing is asked before the first row
     for step in (1, 2):
         sink.write(step, ROW)
     sink.close()
-    assert modes == ["", "offline"] and [row["step"] for row in fake.logged] == [1, 2]
+    assert modes == ["offline"] and [row["step"] for row in fake.logged] == [1, 2]
     (line,) = caplog.messages
-    assert line.startswith("metrics.wandb: W&B gets nothing now (Timed out while retrying); run `wandb login`")
+    assert line.startswith(
+        "metrics.wandb: W&B gets nothing now (http://127.0.0.1:9: [Errno 111] Connection refused); run `wandb login`"
+    )
     assert f"`wandb sync {tmp_path}/wandb/offline-run-*id` uploads them" in line
