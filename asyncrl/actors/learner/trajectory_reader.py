@@ -103,7 +103,8 @@ class TrajectoryReader:
         elif arrival.outcome is not None and group is not None:
             if not checked.problem:  # else the validator has logged it
                 on = f" on {group.worker}" if group.worker else ""
-                log.warning("group %d failed%s: %s", group.group_id, on, group.error, extra={REASON: group.error})
+                level = logging.INFO if is_inherited else logging.WARNING  # it was said then
+                log.log(level, "group %d failed%s: %s", group.group_id, on, group.error, extra={REASON: group.error})
             await self._remover.announce_failed(
                 arrival.outcome, worker=group.worker, error=group.error, is_counted=checked.is_counted
             )

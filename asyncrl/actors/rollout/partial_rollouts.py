@@ -7,8 +7,9 @@ engine, and the engine continues the others.
 
   P1 A killed worker loses only what it sampled within the last ``seconds``
      (tests/actors/rollout/test_partial_rollouts.py, test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth).
-  P2 Sampled tokens keep their logprobs and versions. Tokens that are too old to be trained are discarded, and so are
-     tokens of calls that the function does not repeat. The order of the repeated calls does not matter.
+  P2 Sampled tokens keep their logprobs and versions. Tokens that are too old to be trained, or that the model cannot
+     have sampled, are discarded, and so are tokens of calls that the function does not repeat. The order of the
+     repeated calls does not matter.
   P3 Each attempt writes its own segments, the first with everything it took over: two workers on one group never mix.
      Nobody writes under another worker's name, and only who was lent the group can prove it (``_proof``): a worker
      cannot save invented tokens of a group for whoever takes it over (test_saved_segments.py).
@@ -35,6 +36,7 @@ from asyncrl.errors import BusError, MessageError, MessageTooLarge
 from asyncrl.messages import CallSegment, Event, GroupSegment, PromptGroup, SamplingParams, replace
 from asyncrl.messages.codec import encode
 from asyncrl.messages.topics import EVENTS, PROGRESS, SEGMENTS
+from asyncrl.policies.groups.validation import LEAST_LOGPROB
 from asyncrl.policies.staleness.staleness import is_stale
 
 
@@ -42,17 +44,26 @@ class PartialRollouts:
     """The unfinished groups of one worker. ``seconds``: interval between saves; 0 saves and resumes nothing."""
 
     def __init__(
-        self, bus: Bus, *, worker: str, seconds: float, max_attempts: int, max_staleness: int | None = None
+        self,
+        bus: Bus,
+        *,
+        worker: str,
+        seconds: float,
+        max_attempts: int,
+        max_staleness: int | None = None,
+        vocabulary_size: int = 2**31,
     ) -> None:
         """
-        max_attempts   a group that was begun this often without a result fails
-        max_staleness  None: nothing is too old to be continued
+        max_attempts     a group that was begun this often without a result fails
+        max_staleness    None: nothing is too old to be continued
+        vocabulary_size  of this worker's engine
         """
         self._bus = bus
         self._worker = worker
         self._seconds = seconds
         self.max_attempts = max_attempts
         self._max_staleness = max_staleness
+        self._vocabulary_size = vocabulary_size
         self._log = logging.getLogger(f"asyncrl.{worker}")
         self._groups: dict[str, GroupProgress] = {}
         self.resumed_tokens = 0
@@ -118,7 +129,7 @@ class PartialRollouts:
         return progress
 
     async def _resume(self, group_id: int, *, attempt: int, ticket: str) -> GroupProgress:
-        """Return progress with the calls of those samples that are fresh enough."""
+        """Return progress with the calls of those samples that are fresh enough, and that the model can have said."""
         found = await self._bus.states(SEGMENTS, under=f"*/{group_id}/")
         segments = newest_attempt(found, group_id, before=attempt, ticket=ticket)
         if not segments:
@@ -126,8 +137,12 @@ class PartialRollouts:
         calls = assemble_calls(segments)
         learner = (await self._bus.states(PROGRESS)).get("")
         version = 0 if learner is None else learner.policy_version
-        stale = {index for (index, *_), call in calls.items() if self._is_stale(call, policy_version=version)}
-        fresh = {key: call for key, call in calls.items() if key[0] not in stale}
+        unfit = {
+            index
+            for (index, *_), call in calls.items()
+            if self._is_stale(call, policy_version=version) or not self._is_possible(call)
+        }
+        fresh = {key: call for key, call in calls.items() if key[0] not in unfit}
         resumed, discarded = count_tokens(fresh), count_tokens(calls) - count_tokens(fresh)
         self._log.info("group %d: resumes from %d tokens of %s", group_id, resumed, segments[0].worker)
         data = {"group_id": group_id, "from": segments[0].worker, "tokens": resumed, "too_old_tokens": discarded}
@@ -144,6 +159,11 @@ class PartialRollouts:
             return False
         oldest = min(span.policy_version for span in call.version_spans)
         return is_stale(oldest, policy_version=policy_version, max_staleness=self._max_staleness)
+
+    def _is_possible(self, call: Generation) -> bool:
+        """Return whether the worker's model can have sampled a call: who saved it may have another model, or lie."""
+        low, high = int(call.tokens.min()), int(call.tokens.max())
+        return low >= 0 and high < self._vocabulary_size and float(call.logprobs.min()) >= LEAST_LOGPROB
 
     def close(self, key: str) -> GroupProgress | None:
         """Close a group that this worker no longer makes; its segments stay on the bus for the next worker."""

@@ -57,6 +57,7 @@ async def build_worker(
         worker=name,
         seconds=0 if is_dedicated else run.rollout.partial_save_seconds,
         max_attempts=run.rollout.max_attempts,
+        vocabulary_size=model.vocab_size,
         # with "tokens", tokens sampled after those too old are trained
         max_staleness=None if run.staleness.discard == "tokens" else run.max_staleness,
     )

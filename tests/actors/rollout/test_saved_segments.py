@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 
-from asyncrl.actors.rollout.partial_rollouts import GroupProgress, assemble_calls
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress, PartialRollouts, assemble_calls
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan, replace
@@ -114,6 +115,20 @@ async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus
         assert await known() == 0
     await bus.put(SEGMENTS, honest, key="w0/0/1/0")
     assert await known() == 10
+
+
+@pytest.mark.parametrize("token", [500, 10**6])
+async def test_what_the_model_cannot_have_sampled_is_not_taken_over(bus: Bus, token: int) -> None:
+    """Somebody with another model, or ill will, saved it; whoever takes the group over would fail it or be blamed."""
+    sampling = SamplingParams(max_new_tokens=100)
+    prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling)
+    progress = GroupProgress(0, attempt=1)
+    for index, said in ((0, token), (1, 13)):
+        begun(progress, length=100, index=index).tokens += [said] * 11
+    await progress.save(bus, worker="w0")
+    heir = PartialRollouts(bus, worker="w1", seconds=1.0, max_attempts=3, vocabulary_size=500)
+    resumed = await heir.open(prompt, attempt=2)
+    assert [len(resumed.begin(index, PROMPT_TOKENS, sampling)[1].prefix.tokens) for index in range(2)] == [0, 10]
 
 
 async def test_accepts_engine_that_ignores_saved_tokens(bus: Bus) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncrl.errors import RewardError
+from asyncrl.errors import Outage, RewardError
 from tests.harness.rewards import load, rewards, sample, values
 
 Serve = Callable[[Callable[[web.Request], Awaitable[web.StreamResponse]]], Awaitable[str]]
@@ -70,10 +70,11 @@ async def test_remote_gives_up_after_its_retries_and_never_retries_a_refusal(ser
         return web.Response(status=400, text="no such model\ndetails")
 
     url = await serve(busy)
-    with pytest.raises(RewardError, match="after 3 tries: HTTP 500"):
+    with pytest.raises(Outage, match="after 3 tries: HTTP 500"):  # which the worker waits for
         await values(load("remote", url=url, retries=2, backoff_seconds=0.0), sample())
-    with pytest.raises(RewardError, match="HTTP 400 Bad Request: no such model$"):
+    with pytest.raises(RewardError, match="HTTP 400 Bad Request: no such model$") as refused:
         await values(load("remote", url=await serve(refuses)), sample())
+    assert not isinstance(refused.value, Outage)
     assert calls == ["busy"] * 3 + ["refuses"]
 
 

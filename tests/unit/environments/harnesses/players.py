@@ -31,6 +31,10 @@ def plain(task, endpoint):  # type: ignore[no-untyped-def]
     return 0.5
 
 
+async def unreachable(task, endpoint):  # type: ignore[no-untyped-def]
+    raise RuntimeError("no page") from ConnectionRefusedError()
+
+
 async def refuses(task, endpoint):  # type: ignore[no-untyped-def]
     raise ValueError(f"no {task.label} here")
 

@@ -19,7 +19,7 @@ from asyncrl.environments.agent.harnesses.command import REWARD_FILE, CommandHar
 from asyncrl.environments.agent.harnesses.environment import endpoint_variables
 from asyncrl.environments.agent.harnesses.load import Limited, load_harness
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
-from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.errors import ConfigError, Outage, RolloutError
 from asyncrl.program import Program
 from tests.unit.environments.harnesses.tasks import (
     ENDPOINT,
@@ -93,6 +93,22 @@ async def test_the_reward_is_the_line_that_is_an_object_with_a_reward() -> None:
     assert await played(f"print('thinking'); print({json.dumps(table)!r}); print('done')") == Outcome(
         reward=1.0, reward_parts={"right": 1.0}, turn_rewards=(0.0, 1.0), metrics={"tools": 2.0}
     )
+
+
+@pytest.mark.parametrize(
+    ("script", "is_outage"),
+    [
+        ("import socket; socket.create_connection(('127.0.0.1', 1))", True),
+        ("import sys; print('no search engine', file=sys.stderr); sys.exit(75)", True),
+        ("raise TimeoutError", True),
+        ("raise ValueError('ConnectionError: said the model')", False),
+        ("import sys; sys.exit(1)", False),
+    ],
+)
+async def test_a_program_that_ends_because_a_service_is_away_says_so(script: str, is_outage: bool) -> None:
+    with pytest.raises(RolloutError) as raised:
+        await played(script)
+    assert isinstance(raised.value, Outage) is is_outage
 
 
 @pytest.mark.parametrize("said", ["7", "[7]", "0.5", '{"answer": 7}', "true", '"reward"', "reward: 1", "NaN"])

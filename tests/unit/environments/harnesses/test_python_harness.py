@@ -16,7 +16,7 @@ import pytest
 from asyncrl.environments.agent.harnesses import python_harness
 from asyncrl.environments.agent.harnesses.protocol import Task
 from asyncrl.environments.agent.harnesses.python_harness import Options, PythonHarness
-from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.errors import ConfigError, Outage, RolloutError
 from tests.unit.environments.harnesses.tasks import ENDPOINT, TASK, read_when_there, until_gone
 
 PLAYERS = "tests.unit.environments.harnesses.players"
@@ -85,6 +85,14 @@ async def test_what_a_harness_raises_fails_its_sample_and_not_its_child() -> Non
     async with pool("missing") as harness:
         with pytest.raises(RolloutError, match="has no attribute 'missing'"):
             await harness(TASK, ENDPOINT)
+
+
+async def test_a_service_that_is_away_is_an_outage_and_a_bug_is_none() -> None:
+    for name, is_outage in (("unreachable", True), ("refuses", False)):
+        async with pool(name) as harness:
+            with pytest.raises(RolloutError) as raised:
+                await harness(TASK, ENDPOINT)
+        assert isinstance(raised.value, Outage) is is_outage
 
 
 async def test_a_child_that_dies_is_replaced() -> None:
