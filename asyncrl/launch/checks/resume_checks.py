@@ -183,11 +183,12 @@ def name_changes(run: RunConfig, state: LearnerState, *, data: Mapping[str, str]
             why if run.learner.schedule != "constant" else "",
         )
     asked = [key for key in _ASKED if getattr(run.rollout, key) != getattr(before.rollout, key)]
-    if asked and state.prompts.outstanding:
+    if asked and (state.prompts.outstanding or not state.step):
+        count = len(state.prompts.outstanding)  # unknown without a checkpoint
         say(
-            "%s: the %d prompt groups that are under way keep what they were asked with",
+            "%s: the %sprompt groups that are under way keep what they were asked with",
             ", ".join(f"rollout.{key}" for key in asked),
-            len(state.prompts.outstanding),
+            f"{count} " if count else "",
         )
 
 
@@ -237,6 +238,9 @@ def _changed_files(before: Mapping[str, Mapping[str, Any]], now: Files) -> list[
     lines = []
     for key in sorted(before.keys() & now.keys()):
         old, new = before[key], now[key]
+        if key == "packages":
+            lines += [f"the package {change}" for change in changes(old, new)]
+            continue
         names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
         if not names:
             continue

@@ -22,16 +22,18 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.data.row_files import path_and_slice
+from asyncrl.version import VERSION
 
 Files = dict[str, dict[str, Any]]
-"""Key of the run file -> name of a file -> digest. config.json of a model is recorded whole, so that a change names its
-keys."""
+"""Key of the run file -> name of a file -> digest; "packages" -> name -> version. config.json of a model is recorded
+whole, so that a change names its keys."""
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -46,6 +48,8 @@ _BLOCK_BYTES: Final = 64 * 2**10
 _MOST_FILES: Final = 1000
 _LONGEST_NAME: Final = 4096
 _CONFIG_BYTES: Final = 64 * 2**10
+_PACKAGES: Final = ("torch", "transformers", "tokenizers", "sglang", "megatron-core")
+"""What templates, samples and steps are computed with."""
 _NOT_LOOKED_AT: Final = ("run", "bus")
 """Sections of the machine, whose files are secrets or the run's own."""
 
@@ -75,7 +79,8 @@ def digest_files(run: RunConfig) -> Files:
 
     Files of data are left out (``data/sources.py: digests``). Files that cannot be read are left out, too.
     """
-    found: Files = {key: _model(folder) for key, folder in run.model_paths.items()}
+    found: Files = {"packages": dict(_versions())}
+    found |= {key: _model(folder) for key, folder in run.model_paths.items()}
     for section, table in config_record.as_table(run).items():
         if section not in _NOT_LOOKED_AT:
             for key, text in _texts(table, of=section):
@@ -97,6 +102,13 @@ def _texts(value: Any, *, of: str) -> Iterator[tuple[str, str]]:
             yield from _texts(one, of=f"{of}.{name}" if name else of)
     elif isinstance(value, str):
         yield of, value
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "asyncrl", VERSION
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield package, metadata.version(package)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -147,12 +147,22 @@ def test_names_a_tokenizer_and_weights_of_a_reference_that_changed(
     ]
 
 
+def test_names_a_package_of_another_version(
+    run: RunConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.launch.checks.signal_files.VERSION", "0.1")
+    begin(run)
+    monkeypatch.setattr("asyncrl.launch.checks.signal_files.VERSION", "0.2")
+    resume(run)
+    assert caplog.messages == ['changed since this run was last up: the package asyncrl "0.1" -> "0.2"']
+
+
 def test_names_every_other_change_in_a_line(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     begin(run)
     resume(set_to(run, "run.steps=99", "bus.ack_seconds=9"))
     assert not caplog.messages
     changed = ("engine.kind=sglang", "reward.kind=dapo", "reward.options.a=1", "metrics.tensorboard=true")
-    resume(set_to(run, "rollout.group_size=4", "algorithm.name=rloo", "reference.kl_coef=0.5", *changed))
+    resume(set_to(run, "rollout.group_size=4", "algorithm.name=rloo", "reference.kl_coef=0.5", *changed), step=1)
     said = [line.removeprefix("resumed with another setting: ") for line in caplog.messages]
     assert [line.partition(" ")[0] for line in said] == [
         "algorithm.name",
