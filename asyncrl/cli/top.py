@@ -112,6 +112,8 @@ def _headline(view: RunView) -> Text:
 def _vital_signs(metrics: StepMetrics | None) -> RenderableType:
     """Return the five numbers to watch, with what is normal."""
     table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(no_wrap=True)
     for sign in vital_signs(metrics.numbers, {}) if metrics is not None else ():
         style = "" if sign.is_normal else "red"
         table.add_row(Text(sign.title, style="bold"), Text(sign.value, style=style), Text(sign.normal, style="dim"))
