@@ -12,28 +12,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 from asyncrl.actors.base import Actor
 from asyncrl.bus.port import Bus
 from asyncrl.data.prompts import PromptRow
-from asyncrl.errors import BusError, BusFull, HopelessError
+from asyncrl.errors import BusError, BusFull, ConfigError, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
+from asyncrl.outage import is_outage
 from asyncrl.policies.groups.overdue import Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.states import PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.groups.tickets import Tickets
 from asyncrl.policies.groups.validation import PromptSpec, digest
-from asyncrl.policies.health.waits import ROOM_IN_WINDOW
+from asyncrl.policies.health.waits import ROOM_IN_WINDOW, SERVICE
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 FULL_QUEUE_SECONDS = 0.5
 LOOK_SECONDS = 2.0
+AWAY_SECONDS = 5.0
 
 
 class Rows(Protocol):
@@ -156,7 +161,7 @@ class PromptSource(Actor):
         in_log = {group_id for key in keys if (group_id := self._tickets.group_answered(key)) is not None}
         present = self._group_ids(on_bus | {str(group_id) for group_id in in_log})
         outstanding = {group_id: prompt.position for group_id, prompt in self._table.outstanding.items()}
-        lost = await asyncio.to_thread(
+        lost = await self._in_thread(
             self._read_again, {group_id: at for group_id, at in outstanding.items() if group_id not in present}
         )
         ahead = await self._read(max(present, default=-1) + 1 - self._table.next_group_id)
@@ -199,7 +204,7 @@ class PromptSource(Actor):
         )
         self._num_reissued += len(prompts)
         positions = {group_id: prompt.position for group_id, prompt in prompts.items()}
-        for numbered in await asyncio.to_thread(self._read_again, positions):
+        for numbered in await self._in_thread(self._read_again, positions):
             if await self._withdraw(numbered.group_id):
                 self._extra.add(numbered.group_id)
                 oldest = prompts[numbered.group_id].oldest_start or 0
@@ -291,8 +296,26 @@ class PromptSource(Actor):
                 place += 1
             return rows, (place, skipped)
 
-        rows, self._read_to = await asyncio.to_thread(read)
+        rows, self._read_to = await self._in_thread(read)
         return rows
+
+    async def _in_thread(self, read: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Read rows in a thread, and again while a service is away that a source of the user's own asks."""
+        try:
+            return await asyncio.to_thread(read, *arguments, **named)
+        except ConfigError as error:
+            if not is_outage(error):
+                raise
+            self.log.warning("a service is away: %s; its rows are read again until it is back", error)
+            problem = str(error)
+        with self.waits.waiting(problem[:300], on=SERVICE):
+            while True:
+                await asyncio.sleep(AWAY_SECONDS)
+                try:
+                    return await asyncio.to_thread(read, *arguments, **named)
+                except ConfigError as error:
+                    if not is_outage(error):
+                        raise
 
     def _read_again(self, positions: Mapping[int, int]) -> list[_NumberedRow]:
         """Return the rows of groups that were published before, by position. Raises HopelessError if the data no longer

@@ -55,8 +55,8 @@ class Options:
     """Reward of a truncated sample; not set: the run's reward function decides."""
     restart: Literal["again", "never"] = "again"
     """What to do with a group that a worker began and did not finish, because it died or left. again: run the group
-    again; where the harness repeats its requests, sampled tokens are reused. never: fail the group, for harnesses that
-    must not run twice, for example because they send mail."""
+    again; where the harness repeats its requests, sampled tokens are reused. never: fail the group, and after an outage
+    the sample, for harnesses that must not run twice, for example because they send mail."""
     thinking: Literal["keep", "template"] = "keep"
     """keep: the model's reasoning stays in its prompt. template: follow the model's chat template; where the template
     drops the reasoning before a new question, a new sequence begins."""
@@ -160,9 +160,12 @@ class Agent:
                 outcome = outcome_of(await self._harness(task, endpoint))
             made = trajectories(session.turns, outcome)
         except RolloutError as error:  # many clients say no more than "400 Bad Request"
-            if not session.refusal:
+            refused = f"; the endpoint had refused a request: {session.refusal}" if session.refusal else ""
+            if self._options.restart == "never":  # also not after an outage
+                raise RolloutError(f"{error}{refused}") from None
+            if not refused:
                 raise
-            raise type(error)(f"{error}; the endpoint had refused a request: {session.refusal}") from error
+            raise type(error)(f"{error}{refused}") from error
         if hung_up := session.num_unreceived:
             said = "the agent of group %d, sample %d, hung up on %d of its calls, whose answers are not trained"
             _log.info(said, prompt.group_id, index, hung_up)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from asyncrl.actors.learner import prompt_source
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.data.prompts import PromptRow
-from asyncrl.errors import HopelessError
+from asyncrl.errors import ConfigError, HopelessError
 from asyncrl.messages import Heartbeat, SamplingParams, Wait
 from asyncrl.messages.roles import PROMPT_SOURCE, WORKER
 from asyncrl.messages.topics import ACTORS, PROMPTS
@@ -20,6 +22,7 @@ from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.admission import Admission
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness.fakes import Engine, Loop, run_all, worker
 from tests.harness.rows import Rows
 
 
@@ -75,3 +78,26 @@ async def test_a_prompt_that_nobody_answers_is_issued_again_and_withdrawn_once_i
     table.fail(0, error="answered, one way or the other")
     await source.reissue_overdue(now=start + 64)
     assert await bus.keys(PROMPTS) == set()
+
+
+class Away(Rows):
+    """A source whose server is away from row 6 on, for some requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 20
+
+    def at(self, position: int) -> PromptRow | None:
+        if position > 5 and self.failures:
+            self.failures -= 1
+            raise ConfigError("data.source: 'mine:Rows' at(6) raised ConnectionError") from ConnectionResetError()
+        return super().at(position)
+
+
+async def test_rows_of_a_server_that_is_away_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_source, "AWAY_SECONDS", 0.001)
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    loop = Loop(bus, tmp_path, steps=8, rows=Away())
+    await run_all(loop, worker(bus, Engine()))
+    assert loop.backend.steps == 8
+    assert loop.rows.failures == 0  # type: ignore[attr-defined]

@@ -13,8 +13,9 @@ from asyncrl.bus.port import Bus
 from asyncrl.environments.agent.function import Agent, Options
 from asyncrl.environments.agent.harnesses.load import Limited
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task
-from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.errors import ConfigError, Outage, RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams
+from asyncrl.outage import is_outage
 from tests.harness.agents import TOKENIZER, Scripted
 from tests.harness.partial_rollouts import Worker, publish_prompt
 
@@ -195,6 +196,18 @@ async def test_a_harness_that_may_not_be_repeated_is_not() -> None:
     engine.attempt = 2
     with pytest.raises(RolloutError, match='restart is "never"'):
         await made(PROMPT, engine, index=0)
+
+
+async def test_a_harness_that_may_not_be_repeated_is_not_repeated_after_an_outage_either() -> None:
+    async def play(task: Task, endpoint: Endpoint) -> None:
+        raise Outage("harness play: the mail server is away") from ConnectionRefusedError()
+
+    for restart, is_waited_for in (("again", True), ("never", False)):
+        made = agent(play, restart=restart)
+        with pytest.raises(RolloutError, match="the mail server is away") as raised:
+            await made(PROMPT, Scripted([]), index=0)
+        assert is_outage(raised.value) is is_waited_for
+        await made.close()
 
 
 @pytest.mark.parametrize(
