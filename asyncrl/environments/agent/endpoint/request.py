@@ -339,16 +339,20 @@ def texts_of(messages: Sequence[Json], tools: Sequence[Json]) -> list[str]:
     return found
 
 
-def digests(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
-    """Return digests of all prefixes of a conversation: item n covers the tools and the first n messages.
+def digests(messages: Sequence[Json]) -> list[bytes]:
+    """Return digests of all prefixes of a conversation: item n covers the first n messages.
 
     Two digests are equal if the messages say the same. Changes that client libraries make do not matter: the order of
     keys, spaces in arguments, ids, and reasoning that was left out.
     """
-    found = [hashlib.blake2b(_bytes(list(tools)), digest_size=16).digest()]
+    found = [b""]
     for one in messages:
         found.append(hashlib.blake2b(found[-1] + _bytes(_normalize(one)), digest_size=16).digest())
     return found
+
+
+def digest_of_tools(tools: Sequence[Json]) -> bytes:
+    return hashlib.blake2b(_bytes(list(tools)), digest_size=16).digest()
 
 
 def _normalize(one: Json) -> list[Any]:

@@ -29,6 +29,7 @@ from asyncrl.environments.agent.endpoint.request import (
     ModelRequest,
     Refused,
     call,
+    digest_of_tools,
     digests,
     sort_tool_results,
     texts_of,
@@ -203,8 +204,9 @@ class Session:
         request = replace(request, messages=sort_tool_results(request.messages))
         self._refuse_huge(request)
         length = _length_to_last_answer(request.messages)
-        asked, said = digests(request.messages[:length], request.tools)[-2:] if length else (b"", b"")
-        tokens, parent, begin = self._make_prompt(request, self._said.get(said), length)
+        asked, said = digests(request.messages[:length])[-2:] if length else (b"", b"")
+        last = self._said.get(said + digest_of_tools(request.tools))
+        tokens, parent, begin = self._make_prompt(request, last, length)
         after = parent if request.tokens is not None else self._asked.get(asked)
         left = (self._max_tokens - self._num_sampled) // request.count
         room = min(left, self.context_tokens - len(tokens))
@@ -287,7 +289,8 @@ class Session:
             if request.stop and answer.finish_reason == "stop":
                 stopped_by = _find_first(request.stop, self.chat_format.decode(answer.tokens.tolist()))
                 _cut(message, stopped_by)
-            asked, said = digests([*request.messages, message], request.tools)[-2:]
+            asked, said = digests([*request.messages, message])[-2:]
+            said += digest_of_tools(request.tools)
         return Turn(
             number=number,
             tag=tag,

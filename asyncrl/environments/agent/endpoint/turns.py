@@ -38,7 +38,7 @@ class Turn:
     after       the turn after which the request goes on, also if the agent changed its answer; None if after none
     given       i32[*], tokens given to the engine after the parent's tokens
     message     the answer as a message; empty if the request consisted of tokens
-    asked, said digests of the messages before this answer, and up to it; empty if the request consisted of tokens
+    asked, said digests of the messages before this answer, and up to it with the tools; empty for a request of tokens
     overridden      requested settings that were not obeyed
     stopped_by  stop string of the request that ended the answer, and that ``message`` lacks; "" if none did
     """

@@ -182,6 +182,20 @@ async def test_calls_at_the_same_time_are_recorded_side_by_side() -> None:
     assert client.check() == 8
 
 
+async def test_a_call_comes_after_the_one_whose_answer_it_goes_on_from() -> None:
+    """Even if the agent changes the answer, or takes the tools away. Another call to the same question comes first."""
+    async with Client(Scripted([CALL, ANSWER, "done", "again"])) as client:
+        messages: list[Any] = [{"role": "user", "content": "40 + 2 = ?"}]
+        messages.append(await client.say(messages, tools=TOOLS))
+        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "42"})
+        await client.say(messages, tools=TOOLS)
+        messages += [{"role": "assistant", "content": "It is 42."}, {"role": "user", "content": "Sure?"}]
+        await client.say(messages)
+        await client.say(messages[:1])
+    first, second, third, fourth = client.session.turns
+    assert (first.after, second.after, third.after, fourth.after) == (None, first, second, None)
+
+
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
