@@ -250,7 +250,10 @@ _COUNTS: Final = (
 )
 EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """Qwen3-MoE was published with the first name; transformers 5 writes the second."""
-_MAY_BE_NONE: Final = (*EXPERTS, "num_experts_per_tok", "num_nextn_predict_layers")
+_MAY_BE_NONE: Final = (*EXPERTS, "num_experts_per_tok", "num_nextn_predict_layers", "first_k_dense_replace")
+_UNBOUNDED: Final = ("vocab_size", "max_position_embeddings")
+_LARGEST: Final = 2**20
+"""No model has more of the others. What follows counts layers and experts one by one."""
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -267,6 +270,8 @@ def find_size_problem(config: Mapping[str, Any], shapes: Shapes) -> str:
         value, least = config.get(name), int(name in _COUNTS)
         if value is not None and (type(value) is not int or value < least):
             return f"{name} must be a whole number >= {least}, got {value!r}"
+        if value is not None and value > _LARGEST and name not in _UNBOUNDED:
+            return f"{name} is {value:,}, and no model has more than {_LARGEST:,}"
     return (
         _end_problem(config)
         or _matrix_problem(config, shapes, "model.embed_tokens.weight", ("vocab_size", "hidden_size"))

@@ -94,7 +94,9 @@ def _second_copy(folder: Path) -> None:
         (lambda f: _rewrite(f, vocab_size=9), "vocab_size is 9, and model.embed_tokens.weight has the shape .8, 64."),
         (lambda f: _rewrite(f, num_attention_heads=0), "num_attention_heads must be a whole number >= 1, got 0"),
         (lambda f: _rewrite(f, num_hidden_layers=3), "num_hidden_layers is 3, and the weights have no layer 2"),
-        (lambda f: _rewrite(f, num_hidden_layers=2**60), "and the weights have no layer 2"),  # at once, in no memory
+        (lambda f: _rewrite(f, num_hidden_layers=2**20), "and the weights have no layer 2"),
+        (lambda f: _rewrite(f, num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000, and no model has more"),
+        (lambda f: _rewrite(f, num_local_experts=10**9), "num_local_experts is 1,000,000,000, and no model has more"),
         (lambda f: _rewrite(f, eos_token_id=[1, 8]), "eos_token_id 8 is none of the 8 tokens of vocab_size"),
         (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json: Expecting"),
         (lambda f: (f / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: must be a JSON object"),
