@@ -83,8 +83,14 @@ def evaluate(run: RunConfig, model: SavedModel, *, answers: SampleFile | None = 
 
 
 def questions(run: RunConfig, model: SavedModel) -> str:
-    """Return a digest of the questions to the models of a run, which share one tokenizer. Raises ConfigError."""
-    return digest(data.open_evaluation_sets(_with_model(run, model)))
+    """Return a digest of the questions to the models of a run, which share one tokenizer. Raises ConfigError.
+
+    Prints what is odd about the prompts.
+    """
+    sets = data.open_evaluation_sets(_with_model(run, model))
+    for line in (line for its in sets for line in its.oddities):
+        print(line, file=sys.stderr, flush=True)
+    return digest(sets)
 
 
 def _with_model(run: RunConfig, model: SavedModel) -> RunConfig:

@@ -109,6 +109,16 @@ def test_check_prints_what_was_changed_and_every_key_on_request(
     assert 'eviction = ""' in out and "restarts = 3" in out and "# all other keys" not in out
 
 
+def test_check_shows_the_first_prompt_and_what_is_odd(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "2 ", "label": "5"}\n')
+    code, out, _ = asyncrl("check", run_file, "--set", f"data.path={tmp_path / 'odd.jsonl'}", capsys=capsys)
+    assert code == 0
+    assert 'first prompt      "2' in out and "its label         '5'\n" in out
+    assert out.splitlines()[-1].startswith(f"odd               {tmp_path / 'odd.jsonl'}:1: ends with a space")
+
+
 def test_check_does_not_print_the_token(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asyncrl("check", run_file, "--set", "bus.token=hunter2", capsys=capsys)
     assert "hunter2" not in out
