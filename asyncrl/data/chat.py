@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl import config
@@ -71,6 +73,20 @@ def tools_of(row: Mapping[str, Any], data: config.DataSection, where: str) -> li
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"{where}: {data.tools_key!r} must be a list of tools, each a JSON schema in an object")
     return tools
+
+
+def options_without_effect(source: str, options: Mapping[str, Any], *, where: str) -> Iterator[str]:
+    """Say in a line each option that a template does not read, or reads otherwise than it is meant.
+
+    source  the template's Jinja
+    """
+    for name, value in options.items():
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            near = difflib.get_close_matches(name, re.findall(r"\b[a-z]+_[a-z_]+\b", source), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"{where}: {name} has no effect: the model's chat template does not read it{hint}"
+        elif isinstance(value, str) and value.lower() in ("true", "false", "none", "yes", "no"):
+            yield f'{where}: {name} = "{value}" is a text, which templates take as true; remove the quotes'
 
 
 class ChatTemplate:

@@ -6,7 +6,6 @@ Tests: tests/unit/data/test_oddities.py.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ class Oddities:
             if token.special and "think" not in str(token)
         }
         self._ends = limits.end_tokens | {tokenizer.eos_token_id}
-        self._num = 0
+        self._num, self._num_skipped = 0, 0
         self._found: dict[str, tuple[int, str]] = {}
         self._of_template: list[str] = []
         self._labels: dict[str, set[str]] = {}
@@ -55,6 +54,7 @@ class Oddities:
         *,
         rendered: str,
         tokens: Sequence[int],
+        answer: Sequence[int],
         label: Any,
         tools: Sequence[Any],
         where: str,
@@ -63,6 +63,7 @@ class Oddities:
 
         prompt    as the row has it, with data.system_prompt: a text, or messages
         rendered  the text that was tokenised
+        answer    tokens of the answer to imitate; empty if there is none
         """
         messages = [] if isinstance(prompt, str) else list(prompt)
         if not self._num and self._data.chat_template:
@@ -71,12 +72,18 @@ class Oddities:
         texts = chat.texts_of(prompt)
         found = [*self._find_in_text(texts), *self._find_in_tokens(rendered, tokens)]
         found += self._find_in_messages(messages, rendered, tools) if messages else []
+        if len(answer) > 1 and answer[-2] == answer[-1] == self._tokenizer.eos_token_id:
+            found.append(f"has an answer that ends with {self._name(answer[-1])} already; it is added, so remove it")
         for oddity in dict.fromkeys(found):
             count, first = self._found.get(oddity, (0, where))
             self._found[oddity] = (count + 1, first)
         self._labels.setdefault(rendered, set()).add(repr(label))
         end = texts[-1].rstrip(" \n.") if texts else ""
         self._num_labelled_at_end += isinstance(label, str) and bool(label.strip()) and end.endswith(label.strip())
+
+    def skip(self) -> None:
+        """Count a prompt that is too long."""
+        self._num_skipped += 1
 
     def lines(self) -> list[str]:
         """Return each oddity in a line, with the number of prompts that have it and the first of them."""
@@ -91,7 +98,9 @@ class Oddities:
 
     def _find_in_all(self) -> Iterator[str]:
         where, differ = self._data.where, len(self._labels)
-        if self._num_labelled_at_end > 0.9 * self._num:
+        if self._num_skipped > 0.1 * (self._num + self._num_skipped):
+            yield f"{where}: {self._num_skipped} of {self._num + self._num_skipped} prompts are too long, and skipped"
+        if self._num and self._num_labelled_at_end > 0.9 * self._num:
             yield f"{where}: prompts end with their label: does {self._data.prompt_key!r} hold the answer, too?"
         if count := sum(len(labels) > 1 for labels in self._labels.values()):
             yield f"{where}: {count} of {differ} prompts have several labels: is the question in another column?"
@@ -181,13 +190,7 @@ class Oddities:
 
     def _find_in_template(self, messages: Sequence[chat.Message]) -> Iterator[str]:
         source, where = self._template.source, f"{self._limits.keys}chat_template"
-        for name, value in self._data.chat_template_options.items():
-            if not re.search(rf"\b{re.escape(name)}\b", source):
-                near = difflib.get_close_matches(name, re.findall(r"\b[a-z]+_[a-z_]+\b", source), 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                yield f"{where}_options: {name} has no effect: the model's chat template does not read it{hint}"
-            elif isinstance(value, str) and value.lower() in ("true", "false", "none", "yes", "no"):
-                yield f'{where}_options: {name} = "{value}" is a text, which templates take as true; remove the quotes'
+        yield from chat.options_without_effect(source, self._data.chat_template_options, where=f"{where}_options")
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
         try:
             opened, closed = (self._template.text(asked[:1], tools=None, where="", asks=asks) for asks in (True, False))

@@ -172,15 +172,19 @@ class PromptDataset:
                 break
             row = self._make(found)
             has_labels = has_labels or row.label is not None
-            if not len(row.tokens) or found.key in seen:  # too long, or a row of a mixture again
+            if found.key in seen:  # a mixture may repeat a row
                 continue
             seen.add(found.key)
+            if not len(row.tokens):
+                oddities.skip()
+                continue
             first = first or row
             is_plain = not self._data.chat_template and not self._data.conversation_key
             oddities.see(
                 row.prompt if is_plain else self._messages(found.row),
                 rendered=row.prompt,
                 tokens=row.tokens.tolist(),
+                answer=row.response.tolist(),
                 label=row.label,
                 tools=chat.tools_of(found.row, self._data, found.where) or (),
                 where=found.where,
@@ -190,7 +194,14 @@ class PromptDataset:
 
     def _show(self, row: PromptRow) -> tuple[tuple[str, str], ...]:
         """Return the prompt as the model sees it, the answer to imitate, and the label, each with its title."""
-        shown = [("first prompt", self._quote(row.tokens.tolist()))]
+        tokens = row.tokens.tolist()
+        is_bare = (
+            self._template.source
+            and not self._data.chat_template
+            and not {*tokens} & {*self._tokenizer.all_special_ids}
+        )
+        bare = ", without the model's chat template (data.chat_template = false)" if is_bare else ""
+        shown = [("first prompt", self._quote(tokens) + bare)]
         if len(row.response):
             mask = row.response_mask if len(row.response_mask) else np.ones(len(row.response), np.bool_)
             shown.append(("what is trained", self._quote(row.response[mask].tolist())))

@@ -77,7 +77,7 @@ def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
 def say_first_prompts(rows: PromptDataset, sets: Iterable[EvaluationSet]) -> None:
     """Print the first prompt as the model sees it, and warn of what is odd about the first prompts."""
     try:
-        looked = rows.look(_LOOKED_AT)
+        looked = rows.look(_LOOKED_AT if rows.num_rows else 4)  # a user's source may be slow
     except ConfigError:  # of a row that the run may never reach; if it does, the error ends the run
         return
     for title, text in looked.shown:

@@ -146,6 +146,12 @@ def test_what_is_usual_is_not_odd(tmp_path: Path, row: dict[str, Any], data: dic
         ({"prompt": "a\u200bb"}, {}, CHAT, "has the invisible character U+200B"),
         ({"prompt": "How many <image>?"}, {}, CHAT, "has <image> in its text, and asyncrl trains on text alone"),
         ({"prompt": "2+3 = 5.", "label": "5"}, {}, CHAT, "prompts end with their label"),
+        (
+            {"prompt": "a", "answer": f"b{END}"},
+            {"response_key": "answer"},
+            CHAT,
+            "has an answer that ends with <|im_end|",
+        ),
     ],
 )
 def test_each_oddity_is_said_in_a_line(
@@ -180,7 +186,8 @@ def test_a_rendered_prompt_begins_once_and_no_prompt_ends_before_its_answer(tmp_
         assert (looked.shown[0][1], looked.oddities) == ('"<bos>a" (2 tokens)', ())
     ends = tokenizer_of(CHAT, adds=f"$A {END}")
     looked = look(tmp_path, {"prompt": "a"}, tokenizer=ends, chat_template=False)
-    assert (looked.shown[0][1], looked.oddities) == ('"a" (1 tokens)', ())
+    bare = ", without the model's chat template (data.chat_template = false)"
+    assert (looked.shown[0][1], looked.oddities) == ('"a" (1 tokens)' + bare, ())
     (line,) = look(tmp_path, {"prompt": "a"}, tokenizer=begins).oddities
     assert line.endswith("has no <bos>, with which the tokenizer begins a text: the chat template leaves it out")
     begins.chat_template = "{{ bos_token }}" + CHAT
@@ -194,6 +201,8 @@ def test_prompts_that_are_much_alike_are_said_with_their_number(tmp_path: Path) 
     assert "only 1 of 8 prompts differ" in line
     (line,) = look(tmp_path, *({"prompt": "a", "label": label} for label in range(8))).oddities
     assert "1 of 1 prompts have several labels" in line
+    (line,) = look(tmp_path, {"prompt": "a"}, {"prompt": "b" * 2000}).oddities
+    assert line.endswith("data.jsonl: 1 of 2 prompts are too long, and skipped")
     mixed = look(tmp_path, {"prompt": "a"}, {"prompt": "\u200b"}, {"prompt": "b\u200b"}).oddities
     assert [line.partition(": ")[2] for line in mixed] == [
         "has the invisible character U+200B in its text; remove it (so in 2 of 3 prompts)"
@@ -209,5 +218,5 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it_with_its_label_or_answer
     shown = dict(look(tmp_path, {"prompt": "2", "answer": "3"}, response_key="answer").shown)
     assert shown["what is trained"] == '"3<|im_end|>" (2 tokens)'
     long = dict(look(tmp_path, {"prompt": "x" * 9000}, chat_template=False, max_prompt_tokens=9999).shown)
-    assert len(long["first prompt"]) < 3100
-    assert long["first prompt"].endswith('x" (9,000 tokens)')
+    assert len(long["first prompt"]) < 3200
+    assert 'x" (9,000 tokens), without the model' in long["first prompt"]

@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from asyncrl.data.chat import options_without_effect
 from asyncrl.engines.generation import Generation
 from asyncrl.environments.agent.endpoint.parsers import Parsed, Parser, PlainParser
 from asyncrl.environments.agent.endpoint.request import Json, Refused
 from asyncrl.environments.agent.endpoint.turns import Tokens, Turn
 from asyncrl.errors import ConfigError
+
+log = logging.getLogger("asyncrl.agent")
 
 _SENTINEL: Final = "\u241eTURN\u241e"
 _TOOL: Final = "name_of_a_tool"
@@ -104,6 +108,8 @@ class TemplateFormat(ChatFormat):
         source = chat_template or getattr(tokenizer, "chat_template", None) or ""
         if not source:
             raise ConfigError("the model's tokenizer has no chat template; set rollout.options.chat_template")
+        for line in options_without_effect(str(source), options or {}, where="rollout.options.chat_template_options"):
+            log.warning("%s", line)
         self._asks_for_none = bool(re.search(r"content['\"]?\]? *(is|is not|==|!=) *[nN]one\b", str(source)))
         self._parser = parser or PlainParser(source)
         self._keeps_thinking = keeps_thinking
