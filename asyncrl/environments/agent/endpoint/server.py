@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from aiohttp import web
 
@@ -36,6 +36,10 @@ DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), Anthropi
 _log = logging.getLogger("asyncrl.endpoint")
 
 
+class OnEnd(Protocol):
+    def __call__(self, connection: object, *, is_reset: bool) -> None: ...
+
+
 class EndpointServer:
     """The endpoint of one worker. It listens from its first session until it is closed."""
 
@@ -45,7 +49,10 @@ class EndpointServer:
         self.model = model
         self.url = ""
         self._sessions: dict[str, Session] = {}
+        self._last_answers: dict[object, tuple[Session, Record]] = {}
+        """The answer that each connection sent last."""
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -75,19 +82,29 @@ class EndpointServer:
                 app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()
-            await web.TCPSite(runner, self._host, self._port).start()
-            host, port = runner.addresses[0][:2]
+            assert (make := runner.server) is not None
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(make(), on_end=self._forget_connection), self._host, self._port, backlog=1024
+            )
+            host, port = self._listener.sockets[0].getsockname()[:2]
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             self._runner = runner
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
-        if runner is not None:
+        if runner is not None and self._listener is not None:
+            self._listener.close()
             await runner.cleanup()
+
+    def _forget_connection(self, connection: object, *, is_reset: bool) -> None:
+        session, record = self._last_answers.pop(connection, (None, None))
+        if is_reset and session is not None and record is not None:
+            session.take_back(record)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        self._last_answers.pop(request.protocol, None)  # its client has read it
         try:
             session = self._session_of(request)
             raw = await _read(request)
@@ -107,6 +124,7 @@ class EndpointServer:
             await reply.prepare(request)
             await reply.write_eof()
             session.receive(record)
+            self._last_answers[request.protocol] = (session, record)
         return reply
 
     async def _record(
@@ -151,6 +169,32 @@ class EndpointServer:
         if (session := self._sessions.get(key)) is None:
             raise Refused("no running sample has this API key", status=401, code="invalid_api_key")
         return session
+
+
+class _Connection(asyncio.Protocol):
+    """A connection of aiohttp's that tells its end. It is reset if its client closes it with an answer unread."""
+
+    def __init__(self, handler: web.RequestHandler, *, on_end: OnEnd) -> None:
+        self._handler, self._on_end = handler, on_end
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._handler.data_received(data)
+
+    def eof_received(self) -> None:
+        self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_end(self._handler, is_reset=isinstance(error, ConnectionResetError))
+        self._handler.connection_lost(error)
 
 
 async def _read(request: web.Request) -> bytes:

@@ -185,6 +185,19 @@ class Session:
                 if turn.message:
                     self._asked[turn.asked], self._said[turn.said] = turn, turn
 
+    def take_back(self, record: Record) -> None:
+        """Its client has not read the answers of a request after all, unless it went on from one of them."""
+        replies = record.replies.result()
+        if isinstance(replies, Refused):
+            return
+        if not any(turn.after in replies or turn.parent in replies for turn in self.turns):
+            record.is_received = False
+            for turn in replies:
+                self.turns.remove(turn)
+                for known, key in ((self._asked, turn.asked), (self._said, turn.said)):
+                    if known.get(key) is turn:
+                        del known[key]
+
     async def prepare_aside(self, request: ModelRequest, *, is_limited: bool = True) -> Prepared:
         """Prepare the prompt of a request, a long one in a thread. Raises Refused.
 

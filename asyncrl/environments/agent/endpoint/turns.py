@@ -98,6 +98,11 @@ class Turns:
         self._turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn)
 
+    def remove(self, turn: Turn) -> None:
+        """Remove a turn that no other one continues."""
+        self._turns.remove(turn)
+        self._children[turn.parent].remove(turn)
+
     def longest_prefix(self, tokens: Tokens) -> tuple[Turn | None, int]:
         """Return the turn whose prompt and answer are the longest prefix of ``tokens``, and that prefix's length."""
         best, length = None, 0

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import json
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -353,6 +354,32 @@ async def test_an_answer_whose_client_has_hung_up_is_neither_trained_nor_continu
     (sequence,) = client.session.turns.sequences()
     assert "lost" not in TOKENIZER.decode([*sequence.prompt_tokens, *sequence.trajectory.tokens])
     assert sequence.trajectory.response_mask.sum() == len(engine.answers[0].tokens) + len(engine.answers[-1].tokens)
+
+
+@pytest.mark.parametrize(
+    ("reads", "goes_on", "trained"), [(False, False, [1]), (True, False, [0, 1]), (False, True, [0, 1])]
+)
+async def test_an_answer_that_lies_unread_in_a_socket_that_is_closed_is_not_trained(
+    reads: bool, goes_on: bool, trained: list[int]
+) -> None:
+    """Unless its client goes on from it, and so has it from elsewhere."""
+    question: list[Any] = [{"role": "user", "content": "hi"}]
+    body = json.dumps({"messages": question})
+    async with Client(Scripted(["one", "two"])) as client:
+        with socket.create_connection(client.server.url[7:].split(":")) as raw:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {client.session.key}\r\n"
+            raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            while not len(client.session.turns):
+                await asyncio.sleep(0.001)
+            if reads:
+                raw.recv(2**16)
+            one, more = {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}
+            await client.say([*question, one, more] if goes_on else [more])
+        while len(client.server._last_answers) > 1:  # until the server knows that it is closed
+            await asyncio.sleep(0.001)
+        assert client.session.num_unreceived == 2 - len(trained)
+    sequences = client.session.turns.sequences()
+    assert sorted(number for one in sequences for number, _ in one.turns) == trained
 
 
 async def test_what_equals_an_answer_that_got_lost_does_not_continue_it() -> None:
