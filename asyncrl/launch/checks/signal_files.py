@@ -59,19 +59,22 @@ def record(files: Files, directory: Path, *, incarnation: int) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / FILE).open("ab") as file:
-            file.write(json.dumps({"incarnation": incarnation, "files": files}).encode() + b"\n")
+            file.write(b"\n" * (file.tell() > 0))  # ends the line of a learner that was killed while it wrote
+            file.write(json.dumps({"incarnation": incarnation, "files": files}).encode())
     except OSError as error:
         log.warning("%s cannot be written, so the next start cannot name what changed: %s", directory / FILE, error)
 
 
 def recorded(directory: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Return what the newest incarnation found; empty if that is not known."""
+    """Return what the newest incarnation found, by the last line that can be read; empty without one."""
     try:
-        *_, last = (directory / FILE).read_bytes().splitlines()
-        files = json.loads(last)["files"]
-        return {str(key): dict(found) for key, found in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        lines = (directory / FILE).read_bytes().splitlines()
+    except OSError:
         return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {str(key): dict(found) for key, found in json.loads(line)["files"].items()}
+    return {}
 
 
 def digest_files(run: RunConfig) -> Files:
