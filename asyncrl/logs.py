@@ -45,6 +45,17 @@ class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
         return as_typed(super().format(record))
 
 
+class LineFormatter(logging.Formatter):
+    """Makes one line of a message, which may quote a server or another machine; a traceback follows in its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = in_a_line(record.message)
+        return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_text(super().format(record))
+
+
 def print_line(text: str, *, out: TextIO | None = None) -> bool:
     """Print a line on which nothing depends. Return False if nobody gets it: the reader is gone, or a disk is full.
 
@@ -102,10 +113,10 @@ def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
         to_file = WatchedFileHandler(path, errors="replace")  # begins again where somebody removed the file
     except OSError as error:
         raise ConfigError(f"run.directory: cannot write {path}: {error.strerror}") from None
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    to_file.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     to_stderr = Stderr()
     to_stderr.setLevel(logging.WARNING)
-    to_stderr.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    to_stderr.setFormatter(LineFormatter("%(name)s: %(message)s"))
     return to_file, to_stderr
 
 
@@ -119,6 +130,11 @@ def as_typed(text: str) -> str:
 
 def in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 1 else f"{max(seconds, 0.1):.1f} s"
+
+
+def in_a_line(text: str) -> str:
+    """Join the lines of a text that may quote others, so that it can neither forge a line nor control a terminal."""
+    return printable(" ".join(filter(None, (line.strip() for line in text.splitlines()))))
 
 
 def printable(text: str) -> str:

@@ -23,7 +23,7 @@ from io import TextIOWrapper
 from typing import Any, Final, NoReturn, Protocol, cast
 
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, exit_code_of, leaves
-from asyncrl.logs import as_typed
+from asyncrl.logs import as_typed, in_a_line
 from asyncrl.version import VERSION
 
 VERBS: Final = {
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         where = "asyncrl" if isinstance(error, ConfigError) else f"asyncrl {name}"
-        print(f"{where}: {as_typed(_in_a_line(error))}", file=sys.stderr)
+        print(f"{where}: {as_typed(in_a_line(str(error)))}", file=sys.stderr)
         code = exit_code_of(error)
     except BrokenPipeError:  # the reader of stdout is gone, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -147,13 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # an error of the machine
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         where = f"{error.filename}: " if error.filename else ""
-        print(f"asyncrl {name}: {where}{error.strerror or error}", file=sys.stderr)
+        print(f"asyncrl {name}: {in_a_line(f'{where}{error.strerror or error}')}", file=sys.stderr)
         code = exit_code_of(error)
     except Exception as error:
         logging.getLogger("traceback").exception("ended by")  # to this process's log file; to stderr if it has none
         # the message of a TaskGroup's error alone says nothing
         said = dict.fromkeys(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
-        print(f"asyncrl {name}: {'; '.join(said)}", file=sys.stderr)
+        print(f"asyncrl {name}: {in_a_line('; '.join(said))}", file=sys.stderr)
         code = exit_code_of(error)
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -167,11 +167,6 @@ def _begin_again_in_utf8() -> NoReturn:
     """
     encodings = {"PYTHONUTF8": "1", "PYTHONIOENCODING": f"{sys.stdout.encoding}:backslashreplace"}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | encodings)
-
-
-def _in_a_line(error: Exception) -> str:
-    """Join the lines of an error, which may quote user input or library messages of several lines."""
-    return " ".join(filter(None, (line.strip() for line in str(error).splitlines())))
 
 
 def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:

@@ -30,6 +30,9 @@ class RewardSection:
     largest: float = 1e6
     """Maximum magnitude of a reward and of each of its parts. A group with a larger value fails: advantages, and the
     squares that metrics sum up, must stay far below the limit of float32."""
+    keep_special_tokens: bool = True
+    """Whether sample.completion has the special tokens that the model sampled, such as <think> or <|channel|>, except
+    those that end an answer. false: none. Built-in rewards judge what follows the thought, which these marks end."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the reward."""
     rows: Mapping[str, str] = field(default_factory=dict)

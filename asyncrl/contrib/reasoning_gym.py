@@ -94,12 +94,15 @@ class Score:
         _require("reward.kind")
         self._sets: dict[str, Any] = {}
 
-    def __call__(self, sample: Sample) -> float:
-        name, entry = sample.metadata.get(_TASK), sample.metadata.get(_ENTRY)
-        if name is None or entry is None:
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        if metadata.get(_TASK) is None or metadata.get(_ENTRY) is None:
             raise ValueError(
                 "the row is not one of reasoning-gym's: set data.source = asyncrl.contrib.reasoning_gym:Tasks"
             )
+
+    def __call__(self, sample: Sample) -> float:
+        self.check_label(sample.label, sample.metadata)
+        name, entry = sample.metadata[_TASK], sample.metadata[_ENTRY]
         if name not in self._sets:
             self._sets[name] = _data_set(name, {"size": 1, "seed": 0})
         found = _ANSWER.findall(sample.completion)

@@ -35,7 +35,7 @@ class OwnSink:
         self._made: Any = None
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        self._call("write", step, metrics)
+        self._call("write", step, dict(metrics))
 
     def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
         if isinstance(self._sink, ShowsSamples):

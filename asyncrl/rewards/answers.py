@@ -8,7 +8,23 @@ from typing import Final
 OPEN_BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SETTING: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _FENCE: Final = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
-END_OF_THINKING: Final = "</think>"
+_OPEN: Final = (
+    r"(?:<(?:\w+[:_])?(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷"
+    r"|<\|(?:START_THINKING|begin_of_thought)\|>|<\|channel>thought|<\|channel\|>analysis<\|message\|>)"
+)
+_OPENED: Final = re.compile(rf"^[ \t]*{_OPEN}|{_OPEN}[ \t]*$", re.MULTILINE)
+_OPENS_AT_END: Final = re.compile(rf"{_OPEN}\s*\Z")
+_CLOSED: Final = re.compile(
+    r"</(?:\w+[:_])?(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷"
+    r"|<\|(?:END_THINKING|end_of_thought)\|>|<channel\|>"
+)
+"""The marks around the thoughts of Qwen, DeepSeek, Magistral, Command A, Kimi, Gemma and others. A mark opens a thought
+only at the start or the end of a line: an answer may speak of <think>."""
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+).*?(?:<\|message\|>|\Z)", re.DOTALL)
+_END_OF_MESSAGE: Final = re.compile(r"<\|(?:end|return|call|start|channel)\|>")
+"""Harmony, the format of gpt-oss:
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..."""
+_SPECIAL: Final = re.compile(r"<[|｜][^|｜<>\s]{1,40}[|｜]>")
 
 
 def last_boxed(text: str) -> str | None:
@@ -17,9 +33,25 @@ def last_boxed(text: str) -> str | None:
     return _cut_at_brace(text[begins[-1] :]) if begins else None
 
 
-def after_thinking(text: str) -> str:
-    """Return the text after the last </think>; all of it if there is none."""
-    return text.rpartition(END_OF_THINKING)[2]
+def after_thinking(text: str, *, prompt: str = "") -> str:
+    """Return the answer in a completion: what follows its last thought, without special tokens such as <|im_end|>.
+
+    All of it if there is no thought; "" if the last thought never ends, whether the completion or the end of ``prompt``
+    opened it: what a thought guesses is no answer.
+    """
+    if channels := list(_CHANNEL.finditer(text)):
+        answer = text[channels[-1].end() :] if channels[-1][1] == "final" else ""
+        return _SPECIAL.sub("", _END_OF_MESSAGE.split(answer, maxsplit=1)[0])
+    if thoughts := list(_CLOSED.finditer(text)):
+        text = text[thoughts[-1].end() :]
+    elif _OPENS_AT_END.search(prompt[-100:]):
+        return ""
+    return "" if _OPENED.search(text) else _SPECIAL.sub("", text)
+
+
+def ends_thinking(text: str) -> bool:
+    """Whether a thought ends in the completion, so that an answer follows it."""
+    return bool(_CLOSED.search(text)) or any(channel[1] == "final" for channel in _CHANNEL.finditer(text))
 
 
 def last_block(text: str, *languages: str) -> str | None:

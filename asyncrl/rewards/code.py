@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.answers import after_thinking, last_block
+from asyncrl.rewards.answers import last_block
 from asyncrl.rewards.guard import in_thread
 from asyncrl.rewards.port import Reward, Sample
 from asyncrl.rewards.sandbox import Limits, open_sandbox
@@ -157,7 +157,7 @@ class CodeReward:
         """
         keys = []
         for sample in samples:
-            answer = after_thinking(sample.completion)
+            answer = sample.answer
             program = last_block(answer, *_LANGUAGES)
             keys.append((answer if program is None else program, tuple(tests_of(sample.label, sample.metadata))))
         different = dict.fromkeys(keys)
@@ -172,7 +172,7 @@ class CodeReward:
     async def _judge(self, program: str, tests: Sequence[Test], seconds: float) -> Reward:
         """Run the tests of a program, for up to ``seconds`` together. Tests that do not run in time fail."""
         num_passed = 0
-        for test in tests:
+        for test in tests if program.strip() else ():  # without a program, a test that expects no output would pass
             if seconds <= 0:
                 break
             is_passed, used = await self._run_in_turn(program, test, self._options.limits(seconds))
@@ -225,6 +225,8 @@ def tests_of(label: Any, metadata: Mapping[str, Any]) -> list[Test]:
     found = list(_tests(label))
     if not found:
         raise ValueError(f"the label holds no tests: {str(label)[:60]!r}")
+    if not any(test.statements or test.expected.strip() for test in found):
+        raise ValueError("the label's tests expect no output, so that every program that prints nothing would pass")
     return found
 
 

@@ -1,11 +1,15 @@
-"""reward.kind = "exact": 1 if the completion equals the label, else 0."""
+"""reward.kind = "exact": 1 if the answer equals the label, else 0. The answer is the completion after its thought."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.config.checks import compile_pattern
+from asyncrl.rewards.answers import after_thinking
+from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Sample
 
 
@@ -16,14 +20,14 @@ class Options:
     ignore_case: bool = False
     """Compare case-insensitively."""
     extract: str = ""
-    """Regular expression; its last match in the completion is the answer (the first group, if it has one)."""
+    """Regular expression; its last match in the whole completion is the answer (the first group, if it has one)."""
 
     def __post_init__(self) -> None:
         compile_pattern(self.extract, "extract")
 
 
 class ExactReward:
-    """Compares text. A label that is not text is compared as str(label)."""
+    """Compares text. A label that is a number is compared as it is written."""
 
     needs_label = True
 
@@ -32,20 +36,21 @@ class ExactReward:
         self._extract = re.compile(options.extract) if options.extract else None
 
     def __call__(self, sample: Sample) -> float:
-        if sample.label is None:
-            raise ValueError("the prompt has no label to compare to")
-        answer = self._answer(sample.completion)
-        return float(answer is not None and answer == self._normal(str(sample.label)))
+        answer = self._normal(sample.answer) if self._extract is None else self._answer(sample.completion)
+        return float(bool(answer) and answer in map(self._normal, label_forms(sample.label)))
+
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        label_forms(label)
 
     def vote(self, completion: str) -> str:
         """Return the text that is compared with the label, for majority votes; "" if there is none."""
-        return self._answer(completion) or ""
+        return self._answer(completion)
 
-    def _answer(self, completion: str) -> str | None:
+    def _answer(self, completion: str) -> str:
         if self._extract is None:
-            return self._normal(completion)
+            return self._normal(after_thinking(completion))
         matches = list(self._extract.finditer(completion))
-        return self._normal(matches[-1].group(1 if self._extract.groups else 0) or "") if matches else None
+        return self._normal(matches[-1].group(1 if self._extract.groups else 0) or "") if matches else ""
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self._options.strip else text

@@ -6,18 +6,22 @@ The worker survives whatever a user's function does: raise, hang, return invalid
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from asyncrl.config import plugins
 from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.messages.user_copies import own_trajectory
 from asyncrl.outage import is_outage
 from asyncrl.rewards.port import MOST_PARTS, Reward, Sample, part_problem
 
+_LARGEST_METRIC: Final = 1e12
 MAX_THREADS: Final = 16
 """Number of plain functions that run at once; others wait."""
 
@@ -35,12 +39,17 @@ class GuardedReward:
         takes_group: bool,
         timeout_seconds: float,
         largest: float = math.inf,
+        keeps_special_tokens: bool = True,
+        is_built_in: bool = False,
     ) -> None:
         """
         timeout_seconds  time limit of one group. A function with a method ``limit_groups(seconds)`` is given the limit
                          and keeps it itself, because its groups wait for each other's processes
         largest          limit for the magnitude of a reward and its parts; the learner enforces the same limit
+        is_built_in      it writes to no sample, so it needs no copies
         """
+        self.keeps_special_tokens = keeps_special_tokens
+        self._is_built_in = is_built_in
         self._largest = largest
         self._function = function
         self._name = name
@@ -117,6 +126,8 @@ class GuardedReward:
 
         Raises RewardError if no sample has a reward; Outage if that is because a service is away.
         """
+        if not self.keeps_special_tokens:
+            samples = [replace(one, completion=one.completion if one.plain is None else one.plain) for one in samples]
         deadline = None if self._limits_groups else asyncio.get_running_loop().time() + self._timeout_seconds
         if self._takes_group:
             values = self._as_list(await self._ask(samples, deadline))
@@ -172,17 +183,23 @@ class GuardedReward:
     async def _call(self, argument: Any) -> Any:
         if self._is_async:
             with plugins.contain_exits():
-                return await self._function(argument)
+                return await self._call_with_copies(argument)
         async with self._threads:
-            result = await in_thread(self._function, argument)
+            result = await in_thread(self._call_with_copies, argument)
         if not inspect.isawaitable(result):
             return result
         with plugins.contain_exits():
             return await result
 
+    def _call_with_copies(self, argument: Any) -> Any:
+        """Call the function with its own copies of the samples, so that it cannot write to what others read."""
+        if self._is_built_in:
+            return self._function(argument)
+        return self._function(_copy(argument) if isinstance(argument, Sample) else [*map(_copy, argument)])
+
     def _reward(self, value: Any) -> Reward | RewardError:
         try:
-            reward = _as_reward(value)
+            reward = _as_reward(value, largest=self._largest)
         except Exception:  # a user's object raised, or an integer is too large for a float
             return RewardError(
                 f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_shorten(value)}"
@@ -223,9 +240,34 @@ def _raise_if_none(found: Sequence[Reward | RewardError]) -> None:
         raise next((one for one in problems if isinstance(one, Outage)), problems[0])
 
 
-def _as_reward(value: Any) -> Reward:
+def _copy(sample: Sample) -> Sample:
+    """Return a copy whose tables are its own. The arrays are shared: nobody can write to them (group_maker.py)."""
+    parts = tuple(map(own_trajectory, sample.parts))
+    is_last = bool(sample.parts) and sample.trajectory is sample.parts[-1]
+    return replace(
+        sample,
+        label=copy.deepcopy(sample.label),
+        metadata=copy.deepcopy(sample.metadata),
+        trajectory=parts[-1] if is_last else own_trajectory(sample.trajectory),
+        parts=parts,
+    )
+
+
+TOTALS: Final = ("score", "reward")
+"""Keys of a dict that name the whole reward, as in verl's {"score": 1.0, "acc": True, "pred": "5"}."""
+
+
+def _as_reward(value: Any, *, largest: float) -> Reward:
     if isinstance(value, Reward):
         return Reward(value=_number(value.value), parts=_numbers(value.parts))
+    if isinstance(value, Mapping) and (total := [name for name in TOTALS if name in value]):
+        (name,) = total  # two of them leave open which one is the reward
+        # What else it says may be the model's own: an answer that is text, or too large a number, is no metric.
+        rest = {str(key): _metric(other) for key, other in value.items() if key != name}
+        return Reward(
+            value=_number(value[name]),
+            parts={key: number for key, number in rest.items() if abs(number) <= min(largest, _LARGEST_METRIC)},
+        )
     if isinstance(value, Mapping):
         parts = _numbers(value)
         return Reward(value=sum(parts.values()), parts=parts)
@@ -234,6 +276,14 @@ def _as_reward(value: Any) -> Reward:
 
 def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
     return {str(name): _number(number) for name, number in parts.items()}
+
+
+def _metric(value: Any) -> float:
+    """Return a number, or NaN for what is none."""
+    try:
+        return _number(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _number(value: Any) -> float:

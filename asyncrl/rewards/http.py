@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -11,6 +15,7 @@ import aiohttp
 
 from asyncrl.config.secret_values import hide_credentials
 from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.logs import printable
 from asyncrl.outage import is_away
 
 T = TypeVar("T")
@@ -96,8 +101,13 @@ class JsonServer:
                 timeout=aiohttp.ClientTimeout(total=self._options.request_timeout_seconds),
                 headers={name: str(value) for name, value in self._options.headers.items()},
             )
-        async with self._session.post(self._url, json=body) as response:
+        # A redirect would take the headers, which may hold a key, to whatever host the answer names.
+        options = {**proxy_of(self._url), "allow_redirects": False}
+        async with self._session.post(self._url, json=body, **options) as response:
             status = f"HTTP {response.status} {response.reason}"
+            if 300 <= response.status < 400:
+                where = hide_credentials(response.headers.get("Location", "nowhere"))[:200]
+                raise self.error(f"{status}: it redirects to {where}, and no redirect is followed; set that as url")
             if is_away(response.status):
                 named = response.headers.get("Retry-After", "")  # seconds, or a date
                 raise Away(status, seconds=float(named) if named.isdecimal() else None)
@@ -110,9 +120,42 @@ class JsonServer:
                 raise self.error(f"the answer is not JSON: {error}") from None
 
     def error(self, problem: str, *, kind: type[RewardError] = RewardError) -> RewardError:
-        return kind(f"reward {self._name}: {hide_credentials(self._options.url)}: {problem}")
+        """Return an error of one line; ``problem`` may hold text of the server."""
+        return kind(printable(f"reward {self._name}: {hide_credentials(self._options.url)}: {problem}"))
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def proxy_of(url: str) -> dict[str, Any]:
+    """Return aiohttp's options for the environment's proxy (http_proxy, https_proxy, no_proxy), for addresses outside.
+
+    This machine and its network are reached directly: localhost, private addresses, and names like "judge" or
+    "judge.internal", which only a resolver inside knows. aiohttp's own ``trust_env`` is not used: it would also replace
+    a judge's key by what ~/.netrc says for its host.
+    """
+    address = urllib.parse.urlsplit(url)
+    host = address.hostname or ""
+    if _is_inside(host) or urllib.request.proxy_bypass(address.netloc.rpartition("@")[2]):
+        return {}
+    proxy = urllib.request.getproxies().get(address.scheme, "")
+    proxy = proxy if "://" in proxy or not proxy else f"http://{proxy}"
+    if not proxy.startswith(("http://", "https://")):
+        return {}
+    given = urllib.parse.urlsplit(proxy)
+    made: dict[str, Any] = {"proxy": given._replace(netloc=given.netloc.rpartition("@")[2]).geturl()}
+    if given.username:
+        name, password = urllib.parse.unquote(given.username), urllib.parse.unquote(given.password or "")
+        made["proxy_auth"] = aiohttp.BasicAuth(name, password)
+    return made
+
+
+def _is_inside(host: str) -> bool:
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        name = host.rstrip(".")
+        is_local = "." not in name or name.endswith((".local", ".internal", ".localhost", ".lan"))
+        return is_local or name == socket.gethostname()

@@ -13,7 +13,7 @@ import math
 import re
 import string
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from asyncrl.config.checks import compile_pattern
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.http import AskAgain, HttpOptions, JsonServer
+from asyncrl.rewards.labels import refuse_table
 from asyncrl.rewards.port import Reward, Sample
 
 _TEMPLATE: Final = (
@@ -29,6 +30,14 @@ _TEMPLATE: Final = (
     "Say in one sentence why, then, on a line of its own, Score: and the number."
 )
 _FIELDS: Final = {"prompt", "answer", "label"}
+_MINUS: Final = str.maketrans("−–", "--")
+_THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+")
+_GRADE: Final = re.compile(
+    r"(?P<number>[-+−–]?(?:\d+(?:[.,]\d+)?|\.\d+)(?:[eE][-+]?\d+)?)"
+    r"(?:[*_`]*[ \t]*(?:/|out of|of)[ \t]*[*_`]*(?P<of>\d+(?:\.\d+)?)|[ \t]*(?P<percent>%))?"
+    # Nothing that makes it another number: 7.5.2, 7/10/3, 0x7, 1_000, 1 000, 7-8, 7 or 8
+    r"(?![,.]?\d|_*[^\W_])(?![ \t]*(?:%|(?:[-−–/^]|to\b|or\b|)[ \t]*\d))"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +50,9 @@ class Options(HttpOptions):
     """Bearer token, if the server requires one."""
     template: str = _TEMPLATE
     """The question, with {prompt}, {answer} and {label}; write {{ and }} for braces."""
-    pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression of the grade, with the number in its first group; the last match counts."""
+    pattern: str = r"[Ss]core:[\s*_`]*([^\sA-Za-z]\S*)"
+    """Regular expression of the grade, with the number in its first group; the last match counts. A number may be
+    written 7.5, 7,5, 7e0, 7/10 or 7 out of 10, with ``highest`` for 10."""
     lowest: float = 0.0
     """Grade that becomes a reward of 0."""
     highest: float = 10.0
@@ -110,14 +120,18 @@ class JudgeReward:
             tasks = {one: group.create_task(self._reward(one)) for one in dict.fromkeys(questions)}
         return [tasks[question].result() for question in questions]
 
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        if self.needs_label and not str(label).strip():
+            raise ValueError("the label is empty, and reward.options.template asks the judge about it")
+        if isinstance(label, Mapping) and "ground_truth" in label:  # verl's reward_model
+            refuse_table(label)
+
     async def close(self) -> None:
         await self._server.close()
 
     def _question(self, sample: Sample) -> str:
         label = "" if sample.label is None else str(sample.label)
-        return self._options.template.format(
-            prompt=sample.prompt, answer=after_thinking(sample.completion).strip(), label=label
-        )
+        return self._options.template.format(prompt=sample.prompt, answer=sample.answer.strip(), label=label)
 
     async def _reward(self, question: str) -> Reward | RewardError:
         try:
@@ -169,11 +183,26 @@ class JudgeReward:
         if is_cut:  # it may end inside a number or in the middle of the judge's reasoning
             limit = f"its reply reached reward.options.max_tokens = {self._options.max_tokens:,}"
             raise AskAgain(f"{limit}: {ends}", seconds=0.0)
-        found = [match[1] for match in self._pattern.finditer(after_thinking(said))]
-        try:
-            grade = float(found[-1]) if found else math.nan
-        except (TypeError, ValueError):
-            grade = math.nan
+        found = list(self._pattern.finditer(after_thinking(said)))
+        grade = grade_of(found[-1], highest=self._options.highest) if found else math.nan
         if not self._options.lowest <= grade <= self._options.highest:
             raise AskAgain(f"no grade in what it says: {ends}", seconds=0.0)
         return grade
+
+
+def grade_of(match: re.Match[str], *, highest: float) -> float:
+    """Return the number in the match's first group, or NaN if it is none, or one of another scale, or one of several.
+
+    A pattern may match only the beginning of a number: "Score: (\\d+)" finds 1 in 1,5 and in 1e1. So what follows the
+    match is read on.
+    """
+    if match[1] is None:
+        return math.nan
+    rest = match.string[match.end() :] if match.end() == match.end(1) else ""
+    found = _GRADE.match(match[1].strip().strip("*_`'\"()[]<>$") + rest)
+    if found is None or highest != float(found["of"] or (100 if found["percent"] else highest)):
+        return math.nan
+    text = found["number"].translate(_MINUS)
+    if _THOUSANDS.fullmatch(text):  # a thousand, or a number with three decimals
+        return math.nan
+    return float(text.replace(",", "."))

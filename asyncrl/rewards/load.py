@@ -6,7 +6,8 @@ Your own reward is a function of one argument, plain or ``async``:
     def reward(samples: Sequence[Sample]) -> list[float]   the whole group: the argument is called ``samples``,
                                                            or annotated as a list, tuple or Sequence
 
-It returns a number, a ``Reward``, or a dict of parts whose sum is the reward. Plain functions run in threads. A class
+It returns a number, a ``Reward``, or a dict of parts whose sum is the reward. If one part is called "score" or
+"reward", that is the reward, and the others are metrics. Plain functions run in threads. A class
 is also possible. It is instantiated once and then called; if its module has an ``Options``, it gets one built from
 [reward.options].
 """
@@ -67,6 +68,8 @@ def load_reward(section: config.RewardSection, *, where: str = "reward.kind") ->
         takes_group=takes_group(function, name=section.kind),
         timeout_seconds=section.timeout_seconds,
         largest=section.largest,
+        keeps_special_tokens=section.keep_special_tokens,
+        is_built_in=section.kind in KINDS,
     )
 
 

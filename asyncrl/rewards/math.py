@@ -1,7 +1,7 @@
 """reward.kind = "math": 1 if the answer in the completion equals the label, as math-verify finds and judges it.
 
-The answer is the last box; without one, what follows the last "answer is" and the like, else the last formula or
-number.
+The answer is the last box after the completion's thought; without one, what follows the last "answer is" and the like,
+else the last formula or number.
 
 A label is a formula with or without dollars ("36\\pi"), or a sentence, of which the last formula or number counts.
 math-verify parses a label that is a choice ("A") or a word as a formula, but finds no formula in a completion that is
@@ -25,13 +25,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.answers import OPEN_BOX, bare, last_boxed
+from asyncrl.rewards.answers import OPEN_BOX, after_thinking, bare, last_boxed
 from asyncrl.rewards.judge_pool import JudgePool, within
+from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Sample
 
 _DELIMITED: Final = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")
 _WORDS: Final = re.compile(r"(?<!\S)(?!and\b)[A-Za-z]{3,}\b|\*\*|####")
 _SPACED_NUMBER: Final = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_MIXED: Final = re.compile(r"(?<![\w.,^/\\])(\d+) +(\d{1,2}|\d{4,}) ?/ ?(\d+)(?![\w/]|\.\d)")
+"""A mixed number without LaTeX, "2 1/2"; but 1 000/3 is a thousand."""
 _SCIENTIFIC: Final = re.compile(r"(-?\d+(?:\.\d*)?)[eE]([+-]?\d+)")
 _NUMBER: Final = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
@@ -61,15 +64,14 @@ class MathReward:
         self._judges = JudgePool("asyncrl.rewards.math", arguments, name="math", processes=options.processes)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        if any(sample.label is None for sample in samples):
-            raise ValueError("the prompt has no label to compare to")
-        return await self._judges.ask([[str(sample.label), sample.completion] for sample in samples])
+        return await self._judges.ask([[formula_of(sample.label), sample.answer] for sample in samples])
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
-        check_label(label)
+        formula_of(label)
 
     def vote(self, completion: str) -> str:
         """Return the text in the last \\boxed{}, else the last number. Majority votes only test them for equality."""
+        completion = after_thinking(completion)
         if (found := last_boxed(completion)) is not None:
             return "".join(found.split())
         numbers = _NUMBER.findall(completion)
@@ -82,10 +84,13 @@ class MathReward:
         await self._judges.close()
 
 
-def check_label(label: Any) -> None:
-    """Raise ValueError if the label is empty, to which no answer can be equal."""
-    if not bare(str(label)):
-        raise ValueError(f"the label {str(label)!r} is empty")
+def formula_of(label: Any) -> str:
+    """Return the text of a label. Raises ValueError if it is none or empty, to which no answer can be equal."""
+    text = label_forms(label)[0]
+    boxed = last_boxed(text)
+    if not bare(text if boxed is None else boxed):
+        raise ValueError(f"the label {text!r} is empty")
+    return text
 
 
 # -- in a judge's process: a JSON line [seconds, [label, completion]] in, {"reward": 1.0} out --------------------------
@@ -122,9 +127,15 @@ def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
     gold = next(filter(None, (_parse(form, timeout_seconds) for form in _forms(label))), None)
     if gold is None:
         raise LabelError(f"the label {label[:60]!r} holds no number or formula")
+    answer = OPEN_BOX.sub(r"\\boxed{", completion)
+    if boxed is not None and (number := _SCIENTIFIC.fullmatch(boxed.strip())):
+        answer = rf"\boxed{{{_power_of_ten(number)}}}"
     try:
-        found = _parse(OPEN_BOX.sub(r"\\boxed{", completion), timeout_seconds)
-        return float(bool(found) and verify(gold, found, timeout_seconds=timeout_seconds))
+        zeros = _leading_zeros(gold[0])
+        found = _parse(_without_mixed(answer), timeout_seconds)
+        # math-verify rounds to 6 decimals, and takes differences below 1e-15 for 0: then 1/2004! would be 1/2006!.
+        digits = {"float_rounding": max(6, zeros + 2), "numeric_precision": max(15, zeros + 15)}
+        return float(bool(found) and verify(gold, found, timeout_seconds=timeout_seconds, **digits))
     except (TimeoutException, RecursionError, MemoryError):
         return 0.0
 
@@ -136,15 +147,39 @@ def _parse(text: str, timeout_seconds: int) -> list[Any]:
     return found
 
 
+def _leading_zeros(gold: Any) -> int:
+    """Return the zeros between the point and the first digit of a number, or of the smallest of several."""
+    import sympy  # type: ignore[import-untyped]
+
+    several = isinstance(gold, sympy.Tuple | sympy.Set | sympy.core.relational.Relational)
+    numbers = [one for one in (gold.args if several else (gold,)) if getattr(one, "is_number", False)]
+    sizes = [abs(one.doit().evalf()) for one in numbers]
+    return max([int(-sympy.log(size, 10).evalf()) for size in sizes if size.is_Float and 0 < size < 1], default=0)
+
+
+def _without_mixed(text: str) -> str:
+    """Write mixed numbers as fractions: "2 1/2" becomes "5/2"."""
+
+    def improper(number: re.Match[str]) -> str:
+        whole, part, of = map(int, number.groups())
+        return f"{whole * of + part}/{of}" if 0 < part < of else number[0]
+
+    return _MIXED.sub(improper, text.replace("~", " "))  # LaTeX's other space
+
+
+def _power_of_ten(number: re.Match[str]) -> str:
+    return rf"{number[1]} \cdot 10^{{{number[2]}}}"
+
+
 def _forms(label: str) -> tuple[str, str]:
     """Return what to parse as the label, the better form first.
 
     Labels are mostly formulas without dollars ("36\\pi"), of which math-verify finds only a number (36) unless dollars
     are put around them. In a sentence it finds the number at the end, but not with dollars.
     """
-    label = label.strip()
+    label = _without_mixed(label.strip())
     if number := _SCIENTIFIC.fullmatch(label):
-        label = rf"{number[1]} \cdot 10^{{{number[2]}}}"
+        label = _power_of_ten(number)
     is_sentence = "\\" not in label and _WORDS.search(label) is not None
     if is_sentence or _DELIMITED.search(label) or _SPACED_NUMBER.fullmatch(label):
         return label, f"${label}$"

@@ -13,6 +13,7 @@ from asyncrl.errors import RewardError
 from asyncrl.messages import Trajectory
 from asyncrl.policies.groups.validation import MOST_PARTS as MOST_PARTS
 from asyncrl.policies.groups.validation import part_problem as part_problem
+from asyncrl.rewards.answers import after_thinking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +21,18 @@ class Sample:
     """A reward function's view of one rollout.
 
     prompt      the prompt as tokenised, chat template included
-    completion  all tokens of the trajectory decoded, without special tokens; includes text from an environment
+    completion  all tokens of the trajectory decoded; includes text from an environment. Special tokens that the model
+                sampled are part of it (<think>, <|channel|>), except those that end an answer; all are left out with
+                reward.keep_special_tokens = false
     dataset     in evaluation, name of the data set; in training with several data files, name of the row's file
     reward      name of the row's own reward (data.reward_key); empty: reward.kind
     trajectory  its reward and reward_parts are set by the rollout function; NaN and empty if it set none. If the
                 rollout has several parts, the last part
     parts       all trajectories of the rollout, in order
+    plain       completion without any special token; None: the same
+
+    A function gets its own copies of label and metadata, and the arrays are read-only: what it does with them changes
+    nothing for other samples, and nothing that is trained.
     """
 
     prompt: str
@@ -37,6 +44,13 @@ class Sample:
     dataset: str = ""
     reward: str = ""
     parts: tuple[Trajectory, ...] = ()
+    plain: str | None = None
+
+    @property
+    def answer(self) -> str:
+        """What follows the last thought in the completion (</think>, or harmony's final channel), without special
+        tokens. All of it if there is no thought; "" if the thought never ends."""
+        return after_thinking(self.completion, prompt=self.prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

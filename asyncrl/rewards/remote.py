@@ -1,7 +1,8 @@
 """reward.kind = "remote": a server rewards each group.
 
 POST url  {"samples": [{"prompt": ..., "completion": ..., "label": ..., "metadata": {...}}, ...]}
-answer    {"rewards": [1.0, {"format": 0.2, "correct": 1.0}, ...]}  or only the list; a dict's parts are summed
+answer    {"rewards": [1.0, {"format": 0.2, "correct": 1.0}, ...]}  or only the list; a dict is read as that of a
+          function of your own (load.py)
 """
 
 from __future__ import annotations

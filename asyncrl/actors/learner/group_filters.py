@@ -14,6 +14,7 @@ import numpy as np
 from asyncrl.config import plugins
 from asyncrl.errors import FilterError, HopelessError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages.user_copies import own_group
 from asyncrl.policies.batching.filters import GroupFilter
 
 
@@ -96,7 +97,7 @@ class GroupFilters:
 def ask(function: GroupFilter, group: TrajectoryGroup) -> bool:
     """Return the filter's decision. Raises TypeError unless it is True or False, and any error of ``function``."""
     with plugins.contain_exits():
-        answer: object = function(group)
+        answer: object = function(own_group(group))
     if inspect.iscoroutine(answer):
         answer.close()  # otherwise Python warns that it was never awaited
     if not isinstance(answer, bool | np.bool_):

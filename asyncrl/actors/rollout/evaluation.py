@@ -43,6 +43,7 @@ from asyncrl.messages.rollout import LONGEST_ERROR, label_text
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS, group_id_of
 from asyncrl.policies.health.waits import SPACE_IN_LOG
+from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 FULL_LOG_SECONDS: Final = 1.0
@@ -77,9 +78,12 @@ def evaluation_stage(
         bus, maker, slots=slots, max_attempts=max_attempts, keep_seconds=keep_seconds, is_dedicated=is_dedicated
     )
 
+    completions = CompletionReader(tokenizer)
+
     async def vote(dataset: str, group: TrajectoryGroup) -> Sequence[str]:
-        texts = [tokenizer.decode(parts[-1].tokens, skip_special_tokens=True) for parts in group.rollouts]
-        votes = await rewards.votes(dataset, texts)
+        read = [completions.read(parts[-1]) for parts in group.rollouts]
+        keeps = rewards.keep_special_tokens(dataset)
+        votes = await rewards.votes(dataset, [kept if keeps else plain for kept, plain in read])
         return [
             one if len(one) <= LONGEST_VOTE else hashlib.sha256(one.encode(errors="replace")).hexdigest()
             for one in votes
@@ -110,6 +114,9 @@ class DatasetRewards:
     async def close(self) -> None:
         for reward in {id(reward): reward for reward in self._rewards.values()}.values():
             await reward.close()
+
+    def keep_special_tokens(self, dataset: str) -> bool:
+        return getattr(self._rewards[dataset], "keeps_special_tokens", True)
 
     async def votes(self, dataset: str, completions: Sequence[str]) -> list[str]:
         """Return each answer's vote by its data set's reward; the whole answer if that has no votes (GuardedReward)."""

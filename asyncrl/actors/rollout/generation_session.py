@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import SamplingParams
+from asyncrl.messages.user_copies import read_only
 
 _WAITS = {"rollout": "its rollout function", "harness": "its harness"}
 SeedOfCall = Callable[[int], int]
@@ -84,7 +86,7 @@ class GenerationSession:
             number = call if not key[2] else _repeat(key)
             generation = await self._resume(number, tokens, sampling, key=key, partial=partial, progress=self._progress)
         self.num_tokens += len(generation.tokens)
-        return generation
+        return replace(generation, tokens=read_only(generation.tokens), logprobs=read_only(generation.logprobs))
 
     async def _resume(
         self,

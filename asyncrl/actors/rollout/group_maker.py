@@ -26,8 +26,10 @@ from asyncrl.errors import EngineDied, EngineError, Outage, RewardError, Rollout
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
 from asyncrl.messages.rollout import label_text
+from asyncrl.messages.user_copies import own_prompt, read_only
 from asyncrl.outage import is_outage
 from asyncrl.policies.groups.validation import reward_problems
+from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 MOST_EXPLAINED: Final = 100
@@ -91,7 +93,7 @@ class GroupMaker:
         self.engine = engine
         self._rollout = rollout
         self._reward = reward
-        self._tokenizer = tokenizer
+        self._completions = CompletionReader(tokenizer)
         self._seed = seed
         self._rules = rules
         self._need = need
@@ -198,7 +200,7 @@ class GroupMaker:
         try:
             async with session.waiting(on=self._waits_on):
                 with plugins.contain_exits():
-                    made = await self._rollout(prompt, session, index=index)
+                    made = await self._rollout(own_prompt(prompt), session, index=index)
             return self._check(prompt, index, made, num_resumed=session.num_resumed)
         except EngineError:
             raise
@@ -251,10 +253,12 @@ class GroupMaker:
         self, prompt: PromptGroup, rollouts: Sequence[Rollout], outages: Outages, *, since: int
     ) -> list[Rollout | RewardError]:
         """Return the rollouts with their rewards set; an error in place of a rollout that has none."""
-        samples = [
-            Sample(
+        samples = []
+        for parts in rollouts:
+            completion, plain = self._completions.read(parts[-1])
+            sample = Sample(
                 prompt=prompt.prompt,
-                completion=self._tokenizer.decode(parts[-1].tokens, skip_special_tokens=True),
+                completion=completion,
                 label=prompt.label,
                 metadata=prompt.metadata,
                 trajectory=parts[-1],
@@ -262,9 +266,9 @@ class GroupMaker:
                 dataset=prompt.dataset,
                 reward=prompt.reward,
                 parts=parts,
+                plain=plain,
             )
-            for parts in rollouts
-        ]
+            samples.append(sample)
 
         async def ask() -> Sequence[Reward | RewardError]:
             with self.engine.waits.waiting("its reward function", on="reward"):
@@ -358,14 +362,19 @@ def check_rollout(
         parts.append(
             replace(
                 one,
+                # A rollout function may keep and reuse its arrays, and a reward must not write to them.
+                tokens=read_only(one.tokens),
+                response_mask=read_only(one.response_mask),
+                behavior_logprobs=read_only(one.behavior_logprobs),
+                experts=read_only(one.experts),
                 rollout=index,
                 part=number,
                 prompt_tokens=_NO_PROMPT
                 if np.array_equal(one.prompt_tokens, prompt.prompt_tokens)
-                else one.prompt_tokens,
+                else read_only(one.prompt_tokens),
                 resumed=min(num_resumed, sampled) if is_alone or not num_resumed else sampled,
                 reward=given.reward,
-                reward_parts=given.reward_parts,
+                reward_parts=dict(given.reward_parts),
             )
         )
     return tuple(parts)

@@ -9,11 +9,13 @@ asterisks of Markdown, and does not take x <= 5 for 5. An equal answer that is s
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.answers import last_boxed
+from asyncrl.rewards.answers import after_thinking, last_boxed
+from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Reward, Sample
 
 _ANSWER: Final = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -59,19 +61,29 @@ class DapoReward:
         self._options = options
 
     def __call__(self, sample: Sample) -> Reward:
-        if sample.label is None:
-            raise ValueError("the prompt has no label to compare to")
-        is_right = self.vote(sample.completion) == normal(str(sample.label))
+        labels, answer = _labels(sample.label), self.vote(sample.answer)
+        is_right = bool(answer) and answer in labels
         value = self._options.right if is_right else self._options.wrong
         return Reward(value=value, parts={"accuracy": float(is_right)})
 
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        _labels(label)
+
     def vote(self, completion: str) -> str:
         """Return the normalised answer; "" if there is none."""
-        tail = completion[-self._options.tail_characters :]
+        tail = after_thinking(completion)[-self._options.tail_characters :]
         if self._options.boxed:
             return normal(last_boxed(tail) or "")
         answers = _ANSWER.findall(tail)
         return normal(answers[-1]) if answers else ""
+
+
+def _labels(label: Any) -> list[str]:
+    """Return the normalised forms of a label. Raises ValueError if nothing is left of it."""
+    forms = [normal(form) for form in label_forms(label)]
+    if not all(forms):
+        raise ValueError(f"the label {str(label)[:60]!r} says nothing beside units and marks")
+    return forms
 
 
 def normal(answer: str) -> str:

@@ -7,13 +7,14 @@ two other judges, so results can differ for formulas that not all three judges c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.rewards import math
-from asyncrl.rewards.answers import END_OF_THINKING, after_thinking, last_boxed
+from asyncrl.rewards.answers import after_thinking, ends_thinking, last_boxed
 from asyncrl.rewards.judge_pool import JudgePool
+from asyncrl.rewards.labels import label_texts
 from asyncrl.rewards.port import Sample
 
 
@@ -36,11 +37,10 @@ class DeepScalerReward:
         pairs: list[list[str]] = []
         owners: list[int] = []
         for number, sample in enumerate(samples):
-            if sample.label is None:
-                raise ValueError("the prompt has no label to compare to")
+            labels = _labels(sample.label)
             if not (answer := self.vote(sample.completion)):
                 continue
-            for label in _labels(sample.label):
+            for label in labels:
                 pairs.append([label, f"\\boxed{{{answer}}}"])
                 owners.append(number)
         rewards = [0.0] * len(samples)
@@ -49,12 +49,11 @@ class DeepScalerReward:
         return rewards
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
-        for one in _labels(label):
-            math.check_label(one)
+        _labels(label)
 
     def vote(self, completion: str) -> str:
         """Return the text that is compared with the label; "" if there is none."""
-        if self._needs_thinking and END_OF_THINKING not in completion:
+        if self._needs_thinking and not ends_thinking(completion):
             return ""
         return (last_boxed(after_thinking(completion)) or "").strip()
 
@@ -65,7 +64,10 @@ class DeepScalerReward:
         await self._judges.close()
 
 
-def _labels(label: Any) -> Iterator[str]:
-    for one in label if isinstance(label, list | tuple) else [label]:
-        boxed = last_boxed(str(one))
-        yield str(one) if boxed is None else boxed
+def _labels(label: Any) -> list[str]:
+    """Return the formulas of a label. Raises ValueError."""
+    found = []
+    for text in label_texts(label):
+        boxed = last_boxed(text)
+        found.append(math.formula_of(text if boxed is None else boxed))
+    return found

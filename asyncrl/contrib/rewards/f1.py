@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from asyncrl.config.checks import compile_pattern
 from asyncrl.rewards.answers import after_thinking
+from asyncrl.rewards.labels import label_texts
 from asyncrl.rewards.port import Reward, Sample
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
@@ -45,8 +47,9 @@ class F1Reward:
         self._extract = re.compile(options.extract, re.DOTALL) if options.extract else None
 
     def __call__(self, sample: Sample) -> Reward:
-        answer, labels = self._answer(sample.completion), label_texts(sample)
-        if answer is None:
+        answer = sample.answer if self._extract is None else self._answer(sample.completion)
+        labels = label_texts(sample.label)
+        if not answer.strip():
             return Reward(value=0.0, parts={"f1": 0.0, "exact_match": 0.0})
         parts = {
             "f1": max(f1(answer, label) for label in labels),
@@ -54,24 +57,19 @@ class F1Reward:
         }
         return Reward(value=parts[self._metric], parts=parts)
 
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        label_texts(label)
+
     def vote(self, completion: str) -> str:
         """Return the normalised answer; "" if there is none."""
-        return normal(self._answer(completion) or "")
+        return normal(self._answer(completion))
 
-    def _answer(self, completion: str) -> str | None:
-        """Return the answer; None if ``extract`` does not match."""
+    def _answer(self, completion: str) -> str:
+        """Return the answer; "" if ``extract`` does not match."""
         if self._extract is None:
             return after_thinking(completion)
         matches = list(self._extract.finditer(completion))
-        return (matches[-1].group(1 if self._extract.groups else 0) or "") if matches else None
-
-
-def label_texts(sample: Sample) -> list[str]:
-    """Return the labels of a sample: one, or each item of a list. Raises ValueError if there is none."""
-    label: Any = sample.label
-    if label is None or label == [] or label == ():
-        raise ValueError("the prompt has no label to compare to")
-    return [str(one) for one in label] if isinstance(label, list | tuple) else [str(label)]
+        return (matches[-1].group(1 if self._extract.groups else 0) or "") if matches else ""
 
 
 def normal(text: str) -> str:
@@ -83,12 +81,12 @@ def normal(text: str) -> str:
 
 
 def f1(answer: str, label: str) -> float:
-    """Return the F1 score in 0..1; two empty texts are equal."""
+    """Return the F1 score in 0..1; 0 for an empty answer."""
     answer, label = normal(answer), normal(label)
-    if answer == label:
+    if answer == label != "":
         return 1.0
     if answer in _CLOSED or label in _CLOSED:
         return 0.0
     words, expected = answer.split(), label.split()
     common = (Counter(words) & Counter(expected)).total()
-    return 2 * common / (len(words) + len(expected))
+    return 2 * common / (len(words) + len(expected)) if common else 0.0

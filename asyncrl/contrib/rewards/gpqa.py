@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import after_thinking, bare, last_boxed
+from asyncrl.rewards.labels import refuse_table
 from asyncrl.rewards.port import Sample
 
 _MARKS: Final = r"(?:[\s*_:=$\"'`“‘]|\\?[(\[])*"
@@ -52,7 +53,7 @@ class GpqaReward:
         self._letter(label, metadata.get("choices"))
 
     def __call__(self, sample: Sample) -> float:
-        return float(self.vote(sample.completion) == self._letter(sample.label, sample.metadata.get("choices")))
+        return float(self.vote(sample.answer) == self._letter(sample.label, sample.metadata.get("choices")))
 
     def vote(self, completion: str) -> str:
         """Return the chosen letter; "" if there is none."""
@@ -70,8 +71,18 @@ class GpqaReward:
 
     def _letter(self, label: Any, choices: Any) -> str:
         """Return the letter of a label: a letter, "(B)", a number from 0, or the text of one of metadata["choices"]."""
+        refuse_table(label)
+        if isinstance(label, list | tuple) and len(label) == 1:
+            label = label[0]
+        if isinstance(label, float) and label.is_integer():  # a column with gaps
+            label = int(label)
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(self._letters):
-            return self._letters[label]
+            if not isinstance(choices, list | tuple):
+                return self._letters[label]
+            if label < len(choices) and choices[label] != label in choices:
+                raise ValueError(f"the label {label} is a choice and the number of another; write its letter")
+            if label < len(choices):
+                return self._letters[label]
         if isinstance(label, str) and (letter := bare(label).upper()) and len(letter) == 1 and letter in self._letters:
             return letter
         if isinstance(choices, list | tuple) and label in choices and list(choices).index(label) < len(self._letters):

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from asyncrl.contrib.rewards import ifbench_checks as checks
 from asyncrl.contrib.rewards import ifeval
-from asyncrl.contrib.rewards.ifeval import IfEvalReward, Options, instructions_of
+from asyncrl.contrib.rewards.ifeval import IfEvalReward, Options
 
 __all__ = ["IfBenchReward", "Options"]
 
@@ -133,7 +133,3 @@ def _typed(value: Any, parameter: inspect.Parameter, where: str) -> Any:
 
 class IfBenchReward(IfEvalReward):
     follows = staticmethod(follows)
-
-    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
-        for kind, given in zip(*instructions_of(label, metadata), strict=True):
-            follows("a", kind, given)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.port import Reward, Sample
 
 Check = Callable[..., bool]
@@ -251,11 +250,12 @@ class IfEvalReward:
         self._options = options
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
-        instructions_of(label, metadata)
+        for kind, given in zip(*instructions_of(label, metadata), strict=True):
+            self.follows("a", kind, given)
 
     def __call__(self, sample: Sample) -> Reward:
         kinds, values = instructions_of(sample.label, sample.metadata)
-        response = after_thinking(sample.completion)
+        response = sample.answer
         texts = _variants(response) if self._options.loose else [response]
         followed = [
             any([self.follows(text, kind, given) for text in texts]) for kind, given in zip(kinds, values, strict=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from asyncrl.config.checks import compile_pattern
+from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Sample
 
 
@@ -30,12 +32,15 @@ class RegexReward:
         self.needs_label = options.compare == "label"
 
     def __call__(self, sample: Sample) -> float:
-        matches = list(self._pattern.finditer(sample.completion))
-        if not matches or self._compare == "match":
-            return float(bool(matches))
-        if sample.label is None:
-            raise ValueError('the prompt has no label; use compare = "match"')
-        return float(self._captured(matches[-1]) == str(sample.label).strip())
+        if self._compare == "match":
+            return float(self._pattern.search(sample.completion) is not None)
+        right = [form.strip() for form in label_forms(sample.label)]
+        found = self.vote(sample.completion)
+        return float(bool(found) and found in right)
+
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        if self._compare == "label":
+            label_forms(label)
 
     def vote(self, completion: str) -> str:
         """Return the text that is compared with the label, for majority votes; "" if there is none."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from asyncrl.contrib.rewards.f1 import label_texts
-from asyncrl.rewards.answers import after_thinking
+from asyncrl.rewards.labels import label_texts
 from asyncrl.rewards.port import Reward, Sample
 
 _WORD: Final = re.compile(r"[^\W_]+")
@@ -36,10 +35,21 @@ class RougeReward:
         self._metric = options.metric
 
     def __call__(self, sample: Sample) -> Reward:
-        found = words(after_thinking(sample.completion))
-        scores = [scored(found, words(label)) for label in label_texts(sample)]
+        found = words(sample.answer)
+        scores = [scored(found, label) for label in _labels(sample.label)]
         parts = {name: max(score[name] for score in scores) for name in scores[0]}
         return Reward(value=parts[self._metric], parts=parts)
+
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        _labels(label)
+
+
+def _labels(label: Any) -> list[list[str]]:
+    """Return the words of each label. Raises ValueError for one without words."""
+    found = [words(text) for text in label_texts(label)]
+    if not all(found):
+        raise ValueError(f"the label {str(label)[:60]!r} has no words")
+    return found
 
 
 def words(text: str) -> list[str]:

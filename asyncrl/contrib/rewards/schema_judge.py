@@ -10,6 +10,7 @@ import functools
 import json
 import signal
 import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -38,16 +39,38 @@ def judged(schema: Any, text: str, seconds: float) -> dict[str, Any]:
 
 
 def validator_of(schema: Any) -> Any:
-    """Return jsonschema's validator. Raises InvalidSchema."""
+    """Return jsonschema's validator, which fetches nothing that the schema refers to. Raises InvalidSchema."""
     import jsonschema
     from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+    from referencing.jsonschema import specification_with
 
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise InvalidSchema(f"invalid schema: {error.message}"[:200]) from None
-    return kind(schema)
+    if isinstance(schema, Mapping) and schema and not schema.keys() & kind.VALIDATORS.keys():
+        raise InvalidSchema(
+            f"the table {str(schema)[:60]!r} is no JSON Schema: it asks for nothing, so that any JSON would be valid"
+        )
+    root = specification_with(kind.META_SCHEMA["$schema"]).create_resource(schema)
+    _check_references(root, REGISTRY.resolver_with_root(root))
+    return kind(schema, registry=REGISTRY)
+
+
+def _check_references(resource: Any, resolver: Any) -> None:
+    """Raise InvalidSchema for a reference to what is not in the schema."""
+    from referencing.exceptions import Unresolvable
+
+    named = resource.contents if isinstance(resource.contents, Mapping) else {}
+    for reference in (named[key] for key in ("$ref", "$dynamicRef") if isinstance(named.get(key), str)):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable as error:
+            raise InvalidSchema(f"the schema refers to what is not in it: {error}"[:200]) from None
+    for inner in resource.subresources():
+        _check_references(inner, resolver.in_subresource(inner))
 
 
 def parsed(text: str) -> Any:

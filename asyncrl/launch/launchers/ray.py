@@ -34,6 +34,7 @@ from asyncrl.launch.launchers.adapter import LauncherAdapter
 from asyncrl.launch.launchers.process_agent import MARK, LaunchRequest, OutputChunk, ProcessAgent, StartResult
 from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need, Strategy
 from asyncrl.launch.port import ProcessSpec
+from asyncrl.logs import in_a_line
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 
 _NEEDS_RAY: Final = 'launcher.kind: "ray" needs ray; pip install asyncrl[ray]'
@@ -222,7 +223,7 @@ class RayLauncher(LauncherAdapter):
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
+            print(f"asyncrl run: {in_a_line(text)}", file=sys.stderr, flush=True)
 
     # -- places --------------------------------------------------------------------------------------------------------
 

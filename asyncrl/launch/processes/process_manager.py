@@ -32,7 +32,7 @@ from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError
 from asyncrl.launch.port import Launcher
 from asyncrl.launch.processes.child_process import ChildProcess, Exit, RestartPolicy
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, FleetScaler, NewWorker
-from asyncrl.logs import as_typed, in_words, printable
+from asyncrl.logs import as_typed, in_a_line, in_words, printable
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 from asyncrl.policies.health.conditions import ALARMS
 from asyncrl.policies.health.faults import Finding
@@ -302,7 +302,7 @@ class ProcessManager:
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the output may be full; nothing depends on it
-            print(f"asyncrl run: {as_typed(text)}", file=sys.stderr, flush=True)
+            print(f"asyncrl run: {as_typed(in_a_line(text))}", file=sys.stderr, flush=True)
 
     def interrupt(self) -> None:
         """Handle Ctrl-C: the first drains the run, the second kills everything. Neither affects a run that is done."""
