@@ -51,7 +51,8 @@ def read_address(directory: Path, *, is_worker: bool = False) -> tuple[str, str]
     except FileNotFoundError:
         problem = f"no `asyncrl run` is up in {directory}"
         if (directory / "history.jsonl").exists() and not is_worker:
-            problem, folder = f"{directory}: the run is over, or was stopped", shlex.quote(str(directory))
+            here = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
+            problem, folder = f"{here}: the run is over, or was stopped", shlex.quote(str(here))
             remedy = (
                 f"`asyncrl samples {folder}`, `asyncrl board {folder}` and `asyncrl audit {folder}` show what it did, "
                 "and `asyncrl run FILE --resume` continues it"

@@ -100,6 +100,12 @@ class Oddities:
         where, differ = self._data.where, len(self._labels)
         if self._num_skipped > 0.1 * (self._num + self._num_skipped):
             yield f"{where}: {self._num_skipped} of {self._num + self._num_skipped} prompts are too long, and skipped"
+        end, ends = self._tokenizer.eos_token_id, self._limits.end_tokens
+        if self._data.response_key and ends and end not in ends:
+            yield (
+                f"{where}: answers are trained to end with {self._name(end)} (eos_token of tokenizer_config.json), "
+                "which does not end one when sampling (eos_token_id of config.json and generation_config.json)"
+            )
         if self._num and self._num_labelled_at_end > 0.9 * self._num:
             yield f"{where}: prompts end with their label: does {self._data.prompt_key!r} hold the answer, too?"
         if count := sum(len(labels) > 1 for labels in self._labels.values()):

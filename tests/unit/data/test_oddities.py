@@ -168,6 +168,10 @@ def test_an_end_token_that_is_not_the_templates_is_said(tmp_path: Path) -> None:
     assert (
         "the model's template ends an answer with <|im_end|>, and the end token that answers are trained with" in line
     )
+    limits = RowLimits(end_tokens=frozenset({5}))
+    answered = {"prompt": "a", "answer": "b"}
+    (line,) = look(tmp_path, answered, limits=limits, response_key="answer", chat_template=False).oddities
+    assert "answers are trained to end with <|im_end|>" in line and "does not end one when sampling" in line
     (line,) = look(tmp_path, {"prompt": "a"}, tokenizer=base).oddities
     number = base.convert_tokens_to_ids(END)
     assert line.endswith(f"does not end one when sampling; add rollout.stop_token_ids = [{number}]")
