@@ -1,4 +1,6 @@
-"""Make docs/figures/board_answers.png: the answers of a group of the demo, looked at in a browser.
+"""Make the pictures of the board: two runs of the demo, looked at in a browser.
+
+board.png on a screen of 1400 pixels, board_phone.png on one of 390, and board_answers.png: the answers of a group.
 
 python docs/figures/board.py            two minutes; needs chromium and playwright (bin/install dev)
 """
@@ -16,9 +18,11 @@ from typing import Any, Final
 from playwright.sync_api import sync_playwright
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PICTURE: Final = Path(__file__).with_name("board_answers.png")
+HERE: Final = Path(__file__).parent
 FLAGS: Final = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 LARGEST_BYTES: Final = 300_000
+SCREEN: Final = {"width": 1400, "height": 1000}
+PHONE: Final = {"width": 390, "height": 844}
 
 
 def main() -> None:
@@ -37,16 +41,22 @@ def main() -> None:
         board = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
         try:
             assert board.stdout is not None
-            take_picture(board.stdout.readline().split()[2])
+            take_pictures(board.stdout.readline().split()[2])
         finally:
             board.terminate()
             board.wait()
 
 
-def take_picture(url: str) -> None:
+def take_pictures(url: str) -> None:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        page = browser.new_page(viewport={"width": 1200, "height": 1000})
+        for name, viewport in (("board", SCREEN), ("board_phone", PHONE)):
+            page = browser.new_page(viewport=viewport)
+            page.goto(url)
+            page.wait_for_selector("body[data-ready]")
+            page.wait_for_timeout(1000)
+            save(page, name)
+        page = browser.new_page(viewport=SCREEN)
         page.goto(url)
         page.wait_for_selector("body[data-ready]")
         page.click("[data-tab=groups]")
@@ -57,11 +67,16 @@ def take_picture(url: str) -> None:
         page.wait_for_selector(".token")
         page.click("[data-mode=logprob]")
         page.wait_for_timeout(300)
-        page.screenshot(path=PICTURE)
+        save(page, "board_answers")
         browser.close()
-    print(f"{PICTURE}  {PICTURE.stat().st_size:,} bytes")
-    if PICTURE.stat().st_size > LARGEST_BYTES:
-        raise SystemExit(f"{PICTURE}: over {LARGEST_BYTES:,} bytes")
+
+
+def save(page: Any, name: str) -> None:
+    picture = HERE / f"{name}.png"
+    page.screenshot(path=picture)
+    print(f"{picture}  {picture.stat().st_size:,} bytes")
+    if picture.stat().st_size > LARGEST_BYTES:
+        raise SystemExit(f"{picture}: over {LARGEST_BYTES:,} bytes")
 
 
 def most_varied(page: Any) -> int:

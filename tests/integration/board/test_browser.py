@@ -223,3 +223,29 @@ async def test_what_an_older_asyncrl_did_not_record_is_not_offered(
             await expect(page.locator(f"[data-mode={mode}]")).to_be_disabled()
         await page.locator("[data-answer='0'] .token").nth(1).hover()
         await page.get_by_text("engine logprob -4").wait_for()
+
+
+async def test_the_page_opens_with_whether_each_run_is_healthy_and_fits_a_phone(
+    recorded: Path, tmp_path: Path, open_board: OpenBoard, browse: Browse
+) -> None:
+    parts = {"entropy": 0.5, "reward/format": 0.25}
+    short = write_rows(tmp_path / "short", *(row(step, **parts) for step in (1, 2)), row(3, **{"alarm/diverged": 1.0}))
+    one = {"evaluation/complete": 1.0, "evaluation/sums/mean@8": 0.3}
+    write_rows(short, {"step": 0, **one})
+    async with open_board(recorded, short) as board:
+        page = await browse(board.url)
+        await page.set_viewport_size({"width": 390, "height": 844})
+        lines = await page.locator("#health p").all_text_contents()
+        assert lines[0] == "✓ one: healthy: no fault and no alarm"
+        assert lines[1].startswith("✗ short: not healthy: the learner trains a model that has diverged")
+        assert await page.locator(".vital").count() == 1  # only the reward is known
+        reward = page.locator('[data-title="Reward"]')
+        await expect(reward.locator(".u-value")).to_have_text(["30", "0.3", "0.03"])  # each run's own newest value
+        assert await page.locator('[data-title="Parts of the reward"]').count() == 1
+        seconds = page.locator('[data-title="Seconds of a step: all, and training alone"]')
+        assert "step_seconds (dashed)" in await seconds.text_content()
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+        await page.click("[data-tab=lanes]")
+        await page.locator("#lanes-info", has_text="lanes").wait_for()
+        box = await page.locator("#lanes-canvas").bounding_box()
+        assert box["width"] > 300
