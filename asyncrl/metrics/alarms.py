@@ -21,13 +21,15 @@ log = logging.getLogger("asyncrl.metrics")
 
 STEPS: Final = 10
 """Steps over which an alarm looks."""
+LEAST_STEPS: Final = 5
+"""With a few groups per batch, rewards may be equal in all of them for some steps by chance."""
 WORTH_SECONDS: Final = 10.0
 """Time lost in STEPS steps from which on it is worth a warning that costs speed alone."""
 
 
 def steps_of(run_steps: int) -> int:
     """Return the steps over which an alarm for ruin looks: fewer than STEPS in a short run, which would end before."""
-    return min(STEPS, max(3, run_steps // 4))
+    return min(STEPS, max(LEAST_STEPS, run_steps // 4))
 
 
 class Alarm:
@@ -303,25 +305,29 @@ class StandstillAlarm(_StreakAlarm):
 
 
 class TruncationAlarm(_StreakAlarm):
-    """Warns when nearly every answer of the first steps was truncated, until a step has fewer.
+    """Warns when nearly every answer of the first steps was truncated and earned next to nothing.
 
-    It counts only from the first step on, because a policy may learn later to use all its tokens for a reward.
+    It counts only from the first step on, because a policy may learn later to use all its tokens for a reward. And a
+    reward may need no more than the beginning of an answer: "10" is right, whatever a small model chats behind it.
     """
 
     name = "truncated"
     SHARE = 0.95
+    LEAST_REWARD = 0.1
 
     def holds(self, metrics: Mapping[str, Metric]) -> bool:
         is_cut = number_of(metrics, "length/truncated_fraction") >= self.SHARE
-        return is_cut and (self._streak > 0 or metrics.get("weights/version") == 1)
+        earns_nothing = number_of(metrics, "reward/mean") < self.LEAST_REWARD
+        return is_cut and earns_nothing and (self._streak > 0 or metrics.get("weights/version") == 1)
 
     def explain(self, metrics: Mapping[str, Metric]) -> None:
         self._warn(
             "over %.0f %% of the answers of each of the first %d steps were cut at rollout.max_new_tokens, %s tokens "
-            "long on average",
+            "long on average, and the reward is %s",
             100 * self.SHARE,
             self._steps,
             in_short(metrics.get("length/trained_mean")),
+            in_short(metrics.get("reward/mean")),
         )
 
 

@@ -18,6 +18,7 @@ from typing import Final
 from asyncrl.metrics.alarms import STEPS, Alarm, in_short, number_of
 from asyncrl.policies.metric import Metric
 
+_ALSO: Final = ("entropy", "grad_norm")
 _FEW: Final = 3
 """Steps whose mean says how a run began, and how it goes now, where the difference is large."""
 
@@ -25,32 +26,45 @@ _FEW: Final = 3
 class DivergenceAlarm(Alarm):
     """Warns at the first step with numbers that no healthy run has.
 
-    They are not finite (a step that was skipped for this is reported as such), or the trainer's logprobs are further
+    They are not finite (a step that was skipped for this is reported as such); or the trainer's logprobs are further
     from those that sampled the tokens than any staleness explains: the demo, which goes from random weights to its task
-    in 30 steps, reaches 0.7 nats per token, and 3 nats are a factor of 20 in the probability of a typical token.
+    in 30 steps, reaches 0.7 nats per token, and 3 nats are a factor of 20 in the probability of a typical token; or one
+    step took nearly all entropy away, without a better reward.
     """
 
     name = "diverged"
     FINITE = ("loss", "grad_norm", "entropy", "kl", "reward/mean", "mismatch/mean", "critic/loss")
     MOST_APART = 3.0
+    LEAST_LEFT = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: Mapping[str, Metric] = {}
 
     def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return no metrics."""
+        if self._begins(bool(seen := self._seen(metrics))):
+            self._warn("%s; entropy %s, grad norm %s", seen, *(in_short(metrics.get(one)) for one in _ALSO))
+        self._before = metrics
+        return {}
+
+    def _seen(self, metrics: Mapping[str, Metric]) -> str:
+        """Return what is wrong, in words; "" if nothing is."""
         numbers = {name: value for name in self.FINITE if isinstance(value := metrics.get(name), float | int)}
         was_skipped = bool(number_of(metrics, "learner/skipped_steps"))
         endless = [name for name, value in numbers.items() if not math.isfinite(value) and not was_skipped]
-        apart = numbers.get("mismatch/mean", 0.0)
-        if self._begins(bool(endless) or apart > self.MOST_APART):
-            seen = (
-                f"not finite: {', '.join(endless)}"
-                if endless
-                else f"the model is {apart:.3g} nats per token away from the versions that sampled the batch (a "
-                "healthy run stays below 1)"
+        if endless:
+            return f"not finite: {', '.join(endless)}"
+        if (apart := numbers.get("mismatch/mean", 0.0)) > self.MOST_APART:
+            return (
+                f"the model is {apart:.3g} nats per token away from the versions that sampled the batch (a healthy run "
+                "stays below 1)"
             )
-            self._warn(
-                "%s; entropy %s, grad norm %s", seen, *(in_short(metrics.get(one)) for one in ("entropy", "grad_norm"))
-            )
-        return {}
+        before, entropy = number_of(self._before, "entropy"), numbers.get("entropy")
+        is_gone = entropy is not None and entropy < self.LEAST_LEFT * before
+        if is_gone and number_of(metrics, "reward/mean") <= number_of(self._before, "reward/mean"):
+            return f"one step took the entropy from {before:.3g} nats to nearly nothing, and the reward is no better"
+        return ""
 
 
 class CollapseAlarm(Alarm):

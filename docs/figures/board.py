@@ -21,8 +21,6 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).parent
 FLAGS: Final = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 LARGEST_BYTES: Final = 300_000
-SCREEN: Final = {"width": 1400, "height": 1000}
-PHONE: Final = {"width": 390, "height": 844}
 
 
 def main() -> None:
@@ -50,13 +48,13 @@ def main() -> None:
 def take_pictures(url: str) -> None:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        for name, viewport in (("board", SCREEN), ("board_phone", PHONE)):
-            page = browser.new_page(viewport=viewport)
+        for name, width, height in (("board", 1400, 1000), ("board_phone", 390, 844)):
+            page = browser.new_page(viewport={"width": width, "height": height})
             page.goto(url)
             page.wait_for_selector("body[data-ready]")
             page.wait_for_timeout(1000)
             save(page, name)
-        page = browser.new_page(viewport=SCREEN)
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.goto(url)
         page.wait_for_selector("body[data-ready]")
         page.click("[data-tab=groups]")

@@ -207,6 +207,11 @@ class Learner(Actor):
         return {**self._metrics.newest_evaluation.numbers, **self._metrics.newest.numbers}
 
     @property
+    def rang(self) -> Mapping[str, int]:
+        """Name of an alarm -> the last step at which it was on."""
+        return self._metrics.rang
+
+    @property
     def counts(self) -> str:
         """A summary of what happened to the groups, for people."""
         return self.table.describe()

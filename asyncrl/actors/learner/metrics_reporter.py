@@ -61,6 +61,8 @@ class MetricsReporter:
         self.newest = StepMetrics(step=0)
         """Metrics of the last reported step."""
         self.newest_evaluation = StepMetrics(step=0)
+        self.rang: dict[str, int] = {}
+        """Name of an alarm -> the last step at which it was on."""
         self._activity = ActivityBetweenSteps()
         self._left_out = () if has_behavior else _OF_BEHAVIOR
 
@@ -85,6 +87,7 @@ class MetricsReporter:
             row |= alarm.update(row)
             rung += [alarm] if alarm.is_on and not was_on else []
         row |= self.alarms()
+        self.rang |= {alarm.name: step for alarm in self._alarms if alarm.is_on}
         row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
         if slow := [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]:
             row[LEFT_OUT] = float(sum(sink.num_left_out for sink in slow))

@@ -54,6 +54,8 @@ def outcome(run: RunConfig, learner: Learner, *, was_drained: bool, first: int, 
         f"{'stopped' if was_drained else 'done'}: {learner.step - first} steps in {seconds:.0f} s{in_all}, "
         f"{learner.counts}; policy version {learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"
     )
+    if learner.rang:
+        text += f"; alarms: {', '.join(f'{name} (until step {step})' for name, step in learner.rang.items())}"
     if learner.done and was_drained:
         text += "; its last evaluation is not over"
     elif not learner.done and not was_drained:

@@ -6,6 +6,8 @@ here and a row in the table of tests/unit/policies/health/test_diagnosis.py.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -13,6 +15,7 @@ from typing import Final
 from asyncrl.policies.health.faults import Finding, Observation
 
 MANY_SKIPPED: Final = 3
+_NO_ROOM: Final = os.strerror(errno.ENOSPC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class Condition:
     threshold  report at or above this value
     message    follows the actor's name; may use {value} and {problem}
     cost       what it costs, in a few words
+    no_room    the remedy instead, if the actor's problem is a full disk
     """
 
     fault: str
@@ -28,6 +32,7 @@ class Condition:
     message: str
     cost: str
     remedy: str
+    no_room: str = ""
 
 
 SPEED: Final = "this costs speed, not correctness"
@@ -104,7 +109,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "truncated",
         1,
         "trains answers that are nearly all cut at rollout.max_new_tokens",
-        "no answer is complete, so none can be right",
+        "an answer that is not complete is hardly ever right",
         "raise rollout.max_new_tokens, or check that the model knows its end-of-text token (generation_config.json, "
         "chat template, rollout.stop)",
     ),
@@ -127,8 +132,8 @@ CONDITIONS: Final[dict[str, Condition]] = {
         4,
         "cannot read the newest weights, tried {value:.0f} times ({problem})",
         "until then it samples with older weights, if it has any",
-        "mend what the brackets say: make room on a full disk of that worker, or mount weights.directory under the "
-        "learner's path, or set model.path to the learner's model",
+        "give it what the learner has: weights.directory under the same path, the same model.path",
+        no_room="make room on that disk of the worker: it tries again by itself",
     ),
     "learner/disk_need": Condition(
         "little room",
@@ -162,7 +167,7 @@ def findings(seen: Observation) -> Iterable[Finding]:
                     actor=name,
                     cause=f"{name} {condition.message.format(value=value, problem=actor.beat.problem)}",
                     cost=condition.cost,
-                    remedy=condition.remedy,
+                    remedy=(_NO_ROOM in actor.beat.problem and condition.no_room) or condition.remedy,
                     host=actor.beat.host,
                     pid=actor.beat.pid,
                 )

@@ -83,6 +83,10 @@ SILENT: dict[str, tuple[Alarm, Sequence[Row]]] = {
     "split: warm-up": (SplitAlarm(0.3, warmup=3), [split(waited=3.0, idle=0.0)] * 12),
     "standstill: interrupted": (StandstillAlarm(), [STILL] * 9 + [{"grad_norm": 0.1}] + [STILL] * 9),
     "truncated: learned to use all tokens": (TruncationAlarm(), truncated([0.5] + [1.0] * 30)),
+    "truncated: the beginning of an answer is enough": (
+        TruncationAlarm(),
+        [row | {"reward/mean": 0.4} for row in truncated([1.0] * 30)],
+    ),
     "truncated: a resumed run": (TruncationAlarm(), truncated([1.0] * 30, first=40)),
     "stragglers: a run of seconds": (StragglerAlarm(0.2, max_staleness=4), [waited(0.9, idle=0.4)] * 30),
     "split: a run of seconds": (SplitAlarm(0.3, warmup=0), [split(waited=0.9, idle=0.0)] * 30),
@@ -220,5 +224,5 @@ def test_truncation_alarm_warns_if_answers_are_cut_from_the_first_step(caplog: p
 
 
 def test_a_short_run_warns_before_it_ends() -> None:
-    assert [steps_of(steps) for steps in (1, 8, 20, 40, 1000)] == [3, 3, 5, 10, 10]
-    assert states(StandstillAlarm(steps=steps_of(8)), [STILL] * 8).count(True) == 6
+    assert [steps_of(steps) for steps in (1, 8, 20, 40, 1000)] == [5, 5, 5, 10, 10]
+    assert states(StandstillAlarm(steps=steps_of(8)), [STILL] * 8).count(True) == 4

@@ -44,6 +44,10 @@ QUIET: dict[str, tuple[Alarm, Sequence[Row]]] = {
         DivergenceAlarm(),
         [{"loss": math.nan, "grad_norm": math.inf, "learner/skipped_steps": 1.0}],
     ),
+    "diverged: one step learned it all": (
+        DivergenceAlarm(),
+        [{"entropy": 2.0, "reward/mean": 0.1}, {"entropy": 0.001, "reward/mean": 1.0}],
+    ),
     "collapse: certain and right": (CollapseAlarm(), LEARNS),
     "collapse: short answers are what is asked for": (
         CollapseAlarm(),
@@ -86,6 +90,11 @@ RUINED: dict[str, tuple[Alarm, Sequence[Row], str]] = {
         [{"mismatch/mean": 0.0}, {"mismatch/mean": 2.1e7, "entropy": 0.0, "grad_norm": 12.0}],
         "the model is 2.1e+07 nats per token away from the versions that sampled the batch (a healthy run stays below "
         "1); entropy 0, grad norm 12",
+    ),
+    "one step takes all entropy": (
+        DivergenceAlarm(),
+        [{"entropy": 2.41, "reward/mean": 0.106}, {"entropy": 0.0, "reward/mean": 0.031, "grad_norm": 0.0}],
+        "one step took the entropy from 2.41 nats to nearly nothing, and the reward is no better",
     ),
     "not finite": (DivergenceAlarm(), [{"entropy": math.nan, "loss": 1.0}], "not finite: entropy"),
     "learning_rate = 1000, in sync": (

@@ -45,6 +45,16 @@ def test_condition_is_named_at_its_threshold_and_restarts_nobody(number: str, co
     assert "\n" not in found.line and found.line.count(" -> ") == 1 and found.cost
 
 
+def test_a_full_disk_of_a_worker_is_to_be_made_room_on_and_nothing_else() -> None:
+    seen = showing({"weights/failed_reads": 4.0})
+    (unreadable,) = diagnose(seen)
+    assert "model.path" in unreadable.remedy
+    status = seen.actors["w0"]
+    full = replace(status, beat=replace(status.beat, problem="/tmp/x: cannot keep weights: No space left on device"))
+    (found,) = diagnose(replace(seen, actors=dict(seen.actors) | {"w0": full}))
+    assert found.remedy == "make room on that disk of the worker: it tries again by itself"
+
+
 def test_conditions_of_silent_actors_are_left_out() -> None:
     assert list(conditions.findings(showing({"alarm/mismatch": 1.0}, seconds=SILENT_SECONDS + 1))) == []
 
