@@ -8,6 +8,10 @@ link, and a lost chunk again. Any replica of the stream may answer. A chunk miss
 from the leader (test_chunk_missing_on_a_lagging_replica_is_read_from_the_leader). Objects use their own connection
 and thread, so prompts and heartbeats do not queue behind gigabytes.
 
+nats-py's ObjectStore (2.16) would save 150 lines. With it a read of an object that is removed meanwhile never returns,
+chunks of a killed writer stay for good, and a put waits for a round trip per chunk (three tests of the suite fail, each
+for one of these, and test_closing_the_bus_ends_a_retry).
+
 Tests: tests/contracts/test_object_store.py.
 """
 
