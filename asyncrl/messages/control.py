@@ -123,7 +123,7 @@ class Heartbeat:
     def __post_init__(self) -> None:
         counted = all(group.isascii() and group.isdigit() and len(group) <= 16 for group in self.begun)
         require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun holds invalid groups")
-        names = (self.actor, self.role, self.phase, self.host, *self.numbers)
+        names = (self.actor, self.role, self.phase, self.host)
         require(all(len(name) <= LARGEST_KEY for name in names), f"it has a name of more than {LARGEST_KEY} characters")
 
     @property
