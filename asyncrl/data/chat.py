@@ -81,6 +81,8 @@ def options_without_effect(source: str, options: Mapping[str, Any], *, where: st
     source  the template's Jinja
     """
     for name, value in options.items():
+        if name == "chat_template":  # replaces the template
+            continue
         if not re.search(rf"\b{re.escape(name)}\b", source):
             near = difflib.get_close_matches(name, re.findall(r"\b[a-z]+_[a-z_]+\b", source), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -98,7 +100,7 @@ class ChatTemplate:
     @property
     def source(self) -> str:
         """The template's Jinja; a tokenizer may have several."""
-        made = getattr(self._tokenizer, "chat_template", None) or ""
+        made = self._options.get("chat_template") or getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(made.values()) if isinstance(made, dict) else str(made)
 
     def text(self, messages: Sequence[Message], *, tools: list[Any] | None, where: str, asks: bool = True) -> str:

@@ -208,8 +208,10 @@ class RowCheck:
         return ConfigError(f"{where}: no column {key!r} ({self._limits.keys}{name}){hint}; there is {there}")
 
 
-_PRINTED: Final = re.compile(r"""\s*(array\()?\[?\s*\{\s*['"](role|content|from)['"]\s*:""")
-"""The beginning of chat messages that Python or numpy printed, or of a single message as JSON."""
+_PRINTED: Final = re.compile(
+    r"""\s*"?(array\()?\[?\s*\{\s*\\?['"](role|content|from|messages|conversations)\\?['"]\s*:"""
+)
+"""The beginning of chat messages that Python or numpy printed, or of JSON that is no list of messages."""
 _PLACE_OF_MEDIA: Final = re.compile(
     r"<(image|video|audio|image_soft_token|start_of_image)>|<\|(image|video|audio)_pad\|>"
 )

@@ -226,6 +226,8 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
         ({"prompt": str([message("user", "a")])}, {"chat_template": True}, "is the printed form of chat messages"),
         ({"prompt": f"array([{message('user', 'a')}], dtype=object)"}, {}, "is the printed form of chat messages"),
         ({"prompt": json.dumps(message("user", "a"))}, {}, "is the printed form of chat messages"),
+        ({"prompt": json.dumps({"messages": [message("user", "a")]})}, {}, "is the printed form of chat messages"),
+        ({"prompt": json.dumps(json.dumps([message("user", "a")]))}, {}, "is the printed form of chat messages"),
         (
             {"prompt": [{"from": "human", "value": "a"}]},
             {"chat_template": True},

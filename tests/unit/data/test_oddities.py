@@ -80,6 +80,8 @@ CALL = [
         ({"prompt": "a"}, {"system_prompt": "s"}),
         ({"prompt": CALL, "tools": [{"name": "mul"}]}, {"tools_key": "tools"}),
         ({"prompt": "a"}, {"chat_template_options": {"enable_thinking": False}}),
+        ({"prompt": "a"}, {"chat_template_options": {"chat_template": CHAT + "{{ mode }}", "mode": "!"}}),
+        ({"prompt": '{"a": [{"role": 1}]}'}, {}),
         ({"prompt": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"}, {"chat_template": False}),
         ({"prompt": "a", "answer": "b"}, {"response_key": "answer"}),
         ({"talk": [user("a"), {"role": "assistant", "content": "b"}]}, {"conversation_key": "talk"}),
