@@ -70,9 +70,6 @@ class LearnerSection:
     """GPU of each rank, counted from 0, when `asyncrl run` starts the ranks; empty: the first GPUs."""
     threads: int = 0
     """CPU threads of each rank; 0: PyTorch's default."""
-    shared_gpu_percent: int = 0
-    """Percent of a GPU's multiprocessors for the learner where engines share the GPU, by NVIDIA MPS: kernels of both
-    run side by side. 0: without MPS, in time slices."""
     profile_steps: tuple[int, ...] = ()
     """Steps to profile on the learner's first rank, such as [10, 11]. Traces (and memory snapshots on a GPU) go to
     profile/ of the run's folder."""
@@ -159,10 +156,6 @@ class LearnerSection:
         require(
             self.decay_steps == 0 or self.decay_steps > self.warmup_steps,
             f"decay_steps must be > warmup_steps ({self.warmup_steps}), got {self.decay_steps}",
-        )
-        require(
-            0 <= self.shared_gpu_percent <= 100,
-            f"shared_gpu_percent must be in 0..100 (0 is without MPS), got {self.shared_gpu_percent}",
         )
         require(0 <= self.threads <= MOST_THREADS, f"threads must be in 0..{MOST_THREADS}, got {self.threads}")
         for name in (

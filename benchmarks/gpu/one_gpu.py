@@ -7,8 +7,8 @@ Each arm is one `asyncrl run`: nats-server, learner, rollout worker and SGLang s
 Name arms in turn (async sync async sync) to interleave them. An arm is measured from the end of its warm-up in
 --windows windows of --seconds each, one after the other; a window ends with the first step that is over behind it.
 
-Arms: async (the engine goes on during the step), sync; with "_files" weights go through a folder in memory instead of
-the device; with "_mpsN" under MPS with N % of the multiprocessors for the learner.
+Arms: async (the engine goes on during the step), sync; with "_files" weights go through a folder in memory, not on
+the device.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from asyncrl import os_process
 from benchmarks.gpu.arm import REPOSITORY, override_words, read_rows, tail
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.lengths import Lengths
@@ -38,7 +39,7 @@ from benchmarks.gpu.shapes import SHAPES, write_prompts
 from benchmarks.gpu.window import Row, measure
 
 RUN_FILE: Final = "benchmarks/gpu/modes.toml"
-_ARM: Final = re.compile(r"(async|sync)(_files)?(?:_mps(\d+))?")
+_ARM: Final = re.compile(r"(async|sync)(_files)?")
 _STEPS: Final = 200
 """More than any arm takes: the log must have room for all of them."""
 _PREFILL_GRAPHS: Final = "disable-prefill-cuda-graph"
@@ -110,7 +111,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     found = _ARM.fullmatch(arm)
     assert found is not None
-    mode, files, percent = found.groups()
+    mode, files = found.groups()
     server = {**GPU_ARGUMENTS, _PREFILL_GRAPHS: True, "cuda-graph-max-bs": 512, **options.engine}
     return {
         "run.name": name,
@@ -131,7 +132,6 @@ def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -
         "bus.max_message_bytes": 2**25,
         **({"engine.options.server_arguments": server} if has_gpu() else {}),
         **({"weights.channel": "files"} if files else {}),
-        **({"learner.shared_gpu_percent": int(percent)} if percent else {}),
         **options.set,
     }
 
@@ -145,7 +145,14 @@ def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -
     output = (options.out or scratch) / f"{name}.out"
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("wb") as stream:
-        process = subprocess.Popen(words, cwd=REPOSITORY, stdout=stream, stderr=stream, start_new_session=True)
+        process = subprocess.Popen(
+            words,
+            cwd=REPOSITORY,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            preexec_fn=os_process.asks_for_signal_on_parent_death(signal.SIGKILL),
+        )
     warmup = (options.max_staleness if arm.startswith("async") else 0) + 1
     problem = ""
     rows: list[Row] = []

@@ -29,7 +29,6 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import resume_checks, single_instance, single_learner
 from asyncrl.launch.launchers.adapter import launcher_class
-from asyncrl.launch.processes import mps
 from asyncrl.launch.processes.fleet import FleetScaler
 from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
 from asyncrl.launch.processes.process_specs import ProcessSpecs
@@ -90,8 +89,6 @@ async def launch(
             environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}
         if import_path:
             environment[PYTHON_PATH] = os.pathsep.join(import_path)
-        if run_config.learner.shared_gpu_percent:
-            environment |= stack.enter_context(mps.daemon())
         specs = ProcessSpecs(run_config, launcher=launcher, common=common, environment=environment, server=server)
         size = await _reset_finished(run_config, token=token) if resume else None
         children = specs.initial(size=size, resume=resume)

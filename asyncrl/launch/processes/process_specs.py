@@ -13,7 +13,6 @@ from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
 from asyncrl.launch.launchers.placement import Gpus, Placement, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
-from asyncrl.launch.processes import mps
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
 from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 from asyncrl.logs import print_line
@@ -113,7 +112,7 @@ class ProcessSpecs:
             arguments=("learner", *self._common),
             num_gpus=num_gpus,
             gpus=gpus,
-            environment={**self._environment, **environment, **mps.environment_of_learner(self._run.learner)},
+            environment={**self._environment, **environment},
             **placement,
         )
         restarts = RestartPolicy(self._run.run.restarts)
