@@ -13,6 +13,7 @@ from asyncrl.backends.megatron.rank_group import rank_from_environment
 from asyncrl.bus.port import Bus
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
+from asyncrl.launch.processes import gpus
 from asyncrl.launch.processes.child_process import HEALTHY_SECONDS, RestartPolicy
 from asyncrl.launch.processes.one_process import run_in_one_process
 from asyncrl.launch.processes.process_specs import ProcessSpecs
@@ -35,6 +36,29 @@ def test_ranks_on_several_machines_have_placement_constraints(tmp_path: Path) ->
         ("learner-2", "", ("learner",), "learner"),
         ("learner-3", "learner-2", (), "learner"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "overrides", "beside"),
+    [
+        (1, ["rollout.workers=1"], ["1"]),  # one GPU is enough, and no key says so
+        (1, ["rollout.workers=2"], ["2", "2"]),
+        (2, ["rollout.workers=1"], [""]),
+        (2, ["rollout.workers=2", "rollout.gpus=[0, 1]"], ["1", ""]),
+        (1, ["rollout.workers=1", "run.colocated=true", "run.mode=sync"], [""]),  # in turns, each has the whole GPU
+    ],
+    ids=["one GPU", "two engines on one GPU", "a GPU each", "the learner's GPU samples too", "in turns"],
+)
+def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, overrides: list[str], beside: list[str]
+) -> None:
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    run = config.load(tmp_path / "run.toml", ["learner.device=auto", "engine.device=auto", *overrides])
+    monkeypatch.setattr(gpus, "num_gpus", lambda: num_gpus)
+    made = ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
+    words = [child.spec.arguments for child in made if child.name.startswith("w")]
+    assert [one[one.index("--beside-learner") + 1] if "--beside-learner" in one else "" for one in words] == beside
 
 
 @pytest.mark.parametrize("machines", [1, 2])
