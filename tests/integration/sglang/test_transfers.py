@@ -19,7 +19,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.nccl import Sender
-from asyncrl.weights.nccl_channel import CollectiveReceiver
+from asyncrl.weights.nccl_channel import CollectiveReceiver, NCCLChannel, NearestReceiver
 from tests.harness.engines import PROMPT, Check, Model, announce, chosen_experts, switched_logprobs
 from tests.harness.fakes import until
 from tests.harness.transfers import changed, join, layouts, offering, receive, receiver_of, snapshot
@@ -278,6 +278,22 @@ async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_serv
     channel = SocketChannel(tmp_path, keep=2, model_path=new.folder, options=toy_sockets.Options())
     channel.sender.set_weights(snapshot(new), incarnation=0, policy_version=2)
     receiver = channel.receiver(engine.weight_updater, engine="w0")
+    await receive(receiver, channel.sender)
+    generation = await engine.generate(PROMPT, SHORT, seed=0)
+    assert Check(new)(generation) < TOLERANCE
+    assert [span.policy_version for span in generation.version_spans] == [2]
+
+
+@on_a_server
+async def test_a_server_copies_the_learners_memory_on_its_machine(
+    engine: sglang.SGLangEngine, new: Model, tmp_path: Path
+) -> None:
+    assert engine.weight_updater is not None
+    channel = NCCLChannel(tmp_path, keep=2, model_path=new.folder, host="127.0.0.1", bucket_bytes=2**20)
+    channel.sender.set_weights(snapshot(new), incarnation=0, policy_version=2)
+    receiver = channel.receiver(engine.weight_updater, engine="w0")
+    assert isinstance(receiver, NearestReceiver)
+    await join(receiver, channel.sender)
     await receive(receiver, channel.sender)
     generation = await engine.generate(PROMPT, SHORT, seed=0)
     assert Check(new)(generation) < TOLERANCE

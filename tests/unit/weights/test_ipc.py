@@ -48,7 +48,7 @@ async def engine(old: Model) -> AsyncIterator[inprocess.InProcessEngine]:
 def channel(tmp_path: Path, new: Model) -> NCCLChannel:
     """A channel whose learner holds the new model as version 0:2."""
     made = NCCLChannel(tmp_path / "weights", keep=2, model_path=new.folder, host="127.0.0.1", bucket_bytes=2**20)
-    made.sender.hold(snapshot(new), incarnation=0, policy_version=2)
+    made.sender.set_weights(snapshot(new), incarnation=0, policy_version=2)
     return made
 
 
