@@ -97,8 +97,8 @@ class Stage:
     async def _make(self, item: PromptWork, slots: SlotLease) -> TrajectoryGroup:
         """Make one group, or a failed one. Raises EngineError if it should be made again."""
         prompt = item.prompt
-        if prompt is None or item.problem:  # not of this worker's making
-            return failed_group(item.group_id, worker="", error=item.problem, prompt=prompt)
+        if prompt is None or item.problem:  # not of its making, but it is the one that writes
+            return failed_group(item.group_id, worker=self._maker.worker, error=item.problem, prompt=prompt)
         progress = await item.begin()
         try:
             return await self._maker.make(prompt, slots=slots, progress=progress)
