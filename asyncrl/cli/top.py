@@ -34,6 +34,8 @@ BAR = 40
 """Length of the longest bar of the histogram, in characters."""
 _BESIDE_BAR = 22
 """Width of what is before and after a bar."""
+WIDE = 110
+"""Width from which on the numbers to watch say what is normal."""
 LEAST_WAIT = 16
 """Minimum width of the column that says what a worker waits for, in characters."""
 LEFT_OUT = ("pause s", "queued", "version", "running", "idle")
@@ -89,7 +91,7 @@ def screen(view: RunView, *, width: int, block: str = "█") -> RenderableType:
     actors = view.observation.actors
     parts: list[RenderableType] = [
         _headline(view),
-        _vital_signs(view.metrics),
+        _vital_signs(view.metrics, width=width),
         _learner(view.metrics) if view.metrics is not None else Text("no step is trained yet", style="dim"),
         _staleness(view.metrics.staleness if view.metrics is not None else (), width=width, block=block),
         _workers([seen for seen in actors.values() if seen.beat.role == WORKER], _newest(view), width=width),
@@ -109,14 +111,13 @@ def _headline(view: RunView) -> Text:
     return text.append("   finished" if view.observation.is_finished else "")
 
 
-def _vital_signs(metrics: StepMetrics | None) -> RenderableType:
-    """Return the five numbers to watch, with what is normal."""
+def _vital_signs(metrics: StepMetrics | None, *, width: int) -> RenderableType:
+    """Return the five numbers to watch, with what is normal where the screen has room for it."""
     table = Table.grid(padding=(0, 2))
-    for _ in range(3):
-        table.add_column(no_wrap=True)
     for sign in vital_signs(metrics.numbers, {}) if metrics is not None else ():
         style = "" if sign.is_normal else "red"
-        table.add_row(Text(sign.title, style="bold"), Text(sign.value, style=style), Text(sign.normal, style="dim"))
+        normal = [Text(sign.normal, style="dim")] if width >= WIDE else []
+        table.add_row(Text(sign.title, style="bold"), Text(sign.value, style=style), *normal)
     return table
 
 

@@ -21,6 +21,7 @@ from asyncrl.audit import samples
 from asyncrl.audit.evaluated import EvaluationSamples
 from asyncrl.audit.samples import RunSamples
 from asyncrl.bus.port import Bus
+from asyncrl.data import demo_task
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.os_process import process_space
@@ -29,6 +30,7 @@ from tests.harness import buses
 from tests.harness.command import asyncrl
 from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
+from tests.harness.learning import demo_run, memory_bus, train
 
 SETTINGS = {"model": {"path": "nowhere"}, "data": {"path": "d"}, "bus": {"kind": "memory"}}
 
@@ -386,3 +388,22 @@ async def test_records_under_a_key_that_no_group_has_are_passed_over(bus_factory
     before = [sample.group_id async for sample in source.read_log(bus)]
     await bus.publish(TRAJECTORIES, buses.group(0), key="x")
     assert [sample.group_id async for sample in source.read_log(bus)] == before
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_a_training_group_shows_the_label_that_its_reward_compares_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo_task.write(tmp_path)
+    run = demo_run(tmp_path, "run.steps=2")
+    await train(run, memory_bus())
+    prompts = {row["prompt"]: row["label"] for row in rows_of(tmp_path / "prompts.jsonl")}
+    groups = rows_of(run.run_directory / "samples.jsonl")
+    assert [group["label"] for group in groups] == [prompts[group["prompt"]] for group in groups]
+    code, out, _ = await asyncio.to_thread(asyncrl, "samples", run.run_directory, capsys=capsys)
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[lines.index("label") + 1].strip() in prompts.values()

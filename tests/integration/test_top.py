@@ -211,3 +211,9 @@ def test_a_wrong_token_is_a_mistake_of_the_user(nats_server: EmbeddedServer, run
 @pytest.mark.slow
 def test_a_bus_that_is_not_there_is_said(show: Show) -> None:
     assert "nats-server has not answered" in show("any", url="nats://127.0.0.1:1")
+
+
+def test_the_numbers_to_watch_come_first_with_what_is_normal() -> None:
+    lines = shown(view(), width=140).splitlines()
+    assert lines[1].split()[:2] == ["reward", "0.75"]
+    assert lines[1].endswith("rises, or stays near its best")
