@@ -169,10 +169,10 @@ class Fleet:
                     self._do(server.close())
                     self._do(server.start())
                 elif not server.is_alive:
-                    raise FleetError(f"{server} ended while it started; {server.log_tail()}")
+                    raise FleetError(f"{server} ended while it started; {server.problem()}")
             seconds = time.monotonic() - began
             if waiting and seconds > self._start_seconds:
-                raise FleetError(f"{waiting[0]} does not answer after {seconds:.0f} s; {waiting[0].log_tail()}")
+                raise FleetError(f"{waiting[0]} does not answer after {seconds:.0f} s; {waiting[0].problem()}")
             if waiting and time.monotonic() - reported > 15:
                 reported = time.monotonic()
                 print(f"fleet: waiting for {', '.join(map(str, waiting))} since {seconds:.0f} s", flush=True)
@@ -238,13 +238,13 @@ class _Server:
             return False
         return True
 
-    def log_tail(self) -> str:
-        return self._process.log_tail() if self._process is not None else "(not started)"
+    def problem(self) -> str:
+        return self._process.problem() if self._process is not None else "(not started)"
 
     def reset(self) -> str:
         """Reset the server to its initial state. Return why that failed; empty if it did not."""
         if not self.is_alive:
-            return f"it ended; {self.log_tail()}"
+            return f"it ended; {self.problem()}"
         try:
             ask(self.url, "/abort_request", {"rid": "", "abort_all": True})
             ask(self.url, "/continue_generation", {})  # the worker that paused it may have been killed
