@@ -15,6 +15,7 @@ from asyncrl.launch.assembly import data
 from asyncrl.launch.checks.run_file import check, check_before_torch
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes import gpus
+from asyncrl.rewards.load import oddities as reward_oddities
 
 if TYPE_CHECKING:
     from asyncrl.policies import component
@@ -41,7 +42,7 @@ class Summary:
                                  ``most_prompt_tokens`` and will be dropped
     has_labels   whether a prompt that was tokenised has a label
     first_prompt the first prompt as the model sees it, and its label or answer: pairs of title and text
-    oddities     one line for each thing about the prompts that is hardly ever meant
+    oddities     one line for each thing about prompts and reward that is hardly ever meant
     evaluation   number of prompts of each data set of [evaluation]
     gpus         the GPUs of each process, as text
     routing_replay  whether the learner routes tokens to the experts that the engine chose
@@ -141,7 +142,7 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
         most_prompt_tokens=rows.most_tokens,
         has_labels=looked.has_labels,
         first_prompt=looked.shown,
-        oddities=(*looked.oddities, *(line for one in sets for line in one.oddities)),
+        oddities=(*looked.oddities, *(line for one in sets for line in one.oddities), *reward_oddities(run.reward)),
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
         routing_replay=registry.routing_replay(run),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
@@ -164,6 +165,41 @@ def label_check(section: config.RewardSection) -> Callable[[Any, Mapping[str, An
     The check raises ValueError if the reward cannot judge answers by a row's label and metadata.
     """
     return getattr(load_reward(section).function, "check_label", lambda label, metadata: None)
+
+
+_TIMED_BY_SIGNALS: Final = re.compile(r"(?m:^)\s*(?:import|from) math_verify\b|\bsignal\.(?:alarm|setitimer)\(")
+
+
+def oddities(section: config.RewardSection) -> list[str]:
+    """Return one line for each function that seems to need the main thread, which a plain function does not get.
+
+    math-verify's own time limits raise in a thread, and a function that catches every error then gives only zeros.
+    """
+    kinds = (section.kind, *section.rows.values(), *(part.kind for part in section.parts.values()))
+    return [
+        f"reward {kind}: it runs in a thread, where time limits by signals (signal.alarm, math-verify's own) raise; if "
+        "it catches that, every answer gets the same reward -> call parse(..., parsing_timeout=None) and "
+        'verify(..., timeout_seconds=None), or use reward.kind = "math"'
+        for kind in dict.fromkeys(kinds)
+        if kind and kind not in KINDS and _needs_main_thread(plugins.load(kind, where="reward", table=KINDS))
+    ]
+
+
+def _needs_main_thread(found: Any) -> bool:
+    """Whether the source of a plain function's module, or of what this imports by name, sets a timer by signals."""
+    call = found.__call__ if inspect.isclass(found) else found
+    if inspect.iscoroutinefunction(call):
+        return False
+    own = sys.modules.get(getattr(found, "__module__", ""))
+    if own is None:
+        return False
+    used = {str(getattr(value, "__module__", "")) for value in vars(own).values()}
+    modules = [own, *(sys.modules[name] for name in used if name in sys.modules and not name.startswith("math_verify"))]
+    sources = []
+    for module in modules:
+        with contextlib.suppress(OSError, TypeError):  # built in
+            sources.append(inspect.getsource(module))
+    return any(_TIMED_BY_SIGNALS.search(one) and "parsing_timeout" not in one for one in sources)
 
 
 def takes_group(function: Callable[..., Any], *, name: str) -> bool:

@@ -71,6 +71,7 @@ from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.tickets import Tickets
 from asyncrl.policies.groups.validation import GroupValidation, PromptSpec
 from asyncrl.policies.staleness.admission import Admission
+from asyncrl.rewards.load import oddities as reward_oddities
 from asyncrl.weights.port import WeightChannel
 
 # -- learner -----------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     signal_files.record(files, run.run_directory, incarnation=state.incarnation)
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     if not resume:
-        await asyncio.to_thread(data.say_first_prompts, rows, sets)
+        await asyncio.to_thread(data.say_first_prompts, rows, sets, of_reward=reward_oddities(run.reward))
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders = open_recorders(run, algorithm=algorithm)
     learner, prompts = assemble_learner(

@@ -74,8 +74,10 @@ def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
     return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits, rows=rows)
 
 
-def say_first_prompts(rows: PromptDataset, sets: Iterable[EvaluationSet]) -> None:
-    """Print the first prompt as the model sees it, and warn of what is odd about the first prompts."""
+def say_first_prompts(rows: PromptDataset, sets: Iterable[EvaluationSet], *, of_reward: Iterable[str] = ()) -> None:
+    """Print the first prompt as the model sees it, and warn of what is odd about the first prompts and the reward."""
+    for line in of_reward:
+        log.warning("%s", line)
     try:
         looked = rows.look(_LOOKED_AT if rows.num_rows else 4)  # a user's source may be slow
     except ConfigError:  # of a row that the run may never reach; if it does, the error ends the run

@@ -66,6 +66,42 @@ async def test_the_last_grade_is_the_reward_between_lowest_and_highest(server: S
     await reward.close()
 
 
+@pytest.mark.parametrize(
+    ("said", "grade"),
+    [
+        *(("Score: 7", 7.0), ("Score: **7.5**", 7.5), ("Score: 1,5", 1.5), ("Score: 1e1", 10.0), ("Score: .5", 0.5)),
+        *(("Score: 10/10", 10.0), ("Score: **7**/10.", 7.0), ("Score: 7 out of 10", 7.0), ("Score: 7 - good", 7.0)),
+        *(("Score: [7]", 7.0), ("Score: 7, as 3 of 4 hold", 7.0), ("Score: 7\n- 3 points lost", 7.0)),
+    ],
+)
+async def test_a_grade_is_read_as_a_judge_writes_it(server: Server, said: str, grade: float) -> None:
+    server.says = [said]
+    (found,) = await (reward := judge(server))([sample("a")])
+    assert found.parts == {"grade": grade}
+    await reward.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("Score: -3", "Score: −3", "Score: 4/5", "Score: 7/100", "Score: 7-8", "Score: 7 to 8", "Score: 70%"),
+        *("Score: 1,000", "Score: 1 000", "Score: 7.5.2", "Score: 7/10/3", "Score: 0x7", "Score: 1e400", "Score: 7th"),
+        "Score: 9. No:\nScore: ?",
+    ],
+)
+async def test_a_grade_of_another_scale_or_of_several_numbers_is_asked_for_again(server: Server, said: str) -> None:
+    server.says = [said, "Score: 2"]
+    assert await values(judge(server), sample("a")) == [0.2]
+    assert len(server.seen) == 2
+
+
+async def test_a_pattern_that_matches_the_beginning_of_a_number_reads_the_whole(server: Server) -> None:
+    server.says = ["Score: 1e1"]
+    assert await values(judge(server, pattern=r"Score: (\d+)"), sample("a")) == [1.0]
+    server.says = ["Score: 85%"]
+    assert await values(judge(server, pattern=r"Score: (\d+)", highest=100.0), sample("a")) == [0.85]
+
+
 async def test_graded_question_is_not_sent_again(server: Server) -> None:
     reward = judge(server)
     assert [r.value for r in await reward([sample("a"), sample("a"), sample("b")])] == [1.0] * 3

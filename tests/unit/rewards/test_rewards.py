@@ -14,7 +14,7 @@ import pytest
 from asyncrl import config
 from asyncrl.errors import ConfigError, Outage, RewardError
 from asyncrl.rewards.guard import GuardedReward
-from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.load import load_reward, oddities
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness.rewards import load, rewards, sample, values
 
@@ -57,6 +57,17 @@ async def test_math_judges_what_is_equal_and_reads_the_whole_label() -> None:
         ("\\$1,000", "1000", "1"),
         ("1 000", "1000", "1"),
         ("72 miles per hour", "72", "71"),
+        ("2 1/2", "5/2", "2"),
+        ("2.5", "2 1/2", "1"),
+        ("-2.5", "-2 1/2", "1.5"),
+        ("1000/3", "\\frac{1000}{3}", "1 1/3"),
+        ("1\\frac{3}{4}", "1 3/4", "\\frac{3}{4}"),
+        ("\\frac{1}{2004!}", "\\frac{2005}{2005!}", "\\frac{1}{2006!}"),
+        ("1/2004!", "1/2004!", "1/2006!"),
+        ("0.0000001", "1e-7", "0.0000002"),
+        ("\\frac{\\pi}{10^{20}}", "\\frac{2\\pi}{2 \\cdot 10^{20}}", "\\frac{\\pi}{10^{21}}"),
+        ("50\\%", "0.5", "0.05"),
+        ("1/3000", "0.000333", "0.000334"),
         ("She has 12 + 5 = 17 eggs in 2 days.\n#### 17", "17", "2"),
         ("The total is 12 + 5 = 17", "17", "12"),
     ]
@@ -170,6 +181,32 @@ async def test_the_signature_decides_between_sample_and_group(name: str, expecte
 async def test_sums_and_keeps_a_dict_of_parts() -> None:
     (reward,) = await load(f"{HERE}:async_list")([sample()])
     assert reward == Reward(value=0.75, parts={"a": 0.5, "b": 0.25})
+
+
+def of_verl(sample: Sample) -> dict[str, Any]:
+    return {"score": 1.0, "acc": True, "pred": sample.label}
+
+
+def of_others(sample: Sample) -> dict[str, Any]:
+    return {"reward": np.float32(0.5), "length": 3}
+
+
+@pytest.mark.parametrize(
+    ("pred", "metric"),
+    [(5.0, {"pred": 5.0}), ("5", {}), (None, {}), (math.nan, {}), (1e300, {}), (10**400, {}), ([1], {})],
+)
+async def test_a_score_is_the_reward_and_the_rest_of_the_dict_are_metrics(pred: Any, metric: dict[str, float]) -> None:
+    (found,) = await load(f"{HERE}:of_verl")([sample(label=pred)])
+    assert found == Reward(value=1.0, parts={"acc": 1.0} | metric)
+    (found,) = await load(f"{HERE}:of_others")([sample()])
+    assert found == Reward(value=0.5, parts={"length": 3.0})
+
+
+def test_a_function_that_needs_the_main_thread_is_named_before_the_run() -> None:
+    (line,) = oddities(config.RewardSection(kind="tests.unit.rewards.uses_math_verify:guarded"))
+    assert "guarded: it runs in a thread" in line and "parsing_timeout=None" in line
+    assert oddities(config.RewardSection(kind="math")) == []
+    assert oddities(config.RewardSection(kind=f"{HERE}:async_per_sample")) == []
 
 
 # -- functions that fail -----------------------------------------------------------------------------------------------
