@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig, record
-from asyncrl.config.run_file import from_table, override
+from asyncrl.config.run_file import from_table, override, read_table
 from asyncrl.errors import INTERRUPTED, ConfigError, NoHistory
 
 if TYPE_CHECKING:
@@ -175,11 +174,9 @@ def _recorded_sections(recorded: RecordedRun) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"--datasets {path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--datasets {path}: {error}") from None
+        return read_table(path)
+    except ConfigError as error:
+        raise ConfigError(f"--datasets {error}") from None
 
 
 def _lines(folder: Path, metrics: Mapping[str, float]) -> list[str]:

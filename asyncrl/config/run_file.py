@@ -35,10 +35,18 @@ def only_overrides(overrides: Iterable[str], *, where: str = "--set") -> RunConf
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Load the run file at ``path`` and apply ``section.key=value`` overrides. Raises ConfigError."""
+    table = read_table(path)
+    for item in overrides:
+        override(table, item)
+    return from_table(table, where=str(path))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a file as TOML. Raises ConfigError, with the line that is none."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; `asyncrl run examples/demo.toml` is one to start from") from None
     except IsADirectoryError:
@@ -49,15 +57,12 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: lists and tables are nested too deep to be read") from None
-    for item in overrides:
-        override(table, item)
-    return from_table(table, where=str(path))
 
 
 def _place(error: tomllib.TOMLDecodeError, text: str) -> str:
     """Return ":LINE: what is wrong in that line" of an error, which says "... (at line 3, column 7)"."""
     what, _, place = str(error).removesuffix(")").rpartition(" (at ")
-    lines = text.rstrip().splitlines()
+    lines = text.rstrip().split("\n")
     found = re.fullmatch(r"line (\d+), column \d+", place)  # else: end of document
     number = int(found[1]) if found else len(lines)
     line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
