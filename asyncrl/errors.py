@@ -21,6 +21,7 @@
     ├── RolloutError       a RolloutFn failed on a group; the group is failed with the reason
     ├── RewardError        an answer could not be rewarded; its sample, or its group, is failed with the reason
     │   └── Outage         also a RolloutError: a service is away; the worker waits for it
+    │       └── MaybeOutage  or it fails for this answer alone
     ├── FilterError        a group filter raised on a group; the group is failed with the reason
     ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
     ├── BackendError       a training step could not be done; the learner ends
@@ -36,7 +37,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping
 from typing import Final
+
+from asyncrl.outage import AWAY, MAYBE
 
 INTERRUPTED = 130
 """Exit code of a process that was drained or stopped before its work was done."""
@@ -155,6 +159,14 @@ class Outage(RewardError, RolloutError):
 
     The group is failed with it only if others get through meanwhile (actors/rollout/outages.py).
     """
+
+
+class MaybeOutage(Outage):
+    """The service may also fail for this answer alone: a time-out, HTTP 500."""
+
+
+OUTAGES: Final[Mapping[str, type[Outage]]] = {AWAY: Outage, MAYBE: MaybeOutage}
+"""By the kinds of outage.py."""
 
 
 class FilterError(AsyncRLError):

@@ -10,18 +10,26 @@ from __future__ import annotations
 import errno
 import re
 
-NAMES = frozenset(
+AWAY = "away"
+MAYBE = "maybe"
+"""A time-out or HTTP 500: it may also be the fault of one answer, such as one that the server cannot grade."""
+
+_AWAY_NAMES = frozenset(
     (
-        *("ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "ConnectionAbortedError"),
-        *("TimeoutError", "Timeout", "TimeoutException", "ConnectTimeout", "ReadTimeout", "gaierror"),
+        *("ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "ConnectionAbortedError", "gaierror"),
         *("IncompleteRead", "BadStatusLine", "RemoteDisconnected"),  # http.client
         *("ClientConnectionError", "ClientPayloadError", "ServerDisconnectedError", "ClientConnectorError"),  # aiohttp
         *("NetworkError", "ConnectError", "ReadError", "RemoteProtocolError"),  # httpx
         *("MaxRetryError", "NewConnectionError", "ChunkedEncodingError"),  # requests
-        *("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError"),  # openai, anthropic
+        *("APIConnectionError", "RateLimitError"),  # openai, anthropic
     )
 )
 """Classes of errors, by name: clients that are not installed cannot be imported."""
+_MAYBE_NAMES = frozenset(
+    ("TimeoutError", "Timeout", "TimeoutException", "ReadTimeout", "APITimeoutError", "InternalServerError")
+)
+_CONNECT_NAMES = frozenset(("ConnectTimeout", "ConnectionTimeoutError"))
+"""Time-outs that are not the answer's fault."""
 _ERRNOS = frozenset(
     (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ECONNREFUSED)
 )
@@ -29,7 +37,12 @@ _LAST_LINE = re.compile(r"(?:\w+\.)*(\w+)(?::|$)")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether ``error``, or what it was raised from, says that a service is away.
+    """Return whether ``error``, or what it was raised from, says that a service is away, or may be."""
+    return bool(outage_kind(error))
+
+
+def outage_kind(error: BaseException) -> str:
+    """Return AWAY or MAYBE if ``error``, or what it was raised from, says that a service is away; "" if not.
 
     Example: openai.APIConnectionError from httpx.ConnectError from ConnectionRefusedError.
     """
@@ -39,33 +52,42 @@ def is_outage(error: BaseException) -> bool:
         seen.add(id(one))
         status = _status(one)
         if status is not None:  # the service answers: what it says counts, whatever the error's name
-            return is_away(status)
-        if _is_connection(one):
-            return True
+            return status_kind(status)
+        if kind := _connection_kind(one):
+            return kind
         if isinstance(group := getattr(one, "exceptions", None), tuple):  # an exception group
-            return any(map(is_outage, group))
+            return max(map(outage_kind, group), key=["", MAYBE, AWAY].index)
         reason = getattr(one, "reason", None)  # urllib's URLError
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
         one = reason if one is None and isinstance(reason, BaseException) else one
-    return False
+    return ""
 
 
-def is_away(status: int) -> bool:
-    """Return whether an HTTP status says that the server cannot answer now, but may answer later."""
-    return status in (408, 425, 429) or 500 <= status < 600
+def status_kind(status: int) -> str:
+    """Return the kind of an HTTP status that says that the server cannot answer now, but may answer later."""
+    if status in (408, 425, 429, 502, 503, 504) or 520 <= status < 600:
+        return AWAY
+    return MAYBE if status >= 500 else ""
 
 
-def names_outage(line: str) -> bool:
-    """Return whether the last line of a Python program's standard error names the error of a service that is away."""
+def line_kind(line: str) -> str:
+    """Return the kind of outage that the last line of a Python program's standard error names."""
     found = _LAST_LINE.match(line)
-    return found is not None and found[1] in NAMES
+    return "" if found is None else _name_kind({found[1]})
 
 
-def _is_connection(error: BaseException) -> bool:
+def _connection_kind(error: BaseException) -> str:
     if isinstance(error, BrokenPipeError):  # a process of one's own that has ended
-        return False
-    is_unreachable = isinstance(error, OSError) and error.errno in _ERRNOS
-    return is_unreachable or any(kind.__name__ in NAMES for kind in type(error).__mro__)
+        return ""
+    if isinstance(error, OSError) and error.errno in _ERRNOS:
+        return AWAY
+    return _name_kind({kind.__name__ for kind in type(error).__mro__})
+
+
+def _name_kind(names: set[str]) -> str:
+    if names & _MAYBE_NAMES and not names & _CONNECT_NAMES:  # many are connection errors as well
+        return MAYBE
+    return AWAY if names & (_AWAY_NAMES | _CONNECT_NAMES) else ""
 
 
 def _status(error: BaseException) -> int | None:

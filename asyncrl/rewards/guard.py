@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from asyncrl.config import plugins
-from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.errors import OUTAGES, ConfigError, MaybeOutage, Outage, RewardError
 from asyncrl.messages.user_copies import own_trajectory
-from asyncrl.outage import is_outage
+from asyncrl.outage import outage_kind
 from asyncrl.rewards.port import MOST_PARTS, Reward, Sample, part_problem
 
 _LARGEST_METRIC: Final = 1e12
@@ -164,7 +164,7 @@ class GuardedReward:
             if timeout.expired():
                 reason = f"took longer than reward.timeout_seconds = {self._timeout_seconds:g}"
                 # A plain function's thread goes on: it may be an endless loop, of which more tries would start more.
-                raise (Outage if self._is_async else RewardError)(f"reward {self._name}: {reason}") from None
+                raise (MaybeOutage if self._is_async else RewardError)(f"reward {self._name}: {reason}") from None
             raise self._wrap(error) from error
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -229,7 +229,7 @@ class GuardedReward:
         return reward
 
     def _wrap(self, error: Exception) -> RewardError:
-        kind = Outage if is_outage(error) else RewardError
+        kind = OUTAGES.get(outage_kind(error), RewardError)
         return kind(f"reward {self._name}: raised {plugins.describe(error)}")
 
 

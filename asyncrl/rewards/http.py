@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar
 import aiohttp
 
 from asyncrl.config.secret_values import hide_credentials
-from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.errors import OUTAGES, ConfigError, RewardError
 from asyncrl.logs import printable
-from asyncrl.outage import is_away
+from asyncrl.outage import outage_kind, status_kind
 
 T = TypeVar("T")
 
@@ -55,7 +55,11 @@ class AskAgain(Exception):
 
 
 class Away(AskAgain):
-    """The server does not answer, or not now (429, 5xx)."""
+    """The server does not answer, or not now (429, 5xx).  kind: as in outage.py"""
+
+    def __init__(self, problem: str, *, kind: str, seconds: float | None = None) -> None:
+        super().__init__(problem, seconds=seconds)
+        self.kind = kind
 
 
 class JsonServer:
@@ -87,13 +91,13 @@ class JsonServer:
             if number + 1 < tries:
                 await asyncio.sleep(min(wait, _MOST_BACKOFF_SECONDS))
         problem = f"after {tries} tries: {last}" if tries > 1 else str(last)
-        raise self.error(problem, kind=Outage if isinstance(last, Away) else RewardError)
+        raise self.error(problem, kind=OUTAGES[last.kind] if isinstance(last, Away) else RewardError)
 
     async def _post(self, body: Mapping[str, Any]) -> Any:
         try:
             return await self._post_once(body)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            raise Away(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise Away(f"{type(error).__name__}: {error}".rstrip(": "), kind=outage_kind(error)) from error
 
     async def _post_once(self, body: Mapping[str, Any]) -> Any:
         if self._session is None:
@@ -108,9 +112,9 @@ class JsonServer:
             if 300 <= response.status < 400:
                 where = hide_credentials(response.headers.get("Location", "nowhere"))[:200]
                 raise self.error(f"{status}: it redirects to {where}, and no redirect is followed; set that as url")
-            if is_away(response.status):
+            if kind := status_kind(response.status):
                 named = response.headers.get("Retry-After", "")  # seconds, or a date
-                raise Away(status, seconds=float(named) if named.isdecimal() else None)
+                raise Away(status, kind=kind, seconds=float(named) if named.isdecimal() else None)
             if response.status >= 400:
                 text = (await response.text())[:200].splitlines()
                 raise self.error(f"{status}: {text[0] if text else ''}")

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import requests
 
-from asyncrl.outage import is_outage, names_outage
+from asyncrl.outage import AWAY, MAYBE, is_outage, line_kind, outage_kind
 
 
 def raised(function: Callable[[], object]) -> BaseException:
@@ -116,19 +116,27 @@ def test_a_mistake_is_no_outage(error: BaseException) -> None:
     assert not is_outage(error)
 
 
+def test_a_time_out_and_a_500_may_be_the_answers_own_fault() -> None:
+    assert {outage_kind(error) for error in (TimeoutError(), raised(httpx_status(500)), httpx.ReadTimeout(""))} == {
+        MAYBE
+    }
+    kinds = {outage_kind(error) for error in (ConnectionResetError(), raised(status(503)), httpx.ConnectTimeout(""))}
+    assert kinds == {AWAY}
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("requests.exceptions.ConnectionError: HTTPConnectionPool(host='judge', port=80): Max retries", True),
-        ("openai.APIConnectionError: Connection error.", True),
-        ("ConnectionRefusedError: [Errno 111] Connection refused", True),
-        ("TimeoutError", True),
-        ("httpx.ReadTimeout: timed out", True),
-        ("ModuleNotFoundError: No module named 'ConnectionError'", False),
-        ("ValueError: ConnectionError: said the model", False),
-        ("all is well", False),
-        ("", False),
+        ("requests.exceptions.ConnectionError: HTTPConnectionPool(host='judge', port=80): Max retries", AWAY),
+        ("openai.APIConnectionError: Connection error.", AWAY),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", AWAY),
+        ("TimeoutError", MAYBE),
+        ("httpx.ReadTimeout: timed out", MAYBE),
+        ("ModuleNotFoundError: No module named 'ConnectionError'", ""),
+        ("ValueError: ConnectionError: said the model", ""),
+        ("all is well", ""),
+        ("", ""),
     ],
 )
-def test_the_last_line_of_a_program_names_its_outage(line: str, expected: bool) -> None:
-    assert names_outage(line) is expected
+def test_the_last_line_of_a_program_names_its_outage(line: str, expected: str) -> None:
+    assert line_kind(line) == expected

@@ -22,12 +22,12 @@ from asyncrl.actors.rollout.slots import SlotLease
 from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.config import plugins
 from asyncrl.environments.port import RolloutFn, Tokenizer
-from asyncrl.errors import EngineDied, EngineError, Outage, RewardError, RolloutError
+from asyncrl.errors import OUTAGES, EngineDied, EngineError, Outage, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
 from asyncrl.messages.rollout import label_text
 from asyncrl.messages.user_copies import own_prompt, read_only
-from asyncrl.outage import is_outage
+from asyncrl.outage import outage_kind
 from asyncrl.policies.groups.validation import reward_problems
 from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.port import Reward, RewardFn, Sample
@@ -176,7 +176,9 @@ class GroupMaker:
         outages = self._outages_of("rollout function")
         try:
             return await outages.get_through(
-                functools.partial(self._sample, prompt, index, progress), since=outages.num_through
+                functools.partial(self._sample, prompt, index, progress),
+                group_id=prompt.group_id,
+                since=outages.num_through,
             )
         except RolloutError as error:
             if not self._rules.min_group:
@@ -205,9 +207,9 @@ class GroupMaker:
         except EngineError:
             raise
         except RolloutError as error:
-            if isinstance(error, Outage) or not is_outage(error):
+            if isinstance(error, Outage) or not (found := outage_kind(error)):
                 raise
-            raise Outage(str(error)) from error
+            raise OUTAGES[found](str(error)) from error
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the sample is cut off, or its group has ended
@@ -216,7 +218,7 @@ class GroupMaker:
             if session.is_out_of_time:
                 limit = f"rollout.timeout_seconds = {self._rules.sample_seconds:g}"
                 raise RolloutError(f"the rollout function took longer than {limit} for a sample") from error
-            kind = Outage if is_outage(error) else RolloutError
+            kind = OUTAGES.get(outage_kind(error), RolloutError)
             raise kind(f"the rollout function raised {plugins.describe_raised(error)}") from error
 
     def _outages_of(self, what: str) -> Outages:
@@ -270,14 +272,25 @@ class GroupMaker:
             )
             samples.append(sample)
 
-        async def ask() -> Sequence[Reward | RewardError]:
-            with self.engine.waits.waiting("its reward function", on="reward"):
-                return await self._reward(samples)
+        partly: Sequence[Reward | RewardError] = ()
 
-        rewards = await outages.get_through(ask, since=since)
-        if any(isinstance(one, Outage) for one in rewards):  # did the service go away between two answers?
-            await outages.pause()
-            rewards = await outages.get_through(ask, since=since)
+        async def ask() -> Sequence[Reward | RewardError]:
+            nonlocal partly
+            partly = ()
+            with self.engine.waits.waiting("its reward function", on="reward"):
+                rewards = await self._reward(samples)
+            if away := next((one for one in rewards if isinstance(one, Outage)), None):
+                partly = rewards
+                outages.num_through += 1  # siblings got through
+                raise away
+            return rewards
+
+        try:
+            rewards = await outages.get_through(ask, group_id=prompt.group_id, since=since)
+        except Outage:
+            if not partly:
+                raise
+            rewards = partly  # others get through: those answers have no reward
         return [
             reward if isinstance(reward, RewardError) else with_reward(parts, reward)
             for parts, reward in zip(rollouts, rewards, strict=True)

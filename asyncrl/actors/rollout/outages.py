@@ -1,8 +1,11 @@
 """Waits while a service is away that groups need: a reward server, a judge, whatever a rollout function talks to.
 
 Nothing fails meanwhile. What was sampled is kept, and what failed is tried again, with growing pauses, until it gets
-through; the worker says what it waits for. A group that fails every time while others get through is no outage, but the
-group's own failure: a server that answers one question with 500 must not hold up the run.
+through; the worker says what it waits for. As long as nobody gets through, that lasts as long as it takes.
+
+A group that fails every time while others get through may be its own fault: a server that answers one question with 500
+must not hold up the run. But a function may also ask its judge about some answers only, so that others get through an
+outage. ``_most_tries`` decides.
 
 Tests: tests/actors/rollout/test_outages.py.
 """
@@ -13,12 +16,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from asyncrl.actors.rollout.weight_follower import LoadGate
 from asyncrl.actors.wait_tracker import WaitTracker
-from asyncrl.errors import NotNow, Outage
+from asyncrl.errors import MaybeOutage, NotNow, Outage
 from asyncrl.logs import in_words
 from asyncrl.policies.health.waits import SERVICE
 
@@ -26,6 +30,12 @@ T = TypeVar("T")
 
 PAUSES: Final = (1.0, 2.0, 4.0, 8.0, 10.0)
 """Seconds before each further try; the last pause is repeated."""
+MAYBE_TRIES: Final = 2
+"""Tries, while others get through, of what may be the group's own fault: a time-out, HTTP 500."""
+ALONE_TRIES: Final = 6
+"""Of a connection that fails for this group alone, as to a site that is gone."""
+MOST_TRIES: Final = 60
+"""Of a connection that fails for several groups: ten minutes."""
 _SHOWN: Final = 300
 """Characters of an error to show in a wait."""
 
@@ -38,12 +48,13 @@ class Outages:
         self._waits = waits
         self._gate = gate
         self._log = logging.getLogger(f"asyncrl.{worker}")
-        self._num_waiting = 0
+        self._waiting: Counter[int] = Counter()
+        """group -> how many of its parts wait"""
         self._since = 0.0
         self.num_through = 0
         """How often something got through."""
 
-    async def get_through(self, work: Callable[[], Awaitable[T]], *, since: int) -> T:
+    async def get_through(self, work: Callable[[], Awaitable[T]], *, group_id: int, since: int) -> T:
         """Return what ``work`` returns, calling it again as long as it raises an Outage.
 
         since  ``num_through`` when the group began
@@ -53,33 +64,40 @@ class Outages:
         try:
             made = await work()
         except Outage as error:
-            made = await self._try_again(work, error, since=since)
+            made = await self._try_again(work, error, group_id=group_id, since=since)
         self.num_through += 1
         return made
 
-    async def _try_again(self, work: Callable[[], Awaitable[T]], error: Outage, *, since: int) -> T:
-        if not self._num_waiting:
+    async def _try_again(self, work: Callable[[], Awaitable[T]], error: Outage, *, group_id: int, since: int) -> T:
+        if not self._waiting:
             self._since = time.monotonic()
             self._log.warning("a service is away: %s; groups that need it wait, and are tried again", error)
-        self._num_waiting += 1
+        self._waiting[group_id] += 1
         tries = 0
         try:
             with self._waits.waiting(str(error)[:_SHOWN], on=SERVICE):
                 while True:
-                    await self.pause(tries)
+                    await self._pause(tries)
                     tries += 1
                     try:
                         return await work()
-                    except Outage:
-                        if tries > len(PAUSES) and self.num_through > since:
+                    except Outage as again:
+                        if self.num_through > since and tries >= self._most_tries(again):
                             raise
         finally:
-            self._num_waiting -= 1
-            if not self._num_waiting:
+            self._waiting[group_id] -= 1
+            self._waiting += Counter()  # without zeros
+            if not self._waiting:
                 away = in_words(time.monotonic() - self._since)
                 self._log.warning("no group waits for that service any more, after %s", away)
 
-    async def pause(self, tries: int = 0) -> None:
+    def _most_tries(self, error: Outage) -> int:
+        """Return how often a group is tried while others get through."""
+        if isinstance(error, MaybeOutage):
+            return MAYBE_TRIES
+        return ALONE_TRIES if len(self._waiting) == 1 else MOST_TRIES
+
+    async def _pause(self, tries: int) -> None:
         """Wait before a further try, after ``tries`` others. Raises NotNow if the worker drains."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PAUSES[min(tries, len(PAUSES) - 1)]):

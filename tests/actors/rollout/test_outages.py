@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.actors.rollout import outages
 from asyncrl.environments.builtin import single_turn
-from asyncrl.errors import Outage, RewardError
+from asyncrl.errors import MaybeOutage, Outage, RewardError
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.health.waits import SERVICE
 from asyncrl.rewards.port import Reward, Sample
@@ -124,6 +124,43 @@ async def test_without_min_group_an_answer_without_a_reward_fails_its_group(bus:
     actors[0].drain()
     await running
     assert record.message is not None and record.message.error == "no number in it"
+
+
+@pytest.mark.parametrize(("kind", "tries"), [(MaybeOutage, 1 + outages.MAYBE_TRIES), (Outage, 1 + outages.ALONE_TRIES)])
+async def test_an_answer_that_alone_cannot_be_judged_is_left_out_and_soon_so_if_it_may_be_its_fault(
+    bus: Any, kind: type[Outage], tries: int
+) -> None:
+    """Its siblings are judged each time."""
+    asked = 0
+
+    def one_fails(samples: Sequence[Sample]) -> list[Reward | RewardError]:
+        nonlocal asked
+        asked += 1
+        return [kind("HTTP 500") if at == 1 else Reward(value=1.0) for at in range(len(samples))]
+
+    await publish_prompt(bus, 0, group_size=4)
+    actors = worker(bus, Engine(), reward=fakes.Judge(one_fails), min_group=2)
+    running = asyncio.create_task(fakes.run_worker(actors))
+    (record,) = await first(bus, 1)
+    actors[0].drain()
+    await running
+    assert record.message is not None and record.message.rewards == [1.0] * 3
+    assert asked == tries
+
+
+async def test_an_outage_lasts_although_some_answers_need_no_judge(loop: Loop, bus_factory: Any) -> None:
+    """A rule decides about the first answer of each group, and a judge that is away about the others."""
+    refused = 0
+
+    def rule_or_judge(samples: Sequence[Sample]) -> list[Reward | RewardError]:
+        nonlocal refused
+        refused += 1
+        is_away = refused < 100
+        return [Outage("away") if at and is_away else Reward(value=1.0 + at) for at in range(len(samples))]
+
+    await run_all(loop, worker(await bus_factory(), Engine(), reward=fakes.Judge(rule_or_judge)))
+    assert refused > 100
+    assert loop.table.counts["failed"] == 0
 
 
 async def test_an_outage_between_two_answers_of_a_group_is_one_and_costs_none_of_them(bus: Any) -> None:

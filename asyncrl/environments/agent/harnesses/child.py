@@ -6,7 +6,7 @@
 The script needs Python 3.10 and the harness's imports. It loads protocol.py and outage.py by their paths. Standard
 input is a socket. Each byte on it carries the file descriptor of a connection for one sample. The connection carries
 one line of JSON each way: the request {"task", "endpoint", "options"}, then the response {"outcome"} or {"error",
-"is_outage"}, each with "resident_mib". If the parent closes its end, the sample is cancelled. The child closes its end
+"outage"}, each with "resident_mib". If the parent closes its end, the sample is cancelled. The child closes its end
 once the sample has ended. The process exits when standard input ends.
 """
 
@@ -93,7 +93,7 @@ class Runner:
             if reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(reason)
                 traceback.print_exc()
-            return {"error": reason, "is_outage": self._outage.is_outage(error)}
+            return {"error": reason, "outage": self._outage.outage_kind(error)}
 
 
 def make_harness(address: str, options: dict[str, Any]) -> Any:

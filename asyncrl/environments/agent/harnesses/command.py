@@ -20,8 +20,8 @@ from typing import Any, Final, Literal
 
 from asyncrl.environments.agent.harnesses import environment
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
-from asyncrl.errors import ConfigError, Outage, RolloutError
-from asyncrl.outage import names_outage
+from asyncrl.errors import OUTAGES, ConfigError, RolloutError
+from asyncrl.outage import AWAY, line_kind
 from asyncrl.program import GONE, Program, last_bytes
 
 _KEPT_BYTES: Final = 2**18
@@ -108,9 +108,10 @@ class CommandHarness:
                 errors = group.create_task(last_bytes(program.stderr, keep=_KEPT_BYTES, most=most))
             if problem := await program.wait_for_problem():
                 told = _last_line(errors.result())
-                is_outage = await program.wait() == os.EX_TEMPFAIL or names_outage(told)  # not what the model said
+                is_temporary = await program.wait() == os.EX_TEMPFAIL
+                outage = AWAY if is_temporary else line_kind(told)  # not what the model said
                 said = told or _last_line(output.result())
-                raise _error(problem, said=said, kind=Outage if is_outage else RolloutError)
+                raise _error(problem, said=said, kind=OUTAGES.get(outage, RolloutError))
         except ExceptionGroup as error:
             first = error.exceptions[0]
             if isinstance(first, ValueError):

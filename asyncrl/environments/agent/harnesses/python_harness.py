@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from asyncrl.environments.agent.harnesses import child, environment
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
-from asyncrl.errors import ConfigError, Outage, RolloutError
+from asyncrl.errors import OUTAGES, ConfigError, RolloutError
 from asyncrl.program import GONE, Program
 
 CANCEL_SECONDS: Final = 5.0
@@ -191,7 +191,7 @@ class PythonHarness:
         if 0 < self._options.memory_mib < answer["resident_mib"]:
             member.is_leaving = True
         if "error" in answer:
-            raise self._error(f"raised {answer['error']}", kind=Outage if answer["is_outage"] else RolloutError)
+            raise self._error(f"raised {answer['error']}", kind=OUTAGES.get(answer["outage"], RolloutError))
         return outcome_of(answer["outcome"])
 
     async def _cancel(self, member: _Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
