@@ -49,14 +49,15 @@ async def test_a_run_waits_for_a_judge_that_is_away_says_so_and_fails_nothing(lo
     server.is_up = False
     actors = worker(await bus_factory(), engine, reward=fakes.Judge(server))
     running = asyncio.create_task(run_all(loop, actors))
+    sampled = 2 * loop.run.window
+    await fakes.until(lambda: server.num_refused > 100 and len(engine.prompts) == sampled and is_waiting(actors[0]))
+    server.num_refused = 0
     await fakes.until(lambda: server.num_refused > 100)  # far more than failures in a row may be
-    assert is_waiting(actors[0])
-    sampled = len(engine.prompts)
+    assert len(engine.prompts) == sampled  # each answer of the window once, however often they were to be judged
     server.is_up = True
     await running
     assert loop.backend.steps == 4
     assert loop.table.counts["failed"] == 0
-    assert sampled == 2 * loop.run.window  # each answer of the window once, however often they were to be judged
 
 
 async def test_a_group_that_only_its_own_judgement_fails_does_not_hold_up_the_run(loop: Loop, bus_factory: Any) -> None:
@@ -148,18 +149,22 @@ async def test_an_answer_that_alone_cannot_be_judged_is_left_out_and_soon_so_if_
     assert asked == tries
 
 
-async def test_an_outage_lasts_although_some_answers_need_no_judge(loop: Loop, bus_factory: Any) -> None:
+async def test_an_outage_lasts_although_some_answers_need_no_judge(
+    loop: Loop, bus_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rule decides about the first answer of each group, and a judge that is away about the others."""
+    monkeypatch.setattr(outages, "ALONE_TRIES", outages.MOST_TRIES)  # without pauses, the first one is soon tried often
+    monkeypatch.setattr(outages, "MOST_TRIES", 10**6)
     refused = 0
 
     def rule_or_judge(samples: Sequence[Sample]) -> list[Reward | RewardError]:
         nonlocal refused
         refused += 1
-        is_away = refused < 100
+        is_away = refused < 50
         return [Outage("away") if at and is_away else Reward(value=1.0 + at) for at in range(len(samples))]
 
     await run_all(loop, worker(await bus_factory(), Engine(), reward=fakes.Judge(rule_or_judge)))
-    assert refused > 100
+    assert refused > 50
     assert loop.table.counts["failed"] == 0
 
 
