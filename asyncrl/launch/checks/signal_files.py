@@ -22,6 +22,7 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -43,8 +44,12 @@ _CODE: Final = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _OF_MODELS: Final = (".json", ".jinja", ".txt", ".model", ".py", ".safetensors")
 """Files of a model folder that the learner, the engines or transformers may read."""
 _WHOLE_BYTES: Final = 64 * 2**20
-"""Larger files are digested in part: their blocks, evenly spread, and all of them together as large as this."""
+"""Larger files are digested in part, by blocks that are spread evenly: shards of a large model on a slow disk must not
+hold up a start for minutes, and new weights differ nearly everywhere."""
+_BLOCKS: Final = 256
 _BLOCK_BYTES: Final = 64 * 2**10
+_SIDE_BY_SIDE: Final = 8
+"""Files of a model that are read concurrently."""
 _MOST_FILES: Final = 1000
 _LONGEST_NAME: Final = 4096
 _CONFIG_BYTES: Final = 64 * 2**10
@@ -118,10 +123,13 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _model(folder: Path) -> dict[str, Any]:
-    files: dict[str, Any] = {}
-    for path in sorted([*_files_of(folder), *_files_of(folder / "chat_templates")]):
-        if path.suffix in _OF_MODELS and (digest := _digest(path)):
-            files[str(path.relative_to(folder))] = digest
+    found = sorted([*_files_of(folder), *_files_of(folder / "chat_templates")])
+    paths = [path for path in found if path.suffix in _OF_MODELS]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE, "digest") as threads:
+        digests = threads.map(_digest, paths)
+        files: dict[str, Any] = {
+            str(path.relative_to(folder)): digest for path, digest in zip(paths, digests, strict=True) if digest
+        }
     if "config.json" in files and (config := model_config(folder)) is not None:
         files["config.json"] = config
     return files
@@ -230,9 +238,8 @@ def _digest(path: Path) -> str:
             if size <= _WHOLE_BYTES:
                 return hashlib.file_digest(file, "sha256").hexdigest()
             digest = hashlib.sha256(str(size).encode())
-            count = _WHOLE_BYTES // _BLOCK_BYTES
-            for number in range(count):  # the first block, and the last one
-                file.seek(number * (size - _BLOCK_BYTES) // (count - 1))
+            for number in range(_BLOCKS):  # 0 is the file's first block, _BLOCKS - 1 its last one
+                file.seek(number * (size - _BLOCK_BYTES) // (_BLOCKS - 1))
                 digest.update(file.read(_BLOCK_BYTES))
             return digest.hexdigest()
     except (OSError, ValueError):

@@ -78,6 +78,7 @@ def test_files_that_options_name_are_recorded_alone_or_in_a_command(place: Path)
 def test_a_changed_block_of_a_large_file_is_seen(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal_files, "_WHOLE_BYTES", 64)
     monkeypatch.setattr(signal_files, "_BLOCK_BYTES", 8)
+    monkeypatch.setattr(signal_files, "_BLOCKS", 8)
     (place / "m").mkdir()
     run = config.load(ROOT / "examples" / "demo.toml", ["model.path=m"])
     found = set()
