@@ -50,6 +50,14 @@ def test_a_command_in_a_message_works_as_it_is_typed(tmp_path: Path, monkeypatch
     assert as_typed("`asyncrl top`") == f"`'{program.with_name('python')}' -m asyncrl top`"
 
 
+def test_a_program_of_ours_does_not_import_from_the_working_directory(tmp_path: Path) -> None:
+    for name in ("http", "json", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    command = [*os_process.module_command("json.tool"), "--json-lines"]
+    done = subprocess.run(command, cwd=tmp_path, input="1\n", capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+
+
 def test_a_process_that_its_parent_has_not_reaped_is_not_alive() -> None:
     """Containers without an init leave such processes behind."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:

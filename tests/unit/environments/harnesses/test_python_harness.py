@@ -71,6 +71,15 @@ def test_a_harness_that_no_child_could_play_is_refused_before_the_run_starts(
     assert len(str(refused.value).splitlines()) == 1
 
 
+def test_a_file_beside_the_harness_replaces_no_module_of_python(tmp_path: Path) -> None:
+    for name in ("http", "json", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "my_harness.py").write_text("import http.client\ndef play(task, endpoint): pass")
+    PythonHarness("my_harness:play", Options(directory=str(tmp_path))).check_machine()
+    with pytest.raises(ConfigError, match=r"ImportError: queue.py is hidden by .*queue.py, a module of the same name"):
+        PythonHarness("queue:play", Options(directory=str(tmp_path))).check_machine()
+
+
 async def test_samples_at_once_are_shared_among_children() -> None:
     async with pool("Player", processes=2) as harness:
         outcomes = await asyncio.gather(*(harness(TASK, ENDPOINT) for _ in range(4)))
