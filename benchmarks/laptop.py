@@ -112,7 +112,9 @@ def main(given: Sequence[str] | None = None) -> int:
                     return 1
             seconds[arm].append(step)
             row = {"arm": arm, "window": window, "step_seconds": step, "steps": options.steps, "cores": os.cpu_count()}
-            print(f"{arm:15s} window {window}: {step:6.2f} s a step ({time.monotonic() - began:.0f} s in all)", flush=True)
+            print(
+                f"{arm:15s} window {window}: {step:6.2f} s a step ({time.monotonic() - began:.0f} s in all)", flush=True
+            )
             if options.json:
                 with options.json.open("a") as file:
                     file.write(json.dumps(row) + "\n")

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the CPU, as benchmarks/laptop.py compares it. Runs in a Python with trl, and without asyncrl.
 
-    python benchmarks/laptop_trl.py MODEL DATA STEPS FOLDER
+python benchmarks/laptop_trl.py MODEL DATA STEPS FOLDER
 """
 
 from __future__ import annotations
