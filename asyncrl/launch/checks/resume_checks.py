@@ -19,6 +19,7 @@ from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError, DiskError
 from asyncrl.launch.checks import signal_files
 from asyncrl.launch.checks.signal_files import Files, model_config
+from asyncrl.logs import printable
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.groups.saved import LearnerState
 
@@ -150,7 +151,7 @@ def name_changes(run: RunConfig, state: LearnerState, *, data: Mapping[str, str]
     for line in changes(was, now):
         say("resumed with another setting: %s", line)
     for line in _changed_files(signal_files.recorded(run.run_directory), files):
-        say("changed since this run was last up: %s", line)
+        say("changed since this run was last up: %s", printable(line))
     changed = [path for path, digest in data.items() if begun.data.get(path, digest) != digest]
     for path in changed:
         say("changed since this run was last up: the data %s", path)
@@ -223,7 +224,10 @@ def _by_name(value: Any) -> Any:
     """Return a list of tables as one table, by the tables' names, paths or places; other values as they are."""
     if not (isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value)):
         return value
-    return {one.get("name") or one.get("path") or str(place): one for place, one in enumerate(value, 1)}
+    names = [str(one.get("name") or one.get("path") or "") for one in value]
+    if not all(names) or len({*names}) < len(names):
+        names = [str(place) for place in range(1, len(value) + 1)]
+    return dict(zip(names, value, strict=True))
 
 
 def _shown(value: Any) -> str:

@@ -184,6 +184,10 @@ def test_names_only_the_changed_key_of_a_data_set_and_never_a_secret() -> None:
         return {"evaluation": {"datasets": [{"name": "one", "samples": 1}, {"name": "two", "samples": 2} | more]}}
 
     assert resume_checks.changes(table(), table(samples=3)) == ["evaluation.datasets.two.samples 2 -> 3"]
+    same = [{"path": "a", "weight": 1.0}, {"path": "a", "weight": 2.0}]
+    assert resume_checks.changes({"files": same}, {"files": [same[0], same[1] | {"weight": 3.0}]}) == [
+        "files.2.weight 2.0 -> 3.0"
+    ]
     run = config.load(ROOT / "examples" / "demo.toml", ["reward.options.api_key=secret"])
     other = config.load(ROOT / "examples" / "demo.toml", ["reward.options.api_key=other"])
     assert config_record.as_table(run)["reward"]["options"] == {"api_key": "***"}
