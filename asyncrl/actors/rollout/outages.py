@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 PAUSES: Final = (1.0, 2.0, 4.0, 8.0, 10.0)
 """Seconds before each further try; the last pause is repeated."""
-MAYBE_TRIES: Final = 2
-"""Tries, while others get through, of what may be the group's own fault: a time-out, HTTP 500."""
+MAYBE_TRIES: Final = 1
+"""More tries, while others get through, of what may be the group's own fault: a time-out, HTTP 500."""
 ALONE_TRIES: Final = 6
 """Of a connection that fails for this group alone, as to a site that is gone."""
 MOST_TRIES: Final = 60
@@ -51,6 +51,7 @@ class Outages:
         self._waiting: Counter[int] = Counter()
         """group -> how many of its parts wait"""
         self._since = 0.0
+        self._is_told = False
         self.num_through = 0
         """How often something got through."""
 
@@ -71,7 +72,6 @@ class Outages:
     async def _try_again(self, work: Callable[[], Awaitable[T]], error: Outage, *, group_id: int, since: int) -> T:
         if not self._waiting:
             self._since = time.monotonic()
-            self._log.warning("a service is away: %s; groups that need it wait, and are tried again", error)
         self._waiting[group_id] += 1
         tries = 0
         try:
@@ -84,10 +84,14 @@ class Outages:
                     except Outage as again:
                         if self.num_through > since and tries >= self._most_tries(again):
                             raise
+                        if tries > MAYBE_TRIES and not self._is_told:
+                            self._is_told = True
+                            self._log.warning("a service is away: %s; groups that need it wait for it", again)
         finally:
             self._waiting[group_id] -= 1
             self._waiting += Counter()  # without zeros
-            if not self._waiting:
+            if not self._waiting and self._is_told:
+                self._is_told = False
                 away = in_words(time.monotonic() - self._since)
                 self._log.warning("no group waits for that service any more, after %s", away)
 
