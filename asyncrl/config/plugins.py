@@ -7,9 +7,10 @@ import difflib
 import importlib
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl.errors import ConfigError
 
@@ -21,19 +22,18 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     the run file) if there is no such object.
     """
     module_name, attribute = address(name, where=where, table=table)
+    before = set(sys.modules)
     try:
         module = importlib.import_module(module_name)
         _refuse_hidden(module_name, where=where)
     except ConfigError:
         raise
-    except ImportError as error:
-        _refuse_hidden(module_name, where=where)
-        problem = first_line(error)
-        raise ConfigError(f"{where}: cannot import {module_name!r} ({problem}); is it on PYTHONPATH?") from error
-    except SystemExit as error:
-        raise ConfigError(f"{where}: cannot import {module_name!r}: it exits (sys.exit({error.code!r}))") from error
-    except Exception as error:  # a user's module may raise anything on import
-        raise ConfigError(f"{where}: importing {module_name!r} raised {describe(error)}") from error
+    except (Exception, SystemExit) as error:
+        if module_name.startswith("asyncrl.") and (file := _find_stray(error, before)):
+            raise ConfigError(
+                f"{where}: a package imports {file} of this folder as if it were another package; give it another name"
+            ) from error
+        _raise_import_problem(error, module_name, where=where)
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -45,10 +45,32 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     return found
 
 
+def _raise_import_problem(error: BaseException, module_name: str, *, where: str) -> NoReturn:
+    """Raise ConfigError for what the import of a user's module raised, which may be anything."""
+    _refuse_hidden(module_name, where=where)
+    if isinstance(error, ImportError):
+        problem = first_line(error)
+        raise ConfigError(f"{where}: cannot import {module_name!r} ({problem}); is it on PYTHONPATH?") from error
+    if isinstance(error, SystemExit):
+        raise ConfigError(f"{where}: cannot import {module_name!r}: it exits (sys.exit({error.code!r}))") from error
+    raise ConfigError(f"{where}: importing {module_name!r} raised {describe(error)}") from error
+
+
+def _find_stray(error: BaseException, before: Collection[str]) -> str:
+    """Return the file in the working directory that a package has imported since ``before``; "" if it is none.
+
+    A package tries to import others that may not be installed, such as h2, and finds a user's h2.py.
+    """
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files += [str(getattr(sys.modules[name], "__file__", None)) for name in sys.modules.keys() - before]
+    here = (Path(file) for file in files if Path(file).absolute().parent == Path.cwd())
+    return next((path.name for path in here if path.is_file()), "")
+
+
 def _refuse_hidden(module_name: str, *, where: str) -> None:
     """Raise ConfigError if a module in the working directory is hidden by an installed one of the same name."""
     top = module_name.partition(".")[0]
-    mine = next((path for path in (Path(f"{top}.py"), Path(top)) if path.exists()), None)
+    mine = next((path for path in (Path(f"{top}.py"), Path(top)) if path.is_file() or any(path.glob("*.py"))), None)
     found = getattr(sys.modules.get(top), "__spec__", None)
     if mine is None or found is None or top == __name__.partition(".")[0]:
         return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,10 +305,34 @@ def test_a_users_module_that_an_installed_one_hides_is_named(
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
     (tmp_path / "random.py").write_text("def reward(sample): return 1.0")
     (tmp_path / "http").mkdir()
+    (tmp_path / "http" / "agent.py").touch()
     for name, mine in {"random:reward": "random.py", "http.agent:reward": "http"}.items():
         code, _, err = asyncrl("check", run_file, "--set", f"reward.kind={name}", capsys=capsys)
         assert (code, err.count("\n")) == (2, 1)
         assert err.startswith(f"asyncrl: reward.kind: {mine} is hidden by ") and "give yours another name" in err
+
+
+@pytest.mark.parametrize("text", ["raise SystemExit('mine')", "import no_such_module", "x = 1"])
+def test_a_users_file_that_a_package_takes_for_another_package_is_named(
+    text: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As httpx does with h2, which may not be installed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "optional_package.py").write_text(text)
+
+    def import_vendor(name: str) -> Any:
+        if not name.startswith("asyncrl.data.demo_task"):
+            return importlib.import_module(name)
+        return importlib.import_module("optional_package").missing
+
+    monkeypatch.setattr("asyncrl.config.plugins.importlib", SimpleNamespace(import_module=import_vendor))
+    code, _, err = asyncrl("check", run_file, "--set", "reward.kind=asyncrl.data.demo_task:reward", capsys=capsys)
+    sys.modules.pop("optional_package", None)
+    assert (code, err.count("\n")) == (2, 1)
+    assert (
+        "reward.kind: a package imports optional_package.py of this folder as if it were another package; give" in err
+    )
 
 
 def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(
