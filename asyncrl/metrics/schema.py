@@ -41,7 +41,7 @@ SCHEMA: dict[str, str] = {
     "learner/incarnation": "incarnation of the learner that trained the step; distinguishes rows of a step that was "
     "trained twice",
     "bus/rejected": "messages rejected by the learner and its workers as malformed or impossible, since they started",
-    "metrics/left_out": "rows, samples and alarms that were left out because sinks were too slow, since the start",
+    "metrics/left_out": "rows, samples and alarms that were left out because a sink was slow or failed",
     "learner/step_seconds": "duration of the step, without waiting",
     "learner/elapsed_seconds": "time from the end of the last step to the end of this one, with all waits",
     "learner/rank*/tokens": "tokens that this rank has to train, prompts included; only with several ranks, for at "
