@@ -99,8 +99,8 @@ MOST_ASKED: Final = 32
 class Readers:
     """name: of the threads"""
 
-    def __init__(self, name: str) -> None:
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"board-{name}")
+    def __init__(self, name: str, *, threads: int = THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"board-{name}")
         self._asked = 0
 
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:

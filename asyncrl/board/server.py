@@ -56,7 +56,8 @@ class Board:
         self._host, self._port, self._token = host, port, token
         self._guard = Guard(host=host, token=token)
         self._is_closing = asyncio.Event()
-        self._listing, self._opening = Readers("list"), Readers("open")
+        self._listing = Readers("list")
+        self._opening = Readers("open", threads=1)  # two threads that import transformers at once break its modules
         self.port = 0
 
     @property

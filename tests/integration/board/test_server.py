@@ -367,3 +367,11 @@ async def test_browsers_that_wait_for_a_slow_log_hold_up_no_others(
             await the_first(stream, lambda change: change["kind"] == "rows")
         gate.set()
         assert sorted(await asyncio.gather(*waiting)) == [404] * MOST_ASKED + [503] * 8
+
+
+async def test_groups_are_opened_in_one_thread_because_the_first_one_imports_transformers(
+    recorded: Path, open_board: OpenBoard
+) -> None:
+    async with open_board(recorded) as board:
+        names = await asyncio.gather(*(board._opening.run(lambda: threading.current_thread().name) for _ in range(8)))
+    assert len(set(names)) == 1
