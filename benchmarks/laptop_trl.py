@@ -11,11 +11,6 @@ import sys
 import time
 from typing import Any
 
-import torch
-from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-
 WARMUP = 1
 
 
@@ -24,15 +19,18 @@ def reward(completions: list[str], label: list[str], **_: Any) -> list[float]:
     return [float(match is not None and match[1] == wanted) for match, wanted in zip(found, label, strict=True)]
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.monotonic())
-
-
 def main() -> None:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.monotonic())
+
     model, data, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     with open(data) as file:
         rows = [json.loads(line) for line in file]
@@ -56,7 +54,6 @@ def main() -> None:
         model_init_kwargs={"dtype": torch.float32},
         loss_type="dapo",  # mean over the batch's tokens
     )
-    clock = Clock()
     tokenizer = AutoTokenizer.from_pretrained(model)
     GRPOTrainer(
         model=model,
@@ -64,9 +61,9 @@ def main() -> None:
         train_dataset=prompts,
         reward_funcs=reward,
         processing_class=tokenizer,
-        callbacks=[clock],
+        callbacks=[Clock()],
     ).train()
-    print(json.dumps({"step_seconds": (clock.ends[-1] - clock.ends[WARMUP - 1]) / steps}))
+    print(json.dumps({"step_seconds": (ends[-1] - ends[WARMUP - 1]) / steps}))
 
 
 if __name__ == "__main__":

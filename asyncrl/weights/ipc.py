@@ -135,7 +135,7 @@ class _Handover:
                 connection, _ = self._listener.accept()
                 with connection:
                     connection.settimeout(_PATIENCE_SECONDS + self._num_bytes / _SLOWEST_BYTES_PER_SECOND)
-                    connection.recv(1)  # returns when the other end is closed, or its process is gone
+                    connection.recv_into(bytearray(1))  # until the other end is closed, or its process is gone
         except TimeoutError:
             raise WeightsError("the engine did not take its weights in time") from None
         except OSError as error:
