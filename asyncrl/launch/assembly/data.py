@@ -104,9 +104,8 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
             limits=dataclasses.replace(_limits_of_set(run, reward), end_tokens=model.end_tokens),
         )
         parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
-        judge = repr(
-            (reward.kind, sorted(hide_secrets(reward.options).items()), *([hide_secrets(parts)] if parts else []))
-        )
+        more = [*([hide_secrets(parts)] if parts else []), *([] if reward.keep_special_tokens else ["plain"])]
+        judge = repr((reward.kind, sorted(hide_secrets(reward.options).items()), *more))
         sets.append(dataclasses.replace(opened, judge=judge))
     require_metric(run.checkpoint.best, sets)
     require_space(

@@ -15,7 +15,7 @@ from asyncrl.version import VERSION
 _KEYS: Final = {
     "model": ("dtype",),
     "data": ("reward_key",),
-    "reward": ("kind", "rows", "parts"),
+    "reward": ("kind", "rows", "parts", "keep_special_tokens"),
     "rollout": ("function", "min_group", "extra_samples", "group_seconds", "max_parts", "max_attempts"),
     "staleness": ("max_staleness", "eviction", "discard"),
     "weights": ("channel",),

@@ -103,7 +103,8 @@ CONDITIONS: Final[dict[str, Condition]] = {
         1,
         "trains steps without any gradient",
         "steps cost as much as before and the model learns nothing",
-        "read answers with `asyncrl samples`: the reward may match none of them, or the task may be solved",
+        "read answers with `asyncrl samples`: the reward may match none of them or catch its own "
+        "errors, or the task may be solved",
     ),
     "alarm/truncated": Condition(
         "truncated",
@@ -118,7 +119,8 @@ CONDITIONS: Final[dict[str, Condition]] = {
         1,
         "trains on rewards that do not differ within any group: what changes the weights is not the reward",
         "the model learns nothing of the task",
-        "read answers with `asyncrl samples`: the reward may match none of them, or the task may be solved",
+        "read answers with `asyncrl samples`: the reward may match none of them or catch its own "
+        "errors, or the task may be solved",
     ),
     "data/overlong_share": Condition(
         "overlong",

@@ -68,7 +68,7 @@ def test_each_sample_of_a_rollout_function_has_its_own_tables() -> None:
 
 
 def writes(sample: Sample) -> float:
-    sample.metadata.setdefault("seen", []).append(sample.completion)
+    sample.metadata.setdefault("seen", []).append(sample.completion)  # type: ignore[attr-defined]
     sample.label.append("6")
     sample.trajectory.reward_parts["mine"] = 1.0
     return float(len(sample.metadata["seen"]) + len(sample.label))

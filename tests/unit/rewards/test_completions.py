@@ -13,7 +13,7 @@ from asyncrl.messages import Trajectory, VersionSpan
 from asyncrl.rewards.answers import after_thinking, ends_thinking
 from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.load import load_reward
-from asyncrl.rewards.port import Sample
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness.rewards import load, sample, values
 
 HARMONY = "<|channel|>analysis<|message|>Perhaps \\boxed{7}, so A.<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -188,4 +188,4 @@ async def test_a_function_reads_marks_or_none_by_choice() -> None:
     for keeps in (True, False):
         section = config.RewardSection(kind=f"{__name__}:shows", keep_special_tokens=keeps)
         (found,) = await load_reward(section)([made])
-        assert found.parts == {"has_mark": float(keeps), "answer_is_5": float(keeps)}
+        assert isinstance(found, Reward) and found.parts == {"has_mark": float(keeps), "answer_is_5": float(keeps)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -17,7 +18,7 @@ from tests.harness.rewards import load, sample, values
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def ask(handler: Handler, **options: object) -> list[float]:
+async def ask(handler: Handler, **options: Any) -> list[float]:
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", handler)
     async with TestServer(application) as server:
