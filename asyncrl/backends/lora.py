@@ -28,7 +28,7 @@ from asyncrl.tensors.adapter_names import module_name
 
 ALL: Final = "all-linear"
 _SERVED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Modules whose adapters were tested with engines."""
+"""Modules whose adapters were tested with engines, outside experts and linear attention."""
 EXPERT_ALIGNMENT: Final = {"bfloat16": 8, "float32": 4}
 """Numbers in 16 bytes, by dtype. Kernels for experts process whole groups of this size."""
 
@@ -135,16 +135,27 @@ def check(run: RunConfig) -> None:
                 f"learner.lora.modules: {', '.join(sorted(names))} are one parameter in the megatron backend; name all "
                 "of them or none"
             )
-        if settings.publish == "adapter" and (entry.is_of_experts or not names <= {"", *_SERVED}):
+        if settings.publish == "adapter" and _is_adapted(entry, settings.modules) and not _is_served(entry):
             raise ConfigError(
-                'learner.lora.publish: "adapter" supports only dense models with q_proj to down_proj, but this has '
-                f'{", ".join(sorted(names))}{" of experts" if entry.is_of_experts else ""}; use "merged"'
+                f'learner.lora.publish: "adapter": engines take no adapters of {_described(entry)}; name other '
+                'learner.lora.modules, such as ["q_proj", "k_proj", "v_proj", "o_proj"], or use publish = "merged"'
             )
         alignment = EXPERT_ALIGNMENT[run.model.dtype]
         if entry.is_of_experts and settings.rank % alignment and _is_adapted(entry, settings.modules):
             raise ConfigError(
                 f"learner.lora.rank: kernels for experts need a multiple of {alignment}, got {settings.rank}"
             )
+
+
+def _is_served(entry: Mapping) -> bool:
+    """Return whether engines take adapters of this parameter."""
+    is_gated = entry.cut == "gated_qkv"  # Qwen3-Next's q_proj has a gate beside each head
+    return not (entry.is_of_experts or is_gated) and all(module_name(name) in _SERVED for name in entry.huggingface)
+
+
+def _described(entry: Mapping) -> str:
+    names = ", ".join(sorted({module_name(name) for name in entry.huggingface}))
+    return f"{names}{' of experts' if entry.is_of_experts else ''}"
 
 
 def _is_adapted(entry: Mapping, modules: Sequence[str]) -> bool:

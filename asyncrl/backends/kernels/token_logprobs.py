@@ -92,7 +92,8 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(log_total)
         valid = weight[: ctx.num_valid]
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        is_trained = ctx.needs_input_grad[1]  # a frozen output layer needs neither the product nor the memory
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         for rows in _chunks(hidden, ctx.num_valid):
             per_row = (columns[rows], log_total[rows], grad_logprobs[rows], ctx.temperature)
             logits = ctx.kept.pop(rows.start, None)
@@ -104,11 +105,13 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_logits = fused.logits_gradient_with_entropy(logits, *per_row, mean[rows], grad_entropy[rows])
             del logits
             grad_hidden[rows] = grad_logits @ valid
-            _add_product(grad_weight[: ctx.num_valid], grad_logits.t(), hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight[: ctx.num_valid], grad_logits.t(), hidden[rows])
             del grad_logits  # before the next logits are computed
         if ctx.group is not None:
             grad_hidden = _reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        weight_gradient = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, weight_gradient, None, None, None, None, None
 
 
 def _normalize(

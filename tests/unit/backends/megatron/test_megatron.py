@@ -230,6 +230,22 @@ def test_logits_that_are_kept_give_the_same_gradient(monkeypatch: pytest.MonkeyP
         assert torch.equal(again, kept)
 
 
+def test_a_frozen_output_layer_gets_no_gradient_and_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    random, of_hidden = torch.Generator().manual_seed(0), []
+    hidden, weight = torch.randn(12, 8, generator=random), torch.randn(20, 8, generator=random)
+    for is_trained in (True, False):
+        if not is_trained:
+            monkeypatch.setattr(token_logprobs, "_add_product", None)  # an error if it were called
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
+        logprobs, entropy = token_logprobs.linear_logprobs(
+            *leaves, torch.arange(12), temperature=0.7, vocabulary_size=20
+        )
+        (logprobs + entropy).sum().backward()
+        assert (leaves[1].grad is not None) == is_trained
+        of_hidden.append(leaves[0].grad)
+    assert torch.equal(of_hidden[0], of_hidden[1])
+
+
 def test_rectangles_hold_sequences_of_similar_length_and_lose_no_token() -> None:
     """Lengths 3, 8, 1, 7, 4 make rectangles of 8 and 7; 4 and 3; 1. The sequence of 7 is padded with its last token."""
     boundaries = np.array([0, 3, 11, 12, 19, 23], np.int32)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl import config
+from asyncrl.backends import lora
 from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.shared_settings import digests, shared_settings
 from asyncrl.data.demo_task import DIGITS
@@ -179,6 +180,32 @@ def test_trained_parts_can_be_chosen(run_file: Path) -> None:
         check(config.load(run_file, chosen))
         with pytest.raises(ConfigError, match="no_such"):  # the setting is checked, not skipped
             check(config.load(run_file, [*chosen, unknown]))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "modules", "problem"),
+    [
+        ("qwen3_moe", ["q_proj", "k_proj", "v_proj", "o_proj"], None),
+        ("qwen3_moe", ["all-linear"], "no adapters of gate_proj, up_proj of experts"),
+        ("qwen3_moe", ["o_proj", "down_proj"], "no adapters of down_proj of experts"),
+        ("mixtral", ["all-linear"], "no adapters of w1, w3 of experts"),
+        ("qwen3_next", ["q_proj", "k_proj", "v_proj"], "no adapters of k_proj, q_proj, v_proj"),
+        ("qwen3", ["all-linear"], None),
+    ],
+)
+def test_adapters_are_published_alone_where_engines_take_the_adapted_matrices(
+    architecture: Architecture, modules: list[str], problem: str | None, run_file: Path, tmp_path: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "model", architecture=architecture)
+    overrides = [f"model.path={json.dumps(str(model))}", "engine.kind=sglang"]
+    for publish in ("merged", "adapter"):
+        run = config.load(run_file, [*overrides, f"learner.lora={{rank=8, modules={modules}, publish='{publish}'}}"])
+        if publish == "adapter" and problem:
+            with pytest.raises(ConfigError, match=f"{problem}; name other learner.lora.modules") as caught:
+                lora.check(run)
+            assert "\n" not in str(caught.value)
+        else:
+            lora.check(run)
 
 
 def test_refuses_a_folder_with_tensors_that_the_learner_does_not_export(run_file: Path, tmp_path: Path) -> None:
