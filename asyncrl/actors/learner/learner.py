@@ -123,7 +123,7 @@ class Learner(Actor):
             if self._evaluator is not None:
                 await self._evaluator.start()
                 beside.append(self._tasks.create_task(self._evaluator.run(), name=f"{self.name}.evaluate"))
-            if self.table.incarnation > 0 or self._trainer.must_publish_at_start or self._evaluates_first:
+            if self.table.incarnation > 0 or self._evaluates_first:  # engines start with version 0 of incarnation 0
                 await self._publish_weights()
             await self._progress.publish_progress()
             self._load_seconds = os_process.age_seconds()

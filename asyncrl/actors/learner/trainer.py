@@ -128,11 +128,6 @@ class Trainer:
         except Exception as error:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
-    @property
-    def must_publish_at_start(self) -> bool:
-        """Whether engines receive weights from memory, and so need this learner to send version 0 as well."""
-        return self._weights.sends
-
     async def publish_weights(
         self, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
     ) -> None:

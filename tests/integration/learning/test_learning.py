@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import Architecture
@@ -62,6 +63,23 @@ async def test_losses_are_what_they_were(base: RunConfig) -> None:
     run = changed(changed(base, "run", mode="sync"), "engine", options={"max_batch_size": 1, "threads": 1})
     rows = await train(run, memory_bus())
     assert [row["loss"] for row in rows] == pytest.approx(GOLDEN_LOSSES, abs=1e-4)
+
+
+async def test_a_new_run_exports_no_version_0_because_engines_start_with_it(
+    base: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a channel that sends from memory, too: the first version that moves is 1, and step 0 is sampled at once."""
+    versions = []
+    publish = WeightPublisher.publish
+
+    async def record(self: WeightPublisher, snapshot: Any, **arguments: Any) -> None:
+        versions.append(arguments["policy_version"])
+        await publish(self, snapshot, **arguments)
+
+    monkeypatch.setattr(WeightPublisher, "publish", record)
+    rows = await train(changed(base, "weights", channel="nccl", keep=8, options={"host": "127.0.0.1"}), memory_bus())
+    assert len(rows) == 4
+    assert versions == [1, 2, 3, 4]
 
 
 async def test_two_optimizer_steps_a_batch_make_one_version_and_the_clip_binds(base: RunConfig) -> None:
