@@ -14,7 +14,7 @@ from asyncrl.backends import lora
 from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.shared_settings import digests, shared_settings
 from asyncrl.data.demo_task import DIGITS
-from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
 
