@@ -57,12 +57,14 @@ class LineFormatter(logging.Formatter):
 
 
 def print_line(text: str, *, out: TextIO | None = None) -> bool:
-    """Print a line on which nothing depends. Return False if nobody gets it: the reader is gone, or a disk is full.
+    """Print a line on which nothing depends, without letters that control a terminal.
+
+    Return False if nobody gets it: the reader is gone, or a disk is full.
 
     out  default: stdout
     """
     try:
-        print(as_typed(text), file=out or sys.stdout, flush=True)
+        print(as_typed(printable_text(text).replace("\n", " ")), file=out or sys.stdout, flush=True)
     except BrokenPipeError:  # as after `| head`, or when `| tee` has ended
         return False
     except OSError as error:

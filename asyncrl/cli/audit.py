@@ -27,6 +27,7 @@ from pathlib import Path
 
 from asyncrl.audit.account import account_of
 from asyncrl.cli import arguments
+from asyncrl.logs import printable
 from asyncrl.policies.audit.accounting import Account
 
 SHOWN_PROBLEMS = 20
@@ -85,7 +86,7 @@ def table(made: Account, directory: Path) -> str:
     lines.append(f"staleness recomputed from the log for {made.on_log:,} groups, as recorded for the others")
     lines.append(f"compared with metrics.jsonl for {made.with_metrics:,} of {made.steps:,} steps")
     shown = made.problems[:SHOWN_PROBLEMS]
-    lines += [f"  {problem}" for problem in shown]
+    lines += [f"  {printable(problem)}" for problem in shown]
     if len(made.problems) > len(shown):
         lines.append(f"  and {len(made.problems) - len(shown)} more")
     lines += [f"  {sentence}" for sentence in made.damage]
