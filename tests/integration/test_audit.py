@@ -214,6 +214,7 @@ def test_what_is_left_out_of_a_late_answer_is_left_out_of_its_replay_too(
     torch.set_num_threads(threads)
     assert sum(row["staleness/old_tokens"] for row in rows) > 0
     assert max(row["staleness/max"] for row in rows) <= 2
+    capsys.readouterr()  # what the learner said
     code, out, _ = asyncrl("audit", made.run_directory, "--json", capsys=capsys)
     found = json.loads(out)
     assert (code, found["clean"], found["trained"], found["dropped"]) == (0, True, 32, 0)
