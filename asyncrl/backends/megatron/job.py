@@ -28,7 +28,8 @@ class Options:
     almost no cost. full: all but one activation per layer; a third more work.
     """
     offload_optimizer: bool = False
-    """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
+    """Keep AdamW's moments in host memory: 8 bytes a parameter. Every step copies them to the device and back, in
+    pieces of 512 MiB, or of one weight that is larger; two pieces are on the device at a time."""
     overlap_tensor_parallel: bool = True
     """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
     aux_loss_coefficient: float = 0.0

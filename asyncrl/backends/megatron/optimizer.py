@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +29,9 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 _MOMENTS: Final = {"exp_avg", "exp_avg_sq"}
+_PIECE_NUMBERS: Final = 2**26
+"""Weights whose moments are brought to the device together: 512 MiB."""
+_PIECES_AT_ONCE: Final = 2
 _SPARED: Final = ParamKey(
     with_name_predicate=ParamWithNamePredicate(
         name="spared", fn=lambda weight, name: not has_weight_decay(name, ndim=weight.ndim)
@@ -97,11 +101,13 @@ class PartOptimizer:
 
     replicas       the ranks that hold the same weights
     is_of_experts  whether these are experts that are distributed over ranks differently from other weights
+    moments        its moments, if they are in host memory
     """
 
     megatron: Any
     replicas: dist.ProcessGroup
     is_of_experts: bool
+    moments: HostMoments | None = None
 
     @property
     def adamw(self) -> torch.optim.Optimizer:
@@ -112,6 +118,11 @@ class PartOptimizer:
     def weights(self) -> list[Any]:
         """The weights that this optimizer updates."""
         return list(self.megatron.get_parameters())
+
+    def update(self) -> None:
+        """Update the weights from their gradients."""
+        with self.moments.updated() if self.moments is not None else nullcontext():
+            self.megatron.step_with_ready_grads()
 
 
 def build_optimizers(
@@ -145,6 +156,7 @@ def build_optimizers(
             megatron=optimizer,
             replicas=expert_replicas_group() if is_of_experts else replicas_group(),
             is_of_experts=is_of_experts,
+            moments=HostMoments(optimizer.optimizer, device) if job.options.offload_optimizer else None,
         )
         for optimizer, is_of_experts in zip(chained.chained_optimizers, (False, True), strict=False)
         if optimizer.optimizer is not None  # else none of its weights is trained
@@ -156,35 +168,109 @@ def build_optimizers(
 
 
 class HostMoments:
-    """Keeps the moments of one torch.optim.AdamW in host memory between steps: 8 bytes a parameter less on the device.
+    """Keeps the moments of one torch.optim.AdamW in host memory: 8 bytes a parameter less on the device, at any time.
 
-    A step copies them to the device and back, two transfers. The device needs this memory only after the backward pass,
-    when activations have been freed. (Megatron's own offload runs AdamW on the CPU.) Synchronise with the device before
-    reading them on the host.
+    An update brings them to the device piece by piece and back, so besides weights, gradients and main weights (10
+    bytes a parameter with 16-bit weights) it needs the moments of two pieces: one is updated or returns while the next
+    one arrives. AdamW computes each element on its own, so pieces change no bit.
+    (Megatron's own offload runs AdamW on the CPU.)
+    Test: test_offloaded_moments_do_not_change_training.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        self._arriving, self._returning = _side_stream(device), _side_stream(device)
 
     @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Keep the moments on the device inside the context, for an optimizer step."""
-        for weight, state in self._optimizer.state.items():
-            for kind in _MOMENTS & state.keys():
-                state[kind] = state[kind].to(weight.device, non_blocking=True)
-        yield
-        self.move_to_host()
+    def updated(self) -> Iterator[None]:
+        """Run the optimizer's step; inside the context it has no weights, so Megatron's own step leaves them as is."""
+        on_device: deque[_Piece] = deque()
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for number, group in enumerate(groups):
+                for weights in _pieces(whole[number]):
+                    if len(on_device) == _PIECES_AT_ONCE:
+                        on_device.popleft().wait()
+                    self._fetch(weights)
+                    for other in groups:
+                        other["params"] = weights if other is group else []
+                    self._optimizer.step()
+                    on_device.append(self._return(weights))
+            while on_device:
+                on_device.popleft().wait()
+            for group in groups:
+                group["params"] = []
+            yield
+        finally:
+            for group, weights in zip(groups, whole, strict=True):
+                group["params"] = weights
 
-    def move_to_host(self) -> None:
-        """Move the moments to the host, wherever they are: a checkpoint is restored on the device."""
-        for weight, state in self._optimizer.state.items():
-            for kind in _MOMENTS & state.keys():
-                home = self._home(weight, kind, state[kind])
-                state[kind] = home.copy_(state[kind], non_blocking=True)
+    def move_to_host(self, weight: torch.Tensor) -> None:
+        """Move the moments of one weight to the host: a checkpoint is restored on the device."""
+        self._return([weight]).wait()
+
+    def _fetch(self, weights: Sequence[torch.Tensor]) -> None:
+        """Replace moments by copies on the device. They have none before their first step."""
+        with _on(self._arriving):
+            for weight, kind, moment in self._moments(weights):
+                self._optimizer.state[weight][kind] = moment.to(weight.device, non_blocking=True, copy=True)
+        if self._arriving is not None:
+            torch.cuda.current_stream().wait_stream(self._arriving)
+
+    def _return(self, weights: Sequence[torch.Tensor]) -> _Piece:
+        """Begin to copy moments to the host, where the optimizer's state has them from now on."""
+        moments = []
+        if self._returning is not None:
+            self._returning.wait_stream(torch.cuda.current_stream())
+        with _on(self._returning):
+            for weight, kind, moment in self._moments(weights):
+                self._optimizer.state[weight][kind] = self._home(weight, kind, moment).copy_(moment, non_blocking=True)
+                moments.append(moment)
+            done = None if self._returning is None else self._returning.record_event()
+        return _Piece(moments=moments, done=done)
+
+    def _moments(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        for weight in weights:
+            state = self._optimizer.state.get(weight, {})
+            yield from [(weight, kind, state[kind]) for kind in sorted(_MOMENTS & state.keys())]
 
     def _home(self, weight: torch.Tensor, kind: str, moment: torch.Tensor) -> torch.Tensor:
         """Return a pinned host buffer, which asynchronous copies need; allocated once."""
         if (weight, kind) not in self._homes:
             self._homes[weight, kind] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
         return self._homes[weight, kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Moments on the device that are being copied to the host, until the event ``done``."""
+
+    moments: Sequence[torch.Tensor]
+    done: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Wait until the moments are on the host. The device's memory may be used again afterwards, not before."""
+        if self.done is not None:
+            self.done.synchronize()
+
+
+def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Split weights into pieces of about _PIECE_NUMBERS numbers; a larger weight is a piece of its own."""
+    piece: list[torch.Tensor] = []
+    for weight in weights:
+        if piece and sum(one.numel() for one in piece) + weight.numel() > _PIECE_NUMBERS:
+            yield piece
+            piece = []
+        piece.append(weight)
+    if piece:
+        yield piece
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -9,7 +9,6 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -65,8 +64,6 @@ class TrainedModel(LoadedModel):
             has_loss = job.options.aux_loss_coefficient > 0
             self._balance = ExpertBalance(tallies(self._stages), self._shape, has_loss=has_loss, device=device)
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
-        is_offloading = job.options.offload_optimizer
-        self._moments = [optimizer.HostMoments(part.adamw) for part in self._optimizers] if is_offloading else []
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from super().tensors()
@@ -183,19 +180,14 @@ class TrainedModel(LoadedModel):
         settings = self._settings
         if grad_norm > settings.max_grad_norm:
             self._scale_gradients(settings.max_grad_norm / (grad_norm + 1e-6))
-        with ExitStack() as stack:
-            for moments in self._moments:
-                stack.enter_context(moments.on_device())
-            for part in self._optimizers:
-                for group in part.adamw.param_groups:
-                    group["lr"] = learning_rate
-                    group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron's scheduler's task
-                part.megatron.step_with_ready_grads()
+        for part in self._optimizers:
+            for group in part.adamw.param_groups:
+                group["lr"] = learning_rate
+                group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron's scheduler's task
+            part.update()
 
     def state_to_save(self, folder: Path) -> RankState:
         """Return what this rank writes to the checkpoint in ``folder``: views of tensors that the next step changes."""
-        if self._moments and self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # they may be on their way to the host
         chunks, steps = list(random_states(dist.get_rank())), dict[str, float]()
         # Each key is written once: by one replica, or by all of them in pieces (distributed optimizer). A piece is a
         # range of the flattened parameter, and becomes one or more rectangles of the whole tensor.
@@ -207,7 +199,7 @@ class TrainedModel(LoadedModel):
                 weights = {key: piece.weights} | (
                     {} if piece.main is piece.weights else {STATE + _MAIN + key: piece.main}
                 )
-                state = self._adamw(held).state.get(piece.main, {})
+                state = self._optimizer_of(held).adamw.state.get(piece.main, {})
                 moments = {f"{STATE}{kind}.{key}": state[kind] for kind in _MOMENTS if kind in state}
                 steps |= {key: float(state["step"])} if "step" in state else {}
                 for name, values in (weights | moments).items():
@@ -234,10 +226,11 @@ class TrainedModel(LoadedModel):
                     for kind, values in moments.items():
                         _read_into(saved, f"{STATE}{kind}.{key}", held.place, values, start=piece.start)
                     moments["step"] = torch.tensor(saved.steps[key])
-                self._adamw(held).state[piece.main] = reshape_moments(moments, piece.main)
+                part = self._optimizer_of(held)
+                part.adamw.state[piece.main] = reshape_moments(moments, piece.main)
+                if part.moments is not None:
+                    part.moments.move_to_host(piece.main)
         saved.restore_random_states(dist.get_rank())
-        for offloaded in self._moments:
-            offloaded.move_to_host()
 
     def require_restorable(self, folder: Path) -> None:
         """Raise CheckpointError if the checkpoint has more weights than the model, or other sizes of this rank's."""
@@ -284,9 +277,9 @@ class TrainedModel(LoadedModel):
                 is_written=is_writer and not _is_copy(parameter) and (cut not in ("whole", "stacked") or rank == 0),
             )
 
-    def _adamw(self, held: _LocalParameter) -> torch.optim.Optimizer:
+    def _optimizer_of(self, held: _LocalParameter) -> optimizer.PartOptimizer:
         """Return the optimizer that updates the parameter."""
-        return self._optimizers[-1 if held.is_of_experts else 0].adamw
+        return self._optimizers[-1 if held.is_of_experts else 0]
 
     def _pieces(self, held: _LocalParameter) -> Iterator[_Piece]:
         """Yield the parts of a parameter that this rank's optimizer updates, or all of a frozen one.

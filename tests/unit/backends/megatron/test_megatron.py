@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.backends import flops, huggingface, micro_batches, weight_cuts
 from asyncrl.backends.kernels import fused, token_logprobs
-from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron import cpu_shim, optimizer
 from asyncrl.backends.megatron import model as megatron_model
 from asyncrl.backends.megatron.refusals import require_tensors_of_engines
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import ConfigError
 from tests.harness.backends import (
     LEARNING_RATE,
+    RANKS,
     distance,
     expected_logprobs,
     forward,
@@ -324,17 +326,68 @@ def living_models() -> set[int]:
     return {id(thing) for thing in gc.get_objects() if type(thing) is megatron_model.PackedGPT}
 
 
-def test_offloaded_moments_do_not_change_training(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("megatron-1", "float32"),
+        ("megatron-1", "bfloat16"),
+        pytest.param(
+            "megatron-ep2-dp2", "bfloat16", marks=RANKS
+        ),  # a distributed optimizer for weights, one for experts
+    ],
+)
+def test_offloaded_moments_do_not_change_training(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "_PIECE_NUMBERS", 10_000)
+    folder = tiny_model(tmp_path / "model", architecture="qwen3_moe")
     results = []
     for offload in (False, True):
-        with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
-            backend.step(shares("megatron-1", sequences(0)), learning_rate=LEARNING_RATE)
-            backend.save(tmp_path)
-        with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
-            backend.restore(tmp_path)
-            backend.step(shares("megatron-1", sequences(1)), learning_rate=LEARNING_RATE)
+        arguments: Any = {"options": {"offload_optimizer": offload}, "dtype": dtype}
+        with started(kind, folder, **arguments) as backend:
+            for number in range(2):
+                backend.step(shares(kind, sequences(number)), learning_rate=LEARNING_RATE)
+            backend.save(tmp_path / f"saved-{offload}")
+        with started(kind, folder, **arguments) as backend:
+            backend.restore(tmp_path / f"saved-{offload}")
+            backend.step(shares(kind, sequences(2)), learning_rate=LEARNING_RATE)
             results.append(weights(backend))
     assert distance(*results) == 0.0
+
+
+def test_an_update_has_the_moments_of_two_pieces_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six weights of 10, 10, 30, 5, 5 and 10 numbers in pieces of up to 20: 10 + 10, 30, 5 + 5 + 10."""
+    monkeypatch.setattr(optimizer, "_PIECE_NUMBERS", 20)
+    weights = [torch.nn.Parameter(torch.arange(float(size))) for size in (10, 10, 30, 5, 5, 10)]
+    twins = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    plain, adamw = torch.optim.AdamW(twins, lr=0.1), torch.optim.AdamW(weights, lr=0.1)
+    made: list[weakref.ref[torch.Tensor]] = []
+    sizes, alive = [], []
+
+    def look(*_: Any) -> None:
+        """After the step of a piece: its moments are on the device, and perhaps those of the piece before."""
+        homes = {home.data_ptr() for home in moments._homes.values()}
+        own = [state[kind] for state in adamw.state.values() for kind in ("exp_avg", "exp_avg_sq")]
+        own = [moment for moment in own if moment.data_ptr() not in homes]
+        made.extend(map(weakref.ref, own))
+        sizes.append(sum(moment.numel() for moment in own) // 2)
+        alive.append(sum(one.numel() for made_ in made if (one := made_()) is not None) // 2)
+
+    adamw.register_step_post_hook(look)
+    moments = optimizer.HostMoments(adamw, torch.device("cpu"))
+    for step in range(3):
+        for weight, twin in zip(weights, twins, strict=True):
+            weight.grad = twin.grad = torch.full_like(weight, step + 1.0)
+        plain.step()
+        with moments.updated():
+            assert not adamw.param_groups[0]["params"]
+        assert adamw.param_groups[0]["params"] == weights
+        for weight, twin in zip(weights, twins, strict=True):
+            assert torch.equal(weight, twin)
+            assert torch.equal(adamw.state[weight]["exp_avg_sq"], plain.state[twin]["exp_avg_sq"])
+    assert sizes == [20, 30, 20] * 3
+    assert alive == [20, 50, 50] * 3
+    assert not [one for ref in made if (one := ref()) is not None]
 
 
 def test_flops_of_a_step_are_counted_by_hand(folder: Path) -> None:
