@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
+import string
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,12 +19,25 @@ from asyncrl.data.row_check import RowLimits, find_media_place
 from asyncrl.errors import ConfigError
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_INVISIBLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u202a-\u202e\u2060\u2066-\u2069\ufeff\ufffd]")
-"""Control characters, spaces without width, what reorders text, a byte-order mark, and what replaces broken letters."""
+_INVISIBLE: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b\u2028-\u202e\u2060\u2066-\u2069\ufeff\ufffc\ufffd\U000e0000-\U000e007f]"
+)
+"""Control characters (the end of a line as Windows has it, too), spaces without width, what reorders text, a byte-order
+mark, and what stands for pictures and broken letters."""
 _MARK: Final = re.compile(
-    r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|\[/?INST\]|\A<s>|<(?:bos|eos|start_of_turn|end_of_turn)>"
+    r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|\[/?INST\]|<</?SYS>>|\[gMASK\]|\A<s>|</s>(?=\s*\Z)"
+    r"|<(?:bos|eos|start_of_turn|end_of_turn)>"
 )
 """Marks with which chat templates of all families frame messages."""
+_OPENS_ANSWER: Final = re.compile(r"(?:\b(?:Assistant|ASSISTANT)|### ?(?:Response|Assistant)) ?:\s*\Z")
+"""Words with which prompts of models without a chat template end."""
+_LAST_TAG: Final = re.compile(r"(<[^<>\s]+>)[^<>]*\Z")
+_MISREAD: Final = re.compile("â€[\x80-\uffff]|Ã[\x80-\xbf]|Â[\xa0-\xbf]")
+"""UTF-8 that was read as Latin-1 or Windows-1252, such as â€™."""
+_UNFILLED: Final = re.compile(r"\{\{? ?(?:question|problem|prompt|query|input|instruction|text) ?\}?\}")
+_NO_TEXT: Final = ("nan", "NaN", "None", "null", "<NA>")
+_AFTER_LABEL: Final = " \t\n.*}$)]\"'"
+"""What may stand behind an answer: \\boxed{5}, **5**"""
 _SENTINEL: Final = "\u241eANSWER\u241e"
 _ENOUGH: Final = 8
 """Fewest prompts that may be called much alike."""
@@ -72,14 +87,12 @@ class Oddities:
         texts = chat.texts_of(prompt)
         found = [*self._find_in_text(texts), *self._find_in_tokens(rendered, tokens)]
         found += self._find_in_messages(messages, rendered, tools) if messages else []
-        if len(answer) > 1 and answer[-2] == answer[-1] == self._tokenizer.eos_token_id:
-            found.append(f"has an answer that ends with {self._name(answer[-1])} already; it is added, so remove it")
+        found += self._find_in_answer(messages, rendered, answer) if len(answer) else []
         for oddity in dict.fromkeys(found):
             count, first = self._found.get(oddity, (0, where))
             self._found[oddity] = (count + 1, first)
         self._labels.setdefault(rendered, set()).add(repr(label))
-        end = texts[-1].rstrip(" \n.") if texts else ""
-        self._num_labelled_at_end += isinstance(label, str) and bool(label.strip()) and end.endswith(label.strip())
+        self._num_labelled_at_end += bool(texts) and _ends_with(texts[-1], label)
 
     def skip(self) -> None:
         """Count a prompt that is too long."""
@@ -119,7 +132,20 @@ class Oddities:
                 yield f"has the invisible character U+{ord(found[0]):04X} in its text; remove it"
             if mark := find_media_place(text):
                 yield f"has {mark} in its text, and asyncrl trains on text alone"
-            marks = self._marks(text)
+            if wrong := _MISREAD.search(text):
+                yield f"has {wrong[0]} in its text: UTF-8 that was read as another encoding?"
+            if text.strip() in _NO_TEXT:
+                yield f"is {text.strip()!r}, which a missing value may have become"
+            if unfilled := _UNFILLED.search(text):
+                yield f"has {unfilled[0]} in its text: is it a pattern that was not filled in?"
+            if "\n" not in text and len(re.findall(r"\\n(?![a-z])", text)) > 1:
+                yield "has \\n in its text, a backslash and a letter: is it meant as the end of a line?"
+            if self._data.chat_template and (opens := _OPENS_ANSWER.search(text)):
+                yield (
+                    f"ends with {opens[0].strip()!r}, and the chat template is written around it: is the text rendered "
+                    f"already? Then set {self._limits.keys}chat_template = false"
+                )
+            marks = [mark for mark in self._marks(text) if not find_media_place(mark)]
             if unknown := next((mark for mark in marks if mark not in self._vocabulary), ""):
                 yield f"has {unknown} in its text, which is no token of this model: was it rendered for another one?"
             elif marks and self._data.chat_template:
@@ -148,19 +174,45 @@ class Oddities:
             yield "is blank"
         elif not self._data.chat_template and rendered[-1] in " \t":
             yield "ends with a space, which most tokenizers join with the word after it: remove it"
-        if tokens and tokens[-1] in self._ends and not self._data.conversation_key:
-            yield f"ends with {self._name(tokens[-1])}, which ends an answer, so there is nothing left to answer"
+        last = rendered if self._data.chat_template else rendered.rstrip()
+        end = next((name for name in self._names_of_ends if last.endswith(name)), "")
+        if end and not self._data.conversation_key:
+            yield f"ends with {end}, which ends an answer, so there is nothing left to answer"
         if begin is not None and begin not in self._ends and tokens.count(begin) > 1:
             yield f"has {self._name(begin)}, which begins a text, {tokens.count(begin)} times"
         if self._data.chat_template and begin is not None and begin not in tokens and begin == self._first_of_text:
             yield f"has no {self._name(begin)}, with which the tokenizer begins a text: the chat template leaves it out"
         if unknown is not None and unknown not in (begin, *self._ends) and unknown in tokens:
             yield f"has letters that the tokenizer does not know (it makes {self._name(unknown)} of them)"
+        elif lost := sorted(_letters(rendered) - _letters(self._text_of(tokens))):
+            yield f"has letters that the tokenizer does not know (it leaves out or changes {lost[0]!r})"
         if rendered.rstrip().endswith("<think>") and not self._is_for_agent:
             yield (
                 "ends with <think>, so an answer begins inside the thought and has no <think> itself: a reward must "
                 "look for </think> alone"
             )
+
+    def _find_in_answer(self, messages: Sequence[chat.Message], rendered: str, answer: Sequence[int]) -> Iterator[str]:
+        """Look at what is imitated: an answer of a column, or the rest of a conversation."""
+        if self._data.conversation_key:
+            said = "".join(self._text_of(answer).split())
+            for message in filter(chat.is_trained, messages):
+                text = "".join((message.get("content") or "").split())
+                if not text and not message.get("tool_calls"):
+                    yield "has an empty answer, which is trained"
+                elif text not in said:
+                    yield "has an answer that the chat template leaves out or changes, and what it writes is trained"
+            return
+        text, end = self._text_of(answer[:-1]), self._tokenizer.eos_token_id
+        if not text.strip():
+            yield "has a blank answer"
+        if end in answer[:-1]:
+            yield f"has an answer that ends with {self._name(end)} already; it is added, so remove it"
+        if unknown := next((mark for mark in self._marks(text) if mark not in self._vocabulary), ""):
+            yield f"has {unknown} in its answer, which is no token of this model: was it rendered for another one?"
+        tag = _LAST_TAG.search(rendered)
+        if tag and text.lstrip().startswith(tag[1]):
+            yield f"has an answer that begins with {tag[1]}, and the prompt ends with that already"
 
     def _find_in_messages(self, messages: Sequence[chat.Message], rendered: str, tools: Sequence[Any]) -> Iterator[str]:
         roles = [message["role"] for message in messages]
@@ -217,13 +269,16 @@ class Oddities:
         """
         tokens = self._tokenizer(after, add_special_tokens=False, verbose=False)["input_ids"] if after.strip() else []
         special = {self._vocabulary.get(mark) for mark in self._specials}
-        if not tokens or tokens[0] not in special:
+        own = self._tokenizer.eos_token_id
+        if not tokens or tokens[0] not in {*special, own}:
+            if self._data.conversation_key and own not in tokens:
+                yield f"{where}: the model's template writes no end token behind an answer, so none is trained to end"
             return
         sampling = self._limits.sampling
         is_stopped = tokens[0] in sampling.get("stop_token_ids", ()) or any(
             s in after for s in sampling.get("stop", ())
         )
-        name, own = self._name(tokens[0]), self._tokenizer.eos_token_id
+        name = self._name(tokens[0])
         if (self._data.response_key or self._data.conversation_key) and tokens[0] != own:
             yield (
                 f"{where}: the model's template ends an answer with {name}, and the end token that answers are trained "
@@ -235,5 +290,25 @@ class Oddities:
                 f"{'rollout.' if self._limits.keys else ''}stop_token_ids = [{tokens[0]}]"
             )
 
+    @functools.cached_property
+    def _names_of_ends(self) -> Sequence[str]:
+        return [self._name(token) for token in self._ends if token is not None]
+
     def _name(self, token: int | None) -> str:
         return "none" if token is None else str(self._tokenizer.convert_ids_to_tokens(token))
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _ends_with(text: str, label: Any) -> bool:
+    """Whether a prompt ends with its label, or with one of several: an answer of a data set, not the question."""
+    text = text.rstrip(_AFTER_LABEL)
+    labels = label if isinstance(label, list | tuple) else [label]
+    words = [str(one).strip(_AFTER_LABEL) for one in labels if isinstance(one, str | int | float)]
+    return any(word and re.search(rf"(?<!\w){re.escape(word)}\Z", text) for word in words)
+
+
+def _letters(text: str) -> set[str]:
+    """Return the letters of a text but for spaces, in one form for those that Unicode has in several."""
+    return {*unicodedata.normalize("NFKC", text)} - {*string.whitespace}

@@ -209,14 +209,26 @@ class RowCheck:
 
 
 _PRINTED: Final = re.compile(
-    r"""\s*"?(array\()?\[?\s*\{\s*\\?['"](role|content|from|messages|conversations)\\?['"]\s*:"""
+    r"""[\s\ufeff]*"?(array\()?(
+        \[?\s*\{\s*\\?['"](role|content|from|messages|conversations)\\?['"]\s*:
+        | [\[{].{0,200}?\\?['"](role|from)\\?['"]\s*:\s*\\?['"](system|developer|user|human|assistant|gpt)\\?['"]
+        | \[\s*[\[(]\s*['"](system|user|human)['"]\s*,
+        | \[?\s*\w*Message\(\w+=
+    )""",
+    re.VERBOSE | re.DOTALL,
 )
-"""The beginning of chat messages that Python or numpy printed, or of JSON that is no list of messages."""
+"""The beginning of chat messages that Python, numpy or LangChain printed, or of JSON that is no list of messages."""
 _PLACE_OF_MEDIA: Final = re.compile(
-    r"<(image|video|audio|image_soft_token|start_of_image)>|<\|(image|video|audio)_pad\|>"
+    r"<(image|video|audio)([_ ]?(\d+|soft_token|pad|here))?>|<start_of_image>|<\|(image|video|audio|vision)(_\w+)?\|>"
+    r"|\[IMG\]|data:(image|video|audio)/\w+;base64,",
+    re.IGNORECASE,
 )
-_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of pictures and the like, under the names that they have everywhere."""
+_NAME_OF_MEDIA: Final = re.compile(r"(image|img|picture|photo|video|audio)", re.IGNORECASE)
+"""Beginning of the names that columns of pictures and the like have."""
+_FILE_OF_MEDIA: Final = re.compile(
+    r"data:(image|video|audio)/.*|[^\n]+\.(png|jpe?g|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|m4a)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def find_media_place(text: str) -> str:
@@ -229,8 +241,8 @@ def _refuse_media(row: Mapping[str, Any], prompt: Any, where: str) -> None:
     """Raise ConfigError if the row has pictures or the like: the model would be asked without them."""
     texts = chat.texts_of(prompt)
     mark = next(filter(None, map(find_media_place, texts)), "")
-    for name in _MEDIA:
-        if row.get(name) and (mark or _is_media(row[name])):
+    for name, value in row.items():
+        if _has_bytes(value) or (value and _NAME_OF_MEDIA.match(name) and (mark or _is_media(value))):
             raise ConfigError(
                 f"{where}: {name!r} holds {'what ' + mark + ' stands for' if mark else 'no text'}, and asyncrl trains "
                 "on text alone, so the model would be asked without it; leave such rows out, or remove the column"
@@ -238,10 +250,19 @@ def _refuse_media(row: Mapping[str, Any], prompt: Any, where: str) -> None:
 
 
 def _is_media(value: Any) -> bool:
-    """Whether ``value`` is a picture or the like as data sets hold it: its bytes, or a table with its bytes or path."""
+    """Whether ``value`` is a picture or the like as data sets hold it: its bytes, its file, or a table with those."""
     if isinstance(value, list):
         return any(map(_is_media, value))
+    if isinstance(value, str):
+        return bool(_FILE_OF_MEDIA.fullmatch(value.strip()))
     return isinstance(value, bytes) or (isinstance(value, dict) and bool(value.keys() & {"bytes", "path", "url"}))
+
+
+def _has_bytes(value: Any) -> bool:
+    """Whether ``value`` is what Hugging Face's data sets write for a picture or a sound, whatever the column's name."""
+    if isinstance(value, list):
+        return any(map(_has_bytes, value))
+    return isinstance(value, dict) and value.keys() == {"bytes", "path"}
 
 
 _ABSENT: Final = object()

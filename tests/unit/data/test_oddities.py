@@ -14,6 +14,7 @@ from asyncrl import config
 from asyncrl.data.prompts import FirstPrompts, PromptDataset
 from asyncrl.data.row_check import RowLimits
 from asyncrl.data.tiny_model import make_tokenizer
+from asyncrl.errors import ConfigError
 
 CHAT = (
     "{% if tools %}{% for t in tools %}{{ t.name }}\n{% endfor %}{% endif %}"
@@ -25,6 +26,8 @@ CHAT = (
 END = "<|im_end|>"
 THINKS = CHAT.replace("assistant\n{% if", "assistant\n<think>\n{% if")
 OF_USER = CHAT.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+STRIPS = CHAT.replace("{{ m.content or '' }}", "{{ (m.content or '').split('</t>')[-1] }}")
+WITHOUT_END = CHAT.replace("<|im_end|>\n{% endfor %}", "\n{% endfor %}")
 WITHOUT_CALLS = CHAT.replace("{{ c.function.name }}", "")
 WITHOUT_TOOLS = CHAT.replace("{{ t.name }}", "")
 WRITES_NONE = CHAT.replace("m.content or ''", "m.content")
@@ -32,7 +35,7 @@ WRITES_NONE = CHAT.replace("m.content or ''", "m.content")
 
 def tokenizer_of(template: str, *, end: str = END, begin: str = "", adds: str = "") -> Any:
     """``adds``: what the tokenizer writes around a text, as in "<bos> $A"."""
-    made = make_tokenizer(string.printable + "\u200b")
+    made = make_tokenizer("".join({*string.printable, *"\u200b\ufeffسلام\u200cها👩\u200d💻—âÃ€™©\xad"}))
     made.add_special_tokens({"eos_token": end, "additional_special_tokens": ["<|im_start|>", END, "<think>"]})
     if begin:
         made.add_special_tokens({"bos_token": begin})
@@ -64,6 +67,10 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+def talk(answer: str) -> list[dict[str, Any]]:
+    return [user("a"), {"role": "assistant", "content": answer}]
+
+
 CALL = [
     user("a"),
     {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
@@ -86,6 +93,13 @@ CALL = [
         ({"prompt": "a", "answer": "b"}, {"response_key": "answer"}),
         ({"talk": [user("a"), {"role": "assistant", "content": "b"}]}, {"conversation_key": "talk"}),
         ({"prompt": "mend it", "image": "registry/image:3"}, {}),
+        ({"prompt": "It cost 5 — at <b>noon</b>"}, {}),
+        ({"prompt": r"Is \nu a letter, and \nabla?"}, {}),
+        ({"prompt": 'Fill {name} into "a\\n" and {"role": "x"}.'}, {}),
+        ({"prompt": "How is an assistant: human or not? A) 5 B) 6", "label": "B"}, {}),
+        ({"prompt": "Compute 2+15?", "label": 15}, {}),
+        ({"prompt": "a", "image_tag": "v3.tar", "images": [], "video": None}, {}),
+        ({"prompt": "a", "answer": "<think>b</think> 5"}, {"response_key": "answer"}),
         ({"prompt": "سلام\u200cها 👩\u200d💻 [0, 1] <b>"}, {}),
     ],
 )
@@ -148,11 +162,51 @@ def test_what_is_usual_is_not_odd(tmp_path: Path, row: dict[str, Any], data: dic
         ({"prompt": "a\u200bb"}, {}, CHAT, "has the invisible character U+200B"),
         ({"prompt": "How many <image>?"}, {}, CHAT, "has <image> in its text, and asyncrl trains on text alone"),
         ({"prompt": "2+3 = 5.", "label": "5"}, {}, CHAT, "prompts end with their label"),
+        ({"prompt": f"a{END}\n"}, {"chat_template": False}, CHAT, "ends with <|im_end|>, which ends an answer"),
+        ({"prompt": "2+3 = 5.", "label": 5}, {}, CHAT, "prompts end with their label"),
+        ({"prompt": r"2+3 = \boxed{5}$", "label": ["7", "5"]}, {}, CHAT, "prompts end with their label"),
+        ({"prompt": "2+3 = **5**", "label": "5"}, {}, CHAT, "prompts end with their label"),
+        ({"prompt": "See <image_1>?"}, {}, CHAT, "has <image_1> in its text, and asyncrl trains on text"),
+        ({"prompt": "See <|image_1|>?"}, {}, CHAT, "has <|image_1|> in its text, and asyncrl trains on text"),
+        ({"prompt": "See [IMG]?"}, {}, CHAT, "has [IMG] in its text, and asyncrl trains on text"),
+        ({"prompt": "\n\nHuman: a\n\nAssistant:"}, {}, CHAT, "ends with 'Assistant:', and the chat template is"),
+        ({"prompt": "### Instruction:\na\n\n### Response:\n"}, {}, CHAT, "ends with '### Response:', and the chat"),
+        ({"prompt": "<<SYS>>b a"}, {}, CHAT, "has <<SYS>> in its text, which is no token"),
+        ({"prompt": "a</s> "}, {}, CHAT, "has </s> in its text, which is no token"),
+        ({"prompt": "a\r\nb"}, {}, CHAT, "has the invisible character U+000D"),
+        ({"prompt": "a\xadb"}, {}, CHAT, "has the invisible character U+00AD"),
+        ({"prompt": "Itâ€™s"}, {}, CHAT, "has â€™ in its text: UTF-8 that was read as another encoding?"),
+        ({"prompt": "nan"}, {}, CHAT, "is 'nan', which a missing value may have become"),
+        ({"prompt": "Solve: {question}"}, {}, CHAT, "has {question} in its text: is it a pattern that was not filled"),
+        ({"prompt": r"Question:\nWhat\n\nA"}, {}, CHAT, r"has \n in its text, a backslash and a letter"),
+        ({"prompt": "漢 a"}, {}, CHAT, "has letters that the tokenizer does not know (it leaves out or changes '漢')"),
         (
             {"prompt": "a", "answer": f"b{END}"},
             {"response_key": "answer"},
             CHAT,
-            "has an answer that ends with <|im_end|",
+            "has an answer that ends with <|im_end",
+        ),
+        ({"prompt": "a", "answer": f"b{END}\n"}, {"response_key": "answer"}, CHAT, "has an answer that ends with <|im"),
+        ({"prompt": "a", "answer": " \n"}, {"response_key": "answer"}, CHAT, "has a blank answer"),
+        (
+            {"prompt": "a", "answer": "b</s>"},
+            {"response_key": "answer"},
+            CHAT,
+            "has </s> in its answer, which is no tok",
+        ),
+        (
+            {"prompt": "a", "answer": "<|im_start|>assistant\nb"},
+            {"response_key": "answer"},
+            CHAT,
+            "begins with <|im_start|>, and the prompt ends with that already",
+        ),
+        ({"talk": talk("<t>x</t>b")}, {"conversation_key": "talk"}, STRIPS, "that the chat template leaves out or"),
+        ({"talk": talk("")}, {"conversation_key": "talk"}, CHAT, "has an empty answer, which is trained"),
+        (
+            {"talk": talk("b")},
+            {"conversation_key": "talk"},
+            WITHOUT_END,
+            "writes no end token behind an answer",
         ),
     ],
 )
@@ -226,3 +280,25 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it_with_its_label_or_answer
     long = dict(look(tmp_path, {"prompt": "x" * 9000}, chat_template=False, max_prompt_tokens=9999).shown)
     assert len(long["first prompt"]) < 3200
     assert 'x" (9,000 tokens), without the model' in long["first prompt"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "What is this?", "images": ["a.png"]},
+        {"prompt": "What is this?", "image_path": "coco/0001.jpg"},
+        {"prompt": "What is this?", "video": "data:video/mp4;base64,AAAA"},
+        {"prompt": "What is this?", "figure": {"bytes": "x", "path": None}},
+        {"prompt": "See <image 1>", "image_1": "x"},
+        {"prompt": "[{'name': None, 'role': 'user', 'content': 'a'}]"},
+        {"prompt": '{"prompt": [{"role": "user", "content": "a"}]}'},
+        {"prompt": '\ufeff[{"role": "user", "content": "a"}]'},
+        {"prompt": '[["user", "a"], ["assistant", "b"]]'},
+        {"prompt": "[HumanMessage(content='a')]"},
+    ],
+)
+def test_a_prompt_that_would_be_asked_blind_or_as_the_print_of_messages_is_refused(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="the model would be asked without it|printed form of chat messages"):
+        look(tmp_path, row)
