@@ -3,6 +3,9 @@
 Buckets are ordered by element width, widest first, then by arrival, without gaps. Laid end to end they are the body of
 a safetensors file. An engine that receives weights over the network takes each bucket in one collective (SGLang's
 "flattened_bucket"); buckets that are too large for the engine are cut further.
+
+What no step changes (frozen weights, and sums of frozen weights and copied adapters) is not copied for a snapshot: its
+buckets are filled while they are sent or written (KeptBucket).
 Test: tests/unit/tensors/test_snapshot.py.
 """
 
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -47,6 +50,22 @@ class Bucket:
         num_bytes = sum(entry.num_bytes for entry in entries)
         return cls(entries=tuple(entries), data=torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def is_kept(self) -> bool:
+        return False
+
+    def filled(self, block: torch.Tensor | None = None) -> Bucket:
+        """See KeptBucket; this one needs no block."""
+        return self
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, view into ``data``)."""
         start = 0
@@ -63,11 +82,65 @@ class Bucket:
             start = stop
 
 
+Fill = Callable[[torch.Tensor], None]
+"""Writes a tensor into one of its shape, on the current stream of any thread. Reads only what no step changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A tensor that is not copied for a snapshot.  source: itself, which no step changes, or how to make it"""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    source: torch.Tensor | Fill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBucket:
+    """A bucket that takes no memory until it is filled."""
+
+    entries: tuple[TensorEntry, ...]
+    device: torch.device
+    sources: tuple[torch.Tensor | Fill, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def is_kept(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def filled(self, block: torch.Tensor | None = None) -> Bucket:
+        """Return the bucket in ``block``, u8 of at least its bytes, or in new memory; on CUDA by the current stream."""
+        if block is None:
+            block = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        bucket = Bucket(entries=self.entries, data=block[: self.num_bytes])
+        views = [view for _, view in bucket.tensors()]
+        same = [(view, source) for view, source in zip(views, self.sources, strict=True) if not callable(source)]
+        if same:  # one call: a bucket of a mixture may have thousands
+            torch._foreach_copy_([view for view, _ in same], [source for _, source in same])
+        for view, source in zip(views, self.sources, strict=True):
+            if callable(source):
+                source(view)
+        return bucket
+
+    def cut(self, bucket_bytes: int) -> Iterator[KeptBucket]:
+        """See Bucket.cut."""
+        start = 0
+        for entries in grouped(self.entries, bucket_bytes):
+            stop = start + len(entries)
+            yield replace(self, entries=tuple(entries), sources=self.sources[start:stop])
+            start = stop
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A copy of the weights that later steps do not change: the whole model, or this rank's part of it."""
+    """The weights at one instant, which later steps do not change: the whole model, or this rank's part of it."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket | KeptBucket, ...]
     others: tuple[Part, ...] = ()
     """Handles of the parts that other ranks hold. All other members describe only our own part."""
 
@@ -75,7 +148,7 @@ class Snapshot:
     @torch.no_grad()
     def from_tensors(
         cls,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, torch.Tensor | Kept]],
         *,
         dtype: torch.dtype | None = None,
         kept: Collection[str] = (),
@@ -84,33 +157,38 @@ class Snapshot:
         """Copy ``tensors`` on their device. Floating-point tensors become ``dtype``, except those named in ``kept``.
 
         Tensors are consumed one at a time. Besides the copies, memory holds for each dtype the sources of a bucket that
-        is not full yet, and one more tensor. A tensor larger than ``bucket_bytes`` gets a bucket of its own.
+        is not full yet, and one more tensor. A tensor larger than ``bucket_bytes`` gets a bucket of its own. What is
+        Kept is not copied, has its own dtype, and shares no bucket with copies.
 
         On CUDA, waits for the queued copies. Raises ValueError when two tensors have the same name.
         """
         names = set[str]()
-        waiting: dict[torch.dtype, list[tuple[TensorEntry, torch.Tensor]]] = {}
-        buckets = []
+        waiting: dict[tuple[torch.dtype, bool], list[tuple[TensorEntry, torch.Tensor | Kept]]] = {}
+        buckets: list[Bucket | KeptBucket] = []
         for name, tensor in tensors:
             if name in names:
                 raise ValueError(f"two tensors are named {name!r}")
             names.add(name)
-            kind = _dtype(tensor, None if name in kept else dtype)
+            kind = tensor.dtype if isinstance(tensor, Kept) else _dtype(tensor, None if name in kept else dtype)
             entry = TensorEntry(name=name, dtype=kind, shape=tuple(tensor.shape))
-            group = waiting.setdefault(kind, [])
+            group = waiting.setdefault((kind, isinstance(tensor, Kept)), [])
             if group and sum(one.num_bytes for one, _ in group) + entry.num_bytes > bucket_bytes:
-                buckets.append(_copy(group))
+                buckets.append(_bucket(group))
                 group.clear()
             group.append((entry, tensor))
-        buckets += [_copy(group) for group in waiting.values()]
+        buckets += [_bucket(group) for group in waiting.values()]
         buckets.sort(key=lambda bucket: -bucket.entries[0].dtype.itemsize)
-        if any(bucket.data.is_cuda for bucket in buckets):
-            torch.cuda.current_stream().synchronize()  # other threads read the buckets on their own streams
+        if any(bucket.device.type == "cuda" for bucket in buckets):
+            torch.cuda.current_stream().synchronize()  # other threads read the copies on their own streams
         return cls(buckets=tuple(buckets))
 
     @property
     def num_bytes(self) -> int:
-        return sum(bucket.data.numel() for bucket in self.buckets)
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def device(self) -> torch.device:
+        return self.buckets[0].device
 
     @property
     def entries(self) -> Iterator[TensorEntry]:
@@ -122,9 +200,9 @@ class Snapshot:
         return replace(self, buckets=tuple(part for bucket in self.buckets for part in bucket.cut(bucket_bytes)))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, view) in file order."""
+        """(name, view) in file order. Of kept buckets, only the one whose views are used takes memory."""
         for bucket in self.buckets:
-            yield from bucket.tensors()
+            yield from bucket.filled().tensors()
 
     def run_on_parts(self, worker: PartWorker, commands: Sequence[bytes]) -> list[bytes]:
         """Run ``worker`` on our part and on all other parts in parallel. Returns their answers, our own first.
@@ -191,8 +269,14 @@ def grouped(entries: Sequence[TensorEntry], bucket_bytes: int) -> Iterator[list[
         yield group
 
 
-def _copy(group: Sequence[tuple[TensorEntry, torch.Tensor]]) -> Bucket:
-    bucket = Bucket.empty([entry for entry, _ in group], group[0][1].device)
+def _bucket(group: Sequence[tuple[TensorEntry, torch.Tensor | Kept]]) -> Bucket | KeptBucket:
+    """Return a bucket of copies, or of what is Kept."""
+    entries, (_, first) = [entry for entry, _ in group], group[0]
+    if isinstance(first, Kept):
+        sources = tuple(tensor.source for _, tensor in group if isinstance(tensor, Kept))
+        return KeptBucket(entries=tuple(entries), device=first.device, sources=sources)
+    bucket = Bucket.empty(entries, first.device)
     for (_, view), (_, tensor) in zip(bucket.tensors(), group, strict=True):
+        assert isinstance(tensor, torch.Tensor)
         view.copy_(tensor)
     return bucket

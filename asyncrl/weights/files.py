@@ -30,7 +30,7 @@ from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
 from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
-from asyncrl.tensors.snapshot import Bucket, PartWorker, Snapshot
+from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from asyncrl.tensors.weight_files import WeightFile
 from asyncrl.weights.adapter import ChannelAdapter
 
@@ -187,6 +187,8 @@ class PartWriter(PartWorker):
 
     def __init__(self) -> None:
         self.progress = 0
+        self._stream: torch.cuda.Stream | None = None
+        """Beside other work of the device. It stays: torch keeps freed memory for the stream that used it."""
 
     def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
         header = safetensors_file.header(snapshot.entries)
@@ -202,24 +204,24 @@ class PartWriter(PartWorker):
         return encode(Written(sha256=sha256, num_bytes=num_bytes, names=names))
 
     def _blocks(self, snapshot: Snapshot) -> Iterator[memoryview]:
+        """Yield the part's bytes, each valid until the next. Kept buckets are filled one after the other."""
         buckets = snapshot.cut(_STAGING_BYTES).buckets
-        largest = max((bucket.data.numel() for bucket in buckets if bucket.data.is_cuda), default=0)
+        largest = max((bucket.num_bytes for bucket in buckets if bucket.device.type == "cuda"), default=0)
         staging = torch.empty(largest, dtype=torch.uint8, pin_memory=largest > 0)  # torch keeps pinned memory for reuse
+        if largest and self._stream is None:
+            self._stream = torch.cuda.Stream(snapshot.device)  # type: ignore[no-untyped-call]
+        block = None
         for bucket in buckets:
-            yield _to_host(bucket, staging)
-            self.progress += bucket.data.numel()
-
-
-def _to_host(bucket: Bucket, staging: torch.Tensor) -> memoryview:
-    """Return the bucket's bytes on the CPU, valid until the next call. Does not block other work of the device."""
-    data = bucket.data
-    if data.is_cuda:
-        stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            staging[: data.numel()].copy_(data, non_blocking=True)
-        stream.synchronize()
-        data = staging[: data.numel()]
-    return memoryview(data.numpy())  # type: ignore[arg-type]
+            with torch.cuda.stream(self._stream):
+                if bucket.is_kept and block is None:
+                    size = max(one.num_bytes for one in buckets if one.is_kept)
+                    block = torch.empty(size, dtype=torch.uint8, device=bucket.device)
+                data = bucket.filled(block).data
+                if self._stream is not None:
+                    data = staging[: data.numel()].copy_(data, non_blocking=True)
+                    self._stream.synchronize()
+            yield memoryview(data.numpy())  # type: ignore[arg-type]
+            self.progress += bucket.num_bytes
 
 
 class PartReader(PartWorker):

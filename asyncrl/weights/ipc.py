@@ -35,6 +35,7 @@ from asyncrl.os_process import process_space
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.bucket_layout import entries_of, layout_of
 from asyncrl.weights.port import Ask, LoadReport, Transfer, WeightUpdater
+from asyncrl.weights.ring import Ring
 
 _CONNECT_SECONDS: Final = 30.0
 """Time for a worker to connect after our offer; it waits only for its turn to load."""
@@ -87,22 +88,27 @@ class IPCOffer:
     buckets: tuple[SharedBucket, ...]
 
 
-def begin(request: TransferRequest, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> Transfer:
+def begin(
+    request: TransferRequest, snapshot: Snapshot, *, ring: Ring, incarnation: int, policy_version: int
+) -> Transfer:
     """Accept the request of an engine that can map our memory. Raises WeightsError for any other (Sender.begin)."""
     _check_reach(request, snapshot)
     if not request.has_joined:
         offer = TransferOffer(incarnation=incarnation, policy_version=policy_version)
         return Transfer(offer=offer, send=lambda: None)
-    handover = _Handover(snapshot)
+    handover = _Handover(snapshot, ring)
     offer = TransferOffer(incarnation=incarnation, policy_version=policy_version, payload=encode(handover.offer))
     return Transfer(offer=offer, send=handover.run)
 
 
 class _Handover:
-    """One transfer: owns the snapshot, its files and the socket until the worker has disconnected."""
+    """One transfer: owns the memory, files and socket until the worker has disconnected.
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot: Snapshot | None = snapshot
+    The engine maps all buckets at once, so on a GPU kept buckets take memory while they are handed over.
+    """
+
+    def __init__(self, snapshot: Snapshot, ring: Ring) -> None:
+        self._on_gpu: list[Bucket] = []
         self._num_bytes = snapshot.num_bytes
         self._ends = contextlib.ExitStack()
         try:
@@ -111,8 +117,12 @@ class _Handover:
             self._listener = self._ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._listener.bind(address)
             self._listener.listen(1)
-            buckets = [self._share(bucket) for bucket in snapshot.buckets]
-        except OSError as error:  # no room in /dev/shm, no free descriptor
+            with ring.beside_steps(snapshot.device) as stream:
+                buckets = [self._share(bucket.filled()) for bucket in snapshot.buckets]
+            if stream is not None:
+                stream.synchronize()
+        except (OSError, torch.OutOfMemoryError) as error:  # no room in /dev/shm, no free descriptor
+            self._on_gpu.clear()
             self._ends.close()
             raise WeightsError(f"the learner cannot share its weights: {error}") from error
         self.offer = IPCOffer(address=address, buckets=tuple(buckets))
@@ -120,6 +130,7 @@ class _Handover:
     def _share(self, bucket: Bucket) -> SharedBucket:
         layout = layout_of(bucket)
         if bucket.data.is_cuda:
+            self._on_gpu.append(bucket)
             return SharedBucket(layout=layout, gpu=_gpu_memory(bucket.data), start=int(bucket.data.storage_offset()))
         file = _HOST_MEMORY / f"asyncrl-weights-{uuid.uuid4().hex}"
         self._ends.callback(file.unlink, missing_ok=True)
@@ -141,7 +152,7 @@ class _Handover:
         except OSError as error:
             raise WeightsError(f"the connection of the transfer failed: {error}") from error
         finally:
-            self._snapshot = None
+            self._on_gpu.clear()
 
 
 def _check_reach(request: TransferRequest, snapshot: Snapshot) -> None:
@@ -154,8 +165,8 @@ def _check_reach(request: TransferRequest, snapshot: Snapshot) -> None:
         raise WeightsError("several ranks of the learner hold parts of the model")
     if asks.space != process_space():
         raise WeightsError(f"{request.engine} is on another machine, or in another container, than the learner")
-    data = snapshot.buckets[0].data
-    if data.is_cuda and asks.gpus and (ours := _name_of_gpu(data.device.index)) not in asks.gpus.split(","):
+    device = snapshot.device
+    if device.type == "cuda" and asks.gpus and (ours := _name_of_gpu(device.index)) not in asks.gpus.split(","):
         raise WeightsError(f"{request.engine} sees GPU {asks.gpus} alone, and the weights are on GPU {ours}")
 
 

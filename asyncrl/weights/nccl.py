@@ -11,6 +11,7 @@ Tests: tests/unit/weights/test_nccl.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import socket
@@ -30,11 +31,12 @@ from asyncrl.errors import MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode, is_encoded
 from asyncrl.messages.validation import require
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.tensors.snapshot import BUCKET_BYTES, PartWorker, Snapshot
+from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, KeptBucket, PartWorker, Snapshot
 from asyncrl.weights import ipc
 from asyncrl.weights.bucket_layout import layout_of
 from asyncrl.weights.ipc import IPCRequest
 from asyncrl.weights.port import Transfer
+from asyncrl.weights.ring import Ring
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 """Slowest transfer rate that is tolerated. A fixed time is allowed on top."""
@@ -48,6 +50,8 @@ _POLL_SECONDS: Final = 5e-4
 _QUEUED: Final = 4
 """NCCL broadcasts to one engine that are queued at a time, so that one begins as soon as another ends. They share a
 stream: only the first takes part of the GPU while it waits for the engine."""
+_QUEUED_KEPT: Final = 2
+"""The same for kept buckets: one is filled while another is sent. Engines share the memory for them (ring.py)."""
 _HANDOVER_SECONDS: Final = 1.0
 """An engine may ask again just before our thread notices that the last transfer is complete."""
 _GIVEN_UP: Final = "it was given up: the engine was restarted"
@@ -142,7 +146,9 @@ class Sender:
     def begin(self, request: TransferRequest) -> Transfer:
         (incarnation, policy_version), snapshot = self._held()
         if is_encoded(request.payload, IPCRequest):
-            return ipc.begin(request, snapshot, incarnation=incarnation, policy_version=policy_version)
+            return ipc.begin(
+                request, snapshot, ring=self._own.ring, incarnation=incarnation, policy_version=policy_version
+            )
         begin = PartCommand(
             action="begin",
             request=request,
@@ -187,6 +193,7 @@ class PartSender(PartWorker):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
+        self.ring = Ring()
 
     def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
         part_command = decode(command, PartCommand)
@@ -239,7 +246,7 @@ class PartSender(PartWorker):
             if group.prepared is None:
                 group.join()
             else:
-                group.broadcast(group.prepared, beside_bytes=command.beside_bytes)
+                group.broadcast(group.prepared, ring=self.ring, beside_bytes=command.beside_bytes)
         except (RuntimeError, WeightsError) as error:
             group.give_up()
             raise WeightsError(f"group {name}: {error}") from error
@@ -321,24 +328,53 @@ class _Group:
         with _left_alone():
             self._collective = dist.ProcessGroupNCCL(keys, 0, self._size, options)
 
-    def broadcast(self, snapshot: Snapshot, *, beside_bytes: int) -> None:
-        """Send all buckets. Blocks until the engine has received them. Raises WeightsError, RuntimeError."""
+    def broadcast(self, snapshot: Snapshot, *, ring: Ring, beside_bytes: int) -> None:
+        """Send all buckets. Blocks until the engine has received them. Raises WeightsError, RuntimeError.
+
+        ring: memory for kept buckets
+        """
         num_bytes = snapshot.num_bytes + beside_bytes
         deadline = time.monotonic() + self._seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
         options = dist.BroadcastOptions()
         options.rootRank = 0
         queued: deque[Any] = deque()
-        with _own_stream(snapshot.buckets[0].data):
-            for bucket in snapshot.buckets:
-                if len(queued) == (_QUEUED if self._kind == "nccl" else 1):
-                    self._finish(queued.popleft(), deadline=deadline)
-                collective = self._collective
-                if collective is None:
-                    raise WeightsError(_GIVEN_UP)
-                queued.append(collective.broadcast([bucket.data], options))
-                del collective  # so that only the group keeps its connections open
-            while queued:
-                self._finish(queued.popleft(), deadline=deadline)
+        blocks: deque[torch.Tensor | None] = deque()  # of what is queued; None: a copy needs none
+
+        def finish_first() -> None:
+            self._finish(queued.popleft(), deadline=deadline)
+            if (block := blocks.popleft()) is not None:
+                ring.give(block)
+
+        try:
+            with ring.beside_steps(snapshot.device):
+                for bucket in snapshot.buckets:
+                    while len(queued) >= self._most_queued(bucket):
+                        finish_first()
+                    block = None
+                    if bucket.is_kept:
+                        take = functools.partial(ring.take, bucket.num_bytes, bucket.device)
+                        while (block := take(seconds=0)) is None and queued:
+                            finish_first()
+                        if block is None and (block := take(seconds=max(0, deadline - time.monotonic()))) is None:
+                            raise WeightsError("other engines did not take their weights in time")
+                    blocks.append(block)
+                    collective = self._collective
+                    if collective is None:
+                        raise WeightsError(_GIVEN_UP)
+                    queued.append(collective.broadcast([bucket.filled(block).data], options))
+                    del collective  # so that only the group keeps its connections open
+                while queued:
+                    finish_first()
+        finally:
+            for block in blocks:
+                if block is not None:
+                    ring.forget(block)
+
+    def _most_queued(self, bucket: Bucket | KeptBucket) -> int:
+        """How many broadcasts may be queued before one of ``bucket``: so that one can begin as soon as another ends."""
+        if self._kind == "gloo":
+            return 1
+        return _QUEUED_KEPT if bucket.is_kept else _QUEUED
 
     def _finish(self, work: Any, *, deadline: float) -> None:
         """Wait for a broadcast. Raises WeightsError, RuntimeError."""
@@ -361,7 +397,7 @@ class _Group:
 
 
 def _kind_of(snapshot: Snapshot) -> str:
-    return "nccl" if snapshot.buckets[0].data.is_cuda else "gloo"
+    return "nccl" if snapshot.device.type == "cuda" else "gloo"
 
 
 def _buckets_at_once(request: TransferRequest) -> int:
@@ -387,13 +423,6 @@ def _left_alone() -> Iterator[None]:
                 del os.environ[_ERROR_HANDLING]
             else:
                 os.environ[_ERROR_HANDLING] = before
-
-
-def _own_stream(data: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Use a separate stream: on the learner's stream, the transfer would wait for the running step."""
-    if not data.is_cuda:
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(data.device))  # type: ignore[no-untyped-call]
 
 
 def _is_ours(host: str) -> bool:

@@ -10,7 +10,8 @@ Tests: tests/unit/backends/megatron/test_lora.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ with quiet(), cpu_shim.without_compilation():
         reduce_scatter_to_sequence_parallel_region,
     )
 
+_MERGE_NUMBERS: Final = 2**24
+"""Numbers of a parameter that are merged at once in float32."""
 Share = Callable[[torch.Tensor], torch.Tensor]
 """How tensor-parallel ranks exchange the narrow side of an adapter."""
 
@@ -65,13 +68,47 @@ class Adapter(torch.nn.Module):
         """Return ``base`` plus the adapter, computed in float32 and rounded once."""
         return (base.float() + self._up().float() @ self._down().float()).to(base.dtype)
 
+    @torch.no_grad()
+    def keep(self, base: torch.Tensor) -> KeptSum:
+        """Return ``base`` plus the adapter as it is now. No step changes ``base``, so only the adapter is copied."""
+        return KeptSum(base=base, up=self.up.clone(), down=self._down().clone(), scales=self.scales)
+
     def _down(self) -> torch.Tensor:
         """Return [matrices x rank, in], or [experts, matrices x rank, in]."""
         return self.down.flatten(-3, -2)
 
     def _up(self) -> torch.Tensor:
-        """Return [out, matrices x rank], or [experts, ...], scaled. Each row is nonzero only for its own matrix."""
-        return (self.up.unsqueeze(-2) * self.scales.unsqueeze(-1)).flatten(-2)
+        return _scaled(self.up, self.scales)
+
+
+def _scaled(up: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return [out, matrices x rank], or [experts, ...]. Each row is nonzero only for its own matrix."""
+    return (up.unsqueeze(-2) * scales.unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSum:
+    """A parameter plus its adapter at one moment, of which any rows can be made at any time.
+
+    base [out, in] or [experts, out, in], up [out, rank] or [experts, out, rank], down [matrices x rank, in] or
+    [experts, matrices x rank, in], scales [out, matrices]
+    """
+
+    base: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    scales: torch.Tensor
+
+    @torch.no_grad()
+    def write(self, into: torch.Tensor, *, expert: int | None, rows: slice | torch.Tensor) -> None:
+        """Write rows of the parameter, or of one expert: the numbers of Adapter.merge."""
+        base, up, down = (x if expert is None else x[expert] for x in (self.base, self.up, self.down))
+        base, up, scales, down = base[rows], up[rows], self.scales[rows], down.float()
+        step = max(1, _MERGE_NUMBERS // base.shape[1])  # bounds the float32 sums
+        for start in range(0, len(base), step):
+            part = slice(start, start + step)
+            added = _scaled(up[part], scales[part]).float() @ down
+            into[part].copy_(added.add_(base[part]).to(base.dtype))
 
 
 class _TensorParallelLinear(torch.nn.Module):

@@ -5,6 +5,7 @@ Tests: tests/contracts/test_backend.py and tests/contracts/test_backend_models.p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.tensors import quantized_model
-from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.tensors.snapshot import Kept, Snapshot
 
 
 class LoadedModel:
@@ -168,12 +169,16 @@ class LoadedModel:
     def export(self) -> Snapshot:
         """Export this rank's part; see Backend.
 
-        Memory besides the copy: a bucket of gathered tensors and one parameter.
+        Memory besides the copy: a bucket of gathered tensors and one parameter. Frozen parameters that this rank has
+        whole are not copied, only their adapters.
         """
-        return Snapshot.from_tensors(quantized_model.quantize_tensors(self.export_tensors(), self._quantization))
+        if self._quantization:
+            tensors = ((name, tensor) for name, tensor in self._exported(keeps=False) if not isinstance(tensor, Kept))
+            return Snapshot.from_tensors(quantized_model.quantize_tensors(tensors, self._quantization))
+        return Snapshot.from_tensors(self._exported(keeps=True))
 
     @torch.no_grad()
-    def export_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _exported(self, *, keeps: bool) -> Iterator[tuple[str, torch.Tensor | Kept]]:
         """Yield (Hugging Face name, tensor in the folder's dtype) of what this rank exports, one parameter at a time.
 
         One rank of a stage exports each of its parameters. Experts are exported by a rank that has them. Other
@@ -182,7 +187,12 @@ class LoadedModel:
         """
         exporters = self._exporters()
         for name, entry in self._maps.items():
-            shards = self._gather_shards(entry, name, exporters.get(name, -1))
+            exporter = exporters.get(name, -1)
+            if keeps and self._can_be_kept(entry, name):
+                if exporter == self._rank - self._first_of_stage:
+                    yield from zip(entry.huggingface, self._kept(entry, name), strict=True)
+                continue
+            shards = self._gather_shards(entry, name, exporter)
             if shards:
                 dtype = torch.float32 if entry.is_router_bias else self._shape.dtype
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
@@ -235,13 +245,52 @@ class LoadedModel:
         adapter = self._adapters.get(name)
         return parameter if adapter is None else adapter.merge(parameter)
 
+    def _can_be_kept(self, entry: Mapping, name: str) -> bool:
+        """Return whether no step changes the parameter, apart from its adapter, and no rank has a part of it."""
+        parameter = self._parameters[name]
+        is_frozen = isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad  # a buffer may change
+        return is_frozen and self._is_whole(entry)
+
+    def _kept(self, entry: Mapping, name: str) -> Iterator[Kept]:
+        """Yield the folder's tensors that a parameter consists of, without copying it."""
+        parameter, adapter = self._parameters[name].detach(), self._adapters.get(name)
+        kept = functools.partial(Kept, dtype=self._shape.dtype, device=parameter.device)
+        if adapter is not None:
+            sums, (*experts, num_rows, inputs) = adapter.keep(parameter), parameter.shape
+            numbers = torch.arange(num_rows).view(*[1] * len(experts), num_rows, 1)  # all experts are cut alike
+            parts = [
+                _as_slice(one.flatten(), parameter.device)
+                for one in weight_cuts.unfuse([numbers], entry.cut, self._shape)
+            ]
+            for expert in range(experts[0]) if experts else (None,):
+                for rows, size in parts:
+                    source = functools.partial(sums.write, expert=expert, rows=rows)
+                    yield kept(shape=(size, inputs), source=source)
+            return
+        layout = parameter.to("meta")
+        tensors = weight_cuts.unfuse([layout], entry.cut, self._shape)
+        if all(one is layout or one._base is layout for one in tensors):
+            for view in weight_cuts.unfuse([parameter], entry.cut, self._shape):
+                yield kept(shape=tuple(view.shape), source=view)
+            return
+        for number, one in enumerate(tensors):  # its rows are mixed in Megatron: made when they are needed
+
+            def write(into: torch.Tensor, number: int = number) -> None:
+                into.copy_(weight_cuts.unfuse([parameter], entry.cut, self._shape)[number])
+
+            yield kept(shape=tuple(one.shape), source=write)
+
+    def _is_whole(self, entry: Mapping) -> bool:
+        """Return whether this rank has all of a parameter, or of its own experts."""
+        group = self._expert_parallel if entry.is_fused else self._tensor_parallel
+        return entry.is_replicated or (entry.is_of_experts and not entry.is_fused) or group.size() == 1
+
     def _gather_shards(self, entry: Mapping, name: str, exporter: int) -> list[torch.Tensor]:
         """Return all shards of a parameter on the rank of the stage that exports it; [] on other ranks."""
         group, own = self._tensor_parallel, self._rank - self._first_of_stage
         if entry.is_fused:
             group = self._expert_parallel
-        is_whole = entry.is_replicated or (entry.is_of_experts and not entry.is_fused)
-        if is_whole or group.size() == 1:
+        if self._is_whole(entry):
             return [self._own_shard(entry, name)] if own == exporter else []
         if exporter < 0 or own // group.size() != exporter // group.size():
             return []
@@ -250,6 +299,14 @@ class LoadedModel:
         shards = [] if gathered is None else list(gathered.unbind())
         dist.gather(shard, shards or None, group=group, group_dst=exporter % group.size())
         return shards if gathered is None or not entry.is_fused else [gathered.flatten(0, 1)]
+
+
+def _as_slice(rows: torch.Tensor, device: torch.device) -> tuple[slice | torch.Tensor, int]:
+    """Return numbers of rows, as a slice if they follow one another, and how many they are."""
+    first, count = int(rows[0]), len(rows)
+    if torch.equal(rows, torch.arange(first, first + count)):
+        return slice(first, first + count), count
+    return rows.to(device), count
 
 
 def _in_model(name: str, first_layer: int) -> str:

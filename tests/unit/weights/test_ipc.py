@@ -15,6 +15,7 @@ from asyncrl.messages import SamplingParams
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferRequest
 from asyncrl.os_process import process_space
+from asyncrl.tensors.snapshot import Kept, Snapshot
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import IPCOffer, IPCReceiver, IPCRequest
 from asyncrl.weights.nccl_channel import NCCLChannel, NearestReceiver
@@ -71,6 +72,22 @@ async def test_the_engine_samples_from_what_it_copied(
     report = await receive(receiver, channel.sender)
     assert 0 <= report.pause_seconds <= report.load_seconds
     assert engine.version == (0, 2)
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+async def test_the_engine_copies_what_is_kept(
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, new: Model
+) -> None:
+    kept = {
+        name: Kept(shape=tuple(one.shape), dtype=one.dtype, device=one.device, source=one)
+        for name, one in snapshot(new).tensors()
+    }
+    channel.sender.set_weights(Snapshot.from_tensors(kept.items()), incarnation=0, policy_version=3)
+    receiver = channel.receiver(engine.weight_updater, engine="w0")
+    assert receiver is not None
+    await join(receiver, channel.sender)
+    await receive(receiver, channel.sender)
+    assert engine.version == (0, 3)
     assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
 
 

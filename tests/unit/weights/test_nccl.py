@@ -14,7 +14,7 @@ import torch
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import WeightsError
 from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
-from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.tensors.snapshot import Kept, Snapshot
 from asyncrl.weights import nccl
 from asyncrl.weights.nccl import Sender
 from asyncrl.weights.nccl_channel import NCCLChannel
@@ -58,7 +58,7 @@ def weights(seed: int, *, device: str = "cpu") -> Snapshot:
 
 
 def bytes_of(snapshot: Snapshot) -> list[bytes]:
-    return [bucket.data.cpu().numpy().tobytes() for bucket in snapshot.buckets]
+    return [bucket.filled().data.cpu().numpy().tobytes() for bucket in snapshot.buckets]
 
 
 def buckets_of(transfer: Transfer) -> tuple[BucketLayout, ...]:
@@ -122,6 +122,23 @@ def test_each_rank_sends_its_part(peers: Any) -> None:
     for _ in range(2):
         assert peer.receive(sender) == bytes_of(exported) + bytes_of(other.snapshot)
     sender.forget(engines=["w0"])
+
+
+def test_sends_what_is_kept_beside_copies(peers: Any) -> None:
+    given = dict(weights(0).tensors())
+    kept = {
+        name: Kept(shape=tuple(one.shape), dtype=one.dtype, device=one.device, source=one)
+        for name, one in given.items()
+        if name != "wide.1"
+    }
+    snapshot = Snapshot.from_tensors([*(given | kept).items()], bucket_bytes=1700)
+    sender, peer = holding(snapshot), peers()
+    peer.meet(sender)
+    for _ in range(2):
+        assert peer.receive(sender) == bytes_of(snapshot)
+    for name, tensor in snapshot.tensors():
+        assert torch.equal(tensor, given[name])
+    assert [bucket.is_kept for bucket in snapshot.buckets] == [True, False, True, True]
 
 
 def test_each_transfer_sends_newest_weights(peers: Any) -> None:
