@@ -44,6 +44,11 @@ class AuxiliaryModel:
     def is_trained(self) -> bool:
         return self.objective is not None
 
+    def is_base_of(self, policy: AuxiliaryModel) -> bool:
+        """Whether this is the policy without its adapters, so it need not be loaded a second time."""
+        has_adapters = policy.optimizer is not None and policy.optimizer.lora is not None
+        return has_adapters and not self.is_trained and (self.path, self.head) == (policy.path, policy.head)
+
 
 def with_policy(policy: AuxiliaryModel, auxiliary: Mapping[str, AuxiliaryModel]) -> dict[str, AuxiliaryModel]:
     """Return all models by name, the policy first. Raises ConfigError if a model lacks some of the policy's tokens."""

@@ -120,19 +120,32 @@ class LoadedModel:
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
                 parameter.tensor_model_parallel = not entry.is_replicated
 
-    @torch.no_grad()
     def forward(self, share: Sequence[MicroBatch]) -> Outputs:
         """Return f32[N] per micro-batch on the rank that has the share's outputs (see Backend.forward).
 
         Synchronises with the device once, at the end.
         """
+        return self._forward(share, is_routed=self._is_policy)
+
+    def forward_base(self, share: Sequence[MicroBatch]) -> Outputs:
+        """Return what a frozen model in the same folder would: the outputs without adapters."""
+        for adapter in self._adapters.values():
+            adapter.is_on = False
+        try:
+            return self._forward(share, is_routed=False)
+        finally:
+            for adapter in self._adapters.values():
+                adapter.is_on = True
+
+    @torch.no_grad()
+    def _forward(self, share: Sequence[MicroBatch], *, is_routed: bool) -> Outputs:
         if not share:
             return Outputs()
         has_values = self._model.head == "values"
 
         def make_row(micro_batch: MicroBatch) -> RowPart:
             rows = np.empty(0, np.int64) if has_values else micro_batches.predicted_rows(micro_batch)
-            return self._row(micro_batch, rows)
+            return self._row(micro_batch, rows, is_routed=is_routed)
 
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """Return a pair: a tensor for the schedule, not a loss, and outputs f32[N] on the device."""
@@ -147,7 +160,10 @@ class LoadedModel:
         ends = np.cumsum([len(output) for output in outputs])
         return Outputs(rows=tuple(np.split(torch.cat(outputs).cpu().numpy(), ends[:-1])))
 
-    def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, batch_tokens: int = 0) -> RowPart:
+    def _row(
+        self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, is_routed: bool, batch_tokens: int = 0
+    ) -> RowPart:
+        """is_routed: by the experts that the engine chose; it ran no other model than the policy"""
         return RowPart.from_micro_batch(
             micro_batch,
             rows,
@@ -155,7 +171,7 @@ class LoadedModel:
             context_rank=self._layout.context_rank(self._rank),
             device=self._device,
             dtype=self._dtype,
-            is_routed=self._is_policy,  # the engine ran no other model
+            is_routed=is_routed,
             batch_tokens=batch_tokens,
         )
 

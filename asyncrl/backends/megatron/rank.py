@@ -59,6 +59,7 @@ class MegatronRank:
             self._loaded = {
                 name: (TrainedModel if model.is_trained else LoadedModel)(name, job, device)
                 for name, model in job.models.items()
+                if not model.is_base_of(job.models[models.POLICY])
             }
             self._trained = {name: model for name, model in self._loaded.items() if isinstance(model, TrainedModel)}
         except BaseException:
@@ -74,6 +75,8 @@ class MegatronRank:
                     command.micro_batches, batch_tokens=command.batch_tokens, learning_rate=command.learning_rate
                 )
             case "forward":
+                if command.model not in self._loaded:
+                    return self._loaded[models.POLICY].forward_base(command.micro_batches)
                 return self._loaded[command.model].forward(command.micro_batches)
             case "export":
                 return self._export(command)

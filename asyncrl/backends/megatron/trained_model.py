@@ -97,7 +97,9 @@ class TrainedModel(LoadedModel):
         recorded = RecordedTokens()
 
         def make_row(micro_batch: MicroBatch) -> RowPart:
-            return self._row(micro_batch, response_rows(micro_batch), batch_tokens=batch_tokens)
+            return self._row(
+                micro_batch, response_rows(micro_batch), is_routed=self._is_policy, batch_tokens=batch_tokens
+            )
 
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
             """Return a micro-batch's loss and the sums for its metrics."""

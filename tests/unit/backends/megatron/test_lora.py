@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.errors import ConfigError
 from asyncrl.tensors.transformers_models import by_names_in_files
@@ -189,6 +190,28 @@ def test_ranks_that_share_a_model_train_the_adapters_of_one_process(
             after.append((again[0], metrics["grad_norm"]))
     assert distance(after[0][0], after[1][0]) < 1e-5
     assert after[0][1] == pytest.approx(after[1][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["megatron-1", pytest.param("megatron-tp2-ep2", marks=LAYOUT_RANKS)])
+def test_a_frozen_model_in_the_policys_folder_is_the_policy_without_its_adapters(kind: str, tmp_path: Path) -> None:
+    """It is not loaded a second time, and forward passes of it change no step."""
+    folder = tiny_model(tmp_path / "base", architecture="qwen3_moe")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    frozen = {"reference": AuxiliaryModel(path=folder), "teacher": AuxiliaryModel(path=copy)}
+    (row,) = pack(sequences(), max_tokens=1000)
+    after = []
+    for names in ((), ("reference", "teacher")):
+        with started(kind, folder, **settings(MERGED), auxiliary={name: frozen[name] for name in names}) as backend:
+            if kind == "megatron-1":
+                assert backend._rank._loaded.keys() == {"policy", *names} - {"reference"}  # type: ignore[attr-defined]
+            for number in range(2):
+                backend.step(shares(kind, sequences(number)), learning_rate=LEARNING_RATE)
+                outputs = [forward(backend, kind, row, model=name) for name in ("policy", *names)]
+                if names:
+                    np.testing.assert_array_equal(outputs[1], outputs[2])
+                    assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
+            after.append(weights(backend))
+    assert distance(*after) == 0.0
 
 
 def test_a_published_version_is_a_folder_that_peft_reads(tmp_path: Path) -> None:
