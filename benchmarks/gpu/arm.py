@@ -7,6 +7,7 @@ always ends with a result, with the problem in words if there is one, and all it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl import os_process
+from asyncrl.adapters import registry
+from asyncrl.config import RunConfig
 
 Row = dict[str, Any]
 Ended = Literal["done", "enough", "limit", "failed"]
@@ -31,6 +34,8 @@ _FAREWELL_SECONDS: Final = 3.0
 _TRANSFER_SECONDS: Final = 1.0
 """Time for an engine to receive the rest of a transfer. If the learner dies in between, the engine waits forever."""
 _TAIL_LINES: Final = 25
+_WIDEST: Final = 64 * 2**20
+"""Bytes of a message that a NATS server takes at most. Larger groups travel without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +284,21 @@ def read_rows(path: Path) -> list[Row]:
 def settings(overrides: Mapping[str, object]) -> list[str]:
     """Return overrides in the form of asyncrl.config.load."""
     return [f"{key}={_toml(value)}" for key, value in overrides.items()]
+
+
+def room_for_groups(run: RunConfig, *, least_message_bytes: int = 0) -> dict[str, int]:
+    """Return overrides that give the bus room for every group of the run, with the engines' experts.
+
+    The log is trimmed only after a checkpoint, so it must hold all of them.
+    """
+    wide = dataclasses.replace(run.bus, max_message_bytes=_WIDEST, max_group_bytes=2**31)
+    group = registry.largest_group_bytes(dataclasses.replace(run, bus=wide))
+    num_groups = run.window + run.run.steps * run.learner.groups_per_batch
+    return {
+        "bus.max_message_bytes": max(least_message_bytes, group),
+        "bus.max_group_bytes": max(run.bus.max_group_bytes, group),
+        "bus.max_log_bytes": max(2 * run.bus.max_group_bytes, num_groups * group),
+    }
 
 
 def override_words(overrides: Mapping[str, object]) -> list[str]:

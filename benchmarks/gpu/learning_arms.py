@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from asyncrl import config
 from asyncrl.errors import AsyncRLError
-from benchmarks.gpu.arm import ArmResult, run_arm, settings
+from benchmarks.gpu.arm import ArmResult, room_for_groups, run_arm, settings
 from benchmarks.gpu.fleet import Fleet, FleetError, ask, has_gpu, running_and_waiting, started_bus
 from benchmarks.gpu.reasoning import Exam
 
@@ -167,17 +167,16 @@ class Slot:
         watch = _Watch(url, steps=scene.steps, stop=self._stop)
         overrides = scene.overrides(job)
         run = config.load(RUN_FILE, settings(overrides))
-        largest = max(run.bus.max_message_bytes, run.largest_group_bytes)
-        # The log is trimmed only after a checkpoint, so it must have room for every group of the run.
-        log_bytes = (run.window + run.run.steps * scene.groups_per_batch) * run.largest_group_bytes
+        room = room_for_groups(run, least_message_bytes=run.bus.max_message_bytes)
         name = f"{job.name}-slot{self.number}"
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, scene.scratch / "weights" / name, ignore_errors=True)
+            largest = room["bus.max_message_bytes"]
             bus = stack.enter_context(started_bus(scene.scratch / f"bus-{name}", max_message_bytes=largest))
             result = run_arm(
                 [url],
                 run_file=RUN_FILE,
-                overrides=overrides | {"bus.max_message_bytes": largest, "bus.max_log_bytes": log_bytes},
+                overrides=overrides | room,
                 name=name,
                 learner_gpus=self._learner_gpus,
                 directory=scene.out,

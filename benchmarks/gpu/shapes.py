@@ -56,10 +56,10 @@ SHAPES: Final[Mapping[str, Shape]] = {
         experts_per_token=2,
         expert_ffn=32,
     ),
-    # The first of its 48 layers.
+    # The first of its 48 layers, or all.
     **{
         f"30B-A3B:{layers}": Shape(hidden=2048, layers=layers, ffn=6144, heads=32, kv_heads=4, experts=128)
-        for layers in (4, 6, 12, 18)
+        for layers in (4, 6, 12, 18, 48)
     },
 }
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from asyncrl import config
 from asyncrl.errors import AsyncRLError
-from benchmarks.gpu.arm import Arm, ArmResult, settings
+from benchmarks.gpu.arm import Arm, ArmResult, room_for_groups, settings
 from benchmarks.gpu.fleet import Fleet, FleetError, has_gpu, started_bus
 from benchmarks.gpu.lengths import Lengths, merged, summary
 from benchmarks.gpu.plans import Plan
@@ -181,13 +181,11 @@ class _Stage:
     def _build(self) -> None:
         self._overrides = self._scene.overrides(self._plan) | {"run.name": self.name}
         run = config.load(RUN_FILE, settings(self._overrides))
-        largest = max(_MESSAGE_BYTES, run.largest_group_bytes)
-        # The log is trimmed only after a checkpoint, so it must have room for every group of the run.
-        log_bytes = (run.window + run.run.steps * run.learner.groups_per_batch) * run.largest_group_bytes
-        self._overrides |= {"bus.max_message_bytes": largest, "bus.max_log_bytes": log_bytes}
+        room = room_for_groups(run, least_message_bytes=_MESSAGE_BYTES)
+        self._overrides |= room
         self._run = config.load(RUN_FILE, settings(self._overrides))
         self._bus = self._stack.enter_context(
-            started_bus(self._scene.scratch / f"bus-{self.name}", max_message_bytes=largest)
+            started_bus(self._scene.scratch / f"bus-{self.name}", max_message_bytes=room["bus.max_message_bytes"])
         )
         self._stack.callback(shutil.rmtree, self._scene.scratch / "weights" / self.name, ignore_errors=True)
         self._arm = Arm(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from benchmarks.gpu import arm, lengths, plans
+from asyncrl.adapters import registry
+from benchmarks.gpu import arm, lengths, plans, shapes
 from benchmarks.gpu.modes import arguments, assignments
 from benchmarks.gpu.rows import command
 from benchmarks.gpu.sweep import RUN_FILE, Scene
@@ -48,6 +49,19 @@ def test_every_arm_is_a_run_file(text: str, tmp_path: Path) -> None:
     assert run.weights.channel == ("files" if plan.is_colocated else "nccl")
     assert run.learner.micro_batch_tokens == 1024
     assert run.rollout.max_running * plan.workers >= 512
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_the_bus_has_room_for_every_group_and_the_experts_of_a_mixture(shape: str, tmp_path: Path) -> None:
+    shapes.make_model(shapes.SHAPES[shape], tmp_path)
+    overrides = scene(tmp_path).overrides(plans.parse_arm("async@2+2", gpus=4))
+    room = arm.room_for_groups(config.load(RUN_FILE, arm.settings(overrides)), least_message_bytes=2**20)
+    run = config.load(RUN_FILE, arm.settings(overrides | room))
+    replay = registry.routing_replay(run)
+    assert replay.is_on == (shape == "tiny-moe")
+    group = registry.largest_group_bytes(run)
+    assert group == run.largest_group_bytes + replay.num_bytes <= run.bus.max_message_bytes
+    assert run.bus.max_log_bytes >= (run.window + run.run.steps * run.learner.groups_per_batch) * group
 
 
 def test_an_arm_says_what_becomes_of_answers_that_get_too_old(tmp_path: Path) -> None:
