@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     summary = summarize(arguments.load(options), report=_report_on_terminal)
-    print_line(summary.text(every_key=options.all))
+    for line in summary.text(every_key=options.all).split("\n"):
+        if not print_line(line):
+            break
     return 0
 
 

@@ -225,7 +225,7 @@ class PartWorker(ABC):
     """What a weight channel does with one part, in the process that holds the part.
 
     Each exporting rank holds a part of the model: whole tensors, none of which is in two parts. No rank holds the whole
-    model. A channel processes the parts where they are, while training goes on there: it sends an command to each rank
+    model. A channel processes the parts where they are, while training goes on there: it sends a command to each rank
     and gets a short answer.
 
     Subclasses are top-level classes without constructor arguments. Each process creates one instance and keeps it.

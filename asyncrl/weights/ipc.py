@@ -1,15 +1,17 @@
 """Weights that an engine copies from the learner's memory: both are on one machine, and the engine sees that memory.
 
 On a GPU that they share, the engine maps the learner's memory (CUDA IPC) and copies it on the device. On the CPU the
-memory is a file in /dev/shm. NCCL cannot connect two processes on one GPU.
+memory is a file without a name, which the engine opens under /proc. NCCL cannot connect two processes on one GPU.
 
     worker -- request --> learner       begin: shares the snapshot, and listens
     worker <--- offer --- learner       handles of the memory, and the address of a socket
-    worker connects; its engine maps and copies (take_shared); worker disconnects
+    worker connects, and is let in; its engine maps and copies (take_shared); worker disconnects
                           learner       Transfer.send returns: the memory may be used again
 
-Invariant (tests/unit/weights/test_ipc.py):
-  C1 memory that an engine may still read is kept until its worker has disconnected, whichever way that happens.
+Invariants (tests/unit/weights/test_ipc.py):
+  C1 memory that an engine may still read is kept until its worker has disconnected, whichever way that happens. After
+     too long a time its files end, so that it fails; a GPU's memory stays until the engine lets go of it.
+  C2 a worker that never comes, or dies, leaves no memory behind.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import contextlib
 import os
 import socket
 import tempfile
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,9 @@ _CONNECT_SECONDS: Final = 30.0
 """Time for a worker to connect after our offer; it waits only for its turn to load."""
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 _PATIENCE_SECONDS: Final = 120.0
-_HOST_MEMORY: Final = Path("/dev/shm")
+_COME_IN: Final = b"\1"
+"""What the learner says first; who finds the connection's end instead came too late."""
+_ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ class GpuHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBucket:
-    """A bucket in the learner's memory: on a GPU, or in a file of /dev/shm."""
+    """A bucket in the learner's memory: on a GPU, or in a file."""
 
     layout: BucketLayout
     gpu: GpuHandle | None = None
@@ -110,6 +113,7 @@ class _Handover:
     def __init__(self, snapshot: Snapshot, ring: Ring) -> None:
         self._on_gpu: list[Bucket] = []
         self._num_bytes = snapshot.num_bytes
+        self._handles: list[GpuHandle] = []
         self._ends = contextlib.ExitStack()
         try:
             folder = Path(self._ends.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-weights-")))
@@ -121,9 +125,10 @@ class _Handover:
                 buckets = [self._share(bucket.filled()) for bucket in snapshot.buckets]
             if stream is not None:
                 stream.synchronize()
-        except (OSError, torch.OutOfMemoryError) as error:  # no room in /dev/shm, no free descriptor
-            self._on_gpu.clear()
+        except (OSError, RuntimeError) as error:  # no memory, no free descriptor, or CUDA refuses
             self._ends.close()
+            self._let_go()
+            self._on_gpu.clear()
             raise WeightsError(f"the learner cannot share its weights: {error}") from error
         self.offer = IPCOffer(address=address, buckets=tuple(buckets))
 
@@ -131,28 +136,43 @@ class _Handover:
         layout = layout_of(bucket)
         if bucket.data.is_cuda:
             self._on_gpu.append(bucket)
-            return SharedBucket(layout=layout, gpu=_gpu_memory(bucket.data), start=int(bucket.data.storage_offset()))
-        file = _HOST_MEMORY / f"asyncrl-weights-{uuid.uuid4().hex}"
-        self._ends.callback(file.unlink, missing_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(memoryview(bucket.data.numpy()))  # type: ignore[arg-type]
-        return SharedBucket(layout=layout, file=str(file))
+            self._handles.append(_gpu_memory(bucket.data))
+            return SharedBucket(layout=layout, gpu=self._handles[-1], start=int(bucket.data.storage_offset()))
+        # It ends with this process, and a container's small /dev/shm is no limit.
+        stream = self._ends.enter_context(os.fdopen(os.memfd_create("asyncrl-weights"), "wb"))
+        stream.write(memoryview(bucket.data.numpy()))  # type: ignore[arg-type]
+        stream.flush()
+        return SharedBucket(layout=layout, file=f"/proc/{os.getpid()}/fd/{stream.fileno()}")
 
     def run(self) -> None:
         """Block until the worker has disconnected. Raises WeightsError if it never connects or stays for too long."""
+        is_reading = False
         try:
             with self._ends:
                 self._listener.settimeout(_CONNECT_SECONDS)
                 connection, _ = self._listener.accept()
                 with connection:
                     connection.settimeout(_PATIENCE_SECONDS + self._num_bytes / _SLOWEST_BYTES_PER_SECOND)
-                    connection.recv_into(bytearray(1))  # until the other end is closed, or its process is gone
+                    with contextlib.suppress(ConnectionError):  # its process is gone
+                        connection.sendall(_COME_IN)
+                        is_reading = True
+                        connection.recv_into(bytearray(1))  # until the other end is closed
+                    is_reading = False
         except TimeoutError:
             raise WeightsError("the engine did not take its weights in time") from None
         except OSError as error:
             raise WeightsError(f"the connection of the transfer failed: {error}") from error
         finally:
+            if not is_reading:
+                self._let_go()
             self._on_gpu.clear()
+
+    def _let_go(self) -> None:
+        """Count down for an engine that may have mapped nothing, or died: torch keeps shared memory as long as its
+        counter is above 0, and one that reads and ends brings it to 0 itself."""
+        storage_type: Any = torch.UntypedStorage
+        for handle in self._handles:
+            storage_type._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
 
 
 def _check_reach(request: TransferRequest, snapshot: Snapshot) -> None:
@@ -166,6 +186,8 @@ def _check_reach(request: TransferRequest, snapshot: Snapshot) -> None:
     if asks.space != process_space():
         raise WeightsError(f"{request.engine} is on another machine, or in another container, than the learner")
     device = snapshot.device
+    if device.type == "cuda" and any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR):
+        raise WeightsError(f"expandable segments ({_ALLOCATOR[0]}) cannot be mapped by another process")
     if device.type == "cuda" and asks.gpus and (ours := _name_of_gpu(device.index)) not in asks.gpus.split(","):
         raise WeightsError(f"{request.engine} sees GPU {asks.gpus} alone, and the weights are on GPU {ours}")
 
@@ -206,14 +228,21 @@ class IPCReceiver:
     async def receive(self, ask: Ask) -> LoadReport:
         offer = await ask(self._request(has_joined=True))
         try:
-            address = decode(offer.payload, IPCOffer).address
-            _, connection = await asyncio.open_unix_connection(address)
+            shared = decode(offer.payload, IPCOffer)
+            learner, connection = await asyncio.open_unix_connection(shared.address)
         except (MessageError, OSError) as error:
             raise WeightsError(f"cannot take the learner's weights: {error}") from error
-        try:
+        with contextlib.closing(connection):
+            try:
+                await learner.readexactly(len(_COME_IN))
+            except (OSError, EOFError):
+                raise WeightsError("cannot take the learner's weights: it has given this transfer up") from None
+            # A server that cannot open one dies. /proc may be closed to us, by capabilities of the learner's Python.
+            if closed := next(
+                (one.file for one in shared.buckets if one.file and not os.access(one.file, os.R_OK)), ""
+            ):
+                raise WeightsError(f"cannot take the learner's weights: {closed} cannot be opened")
             return await self._updater.update(offer.version, take_shared, offer.payload)
-        finally:
-            connection.close()
 
     def _request(self, *, has_joined: bool) -> TransferRequest:
         asks = IPCRequest(space=process_space(), gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -249,10 +278,7 @@ def _map_file(file: str) -> torch.Tensor:
 def _map_gpu(shared: SharedBucket, device: torch.device) -> torch.Tensor:
     memory = shared.gpu
     assert memory is not None
-    index = next(
-        (number for number in range(torch.cuda.device_count()) if _uuid(number) == memory.gpu),
-        None,
-    )
+    index = next((number for number in range(torch.cuda.device_count()) if _uuid(number) == memory.gpu), None)
     if index is None:
         raise WeightsError(f"the learner's weights are on GPU {memory.gpu}, which this process does not see")
     storage_type: Any = torch.UntypedStorage

@@ -77,7 +77,7 @@ class CollectiveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOffer:
-    """Payload of an offer: the rendezvous, and the buckets that are sent now, in command, one per broadcast.
+    """Payload of an offer: the rendezvous, and the buckets that are sent now, in order, one per broadcast.
 
     host, port, collective  rendezvous of the group, and its kind: nccl or gloo
     others                  the offers of the learner's other ranks that have a part of the model

@@ -88,22 +88,33 @@ class NearestReceiver:
         self._chosen: Receiver | None = None
 
     async def join(self, ask: Ask) -> None:
-        if self._chosen is None:
-            try:
-                await self._ipc.join(ask)
-                self._chosen = self._ipc
-            except WeightsError:
-                if self._collective is None:
-                    raise
-                self._chosen = self._collective
-        await self._chosen.join(ask)
+        chosen, self._chosen = (
+            self._chosen,
+            None,
+        )  # after a failure it is chosen anew: the next learner may be elsewhere
+        if chosen is None:
+            chosen = await self._choose(ask)
+        else:
+            await chosen.join(ask)
+        self._chosen = chosen
 
     async def receive(self, ask: Ask) -> LoadReport:
         assert self._chosen is not None
-        chosen, self._chosen = self._chosen, None  # after a failure, the next learner may be elsewhere
+        chosen, self._chosen = self._chosen, None
         report = await chosen.receive(ask)
         self._chosen = chosen
         return report
+
+    async def _choose(self, ask: Ask) -> Receiver:
+        """Return the receiver that has joined."""
+        try:
+            await self._ipc.join(ask)
+            return self._ipc
+        except WeightsError:
+            if self._collective is None:
+                raise
+        await self._collective.join(ask)
+        return self._collective
 
 
 class CollectiveReceiver:

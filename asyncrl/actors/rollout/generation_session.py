@@ -105,7 +105,7 @@ class GenerationSession:
         if known.finish_reason:
             return known
         generation = await self._sample(call, tokens, sampling, partial=partial if progress.is_saved else None)
-        progress.finish(key, generation)
+        progress.finish(key, partial, generation)
         return generation
 
     async def _sample(

@@ -280,9 +280,10 @@ class GroupProgress:
         oldest = self.oldest_version
         self.oldest_version = policy_version if oldest is None else min(oldest, policy_version)
 
-    def finish(self, key: Key, generation: Generation) -> None:
-        """Complete a call."""
-        partial = self._calls[key]
+    def finish(self, key: Key, partial: PartialGeneration, generation: Generation) -> None:
+        """Complete a call, unless the rollout function has run again since (``rewind``) and left it behind."""
+        if self._calls.get(key) is not partial:
+            return
         known = partial.prefix
         if not np.array_equal(generation.tokens[: len(known.tokens)], known.tokens):  # the engine ignored the prefix
             self._discard({key: known})

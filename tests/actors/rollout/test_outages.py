@@ -87,6 +87,23 @@ async def test_a_rollout_function_whose_service_was_away_runs_again_on_the_same_
     assert len(engine.prompts) == 2 * loop.table.next_group_id
 
 
+async def test_an_answer_that_an_outage_left_behind_ends_unseen(loop: Loop, bus_factory: Any) -> None:
+    """The function gives up while one of its calls goes on. It runs again, and its calls are those that count."""
+    left_behind: list[asyncio.Task[Any]] = []
+
+    async def searches(prompt: Any, generate: Any, *, index: int) -> Any:
+        calling = asyncio.ensure_future(single_turn(prompt, generate, index=index))
+        if len(left_behind) < 8:
+            left_behind.append(calling)
+            await asyncio.sleep(0)
+            raise ConnectionResetError("the search engine is away")
+        return await calling
+
+    await run_all(loop, worker(await bus_factory(), Engine(), rollout=searches))
+    assert loop.table.counts["failed"] == 0
+    assert len(await asyncio.gather(*left_behind)) == 8
+
+
 async def test_a_worker_that_drains_in_an_outage_gives_its_groups_back(bus_factory: Any) -> None:
     bus, server = await bus_factory(), Server()
     server.is_up = False

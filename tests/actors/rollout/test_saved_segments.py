@@ -24,18 +24,18 @@ from tests.harness.partial_rollouts import (
 )
 
 
-def begun(progress: GroupProgress, *, length: int = 1000, index: int = 0) -> FakeGeneration:
-    """Return the answer to a sample's first call, resumed from the known tokens."""
+def begun(progress: GroupProgress, *, length: int = 1000, index: int = 0) -> tuple[PartialGeneration, FakeGeneration]:
+    """Return a sample's first call and its answer, resumed from the known tokens."""
     _, partial = progress.begin(index, PROMPT_TOKENS, SamplingParams(max_new_tokens=length))
     done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
     answer = FakeGeneration(seed=0, begin=len(partial.prefix.tokens), length=length, version=(0, 0), done=done)
     partial.follow(answer)
-    return answer
+    return partial, answer
 
 
 async def test_saves_each_token_once(bus: Bus) -> None:
     progress = GroupProgress(0, attempt=1)
-    answer = begun(progress)
+    _, answer = begun(progress)
     for _ in range(3):
         answer.tokens += [4] * 100
         await progress.save(bus, worker="w0")
@@ -48,12 +48,12 @@ async def test_saves_each_token_once(bus: Bus) -> None:
 
 async def test_assembles_segments(bus: Bus) -> None:
     progress = GroupProgress(0, attempt=1)
-    answer = begun(progress, length=8)
+    partial, answer = begun(progress, length=8)
     for _ in range(4):
         answer.step()
         answer.step()
         if answer.done.done():
-            progress.finish(FIRST_CALL, answer.so_far())
+            progress.finish(FIRST_CALL, partial, answer.so_far())
         await progress.save(bus, worker="w0")
     found = await bus.states(SEGMENTS)
     assert len(found) == 4
@@ -73,7 +73,7 @@ async def test_two_workers_on_one_group_do_not_mix(bus: Bus) -> None:
         await slow.engine.steps(21)
         await slow.partial_rollouts.save()
         second = Worker(bus, "w1", max_attempts=9).partial_rollouts
-        answer = begun(await second.open(prompt, attempt=2), length=100)
+        _, answer = begun(await second.open(prompt, attempt=2), length=100)
         answer.tokens += [13] * 11
         await second.save()
         await slow.engine.steps(50)
@@ -97,7 +97,7 @@ async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus
         return found
 
     async def saved(ticket: str) -> GroupSegment:
-        answer = begun(progress := GroupProgress(0, attempt=1, ticket=ticket), length=100)
+        _, answer = begun(progress := GroupProgress(0, attempt=1, ticket=ticket), length=100)
         answer.tokens += [13] * 11
         await progress.save(bus, worker="w0")
         return (await bus.states(SEGMENTS))["w0/0/1/0"]
@@ -124,7 +124,7 @@ async def test_what_the_model_cannot_have_sampled_is_not_taken_over(bus: Bus, to
     prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling)
     progress = GroupProgress(0, attempt=1)
     for index, said in ((0, token), (1, 13)):
-        begun(progress, length=100, index=index).tokens += [said] * 11
+            begun(progress, length=100, index=index)[1].tokens += [said] * 11
     await progress.save(bus, worker="w0")
     heir = PartialRollouts(bus, worker="w1", seconds=1.0, max_attempts=3, vocabulary_size=500)
     resumed = await heir.open(prompt, attempt=2)

@@ -94,7 +94,7 @@ async def test_a_command_works_where_an_event_loop_runs_already(
 def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = asyncrl("check", run_file, "--set", "staleness.max_staleness=3", capsys=capsys)
     assert code == 0
-    assert "staleness bound   3 versions (async)" in out
+    assert "staleness bound   3 versions (async)" in out.splitlines()
     assert "window            16 groups = (max_staleness 3 + 1) x groups_per_batch 4" in out
     assert "largest group" in out
     assert "max_staleness = 3" in out

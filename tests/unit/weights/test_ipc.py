@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -13,12 +16,13 @@ from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.weight_transfer import TransferRequest
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.os_process import process_space
 from asyncrl.tensors.snapshot import Kept, Snapshot
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import IPCOffer, IPCReceiver, IPCRequest
-from asyncrl.weights.nccl_channel import NCCLChannel, NearestReceiver
+from asyncrl.weights.nccl_channel import CollectiveReceiver, NCCLChannel, NearestReceiver
+from asyncrl.weights.port import Ask
 from tests.harness.engines import PROMPT, Check, Model
 from tests.harness.transfers import join, offering, receive, snapshot
 
@@ -58,8 +62,8 @@ def request(**changed: str) -> TransferRequest:
     return TransferRequest(engine="w0", group="w0", num_ranks=1, has_joined=True, payload=encode(asks))
 
 
-def count_existing(files: list[Path]) -> int:
-    return sum(file.exists() for file in files)
+def count_shared(files: list[Path]) -> int:
+    return sum(file.is_symlink() and "asyncrl-weights" in os.readlink(file) for file in files)
 
 
 async def test_the_engine_samples_from_what_it_copied(
@@ -98,9 +102,10 @@ async def test_the_memory_is_kept_until_the_worker_has_disconnected(channel: NCC
     sending = asyncio.create_task(asyncio.to_thread(transfer.send))
     with socket.socket(socket.AF_UNIX) as worker:
         worker.connect(offer.address)
-        assert count_existing(files) == len(files) and not sending.done()
+        assert await asyncio.to_thread(worker.recv, 1)
+        assert count_shared(files) == len(files) and not sending.done()
     await sending
-    assert not count_existing([*files, Path(offer.address)])
+    assert not count_shared(files)
 
 
 def test_a_worker_that_never_comes_costs_nothing_but_time(
@@ -110,7 +115,7 @@ def test_a_worker_that_never_comes_costs_nothing_but_time(
     transfer = channel.sender.begin(request())
     with pytest.raises(WeightsError, match="did not take its weights in time"):
         transfer.send()
-    assert not any(Path(bucket.file).exists() for bucket in decode(transfer.offer.payload, IPCOffer).buckets)
+    assert not count_shared([Path(bucket.file) for bucket in decode(transfer.offer.payload, IPCOffer).buckets])
 
 
 def test_engines_out_of_reach_are_told_why_and_load_folders(channel: NCCLChannel) -> None:
@@ -128,3 +133,42 @@ async def test_a_learner_that_is_gone_leaves_the_old_weights(
     with pytest.raises(WeightsError, match="cannot take the learner's weights"):
         await IPCReceiver(engine.weight_updater, engine="w0").receive(offering(transfer.offer))
     assert engine.version == (0, 1)
+
+
+async def test_a_worker_that_the_learner_has_given_up_reads_no_memory(
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may reach the socket at the moment at which the learner closes it."""
+    transfer = channel.sender.begin(request())
+    given_up = await asyncio.start_unix_server(lambda _, connection: connection.close(), tmp_path / "socket")
+    shared = replace(decode(transfer.offer.payload, IPCOffer), address=str(tmp_path / "socket"))
+    async with given_up:
+        with pytest.raises(WeightsError, match="given this transfer up"):
+            receiver = IPCReceiver(engine.weight_updater, engine="w0")
+            await receiver.receive(offering(replace(transfer.offer, payload=encode(shared))))
+    assert engine.version == (0, 1)
+    monkeypatch.setattr(ipc, "_CONNECT_SECONDS", 0.01)
+    with pytest.raises(WeightsError):
+        transfer.send()
+
+
+class Unreachable(CollectiveReceiver):
+    """As NCCL on one GPU."""
+
+    async def join(self, ask: Ask) -> None:
+        raise WeightsError("duplicate GPU")
+
+
+async def test_a_learner_that_could_not_answer_is_asked_for_its_memory_again(
+    engine: inprocess.InProcessEngine, channel: NCCLChannel
+) -> None:
+    async def nobody(request: TransferRequest) -> TransferOffer:
+        raise WeightsError("no learner answers")
+
+    ipc_receiver = IPCReceiver(engine.weight_updater, engine="w0")
+    receiver = NearestReceiver(ipc_receiver, Unreachable(cast(Any, None), engine="w0"))
+    with pytest.raises(WeightsError, match="duplicate GPU"):
+        await receiver.join(nobody)
+    await join(receiver, channel.sender)
+    await receive(receiver, channel.sender)
+    assert engine.version == (0, 2)
