@@ -124,7 +124,7 @@ async def test_what_the_model_cannot_have_sampled_is_not_taken_over(bus: Bus, to
     prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling)
     progress = GroupProgress(0, attempt=1)
     for index, said in ((0, token), (1, 13)):
-            begun(progress, length=100, index=index)[1].tokens += [said] * 11
+        begun(progress, length=100, index=index)[1].tokens += [said] * 11
     await progress.save(bus, worker="w0")
     heir = PartialRollouts(bus, worker="w1", seconds=1.0, max_attempts=3, vocabulary_size=500)
     resumed = await heir.open(prompt, attempt=2)
