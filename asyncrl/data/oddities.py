@@ -7,6 +7,7 @@ Tests: tests/unit/data/test_oddities.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import string
 import unicodedata
@@ -178,7 +179,7 @@ class Oddities:
         end = next((name for name in self._names_of_ends if last.endswith(name)), "")
         if end and not self._data.conversation_key:
             yield f"ends with {end}, which ends an answer, so there is nothing left to answer"
-        if begin is not None and begin not in self._ends and tokens.count(begin) > 1:
+        if begin is not None and begin not in self._ends and self._begins_twice(rendered, tokens):
             yield f"has {self._name(begin)}, which begins a text, {tokens.count(begin)} times"
         if self._data.chat_template and begin is not None and begin not in tokens and begin == self._first_of_text:
             yield f"has no {self._name(begin)}, with which the tokenizer begins a text: the chat template leaves it out"
@@ -213,6 +214,17 @@ class Oddities:
         tag = _LAST_TAG.search(rendered)
         if tag and text.lstrip().startswith(tag[1]):
             yield f"has an answer that begins with {tag[1]}, and the prompt ends with that already"
+
+    def _begins_twice(self, rendered: str, tokens: Sequence[int]) -> bool:
+        """Whether a text begins more than once.
+
+        Some templates open each message with the token that begins a text (SmolLM2: "<|im_start|>user"), and some each
+        exchange but the first (Llama 2: "</s><s>[INST]"); neither counts.
+        """
+        begin = self._tokenizer.bos_token_id
+        num = sum(token == begin and last not in self._ends for last, token in itertools.pairwise((None, *tokens)))
+        num_messages = sum(rendered.count(f"{self._name(begin)}{role}") for role in ROLES)
+        return num - num_messages > (0 if num_messages else 1)
 
     def _find_in_messages(self, messages: Sequence[chat.Message], rendered: str, tools: Sequence[Any]) -> Iterator[str]:
         roles = [message["role"] for message in messages]

@@ -255,6 +255,21 @@ def test_a_rendered_prompt_begins_once_and_no_prompt_ends_before_its_answer(tmp_
     assert any(line.endswith("has <bos>, which begins a text, 2 times") for line in twice)
 
 
+def test_a_token_that_begins_a_text_and_opens_each_message_or_exchange_is_not_odd(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+    smollm = tokenizer_of(CHAT, begin="<|im_start|>")
+    assert look(tmp_path, {"prompt": turns}, tokenizer=smollm).oddities == ()
+    twice = tokenizer_of(CHAT.replace("messages %}", "messages %}{{ bos_token }}"), begin="<|im_start|>")
+    (line,) = look(tmp_path, {"prompt": turns}, tokenizer=twice).oddities
+    assert line.endswith("has <|im_start|>, which begins a text, 8 times")
+    llama = tokenizer_of(
+        "{% for m in messages %}{{ bos_token if m.role == 'user' }}{{ m.content }}"
+        "{{ eos_token if m.role == 'assistant' }}{% endfor %}{{ '->' if add_generation_prompt }}",
+        begin="<bos>",
+    )
+    assert look(tmp_path, {"prompt": turns[1:]}, tokenizer=llama).oddities == ()
+
+
 def test_prompts_that_are_much_alike_are_said_with_their_number(tmp_path: Path) -> None:
     same = [{"prompt": "a", "label": 1}] * 8
     (line,) = look(tmp_path, *same).oddities
