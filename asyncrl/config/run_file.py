@@ -48,7 +48,7 @@ def read_table(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
         return tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file; `asyncrl run examples/demo.toml` is one to start from") from None
+        raise ConfigError(f"{path}: no such run file; copy examples/demo.toml, which explains every key") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; name the run file") from None
     except tomllib.TOMLDecodeError as error:

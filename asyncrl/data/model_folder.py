@@ -89,7 +89,8 @@ def check_model(path: Path) -> ModelFolder:
     if not path.is_dir():
         hint = "; `asyncrl import-model` makes one from a GGUF file" if path.suffix == ".gguf" else ""
         if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists():  # perhaps a hub name
-            hint = f"; from the Hugging Face hub: hf download ORGANISATION/{path.name} --local-dir {path}"
+            hub = f"ORGANISATION/{path.name}" if path.parts[0] == "models" else path
+            hint = f"; from the Hugging Face hub: hf download {hub} --local-dir {path}"
         if path.parts[:1] and path.parts[0].startswith("~"):
             hint = f"; {path.parts[0]} is not expanded here, write the whole path"
         problem = "is a file, not a model folder" if path.is_file() else "no such model folder"

@@ -224,7 +224,7 @@ class Oddities:
         begin = self._tokenizer.bos_token_id
         num = sum(token == begin and last not in self._ends for last, token in itertools.pairwise((None, *tokens)))
         num_messages = sum(rendered.count(f"{self._name(begin)}{role}") for role in ROLES)
-        return num - num_messages > (0 if num_messages else 1)
+        return bool(num - num_messages > (0 if num_messages else 1))
 
     def _find_in_messages(self, messages: Sequence[chat.Message], rendered: str, tools: Sequence[Any]) -> Iterator[str]:
         roles = [message["role"] for message in messages]

@@ -53,6 +53,9 @@ KINDS: Final = {
 
 PARTS: Final = "parts"
 
+_FRAMEWORKS: Final = {"solution_str": "verl", "ground_truth": "verl", "completions": "TRL"}
+"""Argument of other frameworks' reward functions -> the framework."""
+
 GROUPS: Final = (list, tuple, Collection, Iterable, MutableSequence, Sequence)
 """Argument annotations of a function that takes all samples of a group. Exact types only: a str is also an Iterable."""
 
@@ -212,9 +215,11 @@ def takes_group(function: Callable[..., Any], *, name: str) -> bool:
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not parameters or parameters[0].kind not in positional or len(required) > 1:
         shown = ", ".join(p.name for p in parameters) or "no arguments"
+        origin = next((_FRAMEWORKS[p.name] for p in parameters if p.name in _FRAMEWORKS), "")
+        hint = f"; docs/start/from_trl_and_verl.md wraps a reward of {origin}" if origin else ""
         raise ConfigError(
             f"reward.kind: {name!r} must take one argument, sample or samples (see asyncrl.rewards.port.Sample), "
-            f"it takes {shown}"
+            f"and it takes {shown}{hint}"
         )
     return parameters[0].name == "samples" or _is_sequence(_annotation(function, parameters[0]))
 

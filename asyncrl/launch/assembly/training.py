@@ -60,4 +60,6 @@ def outcome(run: RunConfig, learner: Learner, *, was_drained: bool, first: int, 
         text += "; its last evaluation is not over"
     elif not learner.done and not was_drained:
         text += f"; the data has ended before step {run.run.steps}"
+    elif learner.step == first and not was_drained:
+        text += f"; run.steps = {run.run.steps} were trained before: a larger number goes on"
     return text

@@ -200,7 +200,7 @@ def role_missing(role: str) -> Finding:
         )
     else:
         role, fault, cause = LEARNER, "no learner", "there is no learner"
-        remedy = "start it: `asyncrl learner RUN.toml --resume`"
+        remedy = "wait if it is still starting; else start it: `asyncrl learner RUN.toml --resume`"
     return Finding(fault=fault, actor=role, cause=cause, remedy=remedy, cure="end")
 
 

@@ -207,7 +207,11 @@ MISTAKES = {
     "reward with a dot": ("reward.kind=my_judge.score", "is unknown; did you mean 'my_judge:score'?"),
     "name of the hub's": (
         "model.path=Qwen/Qwen3-0.6B",
-        "hf download ORGANISATION/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B",
+        "hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B",
+    ),
+    "not downloaded": (
+        "model.path=models/Qwen3-0.6B",
+        "hf download ORGANISATION/Qwen3-0.6B --local-dir models/Qwen3-0.6B",
     ),
     "no room for a prompt": ("rollout.max_new_tokens=64", "64 new tokens leave no room for a prompt"),
     "reward module": ("reward.kind=my_judge:score", "cannot import 'my_judge'"),
