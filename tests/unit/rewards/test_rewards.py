@@ -399,7 +399,7 @@ def two_arguments(prompt: str, completion: str) -> float:
     return 0.0
 
 
-def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
     return 0.0
 
 
@@ -418,7 +418,7 @@ class CannotBeMade(Scorer):
         ("nothing.here:f", {}, "cannot import 'nothing.here'"),
         (f"{HERE}:per_smaple", {}, "did you mean 'per_sample'"),
         (f"{HERE}:two_arguments", {}, "must take one argument.*it takes prompt, completion"),
-        (f"{HERE}:of_verl", {}, "it takes .*; docs/start/from_trl_and_verl.md wraps a reward of verl$"),
+        (f"{HERE}:compute_score", {}, "it takes .*; docs/start/from_trl_and_verl.md wraps a reward of verl$"),
         (f"{HERE}:HERE", {}, "is a str, not a function or class$"),
         (f"{HERE}:COUNT", {}, "is an int, not a function or class$"),
         (f"{HERE}:CannotBeMade", {}, "reward.kind: making '.*:CannotBeMade' raised OSError: no table$"),
