@@ -1,4 +1,4 @@
-"""What a user's function gets of a message: tables of its own, and arrays that nobody can write to.
+"""What a user's function gets of a message: tables and arrays of its own; the arrays are read-only.
 
 A reward that cleans up "its" tokens, or keeps a note in a row's table, must not change what siblings see or what is
 trained. (tests/unit/messages/test_user_copies.py)
@@ -20,22 +20,30 @@ M = TypeVar("M")
 
 
 def read_only(array: NDArray[T]) -> NDArray[T]:
-    """Return a copy of an array. It lies in bytes, so that not even ``setflags(write=True)`` makes it writable."""
+    """Return a copy of an array. It lies in bytes, so that not even ``setflags(write=True)`` makes it writable.
+
+    torch.from_numpy() and as_tensor() write to it nevertheless, so whoever may do that gets a copy that nobody else
+    reads.
+    """
     return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
 
 
 def own_prompt(prompt: PromptGroup) -> PromptGroup:
     """Return a prompt group with its own label, metadata and messages."""
     has_tables = bool(prompt.metadata or prompt.messages) or isinstance(prompt.label, dict | list)
-    return decode(encode(prompt), PromptGroup) if has_tables else prompt
+    own = decode(encode(prompt), PromptGroup) if has_tables else prompt
+    return _changed(own, prompt_tokens=read_only(prompt.prompt_tokens))
 
 
 def own_trajectory(trajectory: Trajectory) -> Trajectory:
-    return _changed(trajectory, reward_parts=dict(trajectory.reward_parts))
+    arrays = ("prompt_tokens", "tokens", "response_mask", "behavior_logprobs", "experts")
+    copies = {name: read_only(getattr(trajectory, name)) for name in arrays}
+    return _changed(trajectory, reward_parts=dict(trajectory.reward_parts), **copies)
 
 
 def own_group(group: TrajectoryGroup) -> TrajectoryGroup:
-    return _changed(group, trajectories=tuple(map(own_trajectory, group.trajectories)))
+    own = tuple(map(own_trajectory, group.trajectories))
+    return _changed(group, prompt_tokens=read_only(group.prompt_tokens), trajectories=own)
 
 
 def _changed(message: M, **fields: Any) -> M:

@@ -24,6 +24,7 @@ _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+).*?(?:<\|message\|>|\Z)", re
 _END_OF_MESSAGE: Final = re.compile(r"<\|(?:end|return|call|start|channel)\|>")
 """Harmony, the format of gpt-oss:
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..."""
+_MARKED: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _SPECIAL: Final = re.compile(r"<[|｜][^|｜<>\s]{1,40}[|｜]>")
 
 
@@ -49,6 +50,12 @@ def after_thinking(text: str, *, prompt: str = "") -> str:
     return "" if _OPENED.search(text) else _SPECIAL.sub("", text)
 
 
+def marked(answer: str) -> str:
+    """Return what stands in the last <answer>...</answer>, as R1's prompt asks for it; all of ``answer`` without one."""
+    found = [text for text in _MARKED.findall(answer) if text.strip()]
+    return found[-1].strip() if found else answer
+
+
 def ends_thinking(text: str) -> bool:
     """Whether a thought ends in the completion, so that an answer follows it."""
     return bool(_CLOSED.search(text)) or any(channel[1] == "final" for channel in _CHANNEL.finditer(text))
@@ -71,6 +78,11 @@ def last_block(text: str, *languages: str) -> str | None:
 
 def _dedent(block: str, width: int) -> str:
     return re.sub(rf"^[ \t]{{1,{width}}}", "", block, flags=re.MULTILINE) if width else block
+
+
+def without_settings(text: str) -> str:
+    """Return a text without \\text{} and the like around its parts: "\\textbf{(B)}\\ 5" becomes "(B)\\ 5"."""
+    return _SETTING.sub(r"\1", text)
 
 
 def bare(text: str) -> str:

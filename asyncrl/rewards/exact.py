@@ -1,4 +1,7 @@
-"""reward.kind = "exact": 1 if the answer equals the label, else 0. The answer is the completion after its thought."""
+"""reward.kind = "exact": 1 if the answer equals the label, else 0.
+
+The answer is the completion after its thought, or what stands there in the last <answer>...</answer>.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.checks import compile_pattern
-from asyncrl.rewards.answers import after_thinking
+from asyncrl.rewards.answers import after_thinking, marked
 from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Sample
 
@@ -36,8 +39,11 @@ class ExactReward:
         self._extract = re.compile(options.extract) if options.extract else None
 
     def __call__(self, sample: Sample) -> float:
-        answer = self._normal(sample.answer) if self._extract is None else self._answer(sample.completion)
-        return float(bool(answer) and answer in map(self._normal, label_forms(sample.label)))
+        labels = [*map(self._normal, label_forms(sample.label))]
+        if self._extract is not None:
+            return float((answer := self._answer(sample.completion)) in labels and bool(answer))
+        answers = (self._normal(sample.answer), self._normal(marked(sample.answer)))
+        return float(any(answer and answer in labels for answer in answers))
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
         label_forms(label)
@@ -48,7 +54,7 @@ class ExactReward:
 
     def _answer(self, completion: str) -> str:
         if self._extract is None:
-            return self._normal(after_thinking(completion))
+            return self._normal(marked(after_thinking(completion)))
         matches = list(self._extract.finditer(completion))
         return self._normal(matches[-1].group(1 if self._extract.groups else 0) or "") if matches else ""
 

@@ -11,13 +11,13 @@ import inspect
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
 
 from asyncrl.config import plugins
 from asyncrl.errors import OUTAGES, ConfigError, MaybeOutage, Outage, RewardError
-from asyncrl.messages.user_copies import own_trajectory
+from asyncrl.messages.user_copies import own_trajectory, read_only
 from asyncrl.outage import outage_kind
 from asyncrl.rewards.port import MOST_PARTS, Reward, Sample, part_problem
 
@@ -127,7 +127,10 @@ class GuardedReward:
         Raises RewardError if no sample has a reward; Outage if that is because a service is away.
         """
         if not self.keeps_special_tokens:
-            samples = [replace(one, completion=one.completion if one.plain is None else one.plain) for one in samples]
+            samples = [
+                replace(one, completion=one.completion if one.plain is None else one.plain, marked=one.completion)
+                for one in samples
+            ]
         deadline = None if self._limits_groups else asyncio.get_running_loop().time() + self._timeout_seconds
         if self._takes_group:
             values = self._as_list(await self._ask(samples, deadline))
@@ -137,6 +140,9 @@ class GuardedReward:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._ask_or_error(sample, deadline), name="reward") for sample in samples]
             values = [task.result() for task in tasks]
+            if any(isinstance(value, Outage) for value in values):  # the others are not asked again with these
+                for sample, value in zip(samples, values, strict=True):
+                    sample.kept.update({} if isinstance(value, RewardError) else {id(self): value})
         found = [value if isinstance(value, RewardError) else self._reward(value) for value in values]
         _raise_if_none(found)
         return found
@@ -150,6 +156,8 @@ class GuardedReward:
                 await result
 
     async def _ask_or_error(self, sample: Sample, deadline: float | None) -> Any:
+        if id(self) in sample.kept:
+            return sample.kept[id(self)]
         try:
             return await self._ask(sample, deadline)
         except RewardError as error:
@@ -176,7 +184,7 @@ class GuardedReward:
             raise self._wrap(error) from error
 
     def _as_list(self, values: Any) -> list[Any]:
-        if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
+        if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
             raise RewardError(f"reward {self._name}: must return a list of rewards, returned {_shorten(values)}")
         return list(values)
 
@@ -200,6 +208,8 @@ class GuardedReward:
     def _reward(self, value: Any) -> Reward | RewardError:
         try:
             reward = _as_reward(value, largest=self._largest)
+        except RewardError as error:
+            return RewardError(f"reward {self._name}: {error}: {_shorten(value)}")
         except Exception:  # a user's object raised, or an integer is too large for a float
             return RewardError(
                 f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_shorten(value)}"
@@ -213,7 +223,7 @@ class GuardedReward:
             return error
 
     def _check(self, reward: Reward) -> Reward:
-        for part, number in (("the reward", reward.value), *reward.parts.items()):
+        for part, number in (*reward.parts.items(), ("the reward", reward.value)):
             if not math.isfinite(number):
                 raise RewardError(f"reward {self._name}: {part} is {number}")
             if abs(number) > self._largest:
@@ -241,27 +251,32 @@ def _raise_if_none(found: Sequence[Reward | RewardError]) -> None:
 
 
 def _copy(sample: Sample) -> Sample:
-    """Return a copy whose tables are its own. The arrays are shared: nobody can write to them (group_maker.py)."""
+    """Return a copy whose tables and arrays are its own."""
     parts = tuple(map(own_trajectory, sample.parts))
     is_last = bool(sample.parts) and sample.trajectory is sample.parts[-1]
     return replace(
         sample,
+        kept={},
         label=copy.deepcopy(sample.label),
         metadata=copy.deepcopy(sample.metadata),
+        prompt_tokens=read_only(sample.prompt_tokens),
         trajectory=parts[-1] if is_last else own_trajectory(sample.trajectory),
         parts=parts,
     )
 
 
-TOTALS: Final = ("score", "reward")
-"""Keys of a dict that name the whole reward, as in verl's {"score": 1.0, "acc": True, "pred": "5"}."""
+TOTALS: Final = ("score", "reward", "overall", "total")
+"""Keys of a dict that name the whole reward, as in verl's {"score": 1.0, "acc": True, "pred": "5"} and EasyR1's
+{"overall": 0.9, "format": 1.0, "accuracy": 0.8}."""
 
 
 def _as_reward(value: Any, *, largest: float) -> Reward:
     if isinstance(value, Reward):
         return Reward(value=_number(value.value), parts=_numbers(value.parts))
     if isinstance(value, Mapping) and (total := [name for name in TOTALS if name in value]):
-        (name,) = total  # two of them leave open which one is the reward
+        if len({_number(value[name]) for name in total}) > 1:
+            raise RewardError(f"has {' and '.join(total)}, which differ: one of them must be the reward")
+        name = total[0]
         # What else it says may be the model's own: an answer that is text, or too large a number, is no metric.
         rest = {str(key): _metric(other) for key, other in value.items() if key != name}
         return Reward(
@@ -269,6 +284,8 @@ def _as_reward(value: Any, *, largest: float) -> Reward:
             parts={key: number for key, number in rest.items() if abs(number) <= min(largest, _LARGEST_METRIC)},
         )
     if isinstance(value, Mapping):
+        if not value:
+            raise RewardError("is an empty dict")
         parts = _numbers(value)
         return Reward(value=sum(parts.values()), parts=parts)
     return Reward(value=_number(value))

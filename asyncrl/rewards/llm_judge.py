@@ -34,9 +34,10 @@ _MINUS: Final = str.maketrans("−–", "--")
 _THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+")
 _GRADE: Final = re.compile(
     r"(?P<number>[-+−–]?(?:\d+(?:[.,]\d+)?|\.\d+)(?:[eE][-+]?\d+)?)"
-    r"(?:[*_`]*[ \t]*(?:/|out of|of)[ \t]*[*_`]*(?P<of>\d+(?:\.\d+)?)|[ \t]*(?P<percent>%))?"
-    # Nothing that makes it another number: 7.5.2, 7/10/3, 0x7, 1_000, 1 000, 7-8, 7 or 8
-    r"(?![,.]?\d|_*[^\W_])(?![ \t]*(?:%|(?:[-−–/^]|to\b|or\b|)[ \t]*\d))"
+    r"(?:[*_`)\]]*[ \t]*(?:points?|pts|stars?|marks?)?[ \t]*[(\[]?(?:/|out of|of|in|on a scale of [01] ?(?:to|-))"
+    r"[ \t]*[*_`]*(?P<of>\d+(?:\.\d+)?|ten\b)|[ \t]*(?P<percent>%))?"
+    # Nothing that makes it another number or scale: 7.5.2, 7/10/3, 0x7, 1_000, 1 000, 7-8, 7 or 8, 4 out of five
+    r"(?![,.]?\d|_*[^\W_])(?![ \t]*(?:%|(?:[-−–/^|+*~…→]|->|to\b|or\b|and\b|)[ \t]*\d|[(\[]?(?:/|out of)))"
 )
 
 
@@ -199,8 +200,10 @@ def grade_of(match: re.Match[str], *, highest: float) -> float:
     if match[1] is None:
         return math.nan
     rest = match.string[match.end() :] if match.end() == match.end(1) else ""
-    found = _GRADE.match(match[1].strip().strip("*_`'\"()[]<>$") + rest)
-    if found is None or highest != float(found["of"] or (100 if found["percent"] else highest)):
+    found = _GRADE.match((match[1].strip().strip("*_`'\"()[]<>$") + rest).replace("\u00a0", " "))
+    if found is None or highest != float(
+        (found["of"] or "").replace("ten", "10") or (100 if found["percent"] else highest)
+    ):
         return math.nan
     text = found["number"].translate(_MINUS)
     if _THOUSANDS.fullmatch(text):  # a thousand, or a number with three decimals

@@ -6,8 +6,8 @@ Your own reward is a function of one argument, plain or ``async``:
     def reward(samples: Sequence[Sample]) -> list[float]   the whole group: the argument is called ``samples``,
                                                            or annotated as a list, tuple or Sequence
 
-It returns a number, a ``Reward``, or a dict of parts whose sum is the reward. If one part is called "score" or
-"reward", that is the reward, and the others are metrics. Plain functions run in threads. A class
+It returns a number, a ``Reward``, or a dict of parts whose sum is the reward. If one part is called "score", "reward",
+"overall" or "total", that is the reward, and the others are metrics. Plain functions run in threads. A class
 is also possible. It is instantiated once and then called; if its module has an ``Options``, it gets one built from
 [reward.options].
 """
@@ -205,6 +205,16 @@ def _needs_main_thread(found: Any) -> bool:
     return any(_TIMED_BY_SIGNALS.search(one) and "parsing_timeout" not in one for one in sources)
 
 
+_OTHERS: Final = {
+    "completions": ("TRL", "def reward(sample): return theirs([sample.completion], label=[sample.label])[0]"),
+    "solution_str": (
+        "verl",
+        'def reward(sample): return theirs(sample.metadata["data_source"], sample.completion, sample.label)',
+    ),
+}
+"""Names of arguments by which reward functions of other frameworks are known, and how to call such a function."""
+
+
 def takes_group(function: Callable[..., Any], *, name: str) -> bool:
     """Whether a reward function wants all samples of a group at once. Raises ConfigError for other signatures."""
     try:
@@ -213,6 +223,13 @@ def takes_group(function: Callable[..., Any], *, name: str) -> bool:
         raise ConfigError(f"reward.kind: {name!r} has no readable signature; write a Python function") from None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if parameters and (
+        call := next((own for name, own in _OTHERS.items() if name in [p.name for p in parameters]), "")
+    ):
+        raise ConfigError(
+            f"reward.kind: {name!r} takes {', '.join(p.name for p in parameters)}, as in {call[0]}; write a function "
+            f"of one argument around it: {call[1]}"
+        )
     if not parameters or parameters[0].kind not in positional or len(required) > 1:
         shown = ", ".join(p.name for p in parameters) or "no arguments"
         origin = next((_FRAMEWORKS[p.name] for p in parameters if p.name in _FRAMEWORKS), "")

@@ -20,18 +20,32 @@ import json
 import logging
 import re
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.answers import OPEN_BOX, after_thinking, bare, last_boxed
+from asyncrl.rewards.answers import OPEN_BOX, after_thinking, bare, last_boxed, marked, without_settings
 from asyncrl.rewards.judge_pool import JudgePool, within
 from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Sample
 
 _DELIMITED: Final = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")
 _WORDS: Final = re.compile(r"(?<!\S)(?!and\b)[A-Za-z]{3,}\b|\*\*|####")
+_STATED: Final = re.compile(r"(?:\banswer\s*(?:is\b|[:：])|答案[是为]?[:：]?)[\s*_:]*([^\n]+)", re.IGNORECASE)
+_CHOICE: Final = re.compile(r"\(?([A-Z])(?:[).:](?:\s|\\|$)|$)")
+_BOX_WITHOUT_BRACES: Final = re.compile(r"\\boxed[ \t]*(-?\w+(?:[./]\w+)?)")
+_IN_DIGITS: Final = re.compile(r"(?<=\d)(?:\\[,!;: ]|~|\{,\})(?=\d{3}(?!\d))")
+_FRACTION: Final = re.compile("[¼-¾⅐-⅞]")
+_POWER: Final = re.compile("[⁰¹²³⁴-⁻]+")
+_ROOT: Final = re.compile(r"√\s*(?:\(([^()]*)\)|(\w+))")
+_AFTER_WORD: Final = re.compile("(?<=[\u4e00-\u9fff])(?=[-\\d])")
+_PLAIN: Final = {
+    **{0xFF01 + n: chr(0x21 + n) for n in range(94)},  # of full width: ５ is 5
+    **str.maketrans({"。": ". ", "×": "\\times ", "∞": "\\infty ", "°": "^\\circ ", "⁄": "/", "−": "-"}),
+    **str.maketrans({"£": "", "€": "", "¥": "", "\u00a0": " ", "\u2009": " ", "\u202f": " "}),
+}
 _SPACED_NUMBER: Final = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _MIXED: Final = re.compile(r"(?<![\w.,^/\\])(\d+) +(\d{1,2}|\d{4,}) ?/ ?(\d+)(?![\w/]|\.\d)")
 """A mixed number without LaTeX, "2 1/2"; but 1 000/3 is a thousand."""
@@ -64,14 +78,14 @@ class MathReward:
         self._judges = JudgePool("asyncrl.rewards.math", arguments, name="math", processes=options.processes)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        return await self._judges.ask([[formula_of(sample.label), sample.answer] for sample in samples])
+        return await self._judges.ask([[formula_of(sample.label), marked(sample.answer)] for sample in samples])
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
         formula_of(label)
 
     def vote(self, completion: str) -> str:
         """Return the text in the last \\boxed{}, else the last number. Majority votes only test them for equality."""
-        completion = after_thinking(completion)
+        completion = marked(after_thinking(completion))
         if (found := last_boxed(completion)) is not None:
             return "".join(found.split())
         numbers = _NUMBER.findall(completion)
@@ -121,15 +135,24 @@ def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
     from math_verify import verify
     from math_verify.errors import TimeoutException
 
+    label, completion = _in_latex(label), _BOX_WITHOUT_BRACES.sub(r"\\boxed{\1}", _in_latex(completion))
     boxed = last_boxed(completion)
-    if bare(completion if boxed is None else boxed) == bare(label) != "":
+    if _says(completion if boxed is None else boxed, label):
+        return 1.0
+    if boxed is None and (stated := _STATED.findall(completion)) and _says(stated[-1], label):
         return 1.0
     gold = next(filter(None, (_parse(form, timeout_seconds) for form in _forms(label))), None)
     if gold is None:
         raise LabelError(f"the label {label[:60]!r} holds no number or formula")
     answer = OPEN_BOX.sub(r"\\boxed{", completion)
-    if boxed is not None and (number := _SCIENTIFIC.fullmatch(boxed.strip())):
-        answer = rf"\boxed{{{_power_of_ten(number)}}}"
+    if boxed is not None:
+        formula = without_settings(boxed).strip("* \n")
+        if number := _SCIENTIFIC.fullmatch(formula):
+            formula = _power_of_ten(number)
+        elif _SPACED_NUMBER.fullmatch(formula):
+            formula = formula.replace(" ", "")
+        if formula != boxed:
+            answer = rf"\boxed{{{formula}}}"
     try:
         zeros = _leading_zeros(gold[0])
         found = _parse(_without_mixed(answer), timeout_seconds)
@@ -138,6 +161,23 @@ def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
         return float(bool(found) and verify(gold, found, timeout_seconds=timeout_seconds, **digits))
     except (TimeoutException, RecursionError, MemoryError):
         return 0.0
+
+
+def _says(answer: str, label: str) -> bool:
+    """Whether an answer is the label's own text, or begins with the label's letter: "**(B)**", "(B) 5"."""
+    answer, label = bare(answer.strip().strip("*_")), bare(label)
+    if answer == label != "":
+        return True
+    choice = _CHOICE.match(without_settings(answer))
+    return choice is not None and choice[1] == label
+
+
+def _in_latex(text: str) -> str:
+    """Write what Unicode has for formulas as LaTeX: "1½" becomes "1 1/2", "2√3" "2\\sqrt{3}", "x²" "x^{2}"."""
+    text = _FRACTION.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = _POWER.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text.translate(_PLAIN))
+    return _IN_DIGITS.sub("", _AFTER_WORD.sub(" ", text))
 
 
 def _parse(text: str, timeout_seconds: int) -> list[Any]:

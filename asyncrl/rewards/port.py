@@ -30,6 +30,8 @@ class Sample:
                 rollout has several parts, the last part
     parts       all trajectories of the rollout, in order
     plain       completion without any special token; None: the same
+    marked      completion with its special tokens if these are left out of ``completion``; None: the same
+    kept        what reward functions returned for it, by the function's id, while siblings wait for a service
 
     A function gets its own copies of label and metadata, and the arrays are read-only: what it does with them changes
     nothing for other samples, and nothing that is trained.
@@ -45,12 +47,15 @@ class Sample:
     reward: str = ""
     parts: tuple[Trajectory, ...] = ()
     plain: str | None = None
+    marked: str | None = None
+    kept: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def answer(self) -> str:
         """What follows the last thought in the completion (</think>, or harmony's final channel), without special
         tokens. All of it if there is no thought; "" if the thought never ends."""
-        return after_thinking(self.completion, prompt=self.prompt)
+        marked = self.completion if self.marked is None else self.marked
+        return after_thinking(marked, prompt=self.prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -273,6 +273,7 @@ class GroupMaker:
             samples.append(sample)
 
         partly: Sequence[Reward | RewardError] = ()
+        away_counts: list[int] = []
 
         async def ask() -> Sequence[Reward | RewardError]:
             nonlocal partly
@@ -281,16 +282,23 @@ class GroupMaker:
                 rewards = await self._reward(samples)
             if away := next((one for one in rewards if isinstance(one, Outage)), None):
                 partly = rewards
-                outages.num_through += 1  # siblings got through
+                num_away = sum(isinstance(one, Outage) for one in rewards)
+                outages.num_through += not away_counts or num_away < away_counts[-1]  # siblings got through
+                away_counts.append(num_away)
                 raise away
             return rewards
 
-        try:
-            rewards = await outages.get_through(ask, group_id=prompt.group_id, since=since)
-        except Outage:
-            if not partly:
-                raise
-            rewards = partly  # others get through: those answers have no reward
+        rewards: Sequence[Reward | RewardError] | None = None
+        while rewards is None:
+            del away_counts[:-1]
+            try:
+                rewards = await outages.get_through(ask, group_id=prompt.group_id, since=since)
+            except Outage:
+                if not partly:
+                    raise
+                # Others get through: those answers have no reward. But if some of them got through just now, the
+                # service answers some requests, and it is no answer's fault.
+                rewards = partly if away_counts[-1] == away_counts[0] else None
         return [
             reward if isinstance(reward, RewardError) else with_reward(parts, reward)
             for parts, reward in zip(rollouts, rewards, strict=True)

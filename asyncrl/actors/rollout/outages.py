@@ -73,7 +73,7 @@ class Outages:
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting[group_id] += 1
-        tries = 0
+        tries, before = 0, self.num_through
         try:
             with self._waits.waiting(str(error)[:_SHOWN], on=SERVICE):
                 while True:
@@ -82,7 +82,8 @@ class Outages:
                     try:
                         return await work()
                     except Outage as again:
-                        if self.num_through > since and tries >= self._most_tries(again):
+                        most, is_alone = self._most_tries(again)
+                        if tries >= most and self.num_through > (since if is_alone else before):
                             raise
                         if tries > MAYBE_TRIES and not self._is_told:
                             self._is_told = True
@@ -95,11 +96,14 @@ class Outages:
                 away = in_words(time.monotonic() - self._since)
                 self._log.warning("no group waits for that service any more, after %s", away)
 
-    def _most_tries(self, error: Outage) -> int:
-        """Return how often a group is tried while others get through."""
+    def _most_tries(self, error: Outage) -> tuple[int, bool]:
+        """Return how often a group is tried while others get through, and whether it may be alone with its error.
+
+        Others count that got through since it began to sample if it may be alone, since there may be no others now.
+        """
         if isinstance(error, MaybeOutage):
-            return MAYBE_TRIES
-        return ALONE_TRIES if len(self._waiting) == 1 else MOST_TRIES
+            return MAYBE_TRIES, True
+        return (ALONE_TRIES, True) if len(self._waiting) == 1 else (MOST_TRIES, False)
 
     async def _pause(self, tries: int) -> None:
         """Wait before a further try, after ``tries`` others. Raises NotNow if the worker drains."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.answers import after_thinking, last_boxed
+from asyncrl.rewards.answers import after_thinking, last_boxed, marked
 from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Reward, Sample
 
-_ANSWER: Final = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER: Final = re.compile(r"answer\s*[:：]\s*([^\n]+)", re.IGNORECASE)
 _EQUALS: Final = re.compile(r"(?<![<>!])=")
 _WORDS: Final = (
     *("square units", "integers", "dollars", "mph", "inches", "ft", "hours", "hour", "km", "units", "points", "feet"),
@@ -71,7 +71,7 @@ class DapoReward:
 
     def vote(self, completion: str) -> str:
         """Return the normalised answer; "" if there is none."""
-        tail = after_thinking(completion)[-self._options.tail_characters :]
+        tail = marked(after_thinking(completion))[-self._options.tail_characters :]
         if self._options.boxed:
             return normal(last_boxed(tail) or "")
         answers = _ANSWER.findall(tail)
@@ -88,7 +88,7 @@ def _labels(label: Any) -> list[str]:
 
 def normal(answer: str) -> str:
     """Normalise an answer by Minerva's rules."""
-    answer = _EQUALS.split(answer)[-1].lstrip("* ").rstrip("*. ")
+    answer = _EQUALS.split(answer.replace("−", "-"))[-1].lstrip("* ").rstrip("*. ")
     boxed = last_boxed(answer)
     answer = answer if boxed is None else boxed
     while (bare := _SETTING.sub(r"\1", answer)) != answer:

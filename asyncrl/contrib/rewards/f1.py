@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from asyncrl.config.checks import compile_pattern
-from asyncrl.rewards.answers import after_thinking
+from asyncrl.rewards.answers import after_thinking, marked
 from asyncrl.rewards.labels import label_texts
 from asyncrl.rewards.port import Reward, Sample
 
@@ -47,7 +47,7 @@ class F1Reward:
         self._extract = re.compile(options.extract, re.DOTALL) if options.extract else None
 
     def __call__(self, sample: Sample) -> Reward:
-        answer = sample.answer if self._extract is None else self._answer(sample.completion)
+        answer = marked(sample.answer) if self._extract is None else self._answer(sample.completion)
         labels = label_texts(sample.label)
         if not answer.strip():
             return Reward(value=0.0, parts={"f1": 0.0, "exact_match": 0.0})
@@ -67,7 +67,7 @@ class F1Reward:
     def _answer(self, completion: str) -> str:
         """Return the answer; "" if ``extract`` does not match."""
         if self._extract is None:
-            return after_thinking(completion)
+            return marked(after_thinking(completion))
         matches = list(self._extract.finditer(completion))
         return (matches[-1].group(1 if self._extract.groups else 0) or "") if matches else ""
 

@@ -9,25 +9,26 @@ shuffle them there.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.answers import after_thinking, bare, last_boxed
+from asyncrl.rewards.answers import after_thinking, bare, last_boxed, marked, without_settings
 from asyncrl.rewards.labels import refuse_table
 from asyncrl.rewards.port import Sample
 
 _MARKS: Final = r"(?:[\s*_:=$\"'`“‘]|\\?[(\[])*"
 _STATED: Final = (
-    r"(?i:answer|choice|option)[\s*_]*(?:(?i:is)\b|[:=])"
+    r"(?:(?i:answer|choice|option)[\s*_\"']*(?:(?i:is)\b|[:=])|答案[\s*_]*[是为:]?)"
     + _MARKS
     + rf"(?:(?i:choice|option){_MARKS})?(?:\\(?:text|textbf|mathrm|mathbf)\{{{{{_MARKS})?"
     # A lower-case letter only counts at the end of a line: "a" is also an article.
     r"(?:([{letters}])(?![A-Za-z])|([{small}])(?=[^\w\n]*$))"
 )
 _ALONE: Final = r"[\s*$(\[]*([{letters}])[\s*$)\].:]*"
-_LEADING: Final = r"\s*\(?([{letters}])[).:]\s.*"
+_LEADING: Final = r"\s*\(?([{letters}])[).:](?:\s|\\).*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +58,10 @@ class GpqaReward:
 
     def vote(self, completion: str) -> str:
         """Return the chosen letter; "" if there is none."""
-        text = after_thinking(completion)
+        # Letters, colons and brackets of full width are those of Chinese answers.
+        text = unicodedata.normalize("NFKC", marked(after_thinking(completion)))
         if (boxed := last_boxed(text)) is not None:
-            return self._of(bare(boxed))
+            return self._of(bare(without_settings(boxed)))
         if stated := self._stated.findall(text):
             return "".join(stated[-1]).upper()
         lines = text.strip().splitlines()

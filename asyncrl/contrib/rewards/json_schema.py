@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.contrib.rewards.schema_judge import parsed, validator_of
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.answers import last_block
+from asyncrl.rewards.answers import last_block, marked
 from asyncrl.rewards.judge_pool import JudgePool
 from asyncrl.rewards.port import Reward, Sample
 
@@ -52,7 +52,7 @@ class JsonSchemaReward:
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
         """Return 1 for JSON that is valid under the schema, else 0; the part is_json says whether it is JSON at all."""
-        texts = [_answer(sample.answer) for sample in samples]
+        texts = [_answer(marked(sample.answer)) for sample in samples]
         are_json = [_is_json(text) for text in texts]
         schema = self._schema if self._schema is not None else _schema_of(samples[0].label)
         valid = await self._judges.ask([[schema, text] for text in texts])

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from asyncrl.rewards.answers import marked
 from asyncrl.rewards.labels import label_texts
 from asyncrl.rewards.port import Reward, Sample
 
@@ -35,7 +36,7 @@ class RougeReward:
         self._metric = options.metric
 
     def __call__(self, sample: Sample) -> Reward:
-        found = words(sample.answer)
+        found = words(marked(sample.answer))
         scores = [scored(found, label) for label in _labels(sample.label)]
         parts = {name: max(score[name] for score in scores) for name in scores[0]}
         return Reward(value=parts[self._metric], parts=parts)

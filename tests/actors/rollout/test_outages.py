@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from asyncrl.environments.builtin import single_turn
 from asyncrl.errors import MaybeOutage, Outage, RewardError
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.health.waits import SERVICE
+from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes
 from tests.harness.buses import first
@@ -202,3 +204,46 @@ async def test_an_outage_between_two_answers_of_a_group_is_one_and_costs_none_of
     actors[0].drain()
     await running
     assert record.message is not None and record.message.rewards == [1.0] * 4
+
+
+async def test_a_service_that_refuses_half_of_the_requests_costs_no_answer(bus: Any) -> None:
+    """Only what was refused is asked again, and as long as each try gets some through, it is no answer's fault."""
+    asked: Counter[int] = Counter()
+
+    async def every_second(sample: Sample) -> float:
+        asked[sample.trajectory.rollout] += 1
+        if asked[sample.trajectory.rollout] <= sample.trajectory.rollout // 2:  # two fewer each time
+            raise InternalServerError
+        return 1.0
+
+    class InternalServerError(Exception):
+        status_code = 500
+
+    reward = GuardedReward(every_second, name="mine", takes_group=False, timeout_seconds=600.0)
+    await publish_prompt(bus, 0, group_size=8)
+    actors = worker(bus, Engine(), reward=reward)
+    running = asyncio.create_task(fakes.run_worker(actors))
+    (record,) = await first(bus, 1)
+    actors[0].drain()
+    await running
+    assert record.message is not None and record.message.rewards == [1.0] * 8
+    assert asked == {at: at // 2 + 1 for at in range(8)}
+
+
+async def test_groups_that_began_before_a_long_outage_wait_for_its_end(
+    loop: Loop, bus_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others got through while they were sampled, but nobody does while they wait."""
+    monkeypatch.setattr(outages, "MOST_TRIES", 5)
+    monkeypatch.setattr(outages, "ALONE_TRIES", 10**6)
+    calls = 0
+
+    def away_for_long(samples: Sequence[Sample]) -> list[Reward]:
+        nonlocal calls
+        calls += 1
+        if 4 < calls < 200:
+            raise Outage("away")
+        return [Reward(value=1.0 + at) for at in range(len(samples))]
+
+    await run_all(loop, worker(await bus_factory(), Engine(), reward=fakes.Judge(away_for_long)))
+    assert calls >= 200 and loop.table.counts["failed"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.messages import Trajectory, VersionSpan
-from asyncrl.rewards.answers import after_thinking, ends_thinking
+from asyncrl.rewards.answers import after_thinking, ends_thinking, marked
 from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.load import load_reward
 from asyncrl.rewards.port import Reward, Sample
@@ -185,7 +186,34 @@ async def test_a_function_reads_marks_or_none_by_choice() -> None:
         prompt_tokens=np.zeros(1, np.int32),
         plain="75",
     )
-    for keeps in (True, False):
+    for keeps in (True, False):  # the answer is found by the marks that were sampled
         section = config.RewardSection(kind=f"{__name__}:shows", keep_special_tokens=keeps)
         (found,) = await load_reward(section)([made])
-        assert isinstance(found, Reward) and found.parts == {"has_mark": float(keeps), "answer_is_5": float(keeps)}
+        assert isinstance(found, Reward) and found.parts == {"has_mark": float(keeps), "answer_is_5": 1.0}
+
+
+async def test_a_thought_that_special_marks_end_has_an_answer_without_them_too() -> None:
+    """A prompt that opens the thought, and marks that are left out: every answer would be empty."""
+    made = replace(sample("7[/THINK]5", label="5", prompt="[THINK]"), plain="75")
+    section = config.RewardSection(kind="exact", keep_special_tokens=False)
+    assert await values(load_reward(section), made) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "opened", ["", "<think>Is it <answer>A</answer>?</think>\n", "Between <answer> and </answer>: "]
+)
+async def test_an_answer_between_answer_marks_is_read_without_them(opened: str) -> None:
+    for kind, label, answer in (
+        ("exact", "5", "5"),
+        ("exact", "<answer>5</answer>", "5"),
+        ("f1", "Paris", "Paris"),
+        ("rouge", "Paris is nice", "Paris is nice"),
+        ("gpqa", "B", "B"),
+        ("dapo", "5", "Answer: 5"),
+        ("json_schema", {"type": "object", "required": ["a"]}, '{"a": 1}'),
+    ):
+        if kind == "exact" and opened.startswith("Between") and "<" in label:
+            continue  # the label is the whole answer
+        text = f"{opened}<answer>\n{answer}\n</answer>" if label != "<answer>5</answer>" else f"{opened}{label}"
+        assert await values(load(kind), sample(text, label=label)) == [1.0], kind
+    assert marked("<answer>5") == "5" and marked("5 <answer></answer>") == "5 <answer></answer>"

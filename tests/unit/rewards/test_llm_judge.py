@@ -72,6 +72,8 @@ async def test_the_last_grade_is_the_reward_between_lowest_and_highest(server: S
         *(("Score: 7", 7.0), ("Score: **7.5**", 7.5), ("Score: 1,5", 1.5), ("Score: 1e1", 10.0), ("Score: .5", 0.5)),
         *(("Score: 10/10", 10.0), ("Score: **7**/10.", 7.0), ("Score: 7 out of 10", 7.0), ("Score: 7 - good", 7.0)),
         *(("Score: [7]", 7.0), ("Score: 7, as 3 of 4 hold", 7.0), ("Score: 7\n- 3 points lost", 7.0)),
+        *(("Score: 7 (out of 10)", 7.0), ("Score: 7 out of ten", 7.0), ("Score: 9\u00a0/\u00a010", 9.0)),
+        *(("Score: 7 points out of 10", 7.0), ("Score: 7 (good)", 7.0), ("Score: 7...", 7.0)),
     ],
 )
 async def test_a_grade_is_read_as_a_judge_writes_it(server: Server, said: str, grade: float) -> None:
@@ -87,6 +89,15 @@ async def test_a_grade_is_read_as_a_judge_writes_it(server: Server, said: str, g
         *("Score: -3", "Score: −3", "Score: 4/5", "Score: 7/100", "Score: 7-8", "Score: 7 to 8", "Score: 70%"),
         *("Score: 1,000", "Score: 1 000", "Score: 7.5.2", "Score: 7/10/3", "Score: 0x7", "Score: 1e400", "Score: 7th"),
         "Score: 9. No:\nScore: ?",
+        *(
+            "Score: 4 (out of 5)",
+            "Score: 4 stars out of 5",
+            "Score: 4 [of 5]",
+            "Score: 4 out of five",
+            "Score: 4 / five",
+        ),
+        *("Score: 4 on a scale of 1 to 5", "Score: 4\u00a0/\u00a05", "Score: 8 -> 6", "Score: 8 → 6", "Score: 7+2"),
+        *("Score: 7~8", "Score: 7…8", "Score: 7 and 8", "Score: 3*2"),
     ],
 )
 async def test_a_grade_of_another_scale_or_of_several_numbers_is_asked_for_again(server: Server, said: str) -> None:

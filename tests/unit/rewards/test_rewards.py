@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,16 @@ async def test_math_judges_what_is_equal_and_reads_the_whole_label() -> None:
         ("The answer is 41.", "42", 0.0),
         ("I do not know", "42", 0.0),
         ("", "42", 0.0),
+        ("The answer is (A).", "A", 1.0),
+        ("**Answer: A**", "A", 1.0),
+        ("**A**", "A", 1.0),
+        ("The answer is A.", "B", 0.0),
+        ("A good start: the answer is 5", "A", 0.0),
+        ("The answer is Paris.", "Paris", 1.0),
+        ("<think>7</think>\n<answer>5</answer>", "5", 1.0),
+        ("<answer>7</answer>", "5", 0.0),
+        ("答案是5。", "5", 1.0),
+        ("so \\boxed 5, not 6", "5", 1.0),
     ]
     labels = [  # and an answer that is right, and one that is wrong
         ("36\\pi", "\\pi \\cdot 36", "36"),
@@ -70,6 +81,21 @@ async def test_math_judges_what_is_equal_and_reads_the_whole_label() -> None:
         ("1/3000", "0.000333", "0.000334"),
         ("She has 12 + 5 = 17 eggs in 2 days.\n#### 17", "17", "2"),
         ("The total is 12 + 5 = 17", "17", "12"),
+        ("B", "\\textbf{(B)}\\ 5", "\\textbf{(A)}\\ 5"),
+        ("\\frac{1}{2}", "½", "2½"),
+        ("1½", "1.5", "0.5"),
+        ("\\frac{3}{2}", "1½", "½"),
+        ("2\\sqrt{3}", "2√3", "2√2"),
+        ("x^2", "x²", "x³"),
+        ("10^{-3}", "10⁻³", "10³"),
+        ("\\infty", "∞", "0"),
+        ("90", "90°", "9°"),
+        ("5", "５", "６"),
+        ("-5", "−5", "5"),
+        ("1234", "1\\,234", "1"),
+        ("1234", "1 234", "234"),
+        ("£5", "5", "4"),
+        ("5", "\\text{5 apples}", "\\text{4 apples}"),
     ]
     samples = [sample(text, label=label) for text, label, _ in answers]
     samples += [sample(f"\\boxed{{{answer}}}", label=label) for label, *both in labels for answer in both]
@@ -202,6 +228,55 @@ async def test_a_score_is_the_reward_and_the_rest_of_the_dict_are_metrics(pred: 
     assert found == Reward(value=0.5, parts={"length": 3.0})
 
 
+def of_easy_r1(sample: Sample) -> dict[str, float]:
+    return {"overall": 0.9, "format": 1.0, "accuracy": 0.8}
+
+
+def of_two_names(sample: Sample) -> dict[str, float]:
+    return {"score": 1.0, "reward": sample.label}
+
+
+async def test_the_names_of_a_whole_reward_of_other_frameworks_are_known() -> None:
+    assert (await load(f"{HERE}:of_easy_r1")([sample()])) == [Reward(value=0.9, parts={"format": 1.0, "accuracy": 0.8})]
+    assert await values(load(f"{HERE}:of_two_names"), sample(label=1)) == [1.0]
+    with pytest.raises(RewardError, match="has score and reward, which differ"):
+        await load(f"{HERE}:of_two_names")([sample(label=0.5)])
+
+
+def of_trl(completions, **kwargs):  # type: ignore[no-untyped-def]
+    return [1.0 for _ in completions]
+
+
+def of_verls_signature(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
+    return 1.0
+
+
+@pytest.mark.parametrize(("name", "framework"), [("of_trl", "TRL"), ("of_verls_signature", "verl")])
+def test_a_function_with_the_arguments_of_another_framework_is_refused_with_its_wrapper(
+    name: str, framework: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"as in {framework}; write .* def reward\\(sample\\): return theirs"
+    ) as caught:
+        load(f"{HERE}:{name}")
+    assert "\n" not in str(caught.value)
+
+
+def writes_by_torch(sample: Sample) -> float:
+    torch = pytest.importorskip("torch")
+    for array in (sample.trajectory.tokens, sample.parts[0].tokens, sample.prompt_tokens):
+        torch.from_numpy(array).fill_(77)
+    return 1.0
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_function_that_writes_past_read_only_arrays_changes_only_its_copies() -> None:
+    made = sample()
+    made = replace(made, parts=(made.trajectory,))
+    assert await values(load(f"{HERE}:writes_by_torch"), made) == [1.0]
+    assert [*made.trajectory.tokens, *made.prompt_tokens] == [0, 0]
+
+
 def test_a_function_that_needs_the_main_thread_is_named_before_the_run() -> None:
     (line,) = oddities(config.RewardSection(kind="tests.unit.rewards.uses_math_verify:guarded"))
     assert "guarded: it runs in a thread" in line and "parsing_timeout=None" in line
@@ -286,6 +361,22 @@ def too_few(samples: Sequence[Sample]) -> list[float]:
     return [1.0]
 
 
+def a_set(samples: Sequence[Sample]) -> set[float]:
+    return {0.0, 1.0}
+
+
+def some_bytes(samples: Sequence[Sample]) -> bytes:
+    return b"01"
+
+
+def nothing(sample: Sample) -> dict[str, float]:
+    return {}
+
+
+def nan_part(sample: Sample) -> dict[str, float]:
+    return {"a": 1.0, "b": math.nan}
+
+
 def one_number(samples: Sequence[Sample]) -> float:
     return 1.0
 
@@ -308,6 +399,10 @@ def one_number(samples: Sequence[Sample]) -> float:
         ("endless", r"must be a number, a Reward or a dict of parts, got 10+\.\.\.$"),
         ("unreadable", "must be a number, a Reward or a dict of parts, got an Unreadable$"),
         ("too_few", "returned 1 rewards for 2 samples$"),
+        ("a_set", "must return a list of rewards, returned {0.0, 1.0}$"),
+        ("some_bytes", "must return a list of rewards, returned b'01'$"),
+        ("nothing", "is an empty dict: {}$"),
+        ("nan_part", "b is nan$"),
         ("one_number", "must return a list of rewards, returned 1.0$"),
     ],
 )
