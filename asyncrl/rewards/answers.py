@@ -51,7 +51,7 @@ def after_thinking(text: str, *, prompt: str = "") -> str:
 
 
 def marked(answer: str) -> str:
-    """Return what stands in the last <answer>...</answer>, as R1's prompt asks for it; all of ``answer`` without one."""
+    """Return what stands in the last <answer>...</answer>, as R1's prompt asks for it; else all of it."""
     found = [text for text in _MARKED.findall(answer) if text.strip()]
     return found[-1].strip() if found else answer
 
