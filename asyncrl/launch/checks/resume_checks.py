@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.actors.learner import checkpoint
+from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.adapters import registry
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
@@ -139,12 +140,14 @@ def name_changes(run: RunConfig, state: LearnerState, *, data: Mapping[str, str]
     """
     from asyncrl.actors.learner.training_step import learning_rates  # imports torch
 
+    say = _learner_log.warning
     try:
         recorded = RecordedRun(run.run_directory)
         begun, before = recorded.last_start(), recorded.newest_settings()
-    except ConfigError:  # no record, or a damaged one
+    except ConfigError as error:
+        if run.run_directory.joinpath(HISTORY_FILE).exists():  # damaged, or of another version of asyncrl
+            say("the settings are not compared with those before, which cannot be read: %s", error)
         return
-    say = _learner_log.warning
     was, now = (config_record.as_table(one, has_defaults=True) for one in (before, run))
     for name in was.keys() - begun.settings.keys():  # an older asyncrl did not record this section
         del was[name], now[name]

@@ -15,6 +15,7 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -40,8 +41,12 @@ log = logging.getLogger("asyncrl.learner")
 
 FILE: Final = "files.jsonl"
 
+_MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_OF_TEXTS: Final = (".txt", ".md", ".jinja", ".jinja2", ".j2", ".yaml", ".yml", ".toml", ".prompt")
+"""Files that code may read, and hardly ever writes."""
+_LONGEST_WORD: Final = 200
 _CODE: Final = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
-_OF_MODELS: Final = (".json", ".jinja", ".txt", ".model", ".py", ".safetensors")
+_OF_MODELS: Final = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".safetensors")
 """Files of a model folder that the learner, the engines or transformers may read."""
 _WHOLE_BYTES: Final = 64 * 2**20
 """Larger files are digested in part, by blocks that are spread evenly: shards of a large model on a slow disk must not
@@ -123,7 +128,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _model(folder: Path) -> dict[str, Any]:
-    found = sorted([*_files_of(folder), *_files_of(folder / "chat_templates")])
+    found = sorted([*_files_of(folder), *_files_of(folder / "additional_chat_templates")])
     paths = [path for path in found if path.suffix in _OF_MODELS]
     with ThreadPoolExecutor(_SIDE_BY_SIDE, "digest") as threads:
         digests = threads.map(_digest, paths)
@@ -171,8 +176,15 @@ def digest_code(text: str) -> dict[str, str]:
     if spec is None or not (places := [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]):
         return {}
     root = Path(places[0]).parent
-    of = package if root in _INSTALLED else ""
-    waiting, names = [address[1]], dict[str, str]()
+    return _follow(address[1], root, of=package if root in _INSTALLED else "")
+
+
+def _follow(module: str, root: Path, *, of: str = "") -> dict[str, str]:
+    """Return the digests of a module below ``root`` and of the modules and texts there that its code names.
+
+    of  the only package that is followed; "" for all below ``root``
+    """
+    waiting, names = [module], dict[str, str]()
     seen = set(waiting)
     while waiting and len(names) < _MOST_FILES:
         module = waiting.pop()
@@ -180,7 +192,11 @@ def digest_code(text: str) -> dict[str, str]:
         if path is None or (of and module.partition(".")[0] != of) or not (digest := _digest(path)):
             continue
         names[str(path.relative_to(root))] = digest
-        new = set(_imports(path, module, is_package=path.name == "__init__.py")) - seen
+        modules, texts = _names_in(path, module)
+        for text in texts:
+            if found := _digest(path.parent / text) or _digest(Path(text)):
+                names[text] = found
+        new = modules - seen
         seen |= new
         waiting += sorted(new)
     return dict(sorted(names.items()))
@@ -194,12 +210,21 @@ def _module_file(root: Path, module: str) -> Path | None:
     return next((path for path in (base.with_name(base.name + ".py"), base / "__init__.py") if path.is_file()), None)
 
 
-def _imports(path: Path, module: str, *, is_package: bool) -> Iterator[str]:
-    """Yield the names of modules that a file may import anywhere in it, and of the packages that they are in."""
+def _names_in(path: Path, module: str) -> tuple[set[str], set[str]]:
+    """Return the names of modules that a file may import anywhere in it, with the packages that they are in, and the
+    names of texts that it may read, such as "judge_prompt.txt"."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, ValueError, SyntaxError, RecursionError):
-        return
+        return set(), set()
+    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    said = {text for text in said if len(text) < _LONGEST_WORD and text.isprintable()}
+    named = {text for text in said if _MODULE.fullmatch(text)}  # importlib.import_module("graders.text")
+    texts = {text for text in said if text.endswith(_OF_TEXTS)}
+    return {*_imports(tree, module, is_package=path.name == "__init__.py"), *named}, texts
+
+
+def _imports(tree: ast.Module, module: str, *, is_package: bool) -> Iterator[str]:
     parents = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         names: list[str] = []
@@ -218,14 +243,24 @@ def _imports(path: Path, module: str, *, is_package: bool) -> Iterator[str]:
 
 
 def _named(text: str) -> dict[str, str]:
-    """Return the digests of the files that a text names: a path, data with a slice, or words of a command."""
+    """Return the digests of the files that a text names: a path, data with a slice, or words of a command.
+
+    Programs in Python are followed to what they import beside them: agent.py, or "-m agent".
+    """
     if len(text) > _LONGEST_NAME or "\0" in text:
         return {}
     words = [text]
     with contextlib.suppress(ValueError):  # a quote without its other half
         words += shlex.split(text)
     paths = {path_and_slice(word)[0] for word in words if "." in word or "/" in word}
-    return {str(path): digest for path in sorted(paths) if (digest := _digest(path))}
+    found = {str(path): digest for path in sorted(paths) if (digest := _digest(path))}
+    for path in map(Path, [*found]):
+        if path.suffix == ".py":
+            found |= {str(path.parent / name): digest for name, digest in _follow(path.stem, path.parent).items()}
+    for before, word in itertools.pairwise(words):
+        if before == "-m" and _MODULE.fullmatch(word):
+            found |= _follow(word, Path()) | _follow(f"{word}.__main__", Path())
+    return found
 
 
 def _digest(path: Path) -> str:

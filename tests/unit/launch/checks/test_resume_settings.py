@@ -157,6 +157,22 @@ def test_names_a_package_of_another_version(
     assert caplog.messages == ['changed since this run was last up: the package asyncrl "0.1" -> "0.2"']
 
 
+def test_says_that_nothing_is_compared_with_a_record_that_cannot_be_read(
+    run: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    resume(run)
+    assert not caplog.messages  # the run has never begun
+    settings = config_record.as_table(run)
+    settings["learner"]["of_another_version"] = 1
+    history = History(run.run_directory / HISTORY_FILE, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=4, settings=settings)
+    history.close()
+    resume(set_to(run, "reward.kind=exact"))
+    (line,) = caplog.messages
+    assert line.startswith("the settings are not compared with those before, which cannot be read: ")
+    assert "of_another_version" in line
+
+
 def test_names_every_other_change_in_a_line(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     begin(run)
     resume(set_to(run, "run.steps=99", "bus.ack_seconds=9"))

@@ -41,6 +41,35 @@ def test_code_is_recorded_with_what_it_imports_beside_it_and_not_run(place: Path
     assert [name for name in changed if changed[name] != before[name]] == ["late.py"]
 
 
+def test_what_code_names_as_text_is_recorded_a_module_or_a_prompt_of_a_judge(place: Path) -> None:
+    (place / "my_reward.py").write_text(
+        "import importlib as i\nlate = i.import_module('late')\nPROMPT = open('judge.txt').read()\nLOG = 'my.jsonl'\n"
+    )
+    for name in ("late.py", "judge.txt", "my.jsonl", "other.txt"):
+        (place / name).write_text(name)
+    assert list(digest_code("my_reward:f")) == ["judge.txt", "late.py", "my_reward.py"]
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("python agent.py", ["agent.py", "tools.py"]),
+        ("python sub/agent.py", ["sub/agent.py", "sub/tools.py"]),
+        ("python -m agent --fast", ["agent.py", "tools.py"]),
+        ("python -m sub", ["sub/__main__.py", "sub/tools.py"]),
+    ],
+)
+def test_a_program_is_recorded_with_what_it_imports(place: Path, command: str, names: list[str]) -> None:
+    (place / "sub").mkdir()
+    for name in ("agent.py", "sub/agent.py"):
+        (place / name).write_text("import tools")
+    for name in ("tools.py", "sub/tools.py"):
+        (place / name).write_text("")
+    (place / "sub" / "__main__.py").write_text("from . import tools")
+    run = config.load(ROOT / "examples" / "demo.toml", [f'rollout.options.harness="{command}"'])
+    assert sorted(digest_files(run)["rollout.options.harness"]) == names
+
+
 @pytest.mark.parametrize("text", ["exact", "asyncrl.rewards.math:MathReward", "no_such:f", "a:b:c", "http://host:1/x"])
 def test_what_is_not_the_users_code_has_no_digest(text: str) -> None:
     assert digest_code(text) == {}
