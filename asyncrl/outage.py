@@ -56,7 +56,7 @@ def outage_kind(error: BaseException) -> str:
         if kind := _connection_kind(one):
             return kind
         if isinstance(group := getattr(one, "exceptions", None), tuple):  # an exception group
-            return max(map(outage_kind, group), key=["", MAYBE, AWAY].index)
+            return max(map(outage_kind, group), key=["", MAYBE, AWAY].index, default="")
         reason = getattr(one, "reason", None)  # urllib's URLError
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
         one = reason if one is None and isinstance(reason, BaseException) else one

@@ -115,7 +115,8 @@ class Verb(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command as from a shell and return its exit code. ``arguments`` default to those of the process."""
-    if arguments is None and sys.getfilesystemencoding() != "utf-8":
+    is_deaf = sys.flags.ignore_environment  # python -I and -E
+    if arguments is None and sys.getfilesystemencoding() != "utf-8" and not is_deaf:
         _begin_again_in_utf8()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a notebook has others

@@ -29,6 +29,7 @@ from asyncrl.launch.assembly import data
 from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.launch.assembly.recorders import answer_writer
 from asyncrl.launch.checks.run_file import check_evaluation
+from asyncrl.logs import print_line
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.evaluation.questions import digest
 from asyncrl.policies.groups.table import GroupTable
@@ -89,7 +90,7 @@ def questions(run: RunConfig, model: SavedModel) -> str:
     """
     sets = data.open_evaluation_sets(_with_model(run, model))
     for line in (line for its in sets for line in its.oddities):
-        print(line, file=sys.stderr, flush=True)
+        print_line(line, out=sys.stderr)
     return digest(sets)
 
 

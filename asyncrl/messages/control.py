@@ -19,7 +19,7 @@ class WeightVersion:
     sha256       hash of model.safetensors, or of the index
     num_bytes    size of all weight files
     num_engines  engines that the learner knows; an eighth of them may load at once
-    resumed_from  policy version from which this incarnation started
+    resumed_from policy version from which this incarnation started
     """
 
     incarnation: int

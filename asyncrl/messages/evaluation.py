@@ -30,7 +30,7 @@ class Evaluation:
     weights      the version; it samples every token of every answer
     num_prompts  number of prompts
     questions    digest of the prompts and of how they are judged (policies/evaluation/questions.py); empty: unknown
-    num_pinned     for place = "shared": number of rollout workers that may keep the version; 0: only dedicated workers
+    num_pinned   for place = "shared": number of rollout workers that may keep the version; 0: only dedicated workers
                  answer
     after        sequence after which the log of answers is read
     is_over      no more answers are needed, and no worker needs to keep the version

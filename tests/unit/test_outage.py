@@ -94,6 +94,12 @@ def test_a_service_that_is_away_is_known_by_every_client(error: BaseException) -
     assert is_outage(error)
 
 
+class Several(Exception):
+    """Of a client that tried nothing."""
+
+    exceptions = ()
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -101,6 +107,7 @@ def test_a_service_that_is_away_is_known_by_every_client(error: BaseException) -
         KeyError("rewards"),
         FileNotFoundError(errno.ENOENT, "no such file"),
         BrokenPipeError(),
+        Several(),
         subprocess.TimeoutExpired("tool", 5),
         ssl.SSLCertVerificationError(1, "self-signed certificate"),
         raised(status(404)),

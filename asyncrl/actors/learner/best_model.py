@@ -22,9 +22,8 @@ class BestModel:
 
     def __init__(self, folder: Path, *, metric: str, resume_points: ResumePoints | None = None) -> None:
         """
-        metric  DATASET/METRIC
-        resume_points   of the learner: a best model of a rolled-back version is replaced by the next model, however
-                good
+        metric         DATASET/METRIC
+        resume_points  of the learner: a best model of a rolled-back version is replaced by the next model, however good
         """
         self._folder = folder
         self._metric = metric

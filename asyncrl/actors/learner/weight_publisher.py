@@ -56,9 +56,9 @@ class WeightPublisher:
         evaluator: Evaluator | None = None,
     ) -> None:
         """
-        waits      the learner's wait tracker
+        waits         the learner's wait tracker
         resumed_from  the policy version that the learner started from
-        evaluator  learns of each stored version before its folder is announced
+        evaluator     learns of each stored version before its folder is announced
         """
         self._evaluator = evaluator
         self._resumed_from = resumed_from

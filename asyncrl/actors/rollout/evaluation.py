@@ -3,8 +3,7 @@
   V1 Nothing begins before the engine has exactly the evaluated version, and the engine keeps it until every answer that
      has begun is done (LoadGate.pin).
   V2 place = "shared": a worker pins a version only with one of the evaluation's ``Evaluation.num_pinned`` leases. When
-  a
-     worker ends, its lease goes to another one.
+     a worker ends, its lease goes to another one.
   V3 A worker that pins a version older than the newest begins no training prompts; those in progress continue.
   V4 A group that needs the worker alone never runs beside another stage. A training group does not begin while a
      version is pinned; an evaluation group does not begin while training samples are in progress. Both are put back

@@ -38,7 +38,7 @@ class DeepScalerReward:
         owners: list[int] = []
         for number, sample in enumerate(samples):
             labels = _labels(sample.label)
-            if not (answer := self.vote(sample.completion)):
+            if not sample.answer or not (answer := self.vote(sample.completion)):
                 continue
             for label in labels:
                 pairs.append([label, f"\\boxed{{{answer}}}"])

@@ -22,6 +22,7 @@ from asyncrl.launch.checks import signal_files
 from asyncrl.launch.checks.signal_files import Files, model_config
 from asyncrl.logs import printable
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
+from asyncrl.policies.audit.entries import HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
 
 _learner_log = logging.getLogger("asyncrl.learner")
@@ -94,8 +95,10 @@ def check_settings(run: RunConfig) -> None:
     Both are compared with what the newest incarnation of the learner recorded. Without a record nothing is compared.
     """
     try:
-        recorded = RecordedRun(run.run_directory)
-        before, files = recorded.newest_settings(), signal_files.recorded(run.run_directory)
+        before, files = (
+            _settings_of(RecordedRun(run.run_directory).last_start()),
+            signal_files.recorded(run.run_directory),
+        )
     except ConfigError:  # no record, or a damaged one
         return
     if not checkpoint.list_complete(run.run_directory / "checkpoints"):
@@ -143,14 +146,13 @@ def name_changes(run: RunConfig, state: LearnerState, *, data: Mapping[str, str]
     say = _learner_log.warning
     try:
         recorded = RecordedRun(run.run_directory)
-        begun, before = recorded.last_start(), recorded.newest_settings()
+        begun = recorded.last_start()
+        before = _settings_of(begun)
     except ConfigError as error:
         if run.run_directory.joinpath(HISTORY_FILE).exists():  # damaged, or of another version of asyncrl
             say("the settings are not compared with those before, which cannot be read: %s", error)
         return
     was, now = (config_record.as_table(one, has_defaults=True) for one in (before, run))
-    for name in was.keys() - begun.settings.keys():  # an older asyncrl did not record this section
-        del was[name], now[name]
     for line in changes(was, now):
         say("resumed with another setting: %s", line)
     for line in _changed_files(signal_files.recorded(run.run_directory), files):
@@ -194,6 +196,11 @@ def name_changes(run: RunConfig, state: LearnerState, *, data: Mapping[str, str]
             ", ".join(f"rollout.{key}" for key in asked),
             f"{count} " if count else "",
         )
+
+
+def _settings_of(begun: HistoryEntry) -> RunConfig:
+    """Return what a learner recorded, to be compared and no more: its bus may be that of another machine."""
+    return config_record.from_table(begun.settings, where=HISTORY_FILE)
 
 
 def _adapters(run: RunConfig) -> str:

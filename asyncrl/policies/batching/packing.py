@@ -46,13 +46,13 @@ class TrainingSequence:
 class MicroBatch:
     """Sequences packed into one row of N tokens; fields as in TrainingSequence, concatenated.
 
-    boundaries  i32[D+1]  sequence d is tokens[boundaries[d]:boundaries[d+1]]
-    sequences   i64[D]    index of each sequence in the packed list; -1 for the filler of ``empty``
-    model_outputs      f32[N] each, by name: per-token outputs of other models ("ref_logprobs", "teacher_logprobs",
-                "old_values", "returns"). Aligned like everything else: a value that belongs to choosing token n is at
-                n, so the old value of the state in which it was chosen is the critic's output at token n - 1
-    experts     empty if no sequence has any
-    recorded    the ``sequences`` whose per-token results the step must report (StepResult.tokens)
+    boundaries     i32[D+1]  sequence d is tokens[boundaries[d]:boundaries[d+1]]
+    sequences      i64[D]    index of each sequence in the packed list; -1 for the filler of ``empty``
+    model_outputs  f32[N] each, by name: per-token outputs of other models ("ref_logprobs", "teacher_logprobs",
+                   "old_values", "returns"). Aligned like everything else: a value that belongs to choosing token n is
+                   at n, so the old value of the state in which it was chosen is the critic's output at token n - 1
+    experts        empty if no sequence has any
+    recorded       the ``sequences`` whose per-token results the step must report (StepResult.tokens)
     """
 
     tokens: NDArray[np.int32]

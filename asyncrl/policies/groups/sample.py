@@ -238,10 +238,10 @@ def sample_of(
 ) -> GroupSample:
     """Return the sample of a group, not decoded yet.
 
-    resume_points       None if the staleness of the answers is unknown
-    bound       staleness bound per token, if the step leaves out older tokens (staleness.discard = "tokens")
-    advantages  f32[T] of each answer, 0 where the policy sampled nothing
-    trainer     f32[2, T] of each answer: trainer logprobs and entropies, NaN where nothing was trained
+    resume_points  None if the staleness of the answers is unknown
+    bound          staleness bound per token, if the step leaves out older tokens (staleness.discard = "tokens")
+    advantages     f32[T] of each answer, 0 where the policy sampled nothing
+    trainer        f32[2, T] of each answer: trainer logprobs and entropies, NaN where nothing was trained
     """
     at = step - 1 if fate == "trained" else step
     answers = [

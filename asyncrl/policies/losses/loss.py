@@ -32,7 +32,7 @@ class LossInputs:
     is_fresh           bool[M]  True if the version being trained sampled every token of the sequence
     staleness          i32[M]   version being trained - version that sampled the token
     sequence           i64[M]   index of the token's sequence among the micro-batch's ``num_sequences``, non-decreasing
-    model_outputs             f32[M] each, by name: outputs of other models, and values computed over the whole batch
+    model_outputs      f32[M] each, by name: outputs of other models, and values computed over the whole batch
                        (packing.MicroBatch)
     """
 

@@ -123,8 +123,9 @@ class EndpointServer:
         with contextlib.suppress(ConnectionError):  # the client hung up; the answer is kept for a retry
             await reply.prepare(request)
             await reply.write_eof()
-            session.receive(record)
-            self._last_answers[request.protocol] = (session, record)
+            if request.transport is not None:  # else its connection has ended meanwhile
+                session.receive(record)
+                self._last_answers[request.protocol] = (session, record)
         return reply
 
     async def _record(

@@ -152,6 +152,9 @@ class Session:
             return record
         prepared = [await self.prepare_aside(request)] * request.count
         tasks = self._refuse_late()
+        if (record := _find_unreceived(records, is_retry=is_retry)) is not None:  # repeated while it was prepared
+            record.is_listening = is_listening
+            return record
         numbers = range(self._num_calls, self._num_calls + len(prepared))
         self._num_calls += len(prepared)
         task = tasks.create_task(self._sample_all(prepared, numbers))

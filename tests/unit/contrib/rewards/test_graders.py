@@ -114,6 +114,8 @@ async def test_deepscaler_judges_the_box_after_the_thinking() -> None:
     ]
     await assert_rewards("deepscaler", cases)
     await assert_rewards("deepscaler", [("\\boxed{2}", "2", 1.0)], needs_thinking=False)
+    guess = sample("Perhaps \\boxed{2}", label="2", prompt="1 + 1?<think>\n")
+    assert await values(load("deepscaler", needs_thinking=False), guess) == [0.0]
 
 
 # -- choices and text --------------------------------------------------------------------------------------------------

@@ -245,6 +245,25 @@ async def test_while_a_long_prompt_is_read_others_are_answered() -> None:
     assert client.check() == 2
 
 
+async def test_a_long_prompt_that_is_asked_again_while_it_is_read_is_sampled_once() -> None:
+    watched, engine = Watched(), Scripted(["one", "two"])
+    body = json.dumps({"messages": [{"role": "user", "content": "a b c " * 15_000}]}).encode()
+    async with Client(engine, chat_format=watched) as client:
+        url, key, reading = client.server.url + "/v1/chat/completions", client.session.key, client.session._long_prompts
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as hasty:
+            asking = asyncio.create_task(hasty.post(url, data=body).__aenter__())
+            while not reading.locked():
+                await asyncio.sleep(0.001)
+            asking.cancel()
+            await asyncio.wait((asking,))
+        again = asyncio.create_task(client.post("/v1/chat/completions", body))
+        while not reading._waiters:
+            await asyncio.sleep(0.001)
+        watched.gate.set()
+        assert (await again)["choices"][0]["message"]["content"] == "one"
+    assert len(engine.given) == client.check() == 1
+
+
 async def test_a_request_that_does_not_arrive_is_nobodys_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

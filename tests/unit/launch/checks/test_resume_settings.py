@@ -195,6 +195,17 @@ def test_names_every_other_change_in_a_line(run: RunConfig, caplog: pytest.LogCa
     ]
 
 
+def test_says_nothing_of_the_bus_of_a_learner_that_ran_elsewhere(
+    run: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The address is that of the run file, and the recorded one is not used for anything."""
+    own = set_to(run, "bus.url=nats://bus:4222")
+    begin(own)
+    resume_checks.check_settings(own)
+    resume(own)
+    assert not caplog.messages
+
+
 def test_names_only_the_changed_key_of_a_data_set_and_never_a_secret() -> None:
     def table(**more: object) -> dict[str, object]:
         return {"evaluation": {"datasets": [{"name": "one", "samples": 1}, {"name": "two", "samples": 2} | more]}}
