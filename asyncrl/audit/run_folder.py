@@ -1,7 +1,7 @@
 """A run as recorded by its folder: history, settings, checkpoint, metrics, and the bus that it left behind.
 
 Looking at a folder runs none of its code and sends no secrets: a folder may be a stranger's. So the recorded address of
-the bus, its credentials and a bus class count only where the run ran, or if the user names them
+the bus, its credentials and a bus class count only where the run ran and for its user, or if the user names them
 (tests/integration/security/test_foreign_folder.py).
 
 Nothing here changes the run. The bus is that of the running run, or a nats-server that is started on the run's store
@@ -15,7 +15,9 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,9 +97,10 @@ def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bo
 
 
 class RecordedRun:
-    """The records in a run's folder. Methods raise ConfigError for a folder that holds no run."""
+    """The records in a run's folder. Raises ConfigError for one with pipes; methods do so for one without a run."""
 
     def __init__(self, directory: Path) -> None:
+        _refuse_devices(directory)
         self.directory = directory
         self.history_file = directory / HISTORY_FILE
         self._has_said = False
@@ -133,13 +136,21 @@ class RecordedRun:
 
     def _settings(self, begun: HistoryEntry, overrides: Iterable[str] = ()) -> RunConfig:
         table, items = copy.deepcopy(dict(begun.settings)), list(overrides)
-        if begun.host != process_space():
-            self._forget_bus(table, named={item.partition("=")[0] for item in items})
+        # other users of this machine know its process_space, too
+        where = "elsewhere" if begun.host != process_space() else "" if self._is_ours() else "as another user"
+        if where:
+            self._forget_bus(table, named={item.partition("=")[0] for item in items}, ran=where)
         for item in items:
             config.override(table, item)
         return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun.incarnation}")
 
-    def _forget_bus(self, table: dict[str, Any], *, named: Collection[str]) -> None:
+    def _is_ours(self) -> bool:
+        try:
+            return self.history_file.stat().st_uid == os.geteuid()
+        except OSError:
+            return False
+
+    def _forget_bus(self, table: dict[str, Any], *, named: Collection[str], ran: str) -> None:
         """Keep of the recorded bus only what its store was like, and its credentials if the user names its address."""
         bus = table.get("bus")
         if not isinstance(bus, dict):
@@ -151,9 +162,10 @@ class RecordedRun:
         if forgotten and not self._has_said:
             self._has_said = True
             log.warning(
-                "%s: its learner ran elsewhere, so its recorded %s not used; name what you trust, as in --set "
+                "%s: its learner ran %s, so its recorded %s not used; name what you trust, as in --set "
                 "bus.url=nats://HOST:PORT",
                 self.directory,
+                ran,
                 f"{', '.join(forgotten)} {'is' if len(forgotten) == 1 else 'are'}",
             )
 
@@ -289,6 +301,14 @@ class RecordedRun:
                 "it may just be starting again, so try again in a moment"
             )
         return None
+
+
+def _refuse_devices(directory: Path) -> None:
+    """Raise ConfigError if a record is a pipe or a device, as a stranger's may be: reading it would never end."""
+    with contextlib.suppress(OSError):
+        for path in itertools.chain(directory.iterdir(), directory.glob("checkpoints/*/*")):
+            if path.exists() and not (path.is_file() or path.is_dir() or path.is_socket()):
+                raise ConfigError(f"{path}: is a pipe or a device, which no run has in its folder; remove it")
 
 
 @contextlib.asynccontextmanager

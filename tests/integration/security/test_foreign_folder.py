@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -120,3 +121,23 @@ def test_the_recorded_bus_counts_where_the_run_ran_or_once_the_user_names_its_ad
     assert (found.url, found.credentials, found.kind) == ("nats://mine:2", str(place / "secrets"), BusSection().kind)
     found = RecordedRun(folder).bus_settings(["bus.url=nats://mine:2", "bus.kind=evil_bus:Bus"]).bus
     assert found.kind == "evil_bus:Bus"
+
+
+def test_a_record_of_another_user_of_this_machine_is_as_foreign(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(place, host=process_space(), url="nats://theirs:1", credentials=str(place / "secrets"))
+    monkeypatch.setattr("os.geteuid", lambda: (folder / HISTORY_FILE).stat().st_uid + 1)
+    found = RecordedRun(folder).bus_settings([]).bus
+    assert (found.url, found.credentials) == ("", "")
+
+
+@pytest.mark.parametrize("name", [HISTORY_FILE, "samples.jsonl", "checkpoints/step-00000001/learner.json"])
+def test_a_pipe_in_a_folder_is_refused_and_not_read_for_ever(
+    place: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(place, host="elsewhere")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(folder / name)
+    for verb in ("audit", "samples", "doctor", "top", "trace"):
+        code, _, err = asyncrl(verb, folder, capsys=capsys)
+        assert (code, err.count("\n"), f"{folder / name}: is a pipe or a device" in err) == (2, 1, True), (verb, err)
