@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from asyncrl.backends import frozen
-from asyncrl.backends.gpu_memory import learner_bytes
+from asyncrl.backends.gpu_memory import Phase, learner_bytes
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
 from asyncrl.backends.port import Backend
@@ -69,6 +69,11 @@ class BackendAdapter(Adapter):
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
         return run.learner.ranks if run.learner.device != "cpu" else 0
+
+    @classmethod
+    def memory(cls, run: RunConfig) -> Sequence[Phase]:
+        """Return what a rank needs, phase by phase, an estimate; empty if it is unknown, or the rank is on a CPU."""
+        return ()
 
     @classmethod
     def gpu_bytes(cls, run: RunConfig) -> int:

@@ -1,51 +1,204 @@
-"""The GPU memory that a learner needs at its peak, so that an engine on the same GPU can take the rest.
+"""The memory that a rank of the learner needs, phase by phase: an estimate from the model's folder and the run file.
 
-An estimate from the model's folder and the run file. Constants were fitted on an H200 (docs/results/performance.md,
-"One GPU").
+`asyncrl check` prints it and refuses what cannot fit, and an engine on the learner's GPU takes the rest. Bytes of state
+are exact up to norms and padding. Constants of activations were fitted on an H200 (docs/results/performance.md, "One
+GPU").
+Test: tests/unit/backends/test_gpu_memory.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.backends.frozen import is_trained
 from asyncrl.config.adapter import RunConfig
+from asyncrl.config.layout import Layout
+from asyncrl.errors import ConfigError
+from asyncrl.tensors.adapter_names import module_name
 from asyncrl.tensors.model_tensors import read_shapes
 
 COPIES: Final = 3
-"""Versions of the weights beside the model: the newest, the one being made, and an older one still being written."""
+"""Versions of what is trained, at most: the newest, the one being made, and an older one still being written."""
 _CONTEXT_BYTES: Final = 5 * 2**30
 """CUDA context, NCCL's buffers, kernels' workspaces."""
 _FRAGMENTED: Final = 1.1
 """What torch's allocator holds for each byte of activations."""
 _HEAD_BYTES: Final = 2 * 2**30
 """Logits in float32, a chunk at a time."""
+_RING_BYTES: Final = 5 * 2**29
+"""Blocks for what is not copied for an export: for engines (weights/ring.py) and for the writer of folders."""
+_PIECES_BYTES: Final = 2**30
+"""Offloaded moments that are on the device during an update (megatron/optimizer.py)."""
+_MOST_RANKS: Final = 1024
 
 
-def learner_bytes(run: RunConfig, *, recomputes_all: bool) -> int:
-    """Return the peak bytes of one rank.  recomputes_all: only one activation per layer is kept"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Most bytes of one rank in a phase.  device: on its GPU.  host: besides, for a checkpoint and offloaded moments"""
+
+    name: str
+    device: int
+    host: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """Bytes of a rank that last.
+
+    weights    of the policy and its adapters
+    gradients  with the float32 copies of what is trained
+    moments    of AdamW
+    copy       one version of what an export copies
+    frozen     reference and teacher
+    saved      of a checkpoint
+    """
+
+    weights: float
+    gradients: float
+    moments: float
+    copy: float
+    frozen: float
+    saved: float
+
+    @property
+    def loaded(self) -> float:
+        return self.weights + self.gradients + self.frozen
+
+
+def phases(run: RunConfig, *, recomputes_all: bool, offloads_moments: bool = False) -> tuple[Phase, ...]:
+    """Return what a rank needs.  recomputes_all: only one activation per layer is kept. Raises WeightsError."""
     folder = Path(run.model.path)
-    shapes = read_shapes(folder)
+    state = _state(run, read_shapes(folder), run.learner.layout)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    layout, width = run.learner.layout, 2 if run.model.dtype == "bfloat16" else 4
-    parameters = sum(map(math.prod, shapes.values())) / (layout.tensor * layout.pipeline)
-    rank = run.learner.lora.rank
-    adapters = (
-        rank * sum(sum(shape) for shape in shapes.values() if len(shape) == 2) / (layout.tensor * layout.pipeline)
-    )
-    trained = adapters if rank else parameters
-    sharded = 12 / max(1, run.learner.data_parallel)  # float32 weights and both moments
-    state = width * parameters + trained * (4 + sharded)
-    has_reference = run.reference is not None and bool(run.reference.kl_coef)
-    copies = width * parameters * (COPIES + int(has_reference))
     passes = _FRAGMENTED * (_passes(run, config, recomputes_all=recomputes_all) + _HEAD_BYTES)
-    return int(state + copies + passes + _CONTEXT_BYTES)
+    loaded, versions = state.loaded + _CONTEXT_BYTES, COPIES * state.copy + _is_kept(run) * _RING_BYTES
+    host = state.moments if offloads_moments else 0
+    in_passes, in_update = (0, min(_PIECES_BYTES, state.moments)) if offloads_moments else (state.moments,) * 2
+    return (
+        Phase(name="load", device=int(loaded), host=int(host)),
+        Phase(name="step", device=int(loaded + versions + in_passes + passes), host=int(host)),
+        Phase(name="update", device=int(loaded + versions + in_update), host=int(host)),
+        Phase(name="checkpoint", device=int(loaded + versions + in_passes), host=int(host + state.saved)),
+    )
+
+
+def learner_bytes(run: RunConfig, *, recomputes_all: bool, offloads_moments: bool = False) -> int:
+    """Return the peak bytes of one rank whose GPU an engine shares."""
+    found = phases(run, recomputes_all=recomputes_all, offloads_moments=offloads_moments)
+    handed_over = 0.0  # an engine beside it maps a whole version
+    if _is_kept(run):
+        handed_over = _state(run, read_shapes(Path(run.model.path)), run.learner.layout).weights
+    return int(max(phase.device for phase in found) + handed_over)
+
+
+def refuse(run: RunConfig, *, total: int, offloads_moments: bool) -> None:
+    """Raise ConfigError if weights, optimizer and one version cannot be in ``total`` bytes of a GPU, whatever the row.
+
+    The error names the smallest layout that would fit.
+    """
+    shapes = read_shapes(Path(run.model.path))
+    needed = _least(_state(run, shapes, run.learner.layout), offloads_moments=offloads_moments)
+    if needed <= total:
+        return
+    remedies = [] if run.learner.lora.rank else ["learner.lora"]
+    if not offloads_moments and _least(_state(run, shapes, run.learner.layout), offloads_moments=True) <= total:
+        remedies.append("learner.options.offload_optimizer = true")
+    has_experts = any(".experts." in name for name in shapes)
+    key = "expert_parallel" if has_experts else "tensor_parallel"
+    ranks = 2 * run.learner.ranks
+    while ranks <= _MOST_RANKS:
+        split = ranks if has_experts else min(ranks, 8)
+        changes: dict[str, Any] = {"ranks": ranks, key: split}
+        try:
+            learner = dataclasses.replace(run.learner, **changes)
+        except ConfigError:
+            break
+        if _least(_state(run, shapes, learner.layout), offloads_moments=offloads_moments) <= total:
+            remedies.append(f"learner.ranks = {ranks} with {key} = {split}")
+            break
+        ranks *= 2
+    raise ConfigError(
+        f"learner: a rank needs {needed / 2**30:.0f} GiB for weights, optimizer and one version without any "
+        f"activation, and its GPU has {total / 2**30:.0f} GiB; use {' or '.join(remedies) or 'a smaller model'}"
+    )
+
+
+def _least(state: _State, *, offloads_moments: bool) -> float:
+    return state.loaded + state.copy + (min(_PIECES_BYTES, state.moments) if offloads_moments else state.moments)
+
+
+def _is_kept(run: RunConfig) -> bool:
+    """Whether exports are of adapters merged into weights that are not copied."""
+    return bool(run.learner.lora.rank) and run.learner.lora.publish == "merged"
+
+
+def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> _State:
+    width = 2 if run.model.dtype == "bfloat16" else 4
+    learner, lora = run.learner, run.learner.lora
+    main = 4 if width == 2 else 0
+    own = adapters = copied = gradients = moments = saved = 0.0
+    for name, shape in shapes.items():
+        numbers = math.prod(shape) * _share(name, shapes, layout)
+        is_expert = ".experts." in name
+        replicas = layout.ranks // (
+            layout.pipeline * (layout.expert * layout.expert_tensor if is_expert else layout.tensor)
+        )
+        if not _shares_optimizer(run):
+            replicas = 1
+        own += numbers
+        trained = numbers if is_trained(name, freeze=learner.freeze, train_only=learner.train_only) else 0.0
+        if lora.rank:
+            module = module_name(name)
+            is_adapted = len(shape) == 2 and bool(module) and ("all-linear" in lora.modules or module in lora.modules)
+            trained = lora.rank * sum(shape) * _share(name, shapes, layout) if is_adapted else 0.0
+            adapters += trained
+        gradients += trained * (4 + main / replicas)
+        moments += trained * 8 / replicas
+        saved += ((0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + 8)) / replicas
+        # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
+        is_gathered = layout.tensor > 1 and not is_expert and not (lora.rank and lora.publish == "adapter")
+        of_stage = layout.expert * layout.expert_tensor if is_expert else layout.tensor
+        copied += (numbers if is_gathered else trained) * of_stage / layout.exporters_of_stage
+    reference = run.reference
+    others = [] if run.teacher is None else [run.teacher.path]
+    if reference is not None and reference.kl_coef and not (lora.rank and reference.path in ("", run.model.path)):
+        others.append(reference.path or run.model.path)
+    frozen = 0.0
+    for path in others:
+        sizes = shapes if path == run.model.path else read_shapes(Path(path))
+        frozen += sum(math.prod(size) * _share(name, sizes, layout) for name, size in sizes.items())
+    return _State(
+        weights=width * (own + adapters),
+        gradients=gradients,
+        moments=moments,
+        copy=width * copied,
+        frozen=width * frozen,
+        saved=saved,
+    )
+
+
+def _share(name: str, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> float:
+    """Return the share of a tensor that one rank holds; of embedding and output layer, the largest of any stage."""
+    if ".experts." in name:
+        return 1 / (layout.expert * layout.expert_tensor * layout.pipeline)
+    if ".layers." in name:
+        return 1 / (layout.tensor * layout.pipeline)
+    is_second = layout.pipeline > 1 and "lm_head" in name and any("embed_tokens" in other for other in shapes)
+    return 0.0 if is_second else 1 / layout.tensor  # the first stage has the embedding, the last one the output layer
+
+
+def _shares_optimizer(run: RunConfig) -> bool:
+    return bool(run.learner.options.get("distributed_optimizer", True))
 
 
 def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> float:
-    """Return the bytes of activations of one packed row, and of the output layer's gradient."""
+    """Return the bytes of activations of one packed row, and of the output layer's gradient, if it is trained."""
     hidden, layers = config.get("hidden_size", 0), config.get("num_hidden_layers", 0)
     heads = config.get("num_attention_heads", 1)
     head = config.get("head_dim") or hidden // max(heads, 1)
@@ -57,4 +210,5 @@ def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> 
     kept = 2 * hidden * layers + of_layer if recomputes_all else of_layer * layers
     layout = run.learner.layout
     tokens = run.learner.micro_batch_tokens / (layout.tensor * layout.context)
-    return float(tokens * kept / layout.pipeline + 6 * config.get("vocab_size", 0) * hidden / layout.tensor)
+    of_head = 0 if run.learner.lora.rank else 6 * config.get("vocab_size", 0) * hidden / layout.tensor
+    return float(tokens * kept / layout.pipeline + of_head)

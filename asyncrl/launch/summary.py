@@ -18,6 +18,7 @@ from asyncrl.launch.processes import gpus
 from asyncrl.rewards.load import oddities as reward_oddities
 
 if TYPE_CHECKING:
+    from asyncrl.backends.gpu_memory import Phase
     from asyncrl.policies import component
 
 
@@ -45,6 +46,7 @@ class Summary:
     oddities     one line for each thing about prompts and reward that is hardly ever meant
     evaluation   number of prompts of each data set of [evaluation]
     gpus         the GPUs of each process, as text
+    memory       what a rank of the learner needs in each phase, an estimate; empty on a CPU
     routing_replay  whether the learner routes tokens to the experts that the engine chose
     """
 
@@ -65,6 +67,7 @@ class Summary:
     oddities: tuple[str, ...]
     evaluation: Mapping[str, int]
     gpus: str
+    memory: tuple[Phase, ...]
     routing_replay: registry.RoutingReplay
 
     @property
@@ -145,6 +148,7 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
         oddities=(*looked.oddities, *(line for one in sets for line in one.oddities), *reward_oddities(run.reward)),
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
+        memory=tuple(registry.backend_class(run).memory(run)),
         routing_replay=registry.routing_replay(run),
     )
 
@@ -199,6 +203,7 @@ def _consequences(summary: Summary) -> list[str]:
         f"routing replay    {summary.routing_replay}",
         f"largest group     {summary.largest_group_bytes:,} bytes of {run_config.bus.max_group_bytes:,}",
         f"GPUs              {summary.gpus}",
+        *([f"memory of a rank  {_in_gib(summary.memory)}"] if summary.memory else []),
         f"weights           loaded {run_config.load.replace('_', ' ')}, kept in {run_config.weights_directory}",
         f"files             {run_config.run_directory}",
         *(f"odd               {line}" for line in summary.oddities),
@@ -208,3 +213,9 @@ def _consequences(summary: Summary) -> list[str]:
 def _in_words(one: Component) -> str:
     options = ", ".join(f"{key} = {toml_text(value)}" for key, value in one.options.items())
     return f"{one.name} ({options})" if options else one.name
+
+
+def _in_gib(memory: tuple[Phase, ...]) -> str:
+    on_gpu = ", ".join(f"{phase.name} {phase.device / 2**30:.1f}" for phase in memory)
+    host = max(phase.host for phase in memory)
+    return f"{on_gpu} GiB on its GPU; at most {host / 2**30:.1f} GiB of the host's (estimated)"

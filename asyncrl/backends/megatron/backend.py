@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import flops, frozen, huggingface, lora, models
+from asyncrl.backends import flops, frozen, gpu_memory, huggingface, lora, models
 from asyncrl.backends.adapter import BackendAdapter, optimizer_settings
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.gpu_memory import learner_bytes
 from asyncrl.backends.megatron import refusals, shared_settings
 from asyncrl.backends.megatron.background_save import SavedModel, SavedPart, complete
 from asyncrl.backends.megatron.job import Command, Done, Job, Options, Outputs
@@ -51,7 +50,7 @@ from asyncrl.errors import AsyncRLError, BackendError, CheckpointError, ConfigEr
 from asyncrl.messages import codec
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch, of_one_length
-from asyncrl.tensors.device import resolve_device
+from asyncrl.tensors.device import read_gpu_memory, resolve_device
 from asyncrl.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -94,8 +93,18 @@ class MegatronBackend(BackendAdapter):
         return rank_from_environment(ranks=run.learner.ranks, timeout_seconds=cls.options(run).timeout_seconds)
 
     @classmethod
+    def memory(cls, run: RunConfig) -> Sequence[gpu_memory.Phase]:
+        if resolve_device(run.learner.device, section="learner") == "cpu":
+            return ()
+        options: Options = cls.options(run)
+        recomputes_all, offloads = options.recompute == "full", options.offload_optimizer
+        return gpu_memory.phases(run, recomputes_all=recomputes_all, offloads_moments=offloads)
+
+    @classmethod
     def gpu_bytes(cls, run: RunConfig) -> int:
-        return learner_bytes(run, recomputes_all=cls.options(run).recompute == "full")
+        options: Options = cls.options(run)
+        recomputes_all, offloads = options.recompute == "full", options.offload_optimizer
+        return gpu_memory.learner_bytes(run, recomputes_all=recomputes_all, offloads_moments=offloads)
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:
@@ -120,6 +129,13 @@ class MegatronBackend(BackendAdapter):
             job = cls.make_job(run, models={})
             for key, folder in run.model_paths.items():
                 refuse_options(job, huggingface.read_shape(folder, where=key), where=key)
+        if resolve_device(run.learner.device, section="learner") == "cuda":
+            options: Options = cls.options(run)
+            try:
+                total = read_gpu_memory().total
+            except ConfigError:  # the driver's tool is not there: nothing is known, so nothing is refused
+                return
+            gpu_memory.refuse(run, total=total, offloads_moments=options.offload_optimizer)
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:

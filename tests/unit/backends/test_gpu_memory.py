@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from asyncrl import config
 from asyncrl.backends import gpu_memory
 from asyncrl.config import RunConfig
-from benchmarks.gpu.shapes import SHAPES, sizes
+from asyncrl.errors import ConfigError
+from asyncrl.launch import summary
+from benchmarks.gpu.shapes import SHAPES, num_parameters, sizes
 
 GIB = 2**30
 
@@ -50,3 +54,77 @@ def test_a_model_of_4_b_parameters_leaves_room_for_an_engine(tmp_path: Path, mon
 def test_adapters_need_no_optimizer_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("8B", tmp_path, monkeypatch, "learner.lora.rank=32")
     assert gpu_memory.learner_bytes(run, recomputes_all=True) < 85 * GIB
+
+
+def phases_of(run: RunConfig, **options: bool) -> dict[str, gpu_memory.Phase]:
+    return {phase.name: phase for phase in gpu_memory.phases(run, **{"recomputes_all": True, **options})}
+
+
+# Seen on a CPU, as multiples of the bytes of a rank's share of the model (docs/results/performance.md): full training
+# is 2 bytes a parameter, 4 of its gradient, 4 of its float32 copy and 8 of its moments; data-parallel ranks share the
+# last two.
+LEARNER_RANKS = "learner.ranks=2"
+
+
+@pytest.mark.parametrize(
+    ("shape", "overrides", "loaded", "moments", "saved"),
+    [
+        ("8B", [], 5.0, 4.0, 7.0),
+        ("8B", [LEARNER_RANKS], 4.0, 2.0, 3.5),
+        ("8B", [LEARNER_RANKS, "learner.tensor_parallel=2"], 2.5, 2.0, 3.5),
+        ("30B-A3B:12", [LEARNER_RANKS, "learner.expert_parallel=2"], 2.57, 2.0, 3.5),
+        ("8B", ["learner.lora={rank=16, modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']}"], 1.01, 0.01, 0.02),
+        ("8B", ["learner.freeze=['.']"], 1.0, 0.0, 1.0),
+    ],
+)
+def test_state_is_counted_to_a_twentieth(
+    shape: str,
+    overrides: list[str],
+    loaded: float,
+    moments: float,
+    saved: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_of(shape, tmp_path, monkeypatch, *overrides)
+    of_model = 2 * num_parameters(SHAPES[shape])
+    found = gpu_memory._state(run, dict(sizes(SHAPES[shape])), run.learner.layout)
+    assert found.loaded / of_model == pytest.approx(loaded, rel=0.05)
+    assert found.moments / of_model == pytest.approx(moments, rel=0.1, abs=0.01)
+    assert found.saved / of_model == pytest.approx(saved, rel=0.05, abs=0.02)
+
+
+def test_offloaded_moments_leave_ten_bytes_a_parameter_and_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, parameters = run_of("8B", tmp_path, monkeypatch), num_parameters(SHAPES["8B"])
+    beside = gpu_memory._CONTEXT_BYTES + gpu_memory.COPIES * 2 * parameters
+    plain, offloaded = (phases_of(run, offloads_moments=offloads) for offloads in (False, True))
+    assert plain["update"].device - beside == pytest.approx(18 * parameters, rel=0.01)
+    assert offloaded["update"].device - beside == pytest.approx(10 * parameters + 2**30, rel=0.01)
+    assert offloaded["update"].host == pytest.approx(8 * parameters, rel=0.01)
+
+
+def test_adapters_of_30_b_parameters_copy_nothing_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """58 GB were seen after loading; the model with tied embeddings is 56.3 GiB."""
+    modules = "['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+    run = run_of("30B-A3B:48", tmp_path, monkeypatch, f"learner.lora={{rank=32, modules={modules}}}")
+    found = phases_of(run)
+    assert 56 * GIB < found["load"].device - gpu_memory._CONTEXT_BYTES < 58 * GIB
+    assert found["update"].device < 1.1 * found["load"].device
+    assert found["checkpoint"].host < GIB
+    assert re.search(
+        r"load 6\d\.\d, step .* update .* checkpoint .* GiB on its GPU", summary._in_gib(tuple(found.values()))
+    )
+
+
+def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = functools.partial(gpu_memory.refuse, total=140 * GIB)
+    refuse(run_of("4B", tmp_path, monkeypatch), offloads_moments=False)
+    refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=True)
+    with pytest.raises(ConfigError, match=r"a rank needs 1\d\d GiB .* has 140 GiB; use learner.lora or .*offload_opt"):
+        refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False)
+    mixture = run_of("30B-A3B:48", tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match=r"use learner.lora or learner.ranks = 8 with expert_parallel = 8$") as caught:
+        refuse(mixture, offloads_moments=False)
+    assert "\n" not in str(caught.value)
