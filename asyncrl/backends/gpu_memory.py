@@ -135,7 +135,7 @@ def _least(state: _State, *, offloads_moments: bool) -> float:
 
 def _is_kept(run: RunConfig) -> bool:
     """Whether exports are of adapters merged into weights that are not copied."""
-    return bool(run.learner.lora.rank) and run.learner.lora.publish == "merged"
+    return bool(run.learner.lora.rank) and run.learner.lora.publish == "merged" and not run.run.colocated
 
 
 def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> _State:
@@ -162,9 +162,11 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
         moments += trained * 8 / replicas
         saved += ((0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + 8)) / replicas
         # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
-        is_gathered = layout.tensor > 1 and not is_expert and not (lora.rank and lora.publish == "adapter")
+        is_whole = (layout.tensor > 1 and not is_expert) or run.run.colocated
+        if lora.rank and lora.publish == "adapter":
+            is_whole = False
         of_stage = layout.expert * layout.expert_tensor if is_expert else layout.tensor
-        copied += (numbers if is_gathered else trained) * of_stage / layout.exporters_of_stage
+        copied += (numbers if is_whole else trained) * of_stage / layout.exporters_of_stage
     reference = run.reference
     others = [] if run.teacher is None else [run.teacher.path]
     if reference is not None and reference.kl_coef and not (lora.rank and reference.path in ("", run.model.path)):

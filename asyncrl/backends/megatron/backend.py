@@ -86,6 +86,7 @@ class MegatronBackend(BackendAdapter):
             options=cls.options(run),
             transformer=run.learner.megatron,
             quantization=run.weights.quantization,
+            takes_turns=run.run.colocated,
         )
 
     @classmethod

@@ -55,6 +55,7 @@ class Job:
 
     transformer   extra fields of Megatron's TransformerConfig
     quantization  format of exports (tensors/quantized_model.py); empty: the folder's dtype
+    takes_turns   the models leave the device while engines read an export, which is then a copy of everything
     """
 
     models: Mapping[str, AuxiliaryModel]
@@ -66,6 +67,7 @@ class Job:
     options: Options
     transformer: Mapping[str, Any] = field(default_factory=dict)
     quantization: str = ""
+    takes_turns: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:

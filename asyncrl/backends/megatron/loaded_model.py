@@ -41,6 +41,7 @@ class LoadedModel:
         self._temperature = job.temperature
         self._layout = job.layout
         self._quantization = job.quantization
+        self._takes_turns = job.takes_turns
         self._rank = dist.get_rank()
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
@@ -186,9 +187,9 @@ class LoadedModel:
         """Export this rank's part; see Backend.
 
         Memory besides the copy: a bucket of gathered tensors and one parameter. Frozen parameters that this rank has
-        whole are not copied, only their adapters.
+        whole are not copied, only their adapters, unless they leave the device while engines read them.
         """
-        if self._quantization:
+        if self._quantization or self._takes_turns:
             tensors = ((name, tensor) for name, tensor in self._exported(keeps=False) if not isinstance(tensor, Kept))
             return Snapshot.from_tensors(quantized_model.quantize_tensors(tensors, self._quantization))
         return Snapshot.from_tensors(self._exported(keeps=True))

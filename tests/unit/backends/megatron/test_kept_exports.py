@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
+from asyncrl.backends.port import Offloads
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import LAYOUT_RANKS, SETTINGS, distance, sequences, shares, started, tiny_model, weights
@@ -104,3 +105,20 @@ def test_a_version_that_is_written_late_is_of_its_step(tmp_path: Path) -> None:
         for number, snapshot in enumerate(snapshots):
             version = channel.publish(snapshot, incarnation=0, policy_version=number)
             assert is_same(load_file(Path(version.uri) / "model.safetensors"), expected[number])
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_an_export_outlives_models_that_leave_the_device(takes_turns: bool, tmp_path: Path) -> None:
+    """run.colocated: engines take the weights from the learner's memory while its models are away."""
+    folder = tiny_model(tmp_path / "base")
+    with started("megatron-1", folder, optimizer=ALL, takes_turns=takes_turns) as backend:
+        backend.step(shares("megatron-1", sequences()), learning_rate=0.05)
+        expected, snapshot = all_bits(copied(backend)), backend.export()
+        assert all(bucket.is_kept != takes_turns for bucket in snapshot.buckets)
+        assert isinstance(backend, Offloads)
+        if takes_turns:
+            backend.offload()
+        assert is_same(dict(snapshot.tensors()), expected)
+        if takes_turns:
+            backend.onload()
+        assert is_same(dict(snapshot.tensors()), expected)
