@@ -120,6 +120,8 @@ def process_state(pid: int) -> Literal["", "running", "stopped", "gone"]:
 
 def is_alive(pid: int) -> bool:
     """Whether a process of this machine has this id and has not ended. One that its parent has not reaped has ended."""
+    if pid <= 0:  # those are no processes, but groups of them
+        return False
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

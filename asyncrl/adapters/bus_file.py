@@ -59,7 +59,7 @@ def read_address(directory: Path, *, is_worker: bool = False) -> tuple[str, str]
             )
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         problem = f"{path}: is damaged"
         remedy = "end the run that is up there with Ctrl-C, and continue it with `asyncrl run FILE --resume`"
     raise NoSuchRun(f"{problem}; {remedy}")
@@ -69,7 +69,7 @@ def launcher_pid(directory: Path) -> int:
     """Return the process id of the `asyncrl run` that is up in ``directory``, as recorded there; 0 if there is none."""
     try:
         pid = int(json.loads((directory / BUS_FILE).read_text())["pid"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0
     return pid if is_alive(pid) else 0
 
@@ -83,7 +83,7 @@ def may_be_up(directory: Path) -> bool:
         host = json.loads((directory / BUS_FILE).read_text())["host"]
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError):  # damaged
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged
         return True
     return bool(host != process_space() or launcher_pid(directory))
 

@@ -63,7 +63,7 @@ def _best_model(run_config: RunConfig) -> str:
         found = json.loads((folder / "evaluation.json").read_text())
         step, value = int(found["step"]), float(found["value"])
         is_its_metric = found["metric"] == metric
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
     return f"best model in {folder}: {metric} {value:.3f} at step {step}" if metric and is_its_metric else ""
 

@@ -68,7 +68,7 @@ def tools_of(row: Mapping[str, Any], data: config.DataSection, where: str) -> li
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: {data.tools_key!r} is not JSON: {error}") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"{where}: {data.tools_key!r} must be a list of tools, each a JSON schema in an object")

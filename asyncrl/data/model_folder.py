@@ -196,7 +196,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     if (path / _INDEX).is_file():
         try:
             names = sorted(set(json.loads((path / _INDEX).read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path / _INDEX}: {type(error).__name__}: {error}") from None
         missing = [name for name in names if not (path / name).is_file()]
         if missing:

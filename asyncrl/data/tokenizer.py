@@ -58,7 +58,7 @@ def is_generic(path: Path) -> bool:
 def _table(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -110,7 +110,7 @@ class EmbeddedServer:
         try:
             before = json.loads((self.directory / _JOINING_FILE).read_bytes())
             port, password = before["port"], before["password"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return
         if type(port) is int and 0 < port < 65536 and isinstance(password, str) and password:
             self._remembered_port, self._passwords[worker_user(ANY)] = port, password

@@ -141,3 +141,14 @@ def test_a_pipe_in_a_folder_is_refused_and_not_read_for_ever(
     for verb in ("audit", "samples", "doctor", "top", "trace"):
         code, _, err = asyncrl(verb, folder, capsys=capsys)
         assert (code, err.count("\n"), f"{folder / name}: is a pipe or a device" in err) == (2, 1, True), (verb, err)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"url": "nats://127.0.0.1:9", "token": "", "pid": -1, "host": "HERE"}']
+)
+def test_a_hostile_bus_file_is_one_line(place: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(place, host="elsewhere")
+    (folder / "bus.json").write_text(text.replace("HERE", process_space()))
+    code, _, err = asyncrl("doctor", folder, capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1) and ("is damaged" in err or "was killed" in err)
+    assert asyncrl("audit", folder, capsys=capsys)[::2] == (0, "")

@@ -238,5 +238,5 @@ def with_parsed_arguments(message: Json) -> Json:
 def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -364,7 +364,7 @@ def as_object(arguments: str) -> Json:
     """Parse a call's arguments (JSON text) into an object, because Anthropic's clients always expect one."""
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = arguments
     return found if isinstance(found, dict) else {"arguments": found}
 

@@ -212,7 +212,7 @@ async def _read(request: web.Request) -> bytes:
 def _body(raw: bytes) -> Json:
     try:
         found = json.loads(raw, parse_constant=_no_number)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise Refused("the body must be an object")
