@@ -55,18 +55,22 @@ class GpuTurn:
         self._file = file
         return True
 
-    @contextlib.asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Hold the lock while the block is open."""
-        await self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
-
     def release(self) -> None:
         """Release the lock."""
         if self.is_held:
             file, self._file = self._file, -1
             fcntl.flock(file, fcntl.LOCK_UN)  # a child forked in between also has the file open
             os.close(file)
+
+
+@contextlib.asynccontextmanager
+async def held(turn: GpuTurn | None) -> AsyncIterator[None]:
+    """Hold the lock while the block is open; does nothing without one."""
+    if turn is None:
+        yield
+        return
+    await turn.acquire()
+    try:
+        yield
+    finally:
+        turn.release()

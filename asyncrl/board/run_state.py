@@ -17,7 +17,8 @@ from typing import Any, Final
 from asyncrl.board.lanes import Activity, Lanes, change, head
 from asyncrl.board.recorded_lanes import rank_name, recorded_lanes
 from asyncrl.metrics.trace import rank_tokens
-from asyncrl.policies.health.vital_signs import ALARMS, WATCHED, verdict, vital_signs
+from asyncrl.policies.health.conditions import ALARMS
+from asyncrl.policies.health.vital_signs import WATCHED, verdict, vital_signs
 
 # -- curves and histograms ---------------------------------------------------------------------------------------------
 

@@ -164,11 +164,15 @@ def _require_rewards(table: Mapping[str, Any], *, where: Path) -> None:
 
 
 def _recorded_sections(recorded: RecordedRun) -> dict[str, Any]:
-    """Return the recorded settings of the sections ``_OF_RUN``; empty if the record is gone."""
+    """Return the recorded settings of the sections ``_OF_RUN``; empty if the record is gone.
+
+    Not rollout.options: their secrets are hidden, and they may name a program, in a folder that may be a stranger's.
+    """
     try:
         settings = record.as_table(recorded.newest_settings())
     except NoHistory:
         return {}
+    settings["rollout"].pop("options")
     return {name: settings[name] for name in _OF_RUN}
 
 

@@ -1,13 +1,15 @@
 """Decides which values of a run file are secrets. All code that prints, logs, records or sends settings uses it. Pure.
 
 Tables of options have keys that asyncrl does not choose. There, a value is a secret if its key, or a key above it,
-contains a word such as "password" or "headers"; under "token" or "api-key" only texts are. In any text, the credentials
-of an address are secrets: user, password, and query parameters with such words.
+contains a word such as "password" or "headers"; under "token" or "api-key" only texts are. So is what follows such a
+word in a command ("--api-key", "sk-1"). In any text, the credentials of an address are secrets: user, password, and
+query parameters with such words.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -26,6 +28,7 @@ _OWN: Final = ("token",)
 _SERVERS: Final = ("url", "address")
 _ADDRESS: Final = re.compile(r"(?<=://)[^/\s]*@")
 _QUERY: Final = re.compile(r"(?<=[?&])([^=&#\s]+)=[^&#\s]*")
+_FLAG: Final = re.compile(r"(?<!\S)(--?[A-Za-z][\w-]*)([= ])(\S+)")
 
 
 def settings_without_secrets(settings: Any) -> dict[str, dict[str, Any]]:
@@ -45,13 +48,28 @@ def hide_secrets(value: Any, *, key: str = "") -> Any:
         below = {name: f"{key} {name}" if words & (_OF_TEXT | _OF_ANYTHING) else str(name) for name in value}
         return {name: hide_secrets(one, key=below[name]) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [hide_secrets(one, key=key) for one in value]
+        return [
+            HIDDEN if _is_secret_argument(before, one) else hide_secrets(one, key=key)
+            for before, one in itertools.pairwise(("", *value))
+        ]
     is_text = isinstance(value, str)
     if value in ("", None) or isinstance(value, bool):
         return value
     if words & _OF_ANYTHING or (is_text and words & _OF_TEXT):
         return HIDDEN
-    return hide_credentials(value) if is_text else value
+    return _FLAG.sub(_hide_argument, hide_credentials(value)) if is_text else value
+
+
+def _is_secret_argument(flag: Any, value: Any) -> bool:
+    """Whether ``value`` follows a word of a command such as --api-key; --max-tokens 200 is none."""
+    if not (isinstance(flag, str) and flag.startswith("-") and isinstance(value, str)) or value.startswith("-"):
+        return False
+    words = _words(flag)
+    return bool(words & _OF_ANYTHING or (words & _OF_TEXT and not value.isdecimal()))
+
+
+def _hide_argument(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[2]}{HIDDEN}" if _is_secret_argument(found[1], found[3]) else found[0]
 
 
 def hide_credentials(text: str) -> str:

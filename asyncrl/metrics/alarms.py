@@ -52,8 +52,7 @@ class Alarm:
 
     def _warn(self, text: str, *values: object) -> None:
         """Warn of what is seen, and add what it costs and what to do."""
-        condition = CONDITIONS[f"alarm/{self.name}"]
-        self.text = f"{text % values}; {condition.cost} -> {condition.remedy}"
+        self.text = CONDITIONS[f"alarm/{self.name}"].line(text % values)
         log.warning("%s", self.text)
 
 

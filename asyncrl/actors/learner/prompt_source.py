@@ -11,6 +11,7 @@ a learner that dies leaves no prompt that workers cannot begin.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -301,21 +302,19 @@ class PromptSource(Actor):
 
     async def _in_thread(self, read: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Read rows in a thread, and again while a service is away that a source of the user's own asks."""
-        try:
-            return await asyncio.to_thread(read, *arguments, **named)
-        except ConfigError as error:
-            if not is_outage(error):
-                raise
-            self.log.warning("a service is away: %s; its rows are read again until it is back", error)
-            problem = str(error)
-        with self.waits.waiting(problem[:300], on=SERVICE):
+        is_away = False
+        with contextlib.ExitStack() as stack:
             while True:
-                await asyncio.sleep(AWAY_SECONDS)
                 try:
                     return await asyncio.to_thread(read, *arguments, **named)
                 except ConfigError as error:
                     if not is_outage(error):
                         raise
+                    if not is_away:
+                        is_away = True
+                        self.log.warning("a service is away: %s; its rows are read again until it is back", error)
+                        stack.enter_context(self.waits.waiting(str(error)[:300], on=SERVICE))
+                await asyncio.sleep(AWAY_SECONDS)
 
     def _read_again(self, positions: Mapping[int, int]) -> list[_NumberedRow]:
         """Return the rows of groups that were published before, by position. Raises HopelessError if the data no longer

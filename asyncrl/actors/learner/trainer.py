@@ -6,7 +6,6 @@ Learner._step -> Trainer.step -> (thread) train_batch: Backend.forward of other 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.gpu_turn import GpuTurn
+from asyncrl.actors.gpu_turn import GpuTurn, held
 from asyncrl.actors.learner.batcher import PreparedBatch
 from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
@@ -75,7 +74,7 @@ class Trainer:
 
     async def start(self) -> None:
         await self.take_gpus()
-        async with self._start_turn.held() if self._start_turn is not None else contextlib.nullcontext():
+        async with held(self._start_turn):
             await self.call(self._backend.start, what="its backend to start", on="start")
             if self._restore_from is not None:
                 restore = functools.partial(self._backend.restore, self._restore_from)

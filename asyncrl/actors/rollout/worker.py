@@ -14,7 +14,6 @@ The stages ensure W1, W2 and W4 (stage.py). Unfinished groups are saved to the b
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 import uuid
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 
 from asyncrl import messages
 from asyncrl.actors.base import Actor
-from asyncrl.actors.gpu_turn import GpuTurn
+from asyncrl.actors.gpu_turn import GpuTurn, held
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stage import Stage
@@ -63,7 +62,7 @@ class RolloutWorker(Actor):
         """Whether it ended with the run, rather than before it."""
 
     async def start(self) -> None:
-        async with self._start_turn.held() if self._start_turn is not None else contextlib.nullcontext():
+        async with held(self._start_turn):
             with self.waits.waiting("its engine to start", on="start"):
                 await self._engine.engine.start()
 

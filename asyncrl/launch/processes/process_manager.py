@@ -234,7 +234,7 @@ class ProcessManager:
         if not is_refused and any(finding.fault in BUS_FAULTS for finding in findings):
             self._bus_was_away = time.monotonic()
         # The learner warns of its alarms itself, with the numbers of the step.
-        new, ended = self._faults.update(finding for finding in findings if finding.fault not in ALARMS)
+        new, ended = self._faults.update(finding for finding in findings if finding.fault not in ALARMS.values())
         for finding in new if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway
             self.say(printable(finding.line))
         for finding, seconds in ended:

@@ -34,6 +34,10 @@ class Condition:
     remedy: str
     no_room: str = ""
 
+    def line(self, seen: str) -> str:
+        """Return what was seen with what it costs and the remedy."""
+        return f"{seen}; {self.cost} -> {self.remedy}"
+
 
 SPEED: Final = "this costs speed, not correctness"
 RUIN: Final = "the model is getting worse, and every further step costs as much as before"
@@ -152,8 +156,8 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "lower learner.learning_rate",
     ),
 }
-ALARMS: Final = frozenset(condition.fault for number, condition in CONDITIONS.items() if number.startswith("alarm/"))
-"""Faults that the learner itself warns of, with the numbers of the step."""
+ALARMS: Final = {name: condition.fault for name, condition in CONDITIONS.items() if name.startswith("alarm/")}
+"""What the learner itself warns of, with the numbers of the step: metric -> fault."""
 
 
 def findings(seen: Observation) -> Iterable[Finding]:

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl.policies.health.conditions import CONDITIONS
+from asyncrl.policies.health.conditions import ALARMS, CONDITIONS
 from asyncrl.policies.health.faults import Finding
 
 Numbers = Mapping[str, float]
 
-ALARM: Final = "alarm/"
 _NAMES: Final = (
     "reward/mean",
     "reward/same_in_group",
@@ -27,7 +26,6 @@ _NAMES: Final = (
     "rollout/idle_ratio",
     "loss",
 )
-ALARMS: Final = tuple(name for name in CONDITIONS if name.startswith(ALARM))
 WATCHED: Final = (*_NAMES, *ALARMS)
 """Metrics that this file reads."""
 
@@ -109,7 +107,7 @@ def _compared(name: str, now: Numbers, first: Numbers, *, title: str, normal: st
 
 
 def _rings(now: Numbers, *names: str) -> bool:
-    return any(now.get(f"{ALARM}{name}") for name in names)
+    return any(now.get(f"alarm/{name}") for name in names)
 
 
 def verdict(
@@ -121,11 +119,8 @@ def verdict(
     rang      alarm -> the last step at which it was on
     """
     wrong = [f"{finding.cause}; {finding.cost} -> {finding.remedy}" for finding in sorted(findings, key=_urgency)]
-    wrong = wrong or [
-        f"the learner {condition.message}; {condition.cost} -> {condition.remedy}"
-        for name, condition in CONDITIONS.items()
-        if name in ALARMS and now.get(name)
-    ]
+    ringing = [CONDITIONS[name] for name in ALARMS if now.get(name)]
+    wrong = wrong or [condition.line(f"the learner {condition.message}") for condition in ringing]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return False, f"not healthy: {wrong[0]}{more}"

@@ -17,6 +17,7 @@ import asyncrl as package
 from asyncrl import config
 from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.audit.run_folder import RecordedRun, run_at
+from asyncrl.cli import evaluate
 from asyncrl.config import record as config_record
 from asyncrl.config.bus import BusSection
 from asyncrl.errors import AsyncRLError
@@ -152,3 +153,8 @@ def test_a_hostile_bus_file_is_one_line(place: Path, text: str, capsys: pytest.C
     code, _, err = asyncrl("doctor", folder, capsys=capsys)
     assert (code, err.count("\n")) == (2, 1) and ("is damaged" in err or "was killed" in err)
     assert asyncrl("audit", folder, capsys=capsys)[::2] == (0, "")
+
+
+def test_an_evaluation_takes_no_program_from_a_folder(place: Path) -> None:
+    recorded = evaluate._recorded_sections(RecordedRun(write_folder(place, host="elsewhere")))
+    assert "max_new_tokens" in recorded["rollout"] and "options" not in recorded["rollout"]

@@ -94,6 +94,8 @@ def test_path_override_becomes_a_string() -> None:
         {"servers": [{"auth": ["x"]}]},
         {"url": "https://user:x@host/y"},
         {"url": "https://host/y?key=x&n=1"},
+        {"command": ["agent.py", "--api-key", "x", "--token=x", "-v"]},
+        {"harness_options": {"command": "agent.py --n 3 --password x --secret=12345"}},
     ],
 )
 def test_a_secret_is_hidden_wherever_it_is(options: dict[str, Any]) -> None:
@@ -106,6 +108,7 @@ def test_a_secret_is_hidden_wherever_it_is(options: dict[str, Any]) -> None:
         {"max_tokens": 100, "bytes_per_token": 9.5, "use_key": True, "token": ""},
         {"url": "http://host:8000/score?n=1"},
         {"server_arguments": {"mem-fraction-static": 0.8, "list": [1, "two"]}},
+        {"command": ["agent.py", "--max-tokens", "200", "--key", "--n=3"], "stop": "a --tokens 20 b"},
     ],
 )
 def test_values_that_are_not_secret_are_shown(options: dict[str, Any]) -> None:
