@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
 
 AWAY = "away"
 MAYBE = "maybe"
@@ -44,12 +45,13 @@ def is_outage(error: BaseException) -> bool:
 def outage_kind(error: BaseException) -> str:
     """Return AWAY or MAYBE if ``error``, or what it was raised from, says that a service is away; "" if not.
 
-    Example: openai.APIConnectionError from httpx.ConnectError from ConnectionRefusedError.
+    Example: openai.APIConnectionError from httpx.ConnectError from ConnectionRefusedError. From an
+    SSLCertVerificationError it is a mistake: the wrong address, or an authority that this machine does not know.
     """
-    one: BaseException | None = error
-    seen: set[int] = set()
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
+    chain = list(_chain(error))
+    if any("SSLCertVerificationError" in _names_of(one) for one in chain):
+        return ""
+    for one in chain:
         status = _status(one)
         if status is not None:  # the service answers: what it says counts, whatever the error's name
             return status_kind(status)
@@ -57,10 +59,19 @@ def outage_kind(error: BaseException) -> str:
             return kind
         if isinstance(group := getattr(one, "exceptions", None), tuple):  # an exception group
             return max(map(outage_kind, group), key=["", MAYBE, AWAY].index, default="")
+    return ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, what it was raised from, what that was raised from, and so on."""
+    one: BaseException | None = error
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
         reason = getattr(one, "reason", None)  # urllib's URLError
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
         one = reason if one is None and isinstance(reason, BaseException) else one
-    return ""
 
 
 def status_kind(status: int) -> str:
@@ -81,7 +92,11 @@ def _connection_kind(error: BaseException) -> str:
         return ""
     if isinstance(error, OSError) and error.errno in _ERRNOS:
         return AWAY
-    return _name_kind({kind.__name__ for kind in type(error).__mro__})
+    return _name_kind(_names_of(error))
+
+
+def _names_of(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
 
 
 def _name_kind(names: set[str]) -> str:

@@ -91,7 +91,7 @@ class JsonServer:
             if number + 1 < tries:
                 await asyncio.sleep(min(wait, _MOST_BACKOFF_SECONDS))
         problem = f"after {tries} tries: {last}" if tries > 1 else str(last)
-        raise self.error(problem, kind=OUTAGES[last.kind] if isinstance(last, Away) else RewardError)
+        raise self.error(problem, kind=OUTAGES.get(last.kind, RewardError) if isinstance(last, Away) else RewardError)
 
     async def _post(self, body: Mapping[str, Any]) -> Any:
         try:

@@ -94,6 +94,14 @@ def test_a_service_that_is_away_is_known_by_every_client(error: BaseException) -
     assert is_outage(error)
 
 
+def untrusted() -> None:
+    """As aiohttp, httpx and requests do."""
+    try:
+        raise ssl.SSLCertVerificationError(1, "self-signed certificate")
+    except ssl.SSLError as error:
+        raise requests.ConnectionError("of a client") from error
+
+
 class Several(Exception):
     """Of a client that tried nothing."""
 
@@ -116,6 +124,7 @@ class Several(Exception):
         url_error(403),
         raised(lambda: urllib.request.urlopen("foo://x")),
         raised(replaced),
+        raised(untrusted),
     ],
     ids=repr,
 )
