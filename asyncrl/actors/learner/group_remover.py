@@ -100,11 +100,16 @@ class GroupRemover:
             log.warning("group %d failed: %s", group.group_id, error, extra={REASON: error})
             await self._lose(self._table.reject(group.group_id, error=error))
 
-    async def announce_failed(self, outcome: Outcome, *, worker: str, error: str, is_counted: bool = True) -> None:
+    async def announce_failed(
+        self, outcome: Outcome, *, worker: str, error: str, is_counted: bool = True, is_inherited: bool = False
+    ) -> None:
         """Announce a group that arrived as failed. Raises HopelessError after too many failed groups in a row.
 
         If they all come from some of the workers, those are quarantined instead and the others go on. So is a worker
-        whose groups all fail while those of the others do not: it would fail one group after the other at once.
+        whose groups all fail while those of the others do not: it would fail one group after the other at once, and
+        might say of each that others sampled what is wrong in it (``resumed``).
+
+        is_inherited  an earlier incarnation saw it
         """
         await self._progress.announce(outcome)
         if is_counted:
@@ -126,9 +131,9 @@ class GroupRemover:
                     await self.quarantine(name, text)
                 self._failed_of.clear()
                 self._table.excuse_failures()
-            elif self._is_broken(worker) and await self._validator.other_workers({worker}):
-                its = f"its last {MOST_FAILED_OF_WORKER} groups all failed, and those of the other workers do not"
-                await self.quarantine(worker, f"{its}; the newest because: {error}")
+        if not is_inherited and self._is_broken(worker) and await self._validator.other_workers({worker}):
+            its = f"its last {MOST_FAILED_OF_WORKER} groups all failed, and those of the other workers do not"
+            await self.quarantine(worker, f"{its}; the newest because: {error}")
         if reason := self._validator.why_quarantine(worker):
             await self.quarantine(worker, reason)
         await self._progress.publish_progress()

@@ -106,7 +106,11 @@ class TrajectoryReader:
                 level = logging.INFO if is_inherited else logging.WARNING  # it was said then
                 log.log(level, "group %d failed%s: %s", group.group_id, on, group.error, extra={REASON: group.error})
             await self._remover.announce_failed(
-                arrival.outcome, worker=group.worker, error=group.error, is_counted=checked.is_counted
+                arrival.outcome,
+                worker=group.worker,
+                error=group.error,
+                is_counted=checked.is_counted,
+                is_inherited=is_inherited,
             )
         elif arrival.became == "rejected" and checked.is_news:
             await self._progress.publish_event("rejected", sequence=record.sequence, problem=checked.problem)

@@ -81,8 +81,8 @@ class CheckResult:
     problem       why the group is not used as it is
     is_news       whether this is the first such problem of this sender
     is_counted    whether a failed group counts towards those in a row that end the run, or quarantine its worker: an
-                  impossible group does not show that the run cannot make groups, it counts only against its sender, as
-                  such. What an earlier incarnation saw counts for nothing
+                  impossible group does not show that the run cannot make groups, it counts only against its
+                  sender. What an earlier incarnation saw counts for nothing
     filtered_by   filter that rejects the group
     filter_error  why a filter could not decide
     """

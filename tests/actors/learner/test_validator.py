@@ -100,15 +100,15 @@ async def test_a_worker_that_lies_about_its_logprobs_is_quarantined_told_and_no_
     assert loop.backend.steps == 8
 
 
-async def heir(bus: Bus, *, token: int = 5) -> None:
-    """A worker that takes over every third group. The saved part has two tokens with invented logprobs.
+async def heir(bus: Bus, *, token: int = 5, every: int = 3) -> None:
+    """A worker that takes over every third group, or says so. The saved part has two tokens with invented logprobs.
 
     token: the first token that was saved
     """
     async with bus.consume(PROMPTS) as deliveries:
         async for delivery in deliveries:
             assert (prompt := delivery.message) is not None
-            saved = 2 * (prompt.group_id % 3 == 0)
+            saved = 2 * (prompt.group_id % every == 0)
             answer = Trajectory(
                 tokens=np.array([token if saved else 5, 5, 5, 5], np.int32),
                 response_mask=np.ones(4, np.bool_),
@@ -157,6 +157,20 @@ async def test_saved_tokens_that_cannot_be_fail_their_group_and_count_against_no
     assert {event["group_id"] % 3 for event in failed} == {0} and len(failed) > MOST_IMPOSSIBLE
     assert {event["worker"] for event in failed} == {"heir"}
     assert all("outside the vocabulary" in event["error"] for event in failed)
+
+
+async def test_a_worker_that_says_of_every_bad_group_that_others_began_it_is_quarantined(tmp_path: Path) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = judged_loop(bus, tmp_path, steps=80)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(bus, Engine(), name="w0")))
+        await until_alive(bus, "w0")
+        lying = group.create_task(heir(bus, token=10**6, every=1))
+        await loop.run_learner()
+        lying.cancel()
+    (verdict,) = await events(bus, "quarantined")
+    assert verdict["worker"] == "heir" and "outside the vocabulary" in verdict["reason"]
+    assert loop.backend.steps == 80
 
 
 class Broken(Engine):
