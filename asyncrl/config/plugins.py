@@ -49,8 +49,11 @@ def _raise_import_problem(error: BaseException, module_name: str, *, where: str)
     """Raise ConfigError for what the import of a user's module raised, which may be anything."""
     _refuse_hidden(module_name, where=where)
     if isinstance(error, ImportError):
-        problem = first_line(error)
-        raise ConfigError(f"{where}: cannot import {module_name!r} ({problem}); is it on PYTHONPATH?") from error
+        is_away = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        hint = "; is it on PYTHONPATH?" if is_away else ""  # else the module is there, and imports what is not
+        if module_name.endswith(".py"):
+            hint = f"; name the module, not its file: {module_name.removesuffix('.py').replace('/', '.')!r}"
+        raise ConfigError(f"{where}: cannot import {module_name!r} ({first_line(error)}){hint}") from error
     if isinstance(error, SystemExit):
         raise ConfigError(f"{where}: cannot import {module_name!r}: it exits (sys.exit({error.code!r}))") from error
     raise ConfigError(f"{where}: importing {module_name!r} raised {describe(error)}") from error
@@ -90,7 +93,7 @@ def address(name: str, *, where: str, table: Mapping[str, str] | None = None) ->
     module_name, colon, attribute = (table or {}).get(name, name).partition(":")
     if colon and module_name and attribute:
         return module_name, attribute
-    near = difflib.get_close_matches(name, table or {}, 1)
+    near = difflib.get_close_matches(name.lower(), table or {}, 1)
     # an address written with a dot instead of a colon
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         near = [":".join(name.rsplit(".", 1))]

@@ -21,6 +21,19 @@ _LARGEST_FLOAT32: Final = 3.4e38
 _LONGEST_SECONDS: Final = 1e9
 """About thirty years; nats-server counts nanoseconds in 64 bits."""
 
+_OF_OTHERS: Final = {
+    "lr": "learning_rate",
+    "batch_size": "groups_per_batch",
+    "train_batch_size": "groups_per_batch",
+    "n": "group_size",
+    "num_generations": "group_size",
+    "max_tokens": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "max_response_length": "max_new_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+}
+"""Names in TRL and verl -> the key, in the section that has it. docs/start/from_trl_and_verl.md has all."""
+
 
 def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
     """Build a ``kind`` from ``table``.
@@ -30,7 +43,8 @@ def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
     hints = typing.get_type_hints(kind)
     for key in table:
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, 1)
+            meant = _OF_OTHERS.get(key)
+            near = [meant] if meant in hints else difflib.get_close_matches(key, hints, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hints)}"
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
     missing = [

@@ -510,7 +510,8 @@ class CannotBeMade(Scorer):
     ("kind", "options", "message"),
     [
         ("mth", {}, "did you mean 'math'"),
-        ("nothing.here:f", {}, "cannot import 'nothing.here'"),
+        ("nothing.here:f", {}, "cannot import 'nothing.here' .*; is it on PYTHONPATH"),
+        ("tests.unit.rewards.imports_nothing:f", {}, "cannot import '.*' .No module named 'nothing'.$"),
         (f"{HERE}:per_smaple", {}, "did you mean 'per_sample'"),
         (f"{HERE}:two_arguments", {}, "must take one argument.*it takes prompt, completion"),
         (f"{HERE}:compute_score", {}, "it takes .*; docs/start/from_trl_and_verl.md wraps a reward of verl$"),
