@@ -223,10 +223,12 @@ _PLACE_OF_MEDIA: Final = re.compile(
     r"|\[IMG\]|data:(image|video|audio)/\w+;base64,",
     re.IGNORECASE,
 )
-_NAME_OF_MEDIA: Final = re.compile(r"(image|img|picture|photo|video|audio)", re.IGNORECASE)
+_NAME_OF_MEDIA: Final = re.compile(
+    r"(image|img|picture|photo|video|audio|jpe?g$|png$|webp$|mp4$|wav$|mp3$)", re.IGNORECASE
+)
 """Beginning of the names that columns of pictures and the like have."""
 _FILE_OF_MEDIA: Final = re.compile(
-    r"data:(image|video|audio)/.*|[^\n]+\.(png|jpe?g|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|m4a)",
+    r"data:(image|video|audio)/.*|[^\n]+\.(png|jpe?g|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|m4a)(\?\S*)?",
     re.IGNORECASE | re.DOTALL,
 )
 
@@ -255,14 +257,16 @@ def _is_media(value: Any) -> bool:
         return any(map(_is_media, value))
     if isinstance(value, str):
         return bool(_FILE_OF_MEDIA.fullmatch(value.strip()))
-    return isinstance(value, bytes) or (isinstance(value, dict) and bool(value.keys() & {"bytes", "path", "url"}))
+    return isinstance(value, bytes) or (
+        isinstance(value, dict) and any(value.get(name) for name in ("bytes", "path", "url"))
+    )
 
 
 def _has_bytes(value: Any) -> bool:
     """Whether ``value`` is what Hugging Face's data sets write for a picture or a sound, whatever the column's name."""
     if isinstance(value, list):
         return any(map(_has_bytes, value))
-    return isinstance(value, dict) and value.keys() == {"bytes", "path"}
+    return isinstance(value, dict) and value.keys() == {"bytes", "path"} and any(value.values())
 
 
 _ABSENT: Final = object()

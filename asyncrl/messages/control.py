@@ -125,6 +125,7 @@ class Heartbeat:
         require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun holds invalid groups")
         names = (self.actor, self.role, self.phase, self.host)
         require(all(len(name) <= LARGEST_KEY for name in names), f"it has a name of more than {LARGEST_KEY} characters")
+        require("".join(names).isprintable(), "it has a name that cannot be printed")
 
     @property
     def waits_for(self) -> str:
