@@ -12,6 +12,7 @@ import pytest
 from asyncrl.actors.rollout import outages
 from asyncrl.environments.builtin import single_turn
 from asyncrl.errors import MaybeOutage, Outage, RewardError
+from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.health.waits import SERVICE
 from asyncrl.rewards.guard import GuardedReward
@@ -118,32 +119,33 @@ async def test_a_worker_that_drains_in_an_outage_gives_its_groups_back(bus_facto
     assert (await bus.depth(PROMPTS), await bus.depth(TRAJECTORIES)) == (1, 0)
 
 
+async def make_group(bus: Any, reward: Any, *, size: int = 4, min_group: int = 0) -> TrajectoryGroup:
+    """Return the only group that a worker makes."""
+    await publish_prompt(bus, 0, group_size=size)
+    actors = worker(bus, Engine(), reward=reward, min_group=min_group)
+    running = asyncio.create_task(fakes.run_worker(actors))
+    (record,) = await first(bus, 1)
+    actors[0].drain()
+    await running
+    assert isinstance(record.message, TrajectoryGroup)
+    return record.message
+
+
 def some(samples: Sequence[Sample]) -> list[Reward | RewardError]:
     """No reward for the second answer."""
     return [RewardError("no number in it") if at == 1 else Reward(value=1.0 + at) for at in range(len(samples))]
 
 
 async def test_an_answer_without_a_reward_is_left_out_and_its_group_goes_on(bus: Any) -> None:
-    await publish_prompt(bus, 0, group_size=4)
-    actors = worker(bus, Engine(), reward=fakes.Judge(some), min_group=2)
-    running = asyncio.create_task(fakes.run_worker(actors))
-    (record,) = await first(bus, 1)
-    actors[0].drain()
-    await running
-    assert (group := record.message) is not None
+    group = await make_group(bus, fakes.Judge(some), min_group=2)
     assert group.rewards == [1.0, 3.0, 4.0]
     assert [parts[0].rollout for parts in group.rollouts] == [0, 2, 3]
     assert (group.cancelled, group.failed_samples) == (1, 1)
 
 
 async def test_without_min_group_an_answer_without_a_reward_fails_its_group(bus: Any) -> None:
-    await publish_prompt(bus, 0, group_size=4)
-    actors = worker(bus, Engine(), reward=fakes.Judge(some))
-    running = asyncio.create_task(fakes.run_worker(actors))
-    (record,) = await first(bus, 1)
-    actors[0].drain()
-    await running
-    assert record.message is not None and record.message.error == "no number in it"
+    group = await make_group(bus, fakes.Judge(some))
+    assert group.error == "no number in it"
 
 
 @pytest.mark.parametrize(("kind", "tries"), [(MaybeOutage, 1 + outages.MAYBE_TRIES), (Outage, 1 + outages.ALONE_TRIES)])
@@ -158,13 +160,8 @@ async def test_an_answer_that_alone_cannot_be_judged_is_left_out_and_soon_so_if_
         asked += 1
         return [kind("HTTP 500") if at == 1 else Reward(value=1.0) for at in range(len(samples))]
 
-    await publish_prompt(bus, 0, group_size=4)
-    actors = worker(bus, Engine(), reward=fakes.Judge(one_fails), min_group=2)
-    running = asyncio.create_task(fakes.run_worker(actors))
-    (record,) = await first(bus, 1)
-    actors[0].drain()
-    await running
-    assert record.message is not None and record.message.rewards == [1.0] * 3
+    group = await make_group(bus, fakes.Judge(one_fails), min_group=2)
+    assert group.rewards == [1.0] * 3
     assert asked == tries
 
 
@@ -197,13 +194,8 @@ async def test_an_outage_between_two_answers_of_a_group_is_one_and_costs_none_of
             raise Outage("away")
         return [Outage("away") if tries == 1 and at == 1 else Reward(value=1.0) for at in range(len(samples))]
 
-    await publish_prompt(bus, 0, group_size=4)
-    actors = worker(bus, Engine(), reward=fakes.Judge(breaks_off), min_group=2)
-    running = asyncio.create_task(fakes.run_worker(actors))
-    (record,) = await first(bus, 1)
-    actors[0].drain()
-    await running
-    assert record.message is not None and record.message.rewards == [1.0] * 4
+    group = await make_group(bus, fakes.Judge(breaks_off), min_group=2)
+    assert group.rewards == [1.0] * 4
 
 
 async def test_a_service_that_refuses_half_of_the_requests_costs_no_answer(bus: Any) -> None:
@@ -220,13 +212,8 @@ async def test_a_service_that_refuses_half_of_the_requests_costs_no_answer(bus: 
         status_code = 500
 
     reward = GuardedReward(every_second, name="mine", takes_group=False, timeout_seconds=600.0)
-    await publish_prompt(bus, 0, group_size=8)
-    actors = worker(bus, Engine(), reward=reward)
-    running = asyncio.create_task(fakes.run_worker(actors))
-    (record,) = await first(bus, 1)
-    actors[0].drain()
-    await running
-    assert record.message is not None and record.message.rewards == [1.0] * 8
+    group = await make_group(bus, reward, size=8)
+    assert group.rewards == [1.0] * 8
     assert asked == {at: at // 2 + 1 for at in range(8)}
 
 
