@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,30 +29,11 @@ SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("old"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("new"), seed=1)
-
-
 @pytest.fixture
-async def engine(old: Model) -> AsyncIterator[inprocess.InProcessEngine]:
-    options = inprocess.Options(threads=1)
-    made = inprocess.InProcessEngine(old.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
-    await made.start()
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-def channel(tmp_path: Path, new: Model) -> NCCLChannel:
+def channel(tmp_path: Path, new_model: Model) -> NCCLChannel:
     """A channel whose learner holds the new model as version 0:2."""
-    made = NCCLChannel(tmp_path / "weights", keep=2, model_path=new.folder, host="127.0.0.1", bucket_bytes=2**20)
-    made.sender.set_weights(snapshot(new), incarnation=0, policy_version=2)
+    made = NCCLChannel(tmp_path / "weights", keep=2, model_path=new_model.folder, host="127.0.0.1", bucket_bytes=2**20)
+    made.sender.set_weights(snapshot(new_model), incarnation=0, policy_version=2)
     return made
 
 
@@ -67,24 +47,24 @@ def count_shared(files: list[Path]) -> int:
 
 
 async def test_the_engine_samples_from_what_it_copied(
-    engine: inprocess.InProcessEngine, channel: NCCLChannel, old: Model, new: Model
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, old_model: Model, new_model: Model
 ) -> None:
-    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert Check(old_model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     receiver = channel.receiver(engine.weight_updater, engine="w0")
     assert isinstance(receiver, NearestReceiver)
     await join(receiver, channel.sender)
     report = await receive(receiver, channel.sender)
     assert 0 <= report.pause_seconds <= report.load_seconds
     assert engine.version == (0, 2)
-    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert Check(new_model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
 
 
 async def test_the_engine_copies_what_is_kept(
-    engine: inprocess.InProcessEngine, channel: NCCLChannel, new: Model
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, new_model: Model
 ) -> None:
     kept = {
         name: Kept(shape=tuple(one.shape), dtype=one.dtype, device=one.device, source=one)
-        for name, one in snapshot(new).tensors()
+        for name, one in snapshot(new_model).tensors()
     }
     channel.sender.set_weights(Snapshot.from_tensors(kept.items()), incarnation=0, policy_version=3)
     receiver = channel.receiver(engine.weight_updater, engine="w0")
@@ -92,7 +72,7 @@ async def test_the_engine_copies_what_is_kept(
     await join(receiver, channel.sender)
     await receive(receiver, channel.sender)
     assert engine.version == (0, 3)
-    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert Check(new_model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
 
 
 async def test_the_memory_is_kept_until_the_worker_has_disconnected(channel: NCCLChannel) -> None:

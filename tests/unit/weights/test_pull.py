@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,43 +21,23 @@ SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("old"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("new"), seed=1)
-
-
 @pytest.fixture
-async def engine(old: Model) -> AsyncIterator[inprocess.InProcessEngine]:
-    """An engine that samples from the old model as version 0:1."""
-    options = inprocess.Options(threads=1)
-    made = inprocess.InProcessEngine(old.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
-    await made.start()
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-def channel(tmp_path: Path, new: Model) -> SocketChannel:
+def channel(tmp_path: Path, new_model: Model) -> SocketChannel:
     """A channel whose learner holds the new model as version 0:2."""
     options = toy_sockets.Options()
-    made = SocketChannel(tmp_path / "weights", keep=2, model_path=new.folder, options=options)
-    made.sender.set_weights(snapshot(new), incarnation=0, policy_version=2)
+    made = SocketChannel(tmp_path / "weights", keep=2, model_path=new_model.folder, options=options)
+    made.sender.set_weights(snapshot(new_model), incarnation=0, policy_version=2)
     return made
 
 
 async def test_the_engine_samples_from_what_its_channel_fetched(
-    engine: inprocess.InProcessEngine, channel: SocketChannel, old: Model, new: Model
+    engine: inprocess.InProcessEngine, channel: SocketChannel, old_model: Model, new_model: Model
 ) -> None:
-    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert Check(old_model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     report = await receive(channel.receiver(engine.weight_updater, engine="w0"), channel.sender)
     assert 0 <= report.pause_seconds <= report.load_seconds
     assert engine.version == (0, 2)
-    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert Check(new_model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
 
 
 def raising(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,7 +50,7 @@ def lacking(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.T
 
 
 async def test_a_fetch_that_fails_leaves_the_old_weights(
-    engine: inprocess.InProcessEngine, channel: SocketChannel, old: Model
+    engine: inprocess.InProcessEngine, channel: SocketChannel, old_model: Model
 ) -> None:
     with pytest.raises(WeightsError, match="test_pull: ConnectionError: the learner is gone"):
         await engine.update((0, 2), raising, b"the learner")
@@ -78,4 +58,4 @@ async def test_a_fetch_that_fails_leaves_the_old_weights(
         await receive(PullReceiver(engine, lacking, engine="w0"), channel.sender)
     assert raised.group_contains(WeightsError, match="is missing")
     assert engine.version == (0, 1)
-    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert Check(old_model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
