@@ -43,7 +43,7 @@ function drawHealth() {
   const lines = runs.map(({ name, health }) => el("p", { class: health.is_good === null ? "dim" : health.is_good ? "good" : "bad" },
     el("b", {}, health.is_good === null ? "–" : health.is_good ? "✓" : "✗"), " ", runs.length > 1 ? `${name}: ` : "", health.why));
   const numbers = (runs[chosen]?.health.numbers ?? []).map((one) => el("div", { class: one.is_normal ? "vital" : "vital bad" },
-    el("small", {}, one.title), el("b", {}, one.value), el("small", {}, `normal: ${one.normal}`)));
+    el("small", {}, runs.length > 1 ? `${one.title} of ${runs[chosen].name}` : one.title), el("b", {}, one.value), el("small", {}, `normal: ${one.normal}`)));
   byId("health").replaceChildren(...lines, el("div", { id: "vitals" }, ...numbers));
 }
 

@@ -7,6 +7,7 @@ Tests: tests/unit/policies/health/test_vital_signs.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -44,7 +45,7 @@ def vital_signs(now: Numbers, first: Numbers) -> list[VitalSign]:
     """Return the numbers that are known.  now: metrics of the newest step;  first: of the first step that is known"""
     return [
         sign
-        for sign in (_goal(now, first), _differing(now), _entropy(now, first), _mismatch(now), _idle(now))
+        for sign in (_goal(now, first), _differing(now, first), _entropy(now, first), _mismatch(now), _idle(now))
         if sign is not None
     ]
 
@@ -56,7 +57,9 @@ def _goal(now: Numbers, first: Numbers) -> VitalSign | None:
     return _compared(name, now, first, title=title, normal=normal, is_normal=not _rings(now, "reward_fell", "diverged"))
 
 
-def _differing(now: Numbers) -> VitalSign | None:
+def _differing(now: Numbers, first: Numbers) -> VitalSign | None:
+    has_risen = now.get("reward/mean", 0.0) > first.get("reward/mean", math.inf)
+    is_solved = has_risen and not _rings(now, "reward_fell", "collapse")  # perhaps: then equal rewards are normal
     same = now.get("reward/same_in_group")
     if same is None:
         return None
@@ -64,7 +67,7 @@ def _differing(now: Numbers) -> VitalSign | None:
         title="groups with equal rewards",
         value=f"{same:.0%}",
         normal="under 80 %; more once the task is solved",
-        is_normal=same < 1 and not _rings(now, "standstill", "no_signal"),
+        is_normal=(same < 1 or is_solved) and not _rings(now, "standstill", "no_signal"),
     )
 
 

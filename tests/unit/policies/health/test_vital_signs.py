@@ -37,6 +37,16 @@ def test_numbers_outside_their_range_are_marked() -> None:
     assert not any(sign.is_normal for sign in vital_signs(ruined, FIRST))
 
 
+def test_equal_rewards_are_normal_once_the_reward_has_risen() -> None:
+    for now, is_normal in (
+        ({"reward/mean": 1.0}, True),
+        ({"reward/mean": 0.1}, False),
+        ({"alarm/standstill": 1.0}, False),
+    ):
+        (sign,) = vital_signs(HEALTHY | {"reward/same_in_group": 1.0} | now, FIRST)[1:2]
+        assert sign.is_normal is is_normal
+
+
 def test_supervised_fine_tuning_is_judged_by_its_loss() -> None:
     assert [sign.title for sign in vital_signs({"loss": 0.5}, {"loss": 3.0})] == ["loss"]
     assert vital_signs({}, {}) == []
