@@ -23,6 +23,8 @@ _AWAY_NAMES = frozenset(
         *("NetworkError", "ConnectError", "ReadError", "RemoteProtocolError"),  # httpx
         *("MaxRetryError", "NewConnectionError", "ChunkedEncodingError"),  # requests
         *("APIConnectionError", "RateLimitError"),  # openai, anthropic
+        *("SSLEOFError", "SSLZeroReturnError", "ProxyError", "EndpointConnectionError"),  # ssl, httpx, botocore
+        *("ConnectionClosed", "ConnectionClosedError"),  # websockets, botocore
     )
 )
 """Classes of errors, by name: clients that are not installed cannot be imported."""
@@ -34,7 +36,11 @@ _CONNECT_NAMES = frozenset(("ConnectTimeout", "ConnectionTimeoutError"))
 _ERRNOS = frozenset(
     (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ECONNREFUSED)
 )
+_STATUS_NAMES = frozenset(("HTTPError", "HTTPStatusError", "ClientResponseError", "APIStatusError"))
+"""Errors whose text says the status: requests.exceptions.HTTPError: 503 Server Error: ..."""
 _LAST_LINE = re.compile(r"(?:\w+\.)*(\w+)(?::|$)")
+_TOLD_STATUS = re.compile(r"\b([45]\d\d)\b")
+_TOLD_ERRNO = re.compile(r"(?:URLError: <urlopen error |^OSError: )\[Errno (-?\d+)\]")
 
 
 def is_outage(error: BaseException) -> bool:
@@ -84,7 +90,14 @@ def status_kind(status: int) -> str:
 def line_kind(line: str) -> str:
     """Return the kind of outage that the last line of a Python program's standard error names."""
     found = _LAST_LINE.match(line)
-    return "" if found is None else _name_kind({found[1]})
+    if found is None:
+        return ""
+    if found[1] in _STATUS_NAMES:
+        status = _TOLD_STATUS.search(line)
+        return "" if status is None else status_kind(int(status[1]))
+    if number := _TOLD_ERRNO.search(line):  # negative: of a name that cannot be resolved
+        return AWAY if int(number[1]) < 0 or int(number[1]) in (*_ERRNOS, errno.ECONNRESET) else ""
+    return _name_kind({found[1]})
 
 
 def _connection_kind(error: BaseException) -> str:
@@ -112,4 +125,7 @@ def _status(error: BaseException) -> int | None:
             value = getattr(holder, name, None)
             if isinstance(value, int) and 400 <= value < 600:
                 return value
+    if isinstance(told := getattr(error, "response", None), dict):  # botocore
+        value = dict(told.get("ResponseMetadata") or {}).get("HTTPStatusCode")
+        return value if isinstance(value, int) and value >= 400 else None
     return None

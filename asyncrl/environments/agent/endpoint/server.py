@@ -113,7 +113,10 @@ class EndpointServer:
         try:
             record, model_request = await self._record(request, raw, dialect, session)
             if model_request.is_streamed:
-                return await _stream(request, dialect, model_request, record, session)
+                stream = await _stream(request, dialect, model_request, record, session)
+                if record.is_received:
+                    self._last_answers[request.protocol] = (session, record)
+                return stream
             turns = await session.replies(record)
             reply = _json(dialect.write(model_request, turns, session))
             reply.headers.update(_overridden_header(model_request))
@@ -270,10 +273,10 @@ async def _stream(
             return response
         if not response.prepared:
             await response.prepare(request)
-        await response.write(
+        # In one piece with its end: a client that reads up to the last event has read all, and its close is no reset.
+        await response.write_eof(
             b"".join(_event(*event) for event in dialect.events(model_request, turns, session)) + dialect.end
         )
-        await response.write_eof()
         session.receive(record)
     except ConnectionError:  # the client hung up; the answer is kept for a retry
         _log.debug("a client hung up on a stream")

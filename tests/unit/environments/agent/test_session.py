@@ -8,6 +8,7 @@ import dataclasses
 import json
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -375,15 +376,17 @@ async def test_an_answer_whose_client_has_hung_up_is_neither_trained_nor_continu
     assert sequence.trajectory.response_mask.sum() == len(engine.answers[0].tokens) + len(engine.answers[-1].tokens)
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
 @pytest.mark.parametrize(
-    ("reads", "goes_on", "trained"), [(False, False, [1]), (True, False, [0, 1]), (False, True, [0, 1])]
+    ("reads", "goes_on", "trained"),
+    [(0, False, [1]), (20, False, [1]), (2**16, False, [0, 1]), (0, True, [0, 1]), (20, True, [0, 1])],
 )
 async def test_an_answer_that_lies_unread_in_a_socket_that_is_closed_is_not_trained(
-    reads: bool, goes_on: bool, trained: list[int]
+    more: dict[str, Any], reads: int, goes_on: bool, trained: list[int]
 ) -> None:
     """Unless its client goes on from it, and so has it from elsewhere."""
     question: list[Any] = [{"role": "user", "content": "hi"}]
-    body = json.dumps({"messages": question})
+    body = json.dumps({"messages": question, **more})
     async with Client(Scripted(["one", "two"])) as client:
         with socket.create_connection(client.server.url[7:].split(":")) as raw:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {client.session.key}\r\n"
@@ -391,14 +394,33 @@ async def test_an_answer_that_lies_unread_in_a_socket_that_is_closed_is_not_trai
             while not len(client.session.turns):
                 await asyncio.sleep(0.001)
             if reads:
-                raw.recv(2**16)
-            one, more = {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}
-            await client.say([*question, one, more] if goes_on else [more])
+                raw.recv(reads)
+            one, then = {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}
+            await client.say([*question, one, then] if goes_on else [then])
         while len(client.server._last_answers) > 1:  # until the server knows that it is closed
             await asyncio.sleep(0.001)
         assert client.session.num_unreceived == 2 - len(trained)
     sequences = client.session.turns.sequences()
     assert sorted(number for one in sequences for number, _ in one.turns) == trained
+
+
+async def test_a_stream_that_is_closed_after_its_last_event_is_trained() -> None:
+    """A client that reads line by line leaves what follows the last event unread."""
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True})
+    async with Client(Scripted(["a long answer " * 400])) as client:
+
+        def read_to_the_last_event() -> None:
+            url = f"{client.server.url}/v1/chat/completions"
+            asked = urllib.request.Request(url, body.encode(), {"Authorization": f"Bearer {client.session.key}"})
+            with urllib.request.urlopen(asked) as reply:
+                while reply.readline().strip() != b"data: [DONE]":
+                    pass
+
+        await asyncio.to_thread(read_to_the_last_event)
+        while client.server._last_answers:
+            await asyncio.sleep(0.001)
+        assert client.session.num_unreceived == 0
+    assert len(client.session.turns.sequences()) == 1
 
 
 async def test_what_equals_an_answer_that_got_lost_does_not_continue_it() -> None:
