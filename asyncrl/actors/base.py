@@ -15,6 +15,7 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
+from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.topics import ACTORS
 from asyncrl.policies.health.waits import BEAT_SECONDS
 
@@ -67,7 +68,7 @@ class Actor(abc.ABC):
             policy_version=policy_version,
             phase="draining" if self.draining.is_set() else self.phase,
             waits=self.present_waits(),
-            problem=self.problem,
+            problem=self.problem[:LONGEST_ERROR],
             host=socket.gethostname(),
             pid=os.getpid(),
             life=self.life,

@@ -35,7 +35,7 @@ _OPENS_ANSWER: Final = re.compile(r"(?:\b(?:Assistant|ASSISTANT)|### ?(?:Respons
 _LAST_TAG: Final = re.compile(r"(<[^<>\s]+>)[^<>]*\Z")
 _MISREAD: Final = re.compile("â€[\x80-\uffff]|Ã[\x80-\xbf]|Â[\xa0-\xbf]")
 """UTF-8 that was read as Latin-1 or Windows-1252, such as â€™."""
-_UNFILLED: Final = re.compile(r"\{\{? ?(?:question|problem|prompt|query|input|instruction|text) ?\}?\}")
+_UNFILLED: Final = re.compile(r"(?<![\w\"'}$])\{\{? ?(?:question|problem|prompt|query|input|instruction|text) ?\}?\}")
 _NO_TEXT: Final = ("nan", "NaN", "None", "null", "<NA>")
 _AFTER_LABEL: Final = " \t\n.*}$)]\"'"
 """What may stand behind an answer: \\boxed{5}, **5**"""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.checks import MOST_WORKERS
+from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.validation import LARGEST_KEY, check_counts, check_seconds, require
 
 
@@ -125,6 +126,7 @@ class Heartbeat:
         require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun holds invalid groups")
         names = (self.actor, self.role, self.phase, self.host)
         require(all(len(name) <= LARGEST_KEY for name in names), f"it has a name of more than {LARGEST_KEY} characters")
+        require(len(self.problem) <= LONGEST_ERROR, f"its problem has more than {LONGEST_ERROR} characters")
         require("".join(names).isprintable(), "it has a name that cannot be printed")
 
     @property

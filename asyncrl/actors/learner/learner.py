@@ -37,6 +37,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, HopelessError, StepFailed
 from asyncrl.messages import Heartbeat, replace
 from asyncrl.messages.roles import WORKER
+from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.topics import PROGRESS
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
@@ -189,7 +190,7 @@ class Learner(Actor):
         return self.step >= self._run.run.steps
 
     def heartbeat(self) -> Heartbeat:
-        beat: Heartbeat = replace(super().heartbeat(), problem=self.table.problem)
+        beat: Heartbeat = replace(super().heartbeat(), problem=self.table.problem[:LONGEST_ERROR])
         return beat
 
     def numbers(self) -> dict[str, float]:

@@ -29,6 +29,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.engines.port import EngineStats
 from asyncrl.errors import BusError
 from asyncrl.messages import Event, Heartbeat, Wait
+from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.topics import EVENTS, PROGRESS, QUARANTINE
 
 
@@ -163,7 +164,7 @@ class RolloutWorker(Actor):
     def heartbeat(self) -> Heartbeat:
         """Include the follower's problem: a process has one heartbeat."""
         beat = super().heartbeat()
-        problem = beat.problem or self._engine.follower.problem
+        problem = beat.problem or self._engine.follower.problem[:LONGEST_ERROR]
         heartbeat: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun_versions())
         return heartbeat
 

@@ -95,6 +95,7 @@ CALL = [
         ({"prompt": "mend it", "image": "registry/image:3"}, {}),
         ({"prompt": "It cost 5 — at <b>noon</b>"}, {}),
         ({"prompt": r"Is \nu a letter, and \nabla?"}, {}),
+        ({"prompt": r'In \\begin{problem} or f"{text}" or ${input}'}, {}),
         ({"prompt": 'Fill {name} into "a\\n" and {"role": "x"}.'}, {}),
         ({"prompt": "How is an assistant: human or not? A) 5 B) 6", "label": "B"}, {}),
         ({"prompt": "Compute 2+15?", "label": 15}, {}),

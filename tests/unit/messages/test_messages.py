@@ -316,7 +316,9 @@ def test_any_msgpack_decodes_or_is_refused(head: Any, kind: type) -> None:
     assert_decodes_or_is_refused(packb(head), kind)
 
 
-@pytest.mark.parametrize("fields", [{"actor": "x" * 201}, {"host": "h" * 201}, {"actor": "\x1b[2J"}])
+@pytest.mark.parametrize(
+    "fields", [{"actor": "x" * 201}, {"host": "h" * 201}, {"actor": "\x1b[2J"}, {"problem": "x" * 2001}]
+)
 def test_names_in_a_heartbeat_are_bounded(fields: dict[str, Any]) -> None:
     with pytest.raises(MessageError):
         Heartbeat(**({"actor": "w0", "role": "rollout-worker"} | fields))
