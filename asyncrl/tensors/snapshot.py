@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -164,6 +165,7 @@ class Snapshot:
         """
         names = set[str]()
         waiting: dict[tuple[torch.dtype, bool], list[tuple[TensorEntry, torch.Tensor | Kept]]] = {}
+        waiting_bytes = Counter[tuple[torch.dtype, bool]]()
         buckets: list[Bucket | KeptBucket] = []
         for name, tensor in tensors:
             if name in names:
@@ -171,11 +173,14 @@ class Snapshot:
             names.add(name)
             kind = tensor.dtype if isinstance(tensor, Kept) else _dtype(tensor, None if name in kept else dtype)
             entry = TensorEntry(name=name, dtype=kind, shape=tuple(tensor.shape))
-            group = waiting.setdefault((kind, isinstance(tensor, Kept)), [])
-            if group and sum(one.num_bytes for one, _ in group) + entry.num_bytes > bucket_bytes:
+            key = kind, isinstance(tensor, Kept)
+            group = waiting.setdefault(key, [])
+            if group and waiting_bytes[key] + entry.num_bytes > bucket_bytes:
                 buckets.append(_bucket(group))
                 group.clear()
+                waiting_bytes[key] = 0
             group.append((entry, tensor))
+            waiting_bytes[key] += entry.num_bytes
         buckets += [_bucket(group) for group in waiting.values()]
         buckets.sort(key=lambda bucket: -bucket.entries[0].dtype.itemsize)
         if any(bucket.device.type == "cuda" for bucket in buckets):

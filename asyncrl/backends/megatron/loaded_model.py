@@ -6,7 +6,7 @@ Tests: tests/contracts/test_backend.py and tests/contracts/test_backend_models.p
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.tensors import quantized_model
-from asyncrl.tensors.snapshot import Kept, Snapshot
+from asyncrl.tensors.snapshot import Fill, Kept, Snapshot
 
 
 class LoadedModel:
@@ -54,6 +54,7 @@ class LoadedModel:
         self._parameters: dict[str, torch.Tensor] = {}
         self._lora = self._model.optimizer.lora if self._model.optimizer else None
         self._adapters: dict[str, adapters.Adapter] = {}
+        self._kept: dict[str, tuple[Kept, ...]] = {}  # by parameter; a mixture has tens of thousands
         for stage in self._stages:
             stage.requires_grad_(self._model.is_trained)
             self._name_parameters(stage)
@@ -194,7 +195,6 @@ class LoadedModel:
             return Snapshot.from_tensors(quantized_model.quantize_tensors(tensors, self._quantization))
         return Snapshot.from_tensors(self._exported(keeps=True))
 
-    @torch.no_grad()
     def _exported(self, *, keeps: bool) -> Iterator[tuple[str, torch.Tensor | Kept]]:
         """Yield (Hugging Face name, tensor in the folder's dtype) of what this rank exports, one parameter at a time.
 
@@ -207,7 +207,7 @@ class LoadedModel:
             exporter = exporters.get(name, -1)
             if keeps and self._can_be_kept(entry, name):
                 if exporter == self._rank - self._first_of_stage:
-                    yield from zip(entry.huggingface, self._kept(entry, name), strict=True)
+                    yield from zip(entry.huggingface, self._keep(entry, name), strict=True)
                 continue
             shards = self._gather_shards(entry, name, exporter)
             if shards:
@@ -268,34 +268,43 @@ class LoadedModel:
         is_frozen = isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad  # a buffer may change
         return is_frozen and self._is_whole(entry)
 
-    def _kept(self, entry: Mapping, name: str) -> Iterator[Kept]:
-        """Yield the folder's tensors that a parameter consists of, without copying it."""
-        parameter, adapter = self._parameters[name].detach(), self._adapters.get(name)
-        kept = functools.partial(Kept, dtype=self._shape.dtype, device=parameter.device)
-        if adapter is not None:
-            sums, (*experts, num_rows, inputs) = adapter.keep(parameter), parameter.shape
-            numbers = torch.arange(num_rows).view(*[1] * len(experts), num_rows, 1)  # all experts are cut alike
-            parts = [
-                _as_slice(one.flatten(), parameter.device)
-                for one in weight_cuts.unfuse([numbers], entry.cut, self._shape)
-            ]
-            for expert in range(experts[0]) if experts else (None,):
-                for rows, size in parts:
-                    source = functools.partial(sums.write, expert=expert, rows=rows)
-                    yield kept(shape=(size, inputs), source=source)
-            return
+    def _keep(self, entry: Mapping, name: str) -> Iterable[Kept]:
+        """Return the folder's tensors that a parameter consists of, without copying it."""
+        if name in self._adapters:
+            return self._keep_sums(entry, name)
+        if name not in self._kept:  # the same for every export
+            self._kept[name] = tuple(self._keep_frozen(entry, name))
+        return self._kept[name]
+
+    def _keep_sums(self, entry: Mapping, name: str) -> Iterator[Kept]:
+        """Yield the tensors of a parameter plus its adapter as it is now."""
+        parameter = self._parameters[name].detach()
+        sums, (*experts, num_rows, inputs) = self._adapters[name].keep(parameter), parameter.shape
+        numbers = torch.arange(num_rows).view(*[1] * len(experts), num_rows, 1)  # all experts are cut alike
+        tensors = weight_cuts.unfuse([numbers], entry.cut, self._shape)
+        parts = [_as_slice(one.flatten(), parameter.device) for one in tensors]
+        for expert in range(experts[0]) if experts else (None,):
+            for rows, size in parts:
+                write = functools.partial(sums.write, expert=expert, rows=rows)
+                yield self._kept_as(parameter, shape=(size, inputs), source=write)
+
+    def _keep_frozen(self, entry: Mapping, name: str) -> Iterator[Kept]:
+        parameter = self._parameters[name].detach()
         layout = parameter.to("meta")
         tensors = weight_cuts.unfuse([layout], entry.cut, self._shape)
         if all(one is layout or one._base is layout for one in tensors):
             for view in weight_cuts.unfuse([parameter], entry.cut, self._shape):
-                yield kept(shape=tuple(view.shape), source=view)
+                yield self._kept_as(parameter, shape=view.shape, source=view)
             return
         for number, one in enumerate(tensors):  # its rows are mixed in Megatron: made when they are needed
 
             def write(into: torch.Tensor, number: int = number) -> None:
                 into.copy_(weight_cuts.unfuse([parameter], entry.cut, self._shape)[number])
 
-            yield kept(shape=tuple(one.shape), source=write)
+            yield self._kept_as(parameter, shape=one.shape, source=write)
+
+    def _kept_as(self, parameter: torch.Tensor, *, shape: Sequence[int], source: torch.Tensor | Fill) -> Kept:
+        return Kept(shape=tuple(shape), dtype=self._shape.dtype, device=parameter.device, source=source)
 
     def _is_whole(self, entry: Mapping) -> bool:
         """Return whether this rank has all of a parameter, or of its own experts."""
