@@ -87,6 +87,26 @@ Fill = Callable[[torch.Tensor], None]
 """Writes a tensor into one of its shape, on the current stream of any thread. Reads only what no step changes."""
 
 
+class RowWriter(Protocol):
+    """A matrix whose rows can be made at any time."""
+
+    def write(self, into: torch.Tensor, start: int, stop: int) -> None:
+        """Write rows [start, stop) into a matrix of as many rows. See Fill."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A Fill: some rows of a matrix. Neighbours in a bucket are written at once: a mixture has thousands of them."""
+
+    matrix: RowWriter
+    start: int
+    stop: int
+
+    def __call__(self, into: torch.Tensor) -> None:
+        self.matrix.write(into, self.start, self.stop)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """A tensor that is not copied for a snapshot.  source: itself, which no step changes, or how to make it"""
@@ -123,9 +143,8 @@ class KeptBucket:
         same = [(view, source) for view, source in zip(views, self.sources, strict=True) if not callable(source)]
         if same:  # one call: a bucket of a mixture may have thousands
             torch._foreach_copy_([view for view, _ in same], [source for _, source in same])
-        for view, source in zip(views, self.sources, strict=True):
-            if callable(source):
-                source(view)
+        for view, fill in _joined(bucket, self.sources):
+            fill(view)
         return bucket
 
     def cut(self, bucket_bytes: int) -> Iterator[KeptBucket]:
@@ -272,6 +291,34 @@ def grouped(entries: Sequence[TensorEntry], bucket_bytes: int) -> Iterator[list[
         num_bytes += entry.num_bytes
     if group:
         yield group
+
+
+def _joined(bucket: Bucket, sources: Sequence[torch.Tensor | Fill]) -> Iterator[tuple[torch.Tensor, Fill]]:
+    """Yield the parts of a bucket that are made, each with its Fill. Rows that follow one another are one part.
+
+    Gate and up of an expert are rows 0 to 8 and 8 to 16 of its matrix, and 16 to 32 are the next expert's: one part.
+    """
+    rows: Rows | None = None
+    views: list[torch.Tensor] = []
+    for (_, view), source in zip(bucket.tensors(), sources, strict=True):
+        follows = isinstance(source, Rows) and rows and rows.matrix is source.matrix and rows.stop == source.start
+        if rows is not None and not follows:
+            yield _together(views), rows
+            rows, views = None, []
+        if isinstance(source, Rows):
+            rows = Rows(source.matrix, source.start if rows is None else rows.start, source.stop)
+            views.append(view)
+        elif callable(source):
+            yield view, source
+    if rows is not None:
+        yield _together(views), rows
+
+
+def _together(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return matrices that lie end to end in the bucket as one."""
+    first = views[0]
+    num_rows = sum(len(view) for view in views)
+    return first.as_strided((num_rows, *first.shape[1:]), first.stride())
 
 
 def _bucket(group: Sequence[tuple[TensorEntry, torch.Tensor | Kept]]) -> Bucket | KeptBucket:

@@ -99,9 +99,29 @@ class KeptSum:
     down: torch.Tensor
     scales: torch.Tensor
 
-    @torch.no_grad()
-    def write(self, into: torch.Tensor, *, expert: int | None, rows: slice | torch.Tensor) -> None:
-        """Write rows of the parameter, or of one expert: the numbers of Adapter.merge."""
+    def write(self, into: torch.Tensor, start: int, stop: int) -> None:
+        """Write rows of the parameter, those of experts numbered through all of them: the numbers of Adapter.merge."""
+        if self.base.ndim == 2:
+            self.write_rows(into, slice(start, stop))
+            return
+        size = self.base.shape[1]
+        at_once = max(1, _MERGE_NUMBERS // self.base[0].numel())
+        row = start
+        while row < stop:
+            expert, first = divmod(row, size)
+            count = min(stop - row, size - first)
+            part = into[row - start :]
+            if count == size:
+                number = min((stop - row) // size, at_once)
+                some, count = slice(expert, expert + number), number * size
+                added = _scaled(self.up[some], self.scales).float() @ self.down[some].float()
+                part[:count].copy_(added.add_(self.base[some]).to(self.base.dtype).flatten(0, 1))
+            else:
+                self.write_rows(part[:count], slice(first, first + count), expert=expert)
+            row += count
+
+    def write_rows(self, into: torch.Tensor, rows: slice | torch.Tensor, *, expert: int | None = None) -> None:
+        """Write rows of the parameter, or of one expert."""
         base, up, down = (x if expert is None else x[expert] for x in (self.base, self.up, self.down))
         base, up, scales, down = base[rows], up[rows], self.scales[rows], down.float()
         step = max(1, _MERGE_NUMBERS // base.shape[1])  # bounds the float32 sums

@@ -28,7 +28,7 @@ from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.tensors import quantized_model
-from asyncrl.tensors.snapshot import Fill, Kept, Snapshot
+from asyncrl.tensors.snapshot import Fill, Kept, Rows, Snapshot
 
 
 class LoadedModel:
@@ -282,11 +282,15 @@ class LoadedModel:
         sums, (*experts, num_rows, inputs) = self._adapters[name].keep(parameter), parameter.shape
         numbers = torch.arange(num_rows).view(*[1] * len(experts), num_rows, 1)  # all experts are cut alike
         tensors = weight_cuts.unfuse([numbers], entry.cut, self._shape)
-        parts = [_as_slice(one.flatten(), parameter.device) for one in tensors]
-        for expert in range(experts[0]) if experts else (None,):
-            for rows, size in parts:
-                write = functools.partial(sums.write, expert=expert, rows=rows)
-                yield self._kept_as(parameter, shape=(size, inputs), source=write)
+        parts = [_as_range(one.flatten()) for one in tensors]
+        for first in range(0, num_rows * experts[0] if experts else num_rows, num_rows):
+            for rows in parts:
+                if isinstance(rows, range):
+                    source: Fill = Rows(sums, first + rows.start, first + rows.stop)
+                else:  # heads; rows of experts follow one another
+                    assert not experts
+                    source = functools.partial(sums.write_rows, rows=rows.to(parameter.device))
+                yield self._kept_as(parameter, shape=(len(rows), inputs), source=source)
 
     def _keep_frozen(self, entry: Mapping, name: str) -> Iterator[Kept]:
         parameter = self._parameters[name].detach()
@@ -327,12 +331,10 @@ class LoadedModel:
         return shards if gathered is None or not entry.is_fused else [gathered.flatten(0, 1)]
 
 
-def _as_slice(rows: torch.Tensor, device: torch.device) -> tuple[slice | torch.Tensor, int]:
-    """Return numbers of rows, as a slice if they follow one another, and how many they are."""
-    first, count = int(rows[0]), len(rows)
-    if torch.equal(rows, torch.arange(first, first + count)):
-        return slice(first, first + count), count
-    return rows.to(device), count
+def _as_range(rows: torch.Tensor) -> range | torch.Tensor:
+    """Return numbers of rows as a range if they follow one another."""
+    found = range(int(rows[0]), int(rows[0]) + len(rows))
+    return found if rows.tolist() == list(found) else rows
 
 
 def _in_model(name: str, first_layer: int) -> str:

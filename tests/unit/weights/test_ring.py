@@ -6,14 +6,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.messages.weight_transfer import TransferRequest
-from asyncrl.tensors.snapshot import Kept, KeptBucket, Snapshot
+from asyncrl.tensors.snapshot import Kept, KeptBucket, Rows, Snapshot
+from asyncrl.weights import files
 from asyncrl.weights.nccl import Sender
 from asyncrl.weights.ring import Ring
 
@@ -157,3 +160,49 @@ def test_a_kept_bucket_takes_no_memory_until_it_is_filled() -> None:
         assert filled.data.data_ptr() == block.data_ptr()
         assert filled.data.view(torch.float32).tolist() == [number * 0.5] * NUMBERS
     assert (block[400:] == 255).all()
+
+
+class Numbers:
+    """A matrix whose row n consists of n. Counts how often rows are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def write(self, into: torch.Tensor, start: int, stop: int) -> None:
+        self.asked.append((start, stop))
+        into.copy_(torch.arange(float(start), stop)[:, None].expand(stop - start, 5))
+
+
+def test_rows_that_follow_one_another_are_made_at_once() -> None:
+    """Rows 0 to 2 and 2 to 5 of the first matrix, then one of another, then rows 7 and 8, and 0 again."""
+    first, other = Numbers(), Numbers()
+    ranges = [(first, 0, 2), (first, 2, 5), (other, 5, 6), (first, 7, 8), (first, 8, 9), (first, 0, 1)]
+
+    def rows(matrix: Numbers, start: int, stop: int) -> Kept:
+        return Kept(shape=(stop - start, 5), dtype=torch.float32, device=CPU, source=Rows(matrix, start, stop))
+
+    snapshot = Snapshot.from_tensors([(str(number), rows(*one)) for number, one in enumerate(ranges)])
+    made = [tensor[:, 0].tolist() for _, tensor in snapshot.tensors()]
+    assert made == [list(range(start, stop)) for _, start, stop in ranges]
+    assert (first.asked, other.asked) == ([(0, 5), (7, 9), (0, 1)], [(5, 6)])
+
+
+def test_a_writer_fills_one_block_over_and_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_STAGING_BYTES", 4 * NUMBERS)
+    blocks = set[int]()
+
+    def made(number: int) -> Kept:
+        def fill(into: torch.Tensor) -> None:
+            blocks.add(into.untyped_storage().data_ptr())
+            into.fill_(float(number))
+
+        return Kept(shape=(NUMBERS,), dtype=torch.float32, device=CPU, source=fill)
+
+    model = tmp_path / "model"
+    model.mkdir()
+    channel = files.FilesChannel(tmp_path / "weights", keep=2, model_path=model)
+    snapshot = Snapshot.from_tensors([(f"{number:02}", made(number)) for number in range(20)])
+    version = channel.publish(snapshot, incarnation=0, policy_version=1)
+    stored = load_file(channel.verify(version) / "model.safetensors")
+    assert [float(stored[name][0]) for name in sorted(stored)] == list(range(20))
+    assert len(blocks) == 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.backends.megatron import adapters as megatron_adapters
 from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
 from asyncrl.backends.port import Offloads
 from asyncrl.tensors.snapshot import Bucket, Snapshot
@@ -66,6 +67,17 @@ def test_a_kept_export_is_the_copied_one(
         for name in copies:
             is_buffer = name.endswith("e_score_correction_bias")
             assert is_buffer or (trained.lora is None and ".mlp." not in name and "embed" not in name), name
+
+
+def test_sums_are_made_in_pieces_of_rows_and_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 5,000 numbers in float32 at a time, in buckets that end in the middle of an expert."""
+    monkeypatch.setattr(megatron_adapters, "_MERGE_NUMBERS", 5_000)
+    folder = tiny_model(tmp_path / "base", architecture="qwen3_moe")
+    with started("megatron-1", folder, optimizer=ALL, dtype="bfloat16") as backend:
+        backend.step(shares("megatron-1", sequences()), learning_rate=0.05)
+        before, snapshot = all_bits(copied(backend)), backend.export()
+        for bucket_bytes in (1, 7_000, 10_000, 2**30):
+            assert is_same(dict(snapshot.cut(bucket_bytes).tensors()), before)
 
 
 @pytest.mark.parametrize(
