@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from asyncrl.contrib.importers.gguf_model import import_model
@@ -31,4 +32,5 @@ def run(options: argparse.Namespace) -> int:
             import_folder(Path(options.source), options.destination)
     else:
         import_model(options.source, options.destination, dtype=options.dtype or "float32")
+    print(f"model.path = {json.dumps(str(options.destination))}")
     return 0
