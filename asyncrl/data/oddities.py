@@ -189,8 +189,8 @@ class Oddities:
             yield f"has letters that the tokenizer does not know (it leaves out or changes {lost[0]!r})"
         if rendered.rstrip().endswith("<think>") and not self._is_for_agent:
             yield (
-                "ends with <think>, so an answer begins inside the thought and has no <think> itself: a reward must "
-                "look for </think> alone"
+                "ends with <think>, so an answer begins inside the thought and has no <think> itself: built-in rewards "
+                "give 0 to one that never ends it, and a reward of yours must look for </think> alone"
             )
 
     def _find_in_answer(self, messages: Sequence[chat.Message], rendered: str, answer: Sequence[int]) -> Iterator[str]:

@@ -19,8 +19,9 @@ from typing import Any, Final
 
 from asyncrl.config.checks import compile_pattern
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.outage import status_kind
 from asyncrl.rewards.answers import after_thinking
-from asyncrl.rewards.http import AskAgain, HttpOptions, JsonServer
+from asyncrl.rewards.http import AskAgain, Away, HttpOptions, JsonServer
 from asyncrl.rewards.labels import refuse_table
 from asyncrl.rewards.port import Reward, Sample
 
@@ -173,6 +174,11 @@ class JudgeReward:
 
     def _read(self, answer: Any) -> float:
         """Return the grade of a reply. Raises AskAgain if it has none between lowest and highest, or RewardError."""
+        # Routers such as OpenRouter answer with HTTP 200 and the status of the server behind them.
+        problem = answer.get("error") if isinstance(answer, dict) else None
+        code = problem.get("code") if isinstance(problem, dict) else None
+        if isinstance(code, int) and (kind := status_kind(code)):
+            raise Away(f"HTTP 200 with error {code}", kind=kind)
         try:
             choice = answer["choices"][0]
             said, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"

@@ -93,25 +93,6 @@ async def test_a_file_in_verls_layout_and_verls_reward_work_with_the_settings_of
     assert [r.value for r in await rewards("from_verl:score", samples)] == [1, 0]
 
 
-THOUGHTS = {
-    "math": "\\boxed{4}",
-    "dapo": "Answer: 4",
-    "deepscaler": "\\boxed{4}",
-    "gpqa": "Answer: B",
-    "f1": "four",
-    "exact": "four",
-}
-
-
-@pytest.mark.parametrize(("kind", "answer"), THOUGHTS.items())
-def test_an_answer_in_the_thoughts_counts_where_the_page_says_so(kind: str, answer: str) -> None:
-    (whole,) = re.findall(r"- \*\*The whole completion:\*\*(.*)", SHOWN)
-    vote = load_reward(config.RewardSection(kind=kind)).function.vote  # type: ignore[attr-defined]
-    assert bool(vote(f"<think>{answer}</think>")) == (f"`{kind}`" in whole)
-    (strict,) = re.findall(r"0 if there is none:\*\*(.*)", SHOWN)
-    assert bool(vote(answer)) == (f"`{kind}`" not in strict)
-
-
 async def test_the_two_turns_of_the_page_share_their_budget(modules: list[str]) -> None:
     tokenizer = make_tokenizer("abcdefgh?")
     two_turns = load("my_turns:think_then_answer")

@@ -12,6 +12,7 @@ from aiohttp import web
 from asyncrl.config import RewardSection
 from asyncrl.config.reward import RewardPart
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.http import Away
 from asyncrl.rewards.judge_pool import JudgePool
 from asyncrl.rewards.load import load_reward
 from tests.harness.rewards import load, rewards, sample, values
@@ -123,6 +124,18 @@ async def test_graded_question_is_not_sent_again(server: Server) -> None:
 async def test_retries_busy_servers_and_replies_without_a_grade(server: Server) -> None:
     server.says = [503, 429, "I cannot say", "Score: 11", "Score: 5"]
     assert await values(judge(server), sample("a")) == [0.5]
+
+
+async def test_a_router_that_says_by_200_that_its_server_is_away_is_an_outage() -> None:
+    reward = load("llm_judge", url="http://judge/v1", model="m")
+    read = reward.function._read  # type: ignore[attr-defined]
+    for code in (429, 502, 503):
+        with pytest.raises(Away):
+            read({"error": {"code": code, "message": "Provider returned error"}})
+    others: tuple[Any, ...] = ({"error": {"code": 401}}, {"error": "no"}, {"error": None}, [], None)
+    for answer in others:
+        with pytest.raises(RewardError, match="not a chat completion"):
+            read(answer)
 
 
 async def test_grades_in_reasoning_or_in_cut_replies_do_not_count(server: Server) -> None:
