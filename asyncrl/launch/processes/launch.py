@@ -54,7 +54,7 @@ async def launch(
     run_file         read again by every process, with ``overrides``; ``run_config`` is the result
     token            token of the bus at bus.url
     import_path      folders from which every process imports, before its default ones
-    handles_signals  SIGINT and SIGTERM drain the run, a second signal kills it; for a process dedicated to this run
+    handles_signals  SIGINT, SIGTERM and SIGHUP drain the run, a second signal kills it; for a process dedicated to this run
 
     Raises ConfigError for a run that cannot be started here, or is already up.
     """
@@ -209,15 +209,20 @@ def _make_folders(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _handle_signals(interrupt: Callable[[], None]) -> Iterator[None]:
-    """Interrupt the run on SIGINT and SIGTERM. Only the main thread can handle signals; in others this does nothing."""
+    """Interrupt the run on SIGINT, SIGTERM, and SIGHUP (a connection that is lost), unless nohup ignores it.
+
+    Only the main thread can handle signals; in others this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+    for number in numbers:
         loop.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
