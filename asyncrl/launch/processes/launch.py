@@ -54,7 +54,7 @@ async def launch(
     run_file         read again by every process, with ``overrides``; ``run_config`` is the result
     token            token of the bus at bus.url
     import_path      folders from which every process imports, before its default ones
-    handles_signals  SIGINT, SIGTERM and SIGHUP drain the run, a second signal kills it; for a process dedicated to this run
+    handles_signals  SIGINT, SIGTERM and SIGHUP drain the run, a second signal kills it; for a process of this run alone
 
     Raises ConfigError for a run that cannot be started here, or is already up.
     """
