@@ -57,7 +57,11 @@ def check(run: RunConfig) -> None:
 
 def start_turn(run: RunConfig) -> GpuTurn | None:
     """Return the lock under which the processes on a shared GPU start; None where no GPU is shared at the same time."""
-    is_alone = run.run.colocated or run.learner.machines > 1 or launcher_class(run).places
+    import torch  # takes seconds
+
+    is_alone = (
+        not torch.cuda.is_available() or run.run.colocated or run.learner.machines > 1 or launcher_class(run).places
+    )
     return None if is_alone else GpuTurn(run.run_directory / LOCK_FILE, is_shared=False)
 
 

@@ -111,7 +111,7 @@ def test_of_a_large_fleet_those_that_are_silent_are_shown() -> None:
 
 def test_what_a_worker_says_does_nothing_to_the_terminal() -> None:
     wait = Wait(what="\x1b]0;mine\x07 [red]prompts", seconds=4.0)
-    beat = Heartbeat(actor="w\x1b[2J", role=WORKER, waits=(wait,))
+    beat = Heartbeat(actor="w", role=WORKER, waits=(wait,))
     finding = Finding(fault="engine", actor="w", cause="\x1b[2J", remedy="see its log", seconds=7.0)
     found = dataclasses.replace(view(ActorStatus(beat=beat)), findings=[finding])
     assert "[red]prompts" in shown(found)

@@ -63,7 +63,7 @@ def test_prompt_that_kills_workers_fails_after_its_last_attempt(tmp_path: Path, 
     assert ended.stderr.count("w0 ended with signal SIGKILL") == 3  # rollout.max_attempts
     log = (tmp_path / "runs" / "killer" / "logs" / "learner.log").read_text()
     assert log.count(" failed on w") == 1  # other groups that the worker held did not fail
-    assert "group 1 failed: gave up after 3 attempts: the last worker that tried did not come back" in log
+    assert "group 1 failed on w0: gave up after 3 attempts: the last worker that tried did not come back" in log
     rows = [json.loads(line) for line in (tmp_path / "runs/killer/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[-1]["staleness/failed_groups"] == 1

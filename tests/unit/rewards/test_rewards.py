@@ -514,7 +514,7 @@ class CannotBeMade(Scorer):
         ("tests.unit.rewards.imports_nothing:f", {}, "cannot import '.*' .No module named 'nothing'.$"),
         (f"{HERE}:per_smaple", {}, "did you mean 'per_sample'"),
         (f"{HERE}:two_arguments", {}, "must take one argument.*it takes prompt, completion"),
-        (f"{HERE}:compute_score", {}, "it takes .*; docs/start/from_trl_and_verl.md wraps a reward of verl$"),
+        (f"{HERE}:compute_score", {}, "takes .*, as in verl; write a function of one argument around it: def reward"),
         (f"{HERE}:HERE", {}, "is a str, not a function or class$"),
         (f"{HERE}:COUNT", {}, "is an int, not a function or class$"),
         (f"{HERE}:CannotBeMade", {}, "reward.kind: making '.*:CannotBeMade' raised OSError: no table$"),
