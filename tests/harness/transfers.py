@@ -12,6 +12,7 @@ from asyncrl.engines.port import Engine
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.bucket_layout import layout_of
 from asyncrl.weights.nccl import CollectiveOffer
 from asyncrl.weights.nccl_channel import CollectiveReceiver
 from asyncrl.weights.port import Ask, BroadcastUpdater, LoadReport, Receiver, Sender
@@ -27,14 +28,7 @@ def snapshot(model: Model) -> Snapshot:
 
 
 def layouts(model: Model) -> tuple[BucketLayout, ...]:
-    return tuple(
-        BucketLayout(
-            names=tuple(entry.name for entry in bucket.entries),
-            dtypes=tuple(str(entry.dtype).removeprefix("torch.") for entry in bucket.entries),
-            shapes=tuple(entry.shape for entry in bucket.entries),
-        )
-        for bucket in snapshot(model).buckets
-    )
+    return tuple(map(layout_of, snapshot(model).buckets))
 
 
 def collective_of(offer: TransferOffer) -> CollectiveOffer:

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncrl.messages.weight_transfer import BucketLayout
 from asyncrl.tensors.snapshot import Bucket, TensorEntry
+from asyncrl.weights.bucket_layout import entries_of
 
 AT_ONCE: Final = 4
 """Buckets in memory: two that arrive, the one that is loaded, and the previous one, whose last tensor the model's loop
@@ -51,7 +52,7 @@ def arrivals(instruction: str, problem: Path, device: torch.device) -> Arrivals 
         for name, layouts in json.loads(instruction):
             # SGLang joins a group under our name for it, and torch knows all groups by their names.
             group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
-            buckets += [(group, _entries(*layout)) for layout in layouts]
+            buckets += [(group, entries_of(_layout(*layout))) for layout in layouts]
     except (RuntimeError, AttributeError) as error:  # no such group, or another torch
         problem.write_text(str(error).partition("\n")[0])
         return None
@@ -136,11 +137,8 @@ class Arrivals:
         return bucket, arrived
 
 
-def _entries(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[TensorEntry, ...]:
-    return tuple(
-        TensorEntry(name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-    )
+def _layout(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> BucketLayout:
+    return BucketLayout(names=tuple(names), dtypes=tuple(dtypes), shapes=tuple(map(tuple, shapes)))
 
 
 def _size(entries: Sequence[TensorEntry]) -> int:
