@@ -165,9 +165,13 @@ class Proxy:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
-        async with asyncio.TaskGroup() as ways:
-            ways.create_task(self._pump(reader, server_writer, pause=self._pause))
-            ways.create_task(self._pump(server_reader, writer))
+        try:
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._pump(reader, server_writer, pause=self._pause))
+                ways.create_task(self._pump(server_reader, writer))
+        finally:  # a test that ends cancels its proxy
+            writer.transport.abort()
+            server_writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, pause: float = 0.0) -> None:
         with contextlib.suppress(OSError):

@@ -64,7 +64,7 @@ def main() -> None:
     os_process.signal_on_parent_death(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes that run tests
     listener = socket.socket(fileno=int(sys.argv[1]))
-    pytest.main([*sys.argv[2:], "-n", "0", "--collect-only", "-qq", "-p", "no:cacheprovider"])
+    pytest.main([*sys.argv[2:], "-n", "0", "--collect-only", "-qq"])
     if not _is_alone():
         return
     gc.collect()

@@ -97,8 +97,9 @@ async def test_headers_that_are_no_text_are_read(nats_server: EmbeddedServer, co
     headers, body = b"NATS/1.0\r\nX: \xff\r\n\r\n", b"{}"
     sizes = f"{len(headers)} {len(headers + body)}".encode()
     login = json.dumps({"auth_token": nats_server.token, "headers": True, "verbose": False}).encode()
-    writer.write(b"CONNECT %b\r\nHPUB %b %b\r\n%b%b\r\nPING\r\n" % (login, subject.encode(), sizes, headers, body))
-    while (await reader.readline()) != b"PONG\r\n":
+    message = b"HPUB %b stored %b\r\n%b%b\r\n" % (subject.encode(), sizes, headers, body)
+    writer.write(b"CONNECT %b\r\nSUB stored 1\r\n" % login + message)
+    while not (await reader.readline()).startswith(b"MSG stored"):  # the stream's ack: it has the message
         pass
     writer.close()
     stored = await leaders_message(bus._connection, stream, {"last_by_subj": subject})
