@@ -25,7 +25,7 @@ from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.bus.port import Bus, Deliveries, Delivery
 from asyncrl.errors import BusError
 from asyncrl.messages import GroupSegment, PromptGroup
-from asyncrl.messages.topics import SEGMENTS, Topic, group_id_of
+from asyncrl.messages.topics import PROGRESS, SEGMENTS, Topic, group_id_of
 
 RETRY_SECONDS: Final = 0.5
 """Delay until a group that was put back is delivered again."""
@@ -37,10 +37,12 @@ _LONGEST_RETURN: Final = 60.0
 class DeliveryAttempts:
     """Counts how often a prompt group was begun. The bus counts deliveries, but not every delivery is begun.
 
-    Each delivery after the first is noted in ``segments`` (WORKER/GROUP/DELIVERY/begun) before any of it is generated.
-    The first delivery counts as begun without a note, so groups that never fail cost nothing. It does not count if a
-    note says that its worker returned it before beginning it, or even without looking at it (WORKER/GROUP/1/returned).
-    With ``max_attempts`` = 1 the first delivery is noted like the others.
+    Each delivery after the first is noted in ``segments`` (WORKER/GROUP/DELIVERY/begun/INCARNATION) before any of it is
+    generated. The first delivery counts as begun without a note, so groups that never fail cost nothing. It does not
+    count if a note says that its worker returned it before beginning it, or even without looking at it
+    (WORKER/GROUP/1/returned). With ``max_attempts`` = 1 the first delivery is noted like the others.
+
+    What was begun under an earlier incarnation of the learner does not count: the machine may have gone, three times.
     """
 
     def __init__(self, bus: Bus, *, worker: str, max_attempts: int) -> None:
@@ -54,16 +56,24 @@ class DeliveryAttempts:
         """Return which attempt this delivery would be, from 1."""
         if delivery.attempt == 1 or delivery.message is None:
             return delivery.attempt
-        group_id = delivery.message.group_id
+        group_id, incarnation = delivery.message.group_id, await self._incarnation(delivery.message)
         states = await self._bus.states(SEGMENTS, under=f"*/{group_id}/")
         found = {key.partition("/")[2] for key in states}  # whoever noted it
-        noted = sum(_begun_key(group_id, number) in found for number in range(self._first_noted, delivery.attempt))
-        return self._first_noted + noted - (_returned_key(group_id) in found)
+        numbers = range(self._first_noted, delivery.attempt)
+        noted = sum(_begun_key(group_id, number, incarnation) in found for number in numbers)
+        is_unnoted = self._first_noted > 1 and delivery.message.incarnation == incarnation
+        return 1 + noted + (is_unnoted and _returned_key(group_id) not in found)
+
+    async def _incarnation(self, prompt: PromptGroup) -> int:
+        """Return the learner's incarnation."""
+        progress = (await self._bus.states(PROGRESS)).get("")
+        return prompt.incarnation if progress is None else progress.incarnation
 
     async def begin(self, delivery: Delivery[PromptGroup]) -> None:
         """Note the attempt. Raises BusError: a prompt that kills its worker must not look as if it was never tried."""
-        if delivery.attempt >= self._first_noted and delivery.message is not None:
-            await self._note(delivery.message, _begun_key(delivery.message.group_id, delivery.attempt))
+        if delivery.attempt >= self._first_noted and (prompt := delivery.message) is not None:
+            incarnation = await self._incarnation(prompt)
+            await self._note(prompt, _begun_key(prompt.group_id, delivery.attempt, incarnation))
 
     async def give_back(self, delivery: Delivery[PromptGroup], *, has_begun: bool = False, delay: float = 0.0) -> None:
         """Return the delivery for redelivery after ``delay`` seconds, without using up an attempt.
@@ -74,7 +84,7 @@ class DeliveryAttempts:
             if delivery.attempt < self._first_noted:
                 await self.note_unread(delivery, is_sure=True)
             elif has_begun and delivery.message is not None:
-                begun = _begun_key(delivery.message.group_id, delivery.attempt)
+                begun = _begun_keys(delivery.message.group_id, delivery.attempt)
                 await self._bus.forget(SEGMENTS, key=f"{self._worker}/{begun}")
         except BusError as error:  # the group has one attempt less
             self._log.warning(
@@ -96,15 +106,20 @@ class DeliveryAttempts:
         """Forget a published group. Notes of later deliveries go with its segments (PartialRollouts)."""
         if delivery.attempt == self._first_noted == 1 and delivery.message is not None:
             try:
-                await self._bus.forget(SEGMENTS, key=f"{self._worker}/{_begun_key(delivery.message.group_id, 1)}")
+                await self._bus.forget(SEGMENTS, key=f"{self._worker}/{_begun_keys(delivery.message.group_id, 1)}")
             except BusError as error:  # the note expires after some hours
                 self._log.warning(
                     "group %s: its start record stays on the bus until it expires: %s", delivery.key, error
                 )
 
 
-def _begun_key(group_id: int, delivery: int) -> str:
-    return f"{group_id}/{delivery}/begun"
+def _begun_key(group_id: int, delivery: int, incarnation: int) -> str:
+    return f"{_begun_keys(group_id, delivery)}{incarnation}"
+
+
+def _begun_keys(group_id: int, delivery: int) -> str:
+    """Return what the notes of all incarnations begin with."""
+    return f"{group_id}/{delivery}/begun/"
 
 
 def _returned_key(group_id: int) -> str:

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
 from asyncrl.bus.port import Bus
 from asyncrl.messages import Progress
-from asyncrl.messages.topics import PROMPTS, SEGMENTS, TRAJECTORIES
+from asyncrl.messages.topics import PROGRESS, PROMPTS, SEGMENTS, TRAJECTORIES
 from tests.harness import fakes
 from tests.harness.buses import first, progress, prompt, publish_prompts, taken
 
@@ -99,6 +99,28 @@ async def test_group_fails_after_max_attempts_that_began(bus_factory: Any) -> No
         (record,) = await first(bus, 1)
     assert "gave up after 3 attempts" in record.message.error
     assert record.key == f"w0/1-{ticket}"
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2, 3])
+async def test_attempts_under_an_earlier_incarnation_of_the_learner_do_not_count(
+    bus_factory: Any, max_attempts: int
+) -> None:
+    """The machine was taken away four times while the group was made."""
+    bus = await bus_factory()
+    attempts = DeliveryAttempts(bus, worker="w0", max_attempts=max_attempts)
+    await publish_prompts(bus, 1)
+    async with bus.consume(PROMPTS) as deliveries:
+        for incarnation in range(4):
+            await bus.put(PROGRESS, progress(0, incarnation=incarnation))
+            delivery = await anext(deliveries)
+            assert await attempts.number(delivery) == 1
+            await attempts.begin(delivery)
+            await delivery.retry()
+        delivery = await anext(deliveries)
+        assert await attempts.number(delivery) == 2
+        await attempts.begin(delivery)
+        await attempts.give_back(delivery, has_begun=True)
+        assert await attempts.number(await anext(deliveries)) == 2
 
 
 async def test_two_workers_share_a_synchronous_run(bus_factory: Any, tmp_path: Path) -> None:
