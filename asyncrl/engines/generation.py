@@ -29,6 +29,7 @@ class Generation:
     finish_reason  empty while the generation is in progress
     experts        routing of the last tokens of prompt and answer (messages/routing.py); empty if the engine does not
                    report it
+    cached_tokens  tokens of the prompt whose keys and values the engine still had, as it reports them
     """
 
     tokens: NDArray[np.int32]
@@ -36,6 +37,7 @@ class Generation:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
+    cached_tokens: int = 0
 
     def first(self, count: int) -> Generation:
         """Return the first ``count`` tokens, as an unfinished generation."""
@@ -45,6 +47,7 @@ class Generation:
             version_spans=tuple(span for span in self.version_spans if span.start < count),
             finish_reason="",
             experts=self.experts[: max(0, len(self.experts) - max(0, len(self.tokens) - count))],
+            cached_tokens=self.cached_tokens,
         )
 
     def after(self, count: int) -> Generation:
@@ -61,6 +64,7 @@ class Generation:
             finish_reason=self.finish_reason,
             # The token before these was routed after it was sampled.
             experts=keep_last(self.experts, len(self.tokens) - count + 1),
+            cached_tokens=self.cached_tokens,
         )
 
     def then(self, rest: Generation) -> Generation:
@@ -77,6 +81,7 @@ class Generation:
             version_spans=tuple(spans),
             finish_reason=rest.finish_reason,
             experts=join(self.experts, rest.experts, len(rest.tokens)),
+            cached_tokens=rest.cached_tokens,
         )
 
     def continue_from(

@@ -128,6 +128,7 @@ class Scripted:
             logprobs=-(np.arange(1, len(ids) + 1) / 1000 + number).astype(np.float32),
             version_spans=tuple(spans),
             finish_reason="length" if is_cut else "stop",
+            cached_tokens=len(self.given[number - 1]) if number else 0,
         )
         self.answers.append(answer)
         return answer

@@ -82,6 +82,9 @@ _SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})
 
 _OURS: Final = {"model-path": "model.path", "model": "model.path", "port": "", "weight-version": ""}
 """Options that asyncrl sets, with the run file key that controls the value, or "" if there is no such key."""
+_DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
+"""Values of speculative-algorithm with a draft model. The server loads it again from the folder of every version, which
+holds the policy alone."""
 
 
 def check_arguments(server_arguments: Mapping[str, Any]) -> None:
@@ -92,6 +95,7 @@ def check_arguments(server_arguments: Mapping[str, Any]) -> None:
                 f"engine.options: server_arguments: {name!r} is set by asyncrl; remove it"
                 + (f" and use {_OURS[name]}" if _OURS[name] else "")
             )
+    _refuse_unserved({option_name(name): value for name, value in server_arguments.items()})
     known = known_arguments()
     if not known >= _SURE:
         return
@@ -101,6 +105,21 @@ def check_arguments(server_arguments: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else "; `python -m sglang.launch_server --help` names them"
         raise ConfigError(f"engine.options: server_arguments: the installed SGLang has no option {name!r}{hint}")
+
+
+def _refuse_unserved(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that SGLang takes and with which no rollout worker can work."""
+    for name, value in arguments.items():
+        if name.startswith("disaggregation-mode") and value not in (None, "null"):
+            raise ConfigError(
+                f"engine.options: server_arguments: {name} = {value!r}: a rollout worker has one server, which must "
+                "both read prompts and sample; remove it"
+            )
+        if name.startswith("speculative-algo") and str(value).upper() in _DRAFT_MODELS:
+            raise ConfigError(
+                f"engine.options: server_arguments: {name} = {value!r}: the server would load its draft model from "
+                'the folder of every version, which has only the policy; use "NGRAM", which needs none, or remove it'
+            )
 
 
 def check_updater_arguments(server_arguments: Mapping[str, Any]) -> None:

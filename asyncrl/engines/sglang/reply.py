@@ -134,6 +134,7 @@ class Reply:
         self._expert_counts = experts
         self._num_prompt_tokens = num_prompt_tokens
         self._experts: ExpertArray = NO_EXPERTS
+        self._cached_tokens = 0
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -179,6 +180,7 @@ class Reply:
             version_spans=self._spans.spans(len(self._tokens), begin=begin),
             finish_reason=str(self._finish.get("type")) if self._finish is not None else "",
             experts=keep_last(self._experts, len(self._tokens) - begin + 1) if begin else self._experts,
+            cached_tokens=self._cached_tokens,
         )
 
     def generation(self) -> Generation:
@@ -206,6 +208,7 @@ class Reply:
         self._tokens[begin:] = [int(entry[1]) for entry in entries]
         self._logprobs[begin:] = [float("nan") if entry[0] is None else float(entry[0]) for entry in entries]
         self._finish = meta.get("finish_reason")
+        self._cached_tokens = int(meta.get("cached_tokens") or 0)
         if self._expert_counts is not None and (text := meta.get("routed_experts")):
             num_tokens = self._num_prompt_tokens + len(self._tokens)
             self._experts = read_experts(text, self._expert_counts, num_tokens=num_tokens)

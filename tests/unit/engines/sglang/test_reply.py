@@ -56,6 +56,12 @@ def test_a_request_overtaken_by_a_load_owns_its_first_token_to_the_old_weights()
     assert finished(reply.generation())[1] == [(0, 1), (1, 2)]
 
 
+def test_tokens_that_the_server_had_cached_are_counted() -> None:
+    reply = new_reply()
+    reply.take_whole(body([5], finish_reason=LENGTH, cached_tokens=32), late_tokens=0)
+    assert reply.generation().cached_tokens == 32
+
+
 @pytest.mark.parametrize("is_incremental", [True, False])
 def test_a_chunk_is_labelled_with_the_version_of_the_chunk_before(is_incremental: bool) -> None:
     """Chunks of 2, stamped 1, 2, 2. Tokens 2 and 3 came after version 2 was loaded, but may be older."""

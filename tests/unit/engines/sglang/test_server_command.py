@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang import server as sglang_server
-from asyncrl.engines.sglang.options import Options
+from asyncrl.engines.sglang.options import Options, check_arguments
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError
 
@@ -47,6 +47,16 @@ def test_every_option_of_sglang_can_be_reached() -> None:
     assert "--skip-server-warmup" not in words
     assert words[words.index("--cuda-graph-bs") :][:3] == ["--cuda-graph-bs", "1", "2"]
     assert value_of(words, "--json-model-override-args") == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [("disaggregation_mode", "prefill", "one server"), ("speculative-algorithm", "EAGLE", "draft model")],
+)
+def test_options_that_sglang_takes_and_that_cannot_work_in_a_run_are_refused(name: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_arguments({name: value})
+    check_arguments({"speculative-algorithm": "NGRAM"})
 
 
 @pytest.mark.parametrize(

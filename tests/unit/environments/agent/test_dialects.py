@@ -138,6 +138,31 @@ async def test_all_dialects_ask_the_engine_for_the_same() -> None:
     assert asked[0] == asked[1] == asked[2]
 
 
+@pytest.mark.parametrize(
+    ("path", "cached_of"),
+    [
+        (CHAT, lambda usage: usage["prompt_tokens_details"]["cached_tokens"]),
+        ("/v1/responses", lambda usage: usage["input_tokens_details"]["cached_tokens"]),
+        ("/v1/messages", lambda usage: usage["cache_read_input_tokens"]),
+    ],
+)
+async def test_usage_says_how_much_of_the_prompt_the_engine_had_cached(
+    path: str, cached_of: Callable[[Any], int]
+) -> None:
+    """The scripted engine has the prompt before in its cache; Anthropic's input_tokens are the others."""
+    async with Client(Scripted([ANSWER, ANSWER])) as client:
+        limit = {"max_tokens": 1000} if path == "/v1/messages" else {}
+        first, second = [
+            (await client.post(path, {"input" if "resp" in path else "messages": [USER] * count, **limit}))["usage"]
+            for count in (1, 2)
+        ]
+        given = [len(tokens) for tokens in client.engine.given]
+    assert (cached_of(first), cached_of(second)) == (0, given[0])
+    assert sum(second[name] for name in ("prompt_tokens", "input_tokens") if name in second) == given[1] - (
+        given[0] if path == "/v1/messages" else 0
+    )
+
+
 async def test_a_response_goes_on_from_the_one_before() -> None:
     async with Client(Scripted(["one", "two"])) as client:
         first = await client.post("/v1/responses", {"input": "hi"})

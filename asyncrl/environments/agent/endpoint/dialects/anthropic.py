@@ -71,6 +71,7 @@ class AnthropicMessages(Dialect):
     def write(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Json:
         (turn,) = replies
         counted, reason = usage(replies), _stop(turn)
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
         return {
             "id": f"msg_{turn.tag}",
             "type": "message",
@@ -79,7 +80,11 @@ class AnthropicMessages(Dialect):
             "content": _blocks(turn),
             "stop_reason": reason,
             "stop_sequence": turn.stopped_by if reason == "stop_sequence" else None,
-            "usage": {"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]},
+            "usage": {
+                "input_tokens": counted["prompt_tokens"] - cached,  # theirs are the tokens that were not cached
+                "cache_read_input_tokens": cached,
+                "output_tokens": counted["completion_tokens"],
+            },
         }
 
     def events(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Iterator[Event]:

@@ -45,7 +45,12 @@ def model_name(body: Json) -> str:
 def usage(replies: Sequence[Turn]) -> Json:
     prompt = replies[0].prompt_length
     answers = sum(len(turn.answer.tokens) for turn in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answers,
+        "total_tokens": prompt + answers,
+        "prompt_tokens_details": {"cached_tokens": min(prompt, replies[0].answer.cached_tokens)},
+    }
 
 
 def now() -> int:
