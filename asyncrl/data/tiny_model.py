@@ -6,13 +6,14 @@ because small weights give small logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import safetensors.torch
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.core_model_loading import revert_weight_conversion
 
 Architecture = Literal[
@@ -70,6 +71,7 @@ def make_tiny_model(
     architecture: Architecture = "qwen3",
     seed: int = 0,
     characters: str = CHARACTERS,
+    phrases: Sequence[str] = (),
     hidden_size: int = 64,
     num_layers: int = 2,
     num_heads: int = 4,
@@ -80,9 +82,9 @@ def make_tiny_model(
 ) -> Path:
     """Write config, float32 weights, tokenizer and generation config to ``folder``, and return ``folder``.
 
-    Equal arguments write equal bytes. The vocabulary is SPECIAL_TOKENS and ``characters``.
+    Equal arguments write equal bytes. The vocabulary is SPECIAL_TOKENS, ``characters`` and ``phrases``.
     """
-    tokenizer = make_tokenizer(characters, max_positions=max_positions)
+    tokenizer = make_tokenizer(characters, phrases=phrases, max_positions=max_positions)
     config_type = getattr(transformers, _CONFIGS[architecture])
     entries: dict[str, Any] = dict(
         architectures=[config_type.__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"],
@@ -185,8 +187,8 @@ def _family_entries(architecture: Architecture, hidden_size: int, num_heads: int
     return {}
 
 
-def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) -> Any:
-    """Return a tokenizer with one token per (ASCII) character, <eos>, <pad>, and a chat template.
+def make_tokenizer(characters: str = CHARACTERS, *, phrases: Sequence[str] = (), max_positions: int = 512) -> Any:
+    """Return a tokenizer with one token per (ASCII) character and per phrase, <eos>, <pad>, and a chat template.
 
     It is byte-level BPE without merges, because transformers always builds byte-level BPE for model type qwen2.
     """
@@ -196,6 +198,7 @@ def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) ->
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in phrases])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<eos>",

@@ -1,13 +1,15 @@
 """Shared by the agents of this folder: a conversation with a model server, and the files that their runs start from.
 
-Only ``write``, which makes a tiny model, uses asyncrl. Any client of OpenAI's API can replace ``Chat``.
+Only ``write --tiny``, which makes a tiny model, uses asyncrl. Any client of OpenAI's API can replace ``Chat``.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ class Chat:
         """Ids of the model's answers, by which they may be given rewards."""
 
     def ask(self, said: str, *, role: str = "user") -> str:
-        """Return the model's answer."""
+        """Return the model's answer; "" if the sample's tokens or the context are used up."""
         self.messages.append({"role": role, "content": said})
         body: dict[str, Any] = {"model": self._endpoint.model, "messages": self.messages}
         if self._max_tokens is not None:
@@ -35,20 +37,36 @@ class Chat:
             data=json.dumps(body).encode(),
             headers={"Authorization": f"Bearer {self._endpoint.api_key}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request) as reply:
-            completion = json.load(reply)
+        try:
+            with urllib.request.urlopen(request) as reply:
+                completion = json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code == 400 and json.load(error)["error"]["code"] == "context_length_exceeded":
+                return ""
+            raise
         answer = completion["choices"][0]["message"]["content"]
         self.ids.append(completion["id"])
         self.messages.append({"role": "assistant", "content": answer})
         return str(answer)
 
 
-def write(folder: Path, rows: Iterable[dict[str, Any]], *, characters: str) -> None:
-    """Write ``folder``/prompts.jsonl, and ``folder``/model with random weights and a token for each of ``characters``.
+def write(name: str, *, real: Iterable[dict[str, Any]], tiny: Iterable[dict[str, Any]], phrases: Sequence[str]) -> None:
+    """The command ``python -m examples.agents.NAME FOLDER [--tiny]``: write FOLDER/prompts.jsonl.
 
-    The tokenizer skips characters without a token: the model reads "Island K has 5 lamps." as "K5".
+    real     rows for models that read and write text
+    tiny     rows for FOLDER/model, which --tiny makes: random weights, and ``phrases`` as its whole vocabulary
+
+    The tiny tokenizer skips what is no phrase: its model reads "Iron (symbol Fe) ... number 26." as "Iron", "26", and
+    answers in one token, such as "<answer>26</answer>". So it learns on a CPU what a real model does in sentences.
     """
-    from asyncrl.data.tiny_model import make_tiny_model  # torch: the agents import this file without it
+    arguments = sys.argv[1:]
+    is_tiny = "--tiny" in arguments
+    if len(folders := [one for one in arguments if one != "--tiny"]) != 1 or folders[0].startswith("-"):
+        sys.exit(f"usage: python -m examples.agents.{name} FOLDER [--tiny]")
+    folder = Path(folders[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (tiny if is_tiny else real)))
+    if is_tiny:
+        from asyncrl.data.tiny_model import make_tiny_model  # torch: the agents import this file without it
 
-    make_tiny_model(folder / "model", characters=characters, max_positions=128, initializer_range=0.05)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make_tiny_model(folder / "model", characters="", phrases=phrases, max_positions=128, initializer_range=0.05)

@@ -1,7 +1,6 @@
 """A coding agent that repairs one file of a small repository, in the sandbox, until the repository's tests pass.
 
-    python -m examples.agents.coding runs/coding     # a tiny model, and repositories that it can repair
-    python -m examples.agents.coding runs/coding --for-real-models     # these three, for a model that knows Python
+    python -m examples.agents.coding runs/coding [--tiny]     # the repositories below, or some of one digit
 
 Each turn of the model is the new text of the file, with or without a fence. The tests run on it, and the model gets
 their output. A row is one repository: {"prompt", "metadata": {"files": {name: text}, "edit": name}}. The reward is 1
@@ -15,15 +14,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from asyncrl.rewards.sandbox import Limits, Sandbox, open_sandbox
 from examples.agents.chat import Chat, write
 
-MOST_TURNS = 2
-MOST_TOKENS = int(os.environ.get("CODING_TOKENS", "1"))
-"""Longest answer; 1 is enough for the files that the tiny model repairs."""
+MOST_TURNS = 3
+MOST_TOKENS = int(os.environ.get("MOST_TOKENS", "1024"))
+"""Longest turn of the model."""
 SANDBOX = os.environ.get("SANDBOX", "bwrap")
 LIMITS = Limits(seconds=10.0, memory_mib=512, processes=8)
 FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
@@ -48,6 +46,32 @@ BROKEN = {
         "from slug import slug\n"
         "assert slug('A day') == 'a-day'\n"
         "assert slug('  So,  what? ') == 'so-what', slug('  So,  what? ')\n",
+    ),
+    "cache.py": (
+        "class Cache:\n    def __init__(self, size):\n        self.size, self.kept = size, {}\n\n"
+        "    def get(self, key):\n        return self.kept.get(key)\n\n"
+        "    def put(self, key, value):\n        if len(self.kept) == self.size:\n"
+        "            self.kept.pop(next(iter(self.kept)))\n        self.kept[key] = value\n",
+        "from cache import Cache\n"
+        "cache = Cache(2)\ncache.put('a', 1)\ncache.put('b', 2)\ncache.put('a', 3)\n"
+        "assert cache.get('b') == 2, 'a key that is there takes no other one\\'s place'\n"
+        "cache.get('a')\ncache.get('b')\ncache.put('c', 4)\n"
+        "assert cache.get('a') is None and cache.get('b') == 2, 'the least recently used key goes'\n",
+    ),
+    "pages.py": (
+        "def pages(items, size):\n    return [items[n * size : (n + 1) * size] for n in range(len(items) // size)]\n",
+        "from pages import pages\n"
+        "assert pages([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]\n"
+        "assert pages([1, 2, 3], 2) == [[1, 2], [3]], 'the last page may be short'\n"
+        "try:\n    pages([1], 0)\nexcept ValueError:\n    pass\nelse:\n"
+        "    raise AssertionError('a size of 0 is a ValueError')\n",
+    ),
+    "roman.py": (
+        "VALUES = {'I': 1, 'V': 5, 'X': 10, 'L': 50, 'C': 100, 'D': 500, 'M': 1000}\n\n\n"
+        "def number(roman):\n    return sum(VALUES[letter] for letter in roman)\n",
+        "from roman import number\n"
+        "assert number('XVII') == 17\n"
+        "assert number('MCMXCIV') == 1994, f\"MCMXCIV is 1994, not {number('MCMXCIV')}\"\n",
     ),
 }
 
@@ -84,6 +108,13 @@ def play(task: Any, endpoint: Any) -> dict[str, Any]:
 
 
 def rows() -> Iterator[dict[str, Any]]:
+    for name, (text, tests) in BROKEN.items():
+        prompt = f"The tests fail. Answer with the whole new text of {name} in a fence, and nothing else.\n\n"
+        prompt += f"{name}:\n```python\n{text}```\n\ntests.py:\n```python\n{tests}```"
+        yield {"prompt": prompt, "metadata": {"files": {name: text, "tests.py": tests}, "edit": name}}
+
+
+def tiny_rows() -> Iterator[dict[str, Any]]:
     """Yield repositories with a file of one digit, which the tests' output names, so a tiny model can repair it."""
     for number in range(8):
         for room in "BCDF":
@@ -92,14 +123,5 @@ def rows() -> Iterator[dict[str, Any]]:
             yield {"prompt": f"mend the size of room {room}", "metadata": {"files": files, "edit": "size.txt"}}
 
 
-def rows_for_real_models() -> Iterator[dict[str, Any]]:
-    for name, (text, tests) in BROKEN.items():
-        prompt = f"The tests fail. Answer with the whole new text of {name} in a fence, and nothing else.\n\n"
-        prompt += f"{name}:\n```python\n{text}```\n\ntests.py:\n```python\n{tests}```"
-        yield {"prompt": prompt, "metadata": {"files": {name: text, "tests.py": tests}, "edit": name}}
-
-
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3) or sys.argv[2:] not in ([], ["--for-real-models"]):
-        sys.exit("usage: python -m examples.agents.coding FOLDER [--for-real-models]")
-    write(Path(sys.argv[1]), rows_for_real_models() if sys.argv[2:] else rows(), characters="BCDF01234567")
+    write("coding", real=rows(), tiny=tiny_rows(), phrases=[*"BCDF", *"01234567"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from asyncrl.rewards.sandbox import open_sandbox
 from examples.agents import coding, game, python_tool, search
 from tests import ROOT
-from tests.harness.agents import TOKENIZER, Scripted
+from tests.harness.agents import TOKENIZER, Scripted, pieces
 from tests.harness.rollouts import saying
 
 AGENTS = ROOT / "examples" / "agents"
 
 
-async def play(name: str, row: dict[str, Any], generate: Any, tokenizer: Any, **options: Any) -> Sequence[Trajectory]:
+async def play(
+    name: str, row: dict[str, Any], generate: Any, tokenizer: Any, *, max_new_tokens: int = 0, **options: Any
+) -> Sequence[Trajectory]:
     """Play one sample of the run file ``name``."""
     section = config.load(AGENTS / f"{name}.toml").rollout
     of_harness = {**section.options["harness_options"], "directory": str(ROOT), **options}
@@ -37,7 +40,7 @@ async def play(name: str, row: dict[str, Any], generate: Any, tokenizer: Any, **
         group_id=0,
         prompt_tokens=[1],
         group_size=1,
-        sampling=SamplingParams(max_new_tokens=section.max_new_tokens),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens or section.max_new_tokens),
         prompt=row["prompt"],
         label=row.get("label"),
         metadata=row.get("metadata", {}),
@@ -46,6 +49,14 @@ async def play(name: str, row: dict[str, Any], generate: Any, tokenizer: Any, **
         return await made(prompt, generate, index=0)  # type: ignore[return-value]
     finally:
         await made.close()  # type: ignore[attr-defined]
+
+
+async def play_real(
+    name: str, row: dict[str, Any], said: Sequence[str], *, max_new_tokens: int = 2000
+) -> Sequence[Trajectory]:
+    """Play a row for real models, with the settings of a real model, by what one would say."""
+    engine = Scripted(said)
+    return await play(name, row, engine, TOKENIZER, max_new_tokens=max_new_tokens, environment=sandbox())
 
 
 def sandbox() -> dict[str, str]:
@@ -57,42 +68,98 @@ def sandbox() -> dict[str, str]:
     return {}
 
 
-async def test_search_finds_the_document_and_answers_from_it() -> None:
-    row, tokenizer = list(search.rows())[5], make_tokenizer(search.ISLANDS + search.COUNTS + "?")
-    (made,) = await play("search", row, saying("?J", row["label"], tokenizer=tokenizer), tokenizer)
+async def test_a_tiny_model_searches_and_answers_in_a_token_each() -> None:
+    row, tokenizer = next(search.tiny_rows()), make_tokenizer("", phrases=search.phrases())
+    said = saying("<search>Iron</search>", "<answer>26</answer>", tokenizer=tokenizer)
+    (made,) = await play("search", row, said, tokenizer)
     assert made.reward_parts == {"searched": 0.1, "found": 0.4, "right": 0.5}
-    assert (made.reward, int(made.response_mask.sum())) == (1.0, 3)
+    assert (made.reward, int(made.response_mask.sum())) == (1.0, 2)
 
 
-def test_a_search_gives_the_document_that_fits_best_or_none() -> None:
+async def test_an_answer_from_two_documents_counts_once_both_were_found() -> None:
+    row = next(row for row in search.rows() if len(row["metadata"]["titles"]) == 2)
+    one, two = row["metadata"]["titles"]
+    look_up = [f"First I look for it. <search>{name} atomic number</search>" for name in (one, two)]
+    (made,) = await play_real("search", row, [*look_up, f"<answer>{two}</answer>"])
+    assert made.reward == 1.0
+    (known,) = await play_real("search", row, [f"I know it. <answer>{two}</answer>"])
+    assert known.reward == 0.0
+
+
+def test_a_search_gives_the_documents_that_fit_best_or_none() -> None:
     index = search.Index(["the cat sat", "the dog sat on the mat", "a bird"])
-    assert [index.best(query) for query in ("the dog?", "A BIRD", "fish")] == ["the dog sat on the mat", "a bird", ""]
+    found = [index.best(query, count=2) for query in ("the dog?", "A BIRD", "fish")]
+    assert found == [[1, 0], [2], []]
 
 
-async def test_python_runs_in_the_sandbox_and_its_output_is_the_answer() -> None:
-    row = next(iter(python_tool.rows()))
-    tokenizer = make_tokenizer(python_tool.NAMES + python_tool.NUMBERS + ">")
-    said = saying(f">{row['prompt'][-1]}", row["label"], tokenizer=tokenizer)
-    (made,) = await play("python_tool", row, said, tokenizer, environment=sandbox())
+async def test_a_tiny_model_runs_python_and_its_output_is_the_answer() -> None:
+    row = next(python_tool.tiny_rows())
+    tokenizer = make_tokenizer("", phrases=python_tool.phrases())
+    name = row["prompt"][-2]
+    said = saying(f"```python\n{name}\n```", f"<answer>{row['label']}</answer>", tokenizer=tokenizer)
+    (made,) = await play("python_tool", row, said, tokenizer, environment={"MOST_TOKENS": "1"} | sandbox())
     assert made.reward_parts == {"ran": 0.1, "seen": 0.4, "right": 0.5}
 
 
+async def test_problems_are_solved_by_code_that_a_model_may_correct() -> None:
+    row = next(row for row in python_tool.rows() if "decimal digits" in row["prompt"])
+    power = re.search(r"\d+\*\*\d+", row["prompt"])
+    assert power
+    codes = [f"```python\nprint(sum({power[0]}))\n```", f"```python\nsum(map(int, str({power[0]})))\n```"]
+    said = [*codes, f"The output says it. <answer>{row['label']}</answer>"]
+    (made,) = await play_real("python_tool", row, said)
+    assert made.reward == 1.0
+
+
+def test_labels_of_problems_are_right() -> None:
+    """Divisors of 6! = 720 = 2^4 x 3^2 x 5; the 20th Fibonacci number is 6765."""
+    assert (python_tool.divisors_of_factorial(6), python_tool.fibonacci(20)) == (5 * 3 * 2, 765)
+    assert [number for number in range(12) if python_tool.is_prime(number)] == [2, 3, 5, 7, 11]
+
+
 async def test_a_repository_is_mended_once_its_tests_have_said_what_they_want() -> None:
-    row, tokenizer = list(coding.rows())[5 * 4], make_tokenizer("BCDF01234567")
-    (made,) = await play("coding", row, saying("2", "5", tokenizer=tokenizer), tokenizer, environment=sandbox())
+    row = next(row for row in coding.rows() if row["metadata"]["edit"] == "leap.py")
+    wrong, right = (
+        f"```python\ndef is_leap(year):\n    return {rule}\n```"
+        for rule in ("year % 4 == 0 and year % 100 > 0", "year % 400 == 0 or year % 4 == 0 and year % 100 > 0")
+    )
+    (made,) = await play_real("coding", row, [wrong, right])
     assert (made.reward, made.reward_parts["turns"]) == (1.0, 2.0)
-    assert "5" in tokenizer.decode(made.tokens[~made.response_mask])  # the tests' output, which is not trained
+    assert "every 400th" in TOKENIZER.decode(made.tokens[~made.response_mask])  # the tests' output, not trained
+
+
+def test_every_repository_fails_its_tests_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coding, "sandbox", lambda: open_sandbox("none"))
+    assert not any(coding.run_tests(row["metadata"]["files"])[0] for row in coding.rows())
+
+
+async def test_a_tiny_model_mends_a_file_of_one_digit() -> None:
+    row, tokenizer = list(coding.tiny_rows())[5 * 4], make_tokenizer("", phrases=[*"BCDF01234567"])
+    environment = {"MOST_TOKENS": "1"} | sandbox()
+    (made,) = await play("coding", row, saying("2", "5", tokenizer=tokenizer), tokenizer, environment=environment)
+    assert (made.reward, made.reward_parts["turns"]) == (1.0, 2.0)
 
 
 async def test_two_players_are_two_parts_and_each_has_its_own_reward() -> None:
-    """A heap of 4: the players take one, one and two, and the first player wins."""
-    tokenizer = make_tokenizer("01234567")
-    row = next(row for row in game.rows() if row["prompt"] == "4")
-    second, first = await play("game", row, saying("1", "1", "2", tokenizer=tokenizer), tokenizer)
+    """A heap of 5: the players take one, one and three, and the first player wins."""
+    tokenizer = make_tokenizer("", phrases=game.phrases())
+    said = saying("take 1", "take 1", "take 3", tokenizer=tokenizer)
+    second, first = await play("game", game.row_of(5), said, tokenizer)
     assert [turn.reward for turn in first.turn_rewards] == [0.0, 1.0]
     assert [turn.reward for turn in second.turn_rewards] == [-1.0]
-    assert [tokenizer.decode(one.tokens[one.response_mask]) for one in (first, second)] == ["12", "1"]
+    assert [tokenizer.decode(one.tokens[one.response_mask]) for one in (first, second)] == ["take 1take 3", "take 1"]
     assert (first.reward, second.reward, first.reward_parts["best_moves"]) == (0.0, 0.0, 1.0)
+
+
+async def test_a_player_that_names_no_move_loses() -> None:
+    (first,) = await play_real("game", game.row_of(30), ["I think about it."])
+    assert (first.turn_rewards[0].reward, first.reward_parts["legal"]) == (-1.0, 0.0)
+
+
+async def test_a_sample_that_has_no_tokens_left_ends_with_what_it_earned() -> None:
+    row, said = next(search.tiny_rows()), "<search>Iron</search>"
+    (made,) = await play_real("search", row, [said], max_new_tokens=len(pieces(said)) + 1)
+    assert made.reward == 0.5
 
 
 # -- programs that are independent of asyncrl, where they are installed ------------------------------------------------
