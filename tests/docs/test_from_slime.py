@@ -1,0 +1,64 @@
+"""The page for users of slime: keys, values and commands that it names exist, and its counts are those of its rows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+
+from tests import ROOT
+
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "start" / "from_slime.md").read_text()
+ROW = re.compile(r"^\| (S?\d+) \| (.+?) \| (.+?) \| \*\*(.+?)\*\*(?:: (.+?))? \|$", re.MULTILINE)
+ROWS = {number: (ours, state, why) for number, _, ours, state, why in ROW.findall(PAGE)}
+REFERENCE = (DOCS / "reference" / "configuration.md").read_text()  # test_reference.py holds it to the code
+NAMES = (DOCS / "reference" / "algorithms.md").read_text()
+COMMANDS = set(re.findall(r"^## asyncrl ([\w-]+)", (DOCS / "reference" / "cli.md").read_text(), re.MULTILINE))
+
+
+def keys() -> dict[str, set[str]]:
+    """Return the keys of each section: "learner", "learner.options" (of all backends), "evaluation.datasets"."""
+    found, section = defaultdict[str, set[str]](set), ""
+    for line in REFERENCE.splitlines():
+        if heading := re.match(r"#+ \[*([\w.]+)\]*", line):
+            section = heading[1]
+        elif key := re.match(r"\| `([\w-]+)` \|", line):
+            found[section].add(key[1])
+    return found
+
+
+KEYS = keys()
+SECTIONS = {name.partition(".")[0] for name in KEYS}
+CODE = {code for ours, _, why in ROWS.values() for code in re.findall(r"`([^`]+)`", f"{ours} {why}")}
+
+
+def test_every_feature_has_a_row() -> None:
+    assert list(ROWS) == [*map(str, range(1, 262)), *(f"S{number}" for number in range(1, 22))]
+
+
+def test_a_state_is_one_of_four_and_what_does_not_work_has_a_reason() -> None:
+    assert {state for _, state, _ in ROWS.values()} == {"yes", "half", "no", "n/a"}
+    assert [number for number, (_, state, why) in ROWS.items() if (state == "yes") == bool(why)] == []
+
+
+def test_the_counts_are_those_of_the_rows() -> None:
+    found = Counter(state for _, state, _ in ROWS.values())
+    said = ", ".join(f"{found[state]} {state}" for state in ("yes", "half", "no", "n/a"))
+    assert f"Of {len(ROWS)} rows: {said}." in PAGE
+
+
+def test_every_key_exists_and_takes_the_value_that_is_named() -> None:
+    wrong = []
+    for code in sorted(code for code in CODE if code.partition(".")[0] in SECTIONS):
+        path, _, value = code.partition(" = ")
+        section, _, key = path.rpartition(".")
+        words = [] if "package.module" in value else re.findall(r"[a-z_]+", value)
+        if key not in KEYS[section] or not all(word in REFERENCE or f"`{word}`" in NAMES for word in words):
+            wrong.append(code)
+    assert wrong == []
+
+
+def test_every_command_and_section_exists() -> None:
+    commands = {code.split()[1] for code in CODE if code.startswith("asyncrl ")}
+    sections = {code.strip("[]") for code in CODE if code.startswith("[")}
+    assert (commands - COMMANDS, sections - set(KEYS)) == (set(), set())
