@@ -140,6 +140,7 @@ def algorithm(run: RunConfig) -> Algorithm:
         aggregation=section.aggregation,
         correction=section.correction,
         denominator=section.denominator,
+        whitening=section.whitening,
         entropy_coef=section.entropy_coef,
         kl=learner_models.penalty(run),
         options=section.options,

@@ -214,6 +214,9 @@ class AlgorithmSection:
     correction: str = ""
     """Off-policy correction: rows of policies/corrections/table.py, such as "tis_token", "tis_token + geo_mask" or
     "none"; empty: the algorithm's own."""
+    whitening: Literal["", "unbiased", "biased"] = ""
+    """Whiten the advantages of any estimator over the trained tokens of the whole batch: mean 0, deviation 1. unbiased
+    is slime's --normalize-advantages. Empty: as the estimator makes them; some whiten themselves."""
     denominator: Literal["before", "after"] = "before"
     """How tokens that the correction rejects count in the mean. before: the mean is over the tokens before rejection.
     after: only over the tokens that remain."""

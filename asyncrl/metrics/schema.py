@@ -146,6 +146,8 @@ SCHEMA: dict[str, str] = {
     "mismatch/alarm": "1 if mismatch/fresh_mean exceeds metrics.mismatch_alarm",
     "reward/mean": "mean reward over the batch's trajectories",
     "reward/std": "standard deviation of the reward over the batch's trajectories",
+    "advantage/mean": "mean advantage over the batch's trained tokens, as the loss gets it; about 0 if whitened",
+    "advantage/std": "standard deviation of the advantage over the batch's trained tokens; about 1 if whitened",
     "reward/same_in_group": "share of groups whose rewards are all equal; they train nothing",
     "reward/*": "mean of a part that the reward function reports",
     "evaluation/complete": "1 if every prompt of every data set was answered; 0: the means leave some prompts out",

@@ -87,6 +87,7 @@ def train_batch(
     completed = _add_outputs(backend, batch, mini_batches, algorithm=algorithm)
     if completed is not mini_batches:
         metrics["learner/forward_seconds"] = time.monotonic() - started
+    metrics |= _advantage_metrics(completed)
     tokens: Mapping[int, NDArray[np.float32]] = {}
     if learning_rate is None:
         metrics["learner/learning_rate"] = 0.0
@@ -112,6 +113,16 @@ def _rank_metrics(mini_batches: MiniBatches, layout: Layout) -> dict[str, float]
         for share in range(layout.data_parallel)
     ]
     return {f"learner/rank{rank}/tokens": float(shares[layout.share(rank)]) for rank in range(layout.ranks)}
+
+
+def _advantage_metrics(mini_batches: MiniBatches) -> dict[str, float]:
+    """Return mean and deviation of the advantages over the batch's trained tokens, as the loss gets them."""
+    rows = [one for mini_batch in mini_batches for share in mini_batch for one in share]
+    trained = np.concatenate([one.advantages[one.response_mask] for one in rows] or [np.zeros(0, np.float32)])
+    if not len(trained):
+        return {}
+    values = trained.astype(np.float64)
+    return {"advantage/mean": float(values.mean()), "advantage/std": float(values.std())}
 
 
 def _add_outputs(backend: Backend, batch: Batch, mini_batches: MiniBatches, *, algorithm: Algorithm) -> MiniBatches:

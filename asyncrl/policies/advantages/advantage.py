@@ -80,6 +80,11 @@ class Advantage(Component):
     """Whether rollouts are compared within their group. A group of one has nothing to compare with."""
     learns_values: ClassVar[bool] = False
 
+    @property
+    def is_whitened(self) -> bool:
+        """Whether the formula whitens its result itself."""
+        return False
+
     def __call__(self, batch: AdvantageInputs) -> NDArray[np.float32]:
         """Return the advantage of each response token.  f32[M]"""
         return self.with_returns(batch)[0]

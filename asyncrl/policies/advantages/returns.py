@@ -56,6 +56,10 @@ class ReinforcePP(Advantage):
     eps: Positive = 1e-8
     std: Std = "unbiased"
 
+    @property
+    def is_whitened(self) -> bool:
+        return True
+
     def formula(
         self, token_rewards: Floats, sequence: Ints, positions: Ints | None, is_trained: Bools | None
     ) -> Floats:
@@ -75,6 +79,10 @@ class ReinforcePPBaseline(Advantage):
 
     eps: Positive = 1e-8
     std: Std = "unbiased"
+
+    @property
+    def is_whitened(self) -> bool:
+        return True
 
     def formula(
         self, rewards: Floats, group: Ints, sequence: Ints, rollout: Ints | None, is_trained: Bools | None
@@ -108,6 +116,10 @@ class GAE(Advantage):
     observations: Observations = "carry"
     whitening: Literal["unbiased", "biased", "none"] = "unbiased"
     eps: Positive = 1e-8
+
+    @property
+    def is_whitened(self) -> bool:
+        return self.whitening != "none"
 
     def formula(
         self,

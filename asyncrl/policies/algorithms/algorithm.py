@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from asyncrl.policies.advantages.advantage import Advantage
+from asyncrl.policies.advantages.advantage import Advantage, AdvantageInputs
+from asyncrl.policies.advantages.returns import Std, whiten
 from asyncrl.policies.corrections import chains
 from asyncrl.policies.corrections.chains import Chain
 from asyncrl.policies.corrections.correction import CorrectionInputs
@@ -52,6 +55,7 @@ OF_BATCH: Final = ("effective_fraction", "keep")
 class Algorithm:
     """The components and options of one algorithm.
 
+    whitening           deviation by which the batch's advantages are whitened; empty: not whitened (``advantages``)
     denominator         whether tokens that a correction rejects still count in the mean (losses/aggregation.py)
     kl                  penalty for moving away from the reference model; None for no penalty
     overlong_tokens     over this many tokens before max_response_tokens, the reward falls by overlong_factor;
@@ -67,6 +71,7 @@ class Algorithm:
     loss: Loss
     aggregation: Aggregation
     correction: Chain
+    whitening: Literal["", "unbiased", "biased"] = ""
     denominator: Denominator = "before"
     entropy_coef: float = 0.0
     kl: Penalty | None = None
@@ -123,6 +128,18 @@ class Algorithm:
     def models(self) -> frozenset[str]:
         """Models besides the policy that the algorithm needs: "critic", "reference", "teacher"."""
         return frozenset(COMPUTED_BY[name] for name in self.outputs_for_advantage | self.outputs_for_loss) - {"policy"}
+
+    def advantages(self, batch: AdvantageInputs) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Return the advantage of each response token, and the returns that a critic learns, if any.  f32[M] each
+
+        With ``whitening``, any estimator's advantages become (A - mean) / sqrt(variance + 1e-8) over the trained tokens
+        of the whole batch, all data-parallel ranks included; the returns stay as they are. As slime's
+        --normalize-advantages and verl's masked_whiten, both with the unbiased variance.
+        """
+        made, returns = self.advantage.with_returns(batch)
+        if not self.whitening:
+            return made, returns
+        return whiten(made.astype(np.float64), batch.is_trained, std=self.whitening).astype(np.float32), returns
 
     def objective(self, inputs: LossInputs) -> tuple[torch.Tensor, Sums]:
         """Return the tensor to call backward() on (this micro-batch's part of the batch loss), and sums for metrics.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies.advantages.advantage import Advantage
@@ -48,6 +48,7 @@ def resolve(
     loss: str = "",
     aggregation: str = "",
     correction: str = "",
+    whitening: Literal["", "unbiased", "biased"] = "",
     denominator: Denominator = "before",
     entropy_coef: float = 0.0,
     kl: Penalty | None = None,
@@ -81,6 +82,7 @@ def resolve(
         loss=_as(Loss, made["loss"]),
         aggregation=_as(Aggregation, made["aggregation"]),
         correction=tuple(_as(Correction, made[name]) for name in steps),
+        whitening=whitening,
         denominator=denominator,
         entropy_coef=entropy_coef,
         kl=kl,
@@ -131,6 +133,7 @@ def refuse_wrong_combinations(made: Algorithm) -> None:
             'that ratio twice. Use correction = "none", or a loss around the learner such as ppo_clip'
         )
     _refuse_what_teaches_nothing(made)
+    _refuse_wrong_whitening(made)
     if made.kl is not None:
         _refuse_wrong_penalty(made, made.kl)
     if made.denominator == "after":
@@ -180,6 +183,19 @@ def _refuse_what_teaches_nothing(made: Algorithm) -> None:
         raise ConfigError(
             f'algorithm: advantage = "none" leaves loss {made.loss.name} nothing to learn from; it goes with a teacher '
             "(loss opd_reward or opd) or with sft"
+        )
+
+
+def _refuse_wrong_whitening(made: Algorithm) -> None:
+    if made.whitening and made.advantage.is_whitened:
+        raise ConfigError(
+            f"algorithm: advantage {made.advantage.name} is whitened already, and whitening it again would change "
+            "nothing but rounding; remove algorithm.whitening, or use an advantage such as reinforce"
+        )
+    if made.whitening and not made.reads_rewards:
+        raise ConfigError(
+            f"algorithm.whitening: advantage {made.advantage.name} with loss {made.loss.name} leaves no advantages to "
+            "whiten; remove it"
         )
 
 

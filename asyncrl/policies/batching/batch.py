@@ -98,7 +98,7 @@ def build(
     # An answer that is too old to train is still part of its group's baseline.
     advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
     if not algorithm.outputs_for_advantage:
-        advantages = algorithm.advantage(advantage_inputs)
+        advantages, _ = algorithm.advantages(advantage_inputs)
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     sizes = _mini_batch_sizes(groups, algorithm.steps_per_batch)
     # Example: 3 of an answer's 4 tokens are young enough. With "tokens", each of them weighs 1/4 of the answer.

@@ -106,7 +106,7 @@ def _advantages(
             values=_sampled([_before(values) for values in known["values"]], batch),
             final_values=np.array([values[-1] for values in known["values"]], np.float64),
         )
-    return algorithm.advantage.with_returns(made)
+    return algorithm.advantages(made)
 
 
 def _before(values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -54,7 +54,19 @@ def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing
     result = train_batch(backend, batch, [shares], algorithm=algorithm, step=0, learning_rate=0.1)
     assert backend.asked == ["step policy"]
     assert backend.trained["policy"][0] is shares
-    assert result.metrics == {"loss": 1.0}
+    assert {name for name in result.metrics if not name.startswith("advantage/")} == {"loss"}
+
+
+@pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (2, 3)])
+def test_metrics_say_mean_and_deviation_of_the_advantages_that_are_trained(ranks: int, max_tokens: int) -> None:
+    # Advantages 1, 0.5 and 0 on 3, 2 and 2 trained tokens: mean 4 / 7, mean square 3.5 / 7.
+    metrics = step(resolve(ALGORITHMS["topr"]), ScriptedBackend(), ranks=ranks, max_tokens=max_tokens)
+    assert metrics["advantage/mean"] == pytest.approx(4 / 7)
+    assert metrics["advantage/std"] == pytest.approx((3.5 / 7 - (4 / 7) ** 2) ** 0.5)
+    whitened = resolve(ALGORITHMS["grpo"], advantage="reinforce", whitening="biased")
+    metrics = step(whitened, ScriptedBackend(), ranks=ranks, max_tokens=max_tokens)
+    assert metrics["advantage/mean"] == pytest.approx(0, abs=1e-6)
+    assert metrics["advantage/std"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 5), (2, 5)])

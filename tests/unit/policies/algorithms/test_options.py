@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.training_step import train_batch
+from asyncrl.errors import ConfigError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.returns import GAE
@@ -57,6 +58,33 @@ def test_whitening_is_over_the_tokens_that_are_trained(name: str) -> None:
     assert len(made) == 11
     assert made.mean() == pytest.approx(0, abs=1e-6)
     assert made.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_any_estimator_is_whitened_over_the_trained_tokens_of_the_batch() -> None:
+    # dr_grpo: rewards 1 and 0 of a group are 0.5 and -0.5, on 3 and 2 tokens; the masked answer of the second group
+    # has a reward, but no token that counts. The other one's 2 tokens are (1 - 0) / 2 = 0.5.
+    # 5 x 0.5 and 2 x -0.5: mean 1.5 / 7, unbiased variance (7 / 4 - 7 (1.5 / 7)^2) / 6.
+    algorithm = dataclasses.replace(resolve(ALGORITHMS["dr_grpo"], whitening="unbiased"), masks_truncated=True)
+    made = advantages(build(algorithm, (answer(1.0), answer(0.0, "xx")), (answer(1.0, "xx"), CUT)))
+    mean = 1.5 / 7
+    deviation = ((7 / 4 - 7 * mean**2) / 6) ** 0.5
+    high, low = (0.5 - mean) / deviation, (-0.5 - mean) / deviation
+    assert made.tolist() == pytest.approx([high] * 3 + [low] * 2 + [high] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("reinforce_pp", "advantage reinforce_pp is whitened already"),
+        ("ppo", "advantage gae is whitened already"),
+        ("opd", "advantage none with loss opd_reward leaves no advantages to whiten"),
+        ("sft", "advantage reinforce with loss sft leaves no advantages to whiten"),
+    ],
+)
+def test_whitening_that_would_do_nothing_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        resolve(ALGORITHMS[name], whitening="unbiased")
+    resolve(ALGORITHMS["ppo"], whitening="biased", options={"whitening": "none"})
 
 
 def test_gae_whitens_over_the_tokens_that_are_trained() -> None:
