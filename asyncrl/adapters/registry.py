@@ -307,6 +307,15 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
     return RoutingReplay(reason=reason)
 
 
+def check_optimizer(run: RunConfig) -> None:
+    """Raise ConfigError if the optimizer is reset and the backend cannot."""
+    if run.learner.reset_optimizer and not backend_class(run).resets_optimizer:
+        raise ConfigError(
+            f'learner.reset_optimizer: learner.backend = "{run.learner.backend}" cannot start its optimizer anew; '
+            '"megatron" and "reference" can'
+        )
+
+
 # -- bus ---------------------------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,9 @@ class BackendAdapter(Adapter):
     shares_gpus: ClassVar[bool] = False
     """Whether the backend can move its memory off its GPUs (Offloads in backends/port.py)."""
 
+    resets_optimizer: ClassVar[bool] = False
+    """Whether the backend can start AdamW anew (ResetsOptimizer in backends/port.py)."""
+
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:
         """Create the backend without starting it. ``auxiliary``: the algorithm's models besides the policy, by name."""
@@ -119,4 +122,6 @@ def optimizer_settings(run: RunConfig) -> OptimizerSettings:
         freeze=learner.freeze,
         train_only=learner.train_only,
         lora=lora if adapters.rank else None,
+        is_stateless=learner.reset_optimizer and learner.steps_per_batch == 1,
+        is_saved=run.checkpoint.optimizer,
     )

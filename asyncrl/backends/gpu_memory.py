@@ -9,6 +9,7 @@ Test: tests/unit/backends/test_gpu_memory.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ _RING_BYTES: Final = 5 * 2**29
 """Blocks for what is not copied for an export: for engines (weights/ring.py) and for the writer of folders."""
 _PIECES_BYTES: Final = 2**30
 """Offloaded moments that are on the device during an update (megatron/optimizer.py)."""
+MOMENT_BYTES: Final = 8
+"""AdamW's two moments of a parameter in float32."""
 _MOST_RANKS: Final = 1024
 
 
@@ -53,7 +56,7 @@ class _State:
 
     weights    of the policy and its adapters
     gradients  with the float32 copies of what is trained
-    moments    of AdamW
+    moments    of AdamW, in float32
     copy       one version of what an export copies
     frozen     reference and teacher
     saved      of a checkpoint
@@ -71,43 +74,53 @@ class _State:
         return self.weights + self.gradients + self.frozen
 
 
-def phases(run: RunConfig, *, recomputes_all: bool, offloads_moments: bool = False) -> tuple[Phase, ...]:
-    """Return what a rank needs.  recomputes_all: only one activation per layer is kept. Raises WeightsError."""
+def phases(
+    run: RunConfig, *, recomputes_all: bool, offloads_moments: bool = False, moment_bytes: int = MOMENT_BYTES
+) -> tuple[Phase, ...]:
+    """Return what a rank needs.  recomputes_all: only one activation per layer is kept. Raises WeightsError.
+
+    moment_bytes: in which AdamW's moments of a parameter are kept between updates
+    """
     folder = Path(run.model.path)
     state = _state(run, read_shapes(folder), run.learner.layout)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     passes = _FRAGMENTED * (_passes(run, config, recomputes_all=recomputes_all) + _HEAD_BYTES)
     loaded, versions = state.loaded + _CONTEXT_BYTES, COPIES * state.copy + _is_kept(run) * _RING_BYTES
-    host = state.moments if offloads_moments else 0
-    in_passes, in_update = (0, min(_PIECES_BYTES, state.moments)) if offloads_moments else (state.moments,) * 2
+    kept = state.moments * moment_bytes / MOMENT_BYTES
+    host, in_passes = (kept, 0.0) if offloads_moments else (0.0, kept)
+    in_update = in_passes + _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
+    saved = state.saved - (state.moments if not run.checkpoint.optimizer else state.moments - kept)
     return (
         Phase(name="load", device=int(loaded), host=int(host)),
         Phase(name="step", device=int(loaded + versions + in_passes + passes), host=int(host)),
         Phase(name="update", device=int(loaded + versions + in_update), host=int(host)),
-        Phase(name="checkpoint", device=int(loaded + versions + in_passes), host=int(host + state.saved)),
+        Phase(name="checkpoint", device=int(loaded + versions + in_passes), host=int(host + saved)),
     )
 
 
-def learner_bytes(run: RunConfig, *, recomputes_all: bool, offloads_moments: bool = False) -> int:
+def learner_bytes(
+    run: RunConfig, *, recomputes_all: bool, offloads_moments: bool = False, moment_bytes: int = MOMENT_BYTES
+) -> int:
     """Return the peak bytes of one rank whose GPU an engine shares."""
-    found = phases(run, recomputes_all=recomputes_all, offloads_moments=offloads_moments)
+    found = phases(run, recomputes_all=recomputes_all, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
     handed_over = 0.0  # an engine beside it maps a whole version
     if _is_kept(run):
         handed_over = _state(run, read_shapes(Path(run.model.path)), run.learner.layout).weights
     return int(max(phase.device for phase in found) + handed_over)
 
 
-def refuse(run: RunConfig, *, total: int, offloads_moments: bool) -> None:
+def refuse(run: RunConfig, *, total: int, offloads_moments: bool, moment_bytes: int = MOMENT_BYTES) -> None:
     """Raise ConfigError if weights, optimizer and one version cannot be in ``total`` bytes of a GPU, whatever the row.
 
     The error names the smallest layout that would fit.
     """
     shapes = read_shapes(Path(run.model.path))
-    needed = _least(_state(run, shapes, run.learner.layout), offloads_moments=offloads_moments)
+    least = functools.partial(_least, moment_bytes=moment_bytes)
+    needed = least(_state(run, shapes, run.learner.layout), offloads_moments=offloads_moments)
     if needed <= total:
         return
     remedies = [] if run.learner.lora.rank else ["learner.lora"]
-    if not offloads_moments and _least(_state(run, shapes, run.learner.layout), offloads_moments=True) <= total:
+    if not offloads_moments and least(_state(run, shapes, run.learner.layout), offloads_moments=True) <= total:
         remedies.append("learner.options.offload_optimizer = true")
     has_experts = any(".experts." in name for name in shapes)
     key = "expert_parallel" if has_experts else "tensor_parallel"
@@ -119,7 +132,7 @@ def refuse(run: RunConfig, *, total: int, offloads_moments: bool) -> None:
             learner = dataclasses.replace(run.learner, **changes)
         except ConfigError:
             break
-        if _least(_state(run, shapes, learner.layout), offloads_moments=offloads_moments) <= total:
+        if least(_state(run, shapes, learner.layout), offloads_moments=offloads_moments) <= total:
             remedies.append(f"learner.ranks = {ranks} with {key} = {split}")
             break
         ranks *= 2
@@ -129,8 +142,17 @@ def refuse(run: RunConfig, *, total: int, offloads_moments: bool) -> None:
     )
 
 
-def _least(state: _State, *, offloads_moments: bool) -> float:
-    return state.loaded + state.copy + (min(_PIECES_BYTES, state.moments) if offloads_moments else state.moments)
+def _least(state: _State, *, offloads_moments: bool, moment_bytes: int) -> float:
+    kept = 0.0 if offloads_moments else state.moments * moment_bytes / MOMENT_BYTES
+    return (
+        state.loaded + state.copy + kept + _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
+    )
+
+
+def _pieces(state: _State, *, offloads_moments: bool, moment_bytes: int) -> float:
+    """Return the bytes of moments that an update brings to the device in float32, if they are kept otherwise."""
+    is_in_pieces = offloads_moments or moment_bytes < MOMENT_BYTES
+    return min(_PIECES_BYTES, state.moments) if is_in_pieces else 0.0
 
 
 def _is_kept(run: RunConfig) -> bool:
@@ -159,8 +181,10 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
             trained = lora.rank * sum(shape) * _share(name, shapes, layout) if is_adapted else 0.0
             adapters += trained
         gradients += trained * (4 + main / replicas)
-        moments += trained * 8 / replicas
-        saved += ((0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + 8)) / replicas
+        moments += trained * MOMENT_BYTES / replicas
+        saved += (
+            (0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + MOMENT_BYTES)
+        ) / replicas
         # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
         is_whole = (layout.tensor > 1 and not is_expert) or run.run.colocated
         if lora.rank and lora.publish == "adapter":

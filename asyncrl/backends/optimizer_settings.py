@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import torch
+
+
+NO_MOMENTS: Final = "%s has no optimizer state: AdamW starts anew, with moments of 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class OptimizerSettings:
 
     freeze, train_only  select the parameters that are updated (frozen.py)
     lora                updates adapters instead of the parameters; None for no adapters
+    is_stateless        every update starts from moments of zero, and none are kept
+    is_saved            whether checkpoints have the moments
     """
 
     weight_decay: float = 0.0
@@ -45,6 +50,8 @@ class OptimizerSettings:
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
     lora: Lora | None = None
+    is_stateless: bool = False
+    is_saved: bool = True
 
 
 def has_weight_decay(name: str, *, ndim: int) -> bool:

@@ -98,6 +98,15 @@ class Offloads(Protocol):
 
 
 @runtime_checkable
+class ResetsOptimizer(Protocol):
+    """A backend that can start its optimizers anew (learner.reset_optimizer)."""
+
+    def reset_optimizer(self) -> None:
+        """Forget the moments and step counts of all trained models. The next step starts from moments of zero."""
+        ...
+
+
+@runtime_checkable
 class SavesBeside(Protocol):
     """A backend that can write a checkpoint while it trains. For other backends, the learner waits for ``save``."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.micro_batches import PackedRow, RecordedTokens
 from asyncrl.backends.models import INDEX, POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import (
+    NO_MOMENTS,
     OptimizerSettings,
     has_weight_decay,
     is_trainable,
@@ -46,6 +48,7 @@ from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
 
 STATE_FILE: Final = "state.safetensors"
+log = logging.getLogger("asyncrl.learner")
 _MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
 
@@ -59,6 +62,7 @@ class ReferenceBackend(BackendAdapter):
 
     options_type = Options
     shares_gpus = True
+    resets_optimizer = True
 
     def __init__(
         self,
@@ -97,6 +101,10 @@ class ReferenceBackend(BackendAdapter):
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY
     ) -> StepResult:
         return models.find(self._trained, model, doing="step").step(_only(dp_shards), learning_rate=learning_rate)
+
+    def reset_optimizer(self) -> None:
+        for trained in self._trained.values():
+            trained.forget_moments()
 
     def forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
@@ -308,6 +316,10 @@ class TrainedModel(LoadedModel):
             if parameter is not self._weights[name]:
                 parameter.copy_(self._weights[name])
 
+    def forget_moments(self) -> None:
+        """See ResetsOptimizer."""
+        self._optimizer.state.clear()
+
     def save(self, folder: Path) -> None:
         """Write all weights, the optimizer's state and the random generators. Raises CheckpointError."""
         tensors = {"random|cpu": torch.get_rng_state()}
@@ -315,7 +327,7 @@ class TrainedModel(LoadedModel):
             tensors["random|cuda"] = torch.cuda.get_rng_state()
         for name, weight in self._all_weights().items():
             tensors[f"value|{name}"] = _plain(weight)
-            moments = self._optimizer.state.get(weight, {})
+            moments = self._optimizer.state.get(weight, {}) if self._settings.is_saved else {}
             tensors |= {f"{kind}|{name}": _plain(moments[kind]) for kind in _MOMENTS if kind in moments}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -347,6 +359,8 @@ class TrainedModel(LoadedModel):
         if torch.cuda.is_available() and "random|cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random|cuda"])
         self._round_weights()
+        if not any(name.startswith("step|") for name in tensors):
+            log.warning(NO_MOMENTS, folder)
 
     def _all_weights(self) -> dict[str, torch.Tensor]:
         """Return all weights by name. Frozen ones are included, because a resumed run may freeze other parameters."""

@@ -296,6 +296,9 @@ class CheckpointSection:
     """Steps between checkpoints; 0: only one at the end."""
     keep: int = 2
     """Number of checkpoints to keep. With 1, there is no older checkpoint to resume from if it is damaged."""
+    optimizer: bool = True
+    """Keep AdamW's moments in checkpoints. false saves 8 bytes a parameter, and a resumed run starts them from 0: it is
+    not exact."""
     keep_log: bool = False
     """Keep trained trajectories in the log, for `asyncrl replay`. Otherwise each checkpoint trims what the previous
     checkpoint covers."""

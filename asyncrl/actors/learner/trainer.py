@@ -94,6 +94,7 @@ class Trainer:
             learning_rate=rate,
             critic_learning_rate=critic_rate,
             layout=self._run.learner.layout,
+            resets_optimizer=self._run.learner.reset_optimizer,
         )
         if self._profile is not None:
             train = functools.partial(self._profile, step + 1, train)

@@ -26,7 +26,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.backends.port import Backend, StepResult
+from asyncrl.backends.port import Backend, ResetsOptimizer, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.config.layout import Layout
 from asyncrl.config.models import CriticSection
@@ -74,12 +74,14 @@ def train_batch(
     learning_rate: float | None,
     critic_learning_rate: float = 0.0,
     layout: Layout | None = None,
+    resets_optimizer: bool = False,
 ) -> StepResult:
     """Train on ``batch``, packed as ``mini_batches``.
 
     step           number of steps done before
     learning_rate  of the policy; None: only the critic learns
     layout         layout of the backend's ranks, for per-rank metrics
+    resets_optimizer  forget the optimizers' state after the batch, so that the next one starts anew
     """
     if not batch.num_tokens:
         log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
@@ -101,6 +103,9 @@ def train_batch(
             ).metrics
         except Exception as error:  # the policy's step is done and cannot be repeated
             raise BackendError(f"the critic's step failed: {type(error).__name__}: {error}") from error
+    if resets_optimizer:
+        assert isinstance(backend, ResetsOptimizer)  # checked before the run starts
+        backend.reset_optimizer()
     return StepResult(metrics=metrics, tokens=tokens)
 
 

@@ -66,6 +66,7 @@ class MegatronBackend(BackendAdapter):
     options_type = Options
     replays_experts = True
     shares_gpus = True
+    resets_optimizer = True
 
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:
@@ -98,14 +99,12 @@ class MegatronBackend(BackendAdapter):
         if resolve_device(run.learner.device, section="learner") == "cpu":
             return ()
         options: Options = cls.options(run)
-        recomputes_all, offloads = options.recompute == "full", options.offload_optimizer
-        return gpu_memory.phases(run, recomputes_all=recomputes_all, offloads_moments=offloads)
+        return gpu_memory.phases(run, recomputes_all=options.recompute == "full", **_moments(run, options))
 
     @classmethod
     def gpu_bytes(cls, run: RunConfig) -> int:
         options: Options = cls.options(run)
-        recomputes_all, offloads = options.recompute == "full", options.offload_optimizer
-        return gpu_memory.learner_bytes(run, recomputes_all=recomputes_all, offloads_moments=offloads)
+        return gpu_memory.learner_bytes(run, recomputes_all=options.recompute == "full", **_moments(run, options))
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:
@@ -136,7 +135,7 @@ class MegatronBackend(BackendAdapter):
                 total = read_gpu_memory().total
             except ConfigError:  # the driver's tool is not there: nothing is known, so nothing is refused
                 return
-            gpu_memory.refuse(run, total=total, offloads_moments=options.offload_optimizer)
+            gpu_memory.refuse(run, total=total, **_moments(run, options))
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:
@@ -221,6 +220,9 @@ class MegatronBackend(BackendAdapter):
             speed = self._speed(dp_shards, time.perf_counter() - began)
             metrics = {**metrics, **speed, **self._offload_metrics}
         return StepResult(metrics=metrics, tokens=tokens)
+
+    def reset_optimizer(self) -> None:
+        self._run_on_all_ranks(Command(name="reset_optimizer"))
 
     def _commands(
         self, name: str, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, learning_rate: float = 0.0
@@ -369,3 +371,10 @@ class MegatronBackend(BackendAdapter):
         if self._rank is None:
             raise BackendError("the megatron backend is not started")
         return self._rank
+
+
+def _moments(run: RunConfig, options: Options) -> dict[str, Any]:
+    """Return where and in how many bytes AdamW's moments of a parameter are kept, as gpu_memory takes it."""
+    width = gpu_memory.MOMENT_BYTES // (2 if options.moments_dtype == "bfloat16" else 1)
+    is_stateless = run.learner.reset_optimizer and run.learner.steps_per_batch == 1
+    return {"offloads_moments": options.offload_optimizer, "moment_bytes": 0 if is_stateless else width}

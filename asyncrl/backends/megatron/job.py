@@ -30,6 +30,9 @@ class Options:
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory: 8 bytes a parameter. Every step copies them to the device and back, in
     pieces of 512 MiB, or of one weight that is larger; two pieces are on the device at a time."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format in which AdamW's moments are kept between updates. bfloat16 saves 4 bytes a parameter and rounds them
+    after every update, as Megatron's precision-aware optimizer; with offload_optimizer, half as much is copied."""
     overlap_tensor_parallel: bool = True
     """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
     aux_loss_coefficient: float = 0.0
@@ -88,7 +91,7 @@ class Job:
 class Command:
     """What all ranks execute together.
 
-    name           step, forward, export, save, finish_save, restore, offload or onload
+    name           step, reset_optimizer, forward, export, save, finish_save, restore, offload or onload
     micro_batches  the receiver's share
     batch_tokens   tokens of all shares, prompts included, without fillers
     waits          for finish_save: wait until this rank's part is on disk

@@ -1,4 +1,4 @@
-"""Megatron-Core's gradient buffers and optimizer, and AdamW's moments in host memory."""
+"""Megatron-Core's gradient buffers and optimizer, and how AdamW's moments are stored between updates."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class PartOptimizer:
 
     replicas       the ranks that hold the same weights
     is_of_experts  whether these are experts that are distributed over ranks differently from other weights
-    moments        its moments, if they are in host memory
+    moments        how its moments are stored, if not by torch's AdamW itself
     """
 
     megatron: Any
     replicas: dist.ProcessGroup
     is_of_experts: bool
-    moments: HostMoments | None = None
+    moments: StoredMoments | None = None
 
     @property
     def adamw(self) -> torch.optim.Optimizer:
@@ -123,6 +123,12 @@ class PartOptimizer:
         """Update the weights from their gradients."""
         with self.moments.updated() if self.moments is not None else nullcontext():
             self.megatron.step_with_ready_grads()
+
+    def forget_moments(self) -> None:
+        """Start the next update from moments of zero and a step count of 0."""
+        self.adamw.state.clear()
+        if self.moments is not None:
+            self.moments.forget()
 
 
 def build_optimizers(
@@ -156,7 +162,7 @@ def build_optimizers(
             megatron=optimizer,
             replicas=expert_replicas_group() if is_of_experts else replicas_group(),
             is_of_experts=is_of_experts,
-            moments=HostMoments(optimizer.optimizer, device) if job.options.offload_optimizer else None,
+            moments=_stored_moments(optimizer.optimizer, job, settings, device),
         )
         for optimizer, is_of_experts in zip(chained.chained_optimizers, (False, True), strict=False)
         if optimizer.optimizer is not None  # else none of its weights is trained
@@ -167,18 +173,53 @@ def build_optimizers(
     return parts
 
 
-class HostMoments:
-    """Keeps the moments of one torch.optim.AdamW in host memory: 8 bytes a parameter less on the device, at any time.
+def _stored_moments(
+    adamw: torch.optim.Optimizer, job: Job, settings: OptimizerSettings, device: torch.device
+) -> StoredMoments | None:
+    """Return how moments are stored; None if torch's AdamW keeps them on the device in float32."""
+    options = job.options
+    if not (options.offload_optimizer or options.moments_dtype != "float32" or settings.is_stateless):
+        return None
+    return StoredMoments(
+        adamw,
+        device,
+        is_on_host=options.offload_optimizer,
+        dtype=getattr(torch, options.moments_dtype),
+        are_dropped=settings.is_stateless,
+    )
 
-    An update brings them to the device piece by piece and back, so besides weights, gradients and main weights (10
-    bytes a parameter with 16-bit weights) it needs the moments of two pieces: one is updated or returns while the next
-    one arrives. AdamW computes each element on its own, so pieces change no bit.
+
+class StoredMoments:
+    """Stores the moments of one torch.optim.AdamW between updates: on the device or the host, in 32 or 16 bits, or not.
+
+    Saves memory on the device at any time: 8 bytes a parameter in host memory or nowhere, 4 in bfloat16. An update
+    brings the moments to the device in float32 piece by piece and back, so besides weights, gradients and main weights
+    (10 bytes a parameter with 16-bit weights) it needs the moments of two pieces: one is updated or returns while the
+    next one arrives. AdamW computes each element on its own, so pieces change no bit.
+
+    device        of the weights
+    is_on_host    whether the stored moments are in host memory
+    dtype         of the stored moments. bfloat16 rounds them after every update, as Megatron's precision-aware optimizer
+                  with --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 (which needs Transformer Engine)
+    are_dropped   nothing is stored: every update starts from moments of zero, as slime's --use-stateless-adam
+
     (Megatron's own offload runs AdamW on the CPU.)
-    Test: test_offloaded_moments_do_not_change_training.
+    Tests: test_offloaded_moments_do_not_change_training, test_moments_in_bfloat16_are_rounded_between_updates.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        is_on_host: bool = True,
+        dtype: torch.dtype = torch.float32,
+        are_dropped: bool = False,
+    ) -> None:
         self._optimizer = optimizer
+        self._is_on_host = is_on_host
+        self._dtype = dtype
+        self._are_dropped = are_dropped
         self._homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         self._arriving, self._returning = _side_stream(device), _side_stream(device)
 
@@ -207,28 +248,38 @@ class HostMoments:
             for group, weights in zip(groups, whole, strict=True):
                 group["params"] = weights
 
-    def move_to_host(self, weight: torch.Tensor) -> None:
-        """Move the moments of one weight to the host: a checkpoint is restored on the device."""
+    def store(self, weight: torch.Tensor) -> None:
+        """Store the moments of one weight: a checkpoint is restored on the device."""
         self._return([weight]).wait()
+
+    def forget(self) -> None:
+        """Free what is stored: the next update starts from moments of zero."""
+        self._homes.clear()
 
     def _fetch(self, weights: Sequence[torch.Tensor]) -> None:
         """Replace moments by copies on the device. They have none before their first step."""
         with _on(self._arriving):
             for weight, kind, moment in self._moments(weights):
-                self._optimizer.state[weight][kind] = moment.to(weight.device, non_blocking=True, copy=True)
+                arrived = moment.to(weight.device, torch.float32, non_blocking=True, copy=True)
+                self._optimizer.state[weight][kind] = arrived
         if self._arriving is not None:
             torch.cuda.current_stream().wait_stream(self._arriving)
 
     def _return(self, weights: Sequence[torch.Tensor]) -> _Piece:
-        """Begin to copy moments to the host, where the optimizer's state has them from now on."""
+        """Begin to store moments; the optimizer's state has the stored ones from now on."""
         moments = []
         if self._returning is not None:
             self._returning.wait_stream(torch.cuda.current_stream())
         with _on(self._returning):
             for weight, kind, moment in self._moments(weights):
-                self._optimizer.state[weight][kind] = self._home(weight, kind, moment).copy_(moment, non_blocking=True)
+                if not self._are_dropped:
+                    home = self._home(weight, kind, moment)
+                    self._optimizer.state[weight][kind] = home.copy_(moment, non_blocking=True)
                 moments.append(moment)
             done = None if self._returning is None else self._returning.record_event()
+        if self._are_dropped:
+            for weight in weights:
+                self._optimizer.state.pop(weight, None)
         return _Piece(moments=moments, done=done)
 
     def _moments(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
@@ -237,21 +288,25 @@ class HostMoments:
             yield from [(weight, kind, state[kind]) for kind in sorted(_MOMENTS & state.keys())]
 
     def _home(self, weight: torch.Tensor, kind: str, moment: torch.Tensor) -> torch.Tensor:
-        """Return a pinned host buffer, which asynchronous copies need; allocated once."""
+        """Return the buffer that stores a moment, allocated once; on the host pinned, as asynchronous copies need."""
         if (weight, kind) not in self._homes:
-            self._homes[weight, kind] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
+            device = "cpu" if self._is_on_host else moment.device
+            is_pinned = self._is_on_host and moment.is_cuda
+            self._homes[weight, kind] = torch.empty(
+                moment.shape, dtype=self._dtype, device=device, pin_memory=is_pinned
+            )
         return self._homes[weight, kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Moments on the device that are being copied to the host, until the event ``done``."""
+    """Moments on the device that are being stored, until the event ``done``."""
 
     moments: Sequence[torch.Tensor]
     done: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Wait until the moments are on the host. The device's memory may be used again afterwards, not before."""
+        """Wait until the moments are stored. The device's memory may be used again afterwards, not before."""
         if self.done is not None:
             self.done.synchronize()
 

@@ -74,6 +74,10 @@ class MegatronRank:
                 return self._trained[command.model].step(
                     command.micro_batches, batch_tokens=command.batch_tokens, learning_rate=command.learning_rate
                 )
+            case "reset_optimizer":
+                for model in self._trained.values():
+                    model.forget_moments()
+                return None
             case "forward":
                 if command.model not in self._loaded:
                     return self._loaded[models.POLICY].forward_base(command.micro_batches)

@@ -8,6 +8,7 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,13 @@ from asyncrl.backends.megatron.process_groups import all_reduce, expert_replicas
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens, response_rows
 from asyncrl.backends.models import VALUE_HEAD
-from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, reshape_moments, step_metrics
+from asyncrl.backends.optimizer_settings import (
+    NO_MOMENTS,
+    OptimizerSettings,
+    is_trainable,
+    reshape_moments,
+    step_metrics,
+)
 from asyncrl.backends.port import StepResult
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, CheckpointError
@@ -41,6 +48,7 @@ from asyncrl.tensors.torch_dist import Chunk, TorchDist
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 """With tied embeddings, the weight that the output layer of a last stage is a copy of."""
 _MAIN: Final = "param."
+log = logging.getLogger("asyncrl.learner")
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
@@ -188,6 +196,11 @@ class TrainedModel(LoadedModel):
                 group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron's scheduler's task
             part.update()
 
+    def forget_moments(self) -> None:
+        """See ResetsOptimizer."""
+        for part in self._optimizers:
+            part.forget_moments()
+
     def state_to_save(self, folder: Path) -> RankState:
         """Return what this rank writes to the checkpoint in ``folder``: views of tensors that the next step changes."""
         chunks, steps = list(random_states(dist.get_rank())), dict[str, float]()
@@ -202,6 +215,8 @@ class TrainedModel(LoadedModel):
                     {} if piece.main is piece.weights else {STATE + _MAIN + key: piece.main}
                 )
                 state = self._optimizer_of(held).adamw.state.get(piece.main, {})
+                if not self._settings.is_saved:
+                    state = {}
                 moments = {f"{STATE}{kind}.{key}": state[kind] for kind in _MOMENTS if kind in state}
                 steps |= {key: float(state["step"])} if "step" in state else {}
                 for name, values in (weights | moments).items():
@@ -231,8 +246,10 @@ class TrainedModel(LoadedModel):
                 part = self._optimizer_of(held)
                 part.adamw.state[piece.main] = reshape_moments(moments, piece.main)
                 if part.moments is not None:
-                    part.moments.move_to_host(piece.main)
+                    part.moments.store(piece.main)
         saved.restore_random_states(dist.get_rank())
+        if not saved.steps and self._rank == 0:
+            log.warning(NO_MOMENTS, folder)
 
     def require_restorable(self, folder: Path) -> None:
         """Raise CheckpointError if the checkpoint has more weights than the model, or other sizes of this rank's."""

@@ -374,7 +374,7 @@ def test_an_update_has_the_moments_of_two_pieces_on_the_device(monkeypatch: pyte
         alive.append(sum(one.numel() for made_ in made if (one := made_()) is not None) // 2)
 
     adamw.register_step_post_hook(look)
-    moments = optimizer.HostMoments(adamw, torch.device("cpu"))
+    moments = optimizer.StoredMoments(adamw, torch.device("cpu"))
     for step in range(3):
         for weight, twin in zip(weights, twins, strict=True):
             weight.grad = twin.grad = torch.full_like(weight, step + 1.0)

@@ -98,6 +98,12 @@ def test_refuses_a_model_that_the_backend_cannot_train(make_run: RunMaker, tmp_p
     assert str(at_start.value) == str(refused.value)
 
 
+def test_a_backend_that_cannot_reset_its_optimizer_is_refused(make_run: RunMaker) -> None:
+    check(make_run("learner.reset_optimizer=true"))
+    with pytest.raises(ConfigError, match=r'reset_optimizer: learner.backend = "none" cannot start its optimizer anew'):
+        check(make_run("learner.reset_optimizer=true", "learner.backend=none"))
+
+
 def test_tensor_parallel_must_divide_the_key_value_heads(make_run: RunMaker) -> None:
     run = make_run("learner.ranks=4", "learner.tensor_parallel=4")
     problem = "learner.tensor_parallel: 4 does not divide the model's num_key_value_heads, 2"
