@@ -199,8 +199,8 @@ class StoredMoments:
 
     device        of the weights
     is_on_host    whether the stored moments are in host memory
-    dtype         of the stored moments. bfloat16 rounds them after every update, as Megatron's precision-aware optimizer
-                  with --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 (which needs Transformer Engine)
+    dtype         of the stored moments. bfloat16 rounds them after every update, as Megatron's precision-aware
+                  optimizer with --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16, which needs Transformer Engine
     are_dropped   nothing is stored: every update starts from moments of zero, as slime's --use-stateless-adam
 
     (Megatron's own offload runs AdamW on the CPU.)

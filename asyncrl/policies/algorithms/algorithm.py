@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.policies.advantages.advantage import Advantage, AdvantageInputs
-from asyncrl.policies.advantages.returns import Std, whiten
+from asyncrl.policies.advantages.returns import whiten
 from asyncrl.policies.corrections import chains
 from asyncrl.policies.corrections.chains import Chain
 from asyncrl.policies.corrections.correction import CorrectionInputs
