@@ -28,9 +28,8 @@ path = "{folder}/prompts.jsonl"
 [bus]
 {bus}
 [engine]
-kind = "{here}.toy_engine:LateEngine"
+{engine}
 device = "cpu"
-options = {{ answer_seconds = 0.01, threads = 1 }}
 [reward]
 kind = "{here}.toy_functions:reward"
 [rollout]
@@ -51,17 +50,19 @@ filters = ["{here}.toy_functions:keep"]
 [launcher]
 {launcher}
 """
+PLAIN = f'kind = "{HERE}.toy_plain_engine:PlainEngine"'
 NOTES = f"""channel = "{HERE}.toy_channel:NotedChannel"
 options = {{ note = "mine" }}"""
 
 
 def asyncrl_run(
-    folder: Path, *, bus: str = "", launcher: str = "", weights: str = NOTES
+    folder: Path, *, bus: str = "", launcher: str = "", engine: str = PLAIN, weights: str = NOTES
 ) -> subprocess.CompletedProcess[str]:
     """Run `asyncrl run` on the demo's task, with toys for all parts."""
     demo_task.write(folder)
     run_file = folder / "run.toml"
-    run_file.write_text(RUN_FILE.format(folder=folder, here=HERE, bus=bus, launcher=launcher, weights=weights))
+    parts = {"bus": bus, "launcher": launcher, "engine": engine, "weights": weights}
+    run_file.write_text(RUN_FILE.format(folder=folder, here=HERE, **parts))
     command = [sys.executable, "-m", "asyncrl", "run", run_file]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
 
@@ -91,7 +92,8 @@ options = {{ log = "{tmp_path}/taken" }}
 [staleness]
 max_staleness = 0'''
     launcher = f'kind = "{HERE}.toy_launcher:EnvironmentLauncher"\noptions = {{ environment = {{ A_WORD = "x" }} }}'
-    done = asyncrl_run(tmp_path, launcher=launcher, weights=weights)
+    engine = f'kind = "{HERE}.toy_engine:LateEngine"\noptions = {{ answer_seconds = 0.01, threads = 1 }}'
+    done = asyncrl_run(tmp_path, launcher=launcher, engine=engine, weights=weights)
     assert done.returncode == 0, done.stderr
     assert len(metrics(tmp_path)) == 3
     assert {"w0 1", "w0 2"} <= set((tmp_path / "taken").read_text().splitlines())
@@ -100,7 +102,8 @@ max_staleness = 0'''
 def test_a_run_in_one_process_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo_task.write(tmp_path)
     run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN_FILE.format(folder=tmp_path, here=HERE, bus='kind = "memory"', launcher="", weights=NOTES))
+    parts = {"bus": 'kind = "memory"', "launcher": "", "engine": PLAIN, "weights": NOTES}
+    run_file.write_text(RUN_FILE.format(folder=tmp_path, here=HERE, **parts))
     assert main.main(["run", str(run_file), "--resume"]) == 2
     said = capsys.readouterr().err
     assert said.startswith('asyncrl: --resume: bus.kind = "memory" keeps nothing of a run that has ended')
