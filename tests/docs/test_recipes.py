@@ -29,7 +29,12 @@ def test_a_recipe_can_work_and_fits_as_its_row_says(name: str, tmp_path: Path) -
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
     path = RECIPES / f"{name}.toml"
     model = config_only.write(Path(config.load(path).model.path).name, tmp_path / "model")
-    places = {"model.path": model.name, "data.path": "rows.jsonl", "run.directory": "runs", "weights.directory": "weights"}
+    places = {
+        "model.path": model.name,
+        "data.path": "rows.jsonl",
+        "run.directory": "runs",
+        "weights.directory": "weights",
+    }
     run = config.load(path, [f'{key}="{tmp_path / value}"' for key, value in places.items()])
     check(run)
     options = run.learner.options
