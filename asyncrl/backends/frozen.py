@@ -28,7 +28,7 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
     learner = run.learner
     if not (learner.freeze or learner.train_only):
         return
-    maps = weight_map(huggingface.read_shape(Path(run.model.path)))
+    maps = weight_map(huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family)))
     maps = [entry for entry in maps if not entry.is_router_bias]
     names = [name for entry in maps for name in entry.huggingface]
     for key, patterns in (("freeze", learner.freeze), ("train_only", learner.train_only)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,9 +12,10 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.backends.families.family import Unsupported
+from asyncrl.backends.families.family import Family, Unsupported
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.families.table import FAMILIES
+from asyncrl.config import plugins
 from asyncrl.errors import ConfigError
 
 SAME_ARCHITECTURE: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
@@ -22,22 +24,34 @@ _OUTPUT: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
 
-def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
+def load_family(name: str) -> Family | None:
+    """Return the family that model.family names; None if it is empty. Raises ConfigError."""
+    if not name:
+        return None
+    family: Family = plugins.load(name, where="model.family", kind=Family)
+    return family
+
+
+def read_shape(folder: Path, *, where: str = "model.path", own: Family | None = None) -> ModelShape:
     """Return the shape of the model in ``folder``; ``where`` is the run file's key for the folder.
 
-    Raises ConfigError if the architecture is not in FAMILIES or has unsupported features.
+    own: the family of model.family, which comes before those of asyncrl
+
+    Raises ConfigError if the architecture is in no family or has unsupported features.
     """
     config = _read_config(folder, where)
     architecture = (config.architectures or [f"unnamed architecture of type {config.model_type}"])[0]
-    if (family := FAMILIES.get(architecture)) is None:
+    families = {**FAMILIES, **({own.architecture: own} if own else {})}
+    if (family := families.get(architecture)) is None:
         raise ConfigError(
-            f"{where}: {folder} holds a {architecture}; the megatron backend supports {', '.join(FAMILIES)}"
+            f"{where}: {folder} holds a {architecture}; the megatron backend supports {', '.join(families)}; others "
+            "need model.family"
         )
     try:
         for key, supported in family.only.items():  # others would be silently ignored
             if (value := getattr(config, key, supported[0])) not in supported:
                 raise Unsupported(f"{key} = {value!r}")
-        shape = family.shape(config)
+        shape = dataclasses.replace(family.shape(config), family=family)
         _refuse_sizes(shape)
         return shape
     except Unsupported as error:

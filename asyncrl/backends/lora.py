@@ -114,7 +114,7 @@ def check(run: RunConfig) -> None:
         return
     if run.learner.freeze or run.learner.train_only:
         raise ConfigError("learner.lora: only adapters are trained; remove learner.freeze and train_only, name modules")
-    shape = huggingface.read_shape(Path(run.model.path))
+    shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
     if settings.rank > shape.hidden_size:
         raise ConfigError(
             f"learner.lora.rank: {settings.rank} is more than the model's hidden_size, {shape.hidden_size}, and no "

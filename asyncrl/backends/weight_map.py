@@ -75,7 +75,7 @@ class Part:
 def weight_map(shape: ModelShape, *, head: Head = "logprobs", part: Part | None = None) -> list[Mapping]:
     """Map every parameter of ``part`` (None: the whole model) except a value head, which is in no model folder."""
     part = part or Part.whole(shape)
-    layer_weights = FAMILIES[shape.architecture].layer
+    layer_weights = (shape.family or FAMILIES[shape.architecture]).layer
     maps = [_mapping("", "", _row("embedding.word_embeddings.weight", _EMBEDDING))] if part.has_embedding else []
     for ours, theirs in enumerate(part.layers):
         rows = layer_weights(shape, theirs, part.experts)

@@ -10,9 +10,11 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from asyncrl.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind: type | None = None) -> Any:
@@ -42,6 +44,14 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     if not (isinstance(found, kind) if kind else callable(found)):
         wanted = with_article(kind) if kind else "a function or class"
         raise ConfigError(f"{where}: {name!r} is {with_article(type(found))}, not {wanted}")
+    return found
+
+
+def load_subclass(name: str, *, where: str, kind: type[T]) -> type[T]:
+    """Return the class that ``name`` refers to, which must derive from ``kind``. Raises ConfigError."""
+    found = load(name, where=where)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{where}: {name!r} is no class derived from {kind.__module__}.{kind.__name__}")
     return found
 
 

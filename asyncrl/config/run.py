@@ -68,6 +68,9 @@ class ModelSection:
     file or from a quantized folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights in the learner and in the engines."""
+    family: str = ""
+    """For an architecture that asyncrl does not know: "package.module:FAMILY", which says how Megatron builds it and
+    how its weights are named (asyncrl/backends/families/family.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,17 +179,32 @@ def _read_table(file: Path) -> dict[str, Any]:
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:
     names = config.get("architectures") or []
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
     if not isinstance(names, list) or not names:
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
         raise ConfigError(f"{path / 'config.json'}: names no architecture; asyncrl trains {supported}")
-    name = str(names[0])
-    if name not in SUPPORTED_ARCHITECTURES:
-        if why := REFUSED_ARCHITECTURES.get(name):
-            raise ConfigError(f"{path / 'config.json'}: asyncrl does not train {name}: {why}; it trains {supported}")
-        near = difflib.get_close_matches(name, SUPPORTED_ARCHITECTURES, 1, cutoff=0.8)
-        hint = f" ({near[0]} is near, but its weights have other names and shapes)" if near else ""
-        raise ConfigError(f"{path / 'config.json'}: asyncrl trains {supported}, this is {name}{hint}")
-    return name
+    return str(names[0])
+
+
+def require_supported(key: str, path: Path) -> None:
+    """Raise ConfigError for an architecture that none of our families describes. ``key``: the run file's.
+
+    A folder that ``check_model`` refuses may pass.
+    """
+    try:
+        name = _architecture(path, _read_config(path))
+    except (ConfigError, OSError):
+        return
+    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    if name in SUPPORTED_ARCHITECTURES:
+        return
+    where = f"{key}: {path / 'config.json'}"
+    if why := REFUSED_ARCHITECTURES.get(name):
+        raise ConfigError(f"{where}: asyncrl does not train {name}: {why}; it trains {supported}")
+    near = difflib.get_close_matches(name, SUPPORTED_ARCHITECTURES, 1, cutoff=0.8)
+    hint = f" ({near[0]} is near, but its weights have other names and shapes)" if near else ""
+    raise ConfigError(
+        f"{where}: asyncrl trains {supported}, this is {name}{hint}; describe it in a file of yours with model.family"
+    )
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

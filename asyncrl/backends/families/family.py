@@ -33,6 +33,10 @@ class Family:
     shape         function from a config to its shape; raises Unsupported
     only          keys of config.json with the supported values of each; other values would be silently wrong
     layer         the weights of one layer
+    specification  function from Megatron's TransformerConfig and the shape to the TransformerBlockSubmodules of all
+                  layers, for layers that asyncrl does not have: any module that Megatron builds, or one that wraps a
+                  module of transformers. None: asyncrl's own layers. A layer gets (hidden_states [n, 1, H],
+                  packed_seq_params=RowParameters) and returns hidden states and None (megatron/layers.py)
     """
 
     architecture: str
@@ -40,6 +44,7 @@ class Family:
     shape: Callable[[Any], ModelShape]
     only: Mapping[str, tuple[Any, ...]]
     layer: LayerWeights = decoder_layer
+    specification: Callable[[Any, ModelShape], Any] | None = None
 
 
 class Unsupported(ValueError):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from asyncrl.backends.families.family import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +144,8 @@ class ModelShape:
     linear: LinearAttention | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    family: Family | None = None
+    """The family that made the shape; set by read_shape."""
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the feed-forward part of ``layer`` is a mixture of experts."""

@@ -28,6 +28,7 @@ from asyncrl.backends.adapter import BackendAdapter, optimizer_settings
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import refusals, shared_settings
 from asyncrl.backends.megatron.background_save import SavedModel, SavedPart, complete
+from asyncrl.backends.megatron.hooks import load_hooks
 from asyncrl.backends.megatron.job import Command, Done, Job, Options, Outputs
 from asyncrl.backends.megatron.rank_group import (
     COMMAND,
@@ -88,6 +89,7 @@ class MegatronBackend(BackendAdapter):
             transformer=run.learner.megatron,
             quantization=run.weights.quantization,
             takes_turns=run.run.colocated,
+            family=huggingface.load_family(run.model.family),
         )
 
     @classmethod
@@ -128,7 +130,7 @@ class MegatronBackend(BackendAdapter):
 
             job = cls.make_job(run, models={})
             for key, folder in run.model_paths.items():
-                refuse_options(job, huggingface.read_shape(folder, where=key), where=key)
+                refuse_options(job, huggingface.read_shape(folder, where=key, own=job.family), where=key)
         if resolve_device(run.learner.device, section="learner") == "cuda":
             options: Options = cls.options(run)
             try:
@@ -148,6 +150,8 @@ class MegatronBackend(BackendAdapter):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
+        if hooks := cls.options(run).hooks:
+            load_hooks(hooks)
         refusals.check(run, balances_experts=cls.options(run).aux_loss_coefficient > 0)
         frozen.check(run, are_fused=True)
         lora.check(run)
@@ -174,7 +178,11 @@ class MegatronBackend(BackendAdapter):
             raise BackendError("torch.distributed is already initialised in this process; MegatronBackend must do it")
         shapes = {
             name: require_trainable(
-                model.path, where=models.where(name), layout=self._layout, transformer=self._job.transformer
+                model.path,
+                where=models.where(name),
+                layout=self._layout,
+                transformer=self._job.transformer,
+                own=self._job.family,
             )
             for name, model in self._job.models.items()
         }

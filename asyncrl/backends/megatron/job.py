@@ -11,6 +11,7 @@ import torch
 from numpy import float32
 from numpy.typing import NDArray
 
+from asyncrl.backends.families.family import Family
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.config.adapter import Layout
 from asyncrl.errors import ConfigError
@@ -41,6 +42,9 @@ class Options:
     the batch by tokens, prompts included, and summed over layers. As Megatron's --moe-aux-loss-coeff. 0, usual for
     reinforcement learning, is off.
     """
+    hooks: str = ""
+    """"package.module:Class", derived from asyncrl.backends.megatron.hooks.Hooks: your code on every rank after the
+    start, before logprobs are computed, and before an optimizer step. Empty: none."""
     timeout_seconds: float = 600.0
     """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. A rank that makes no progress for so long
     ends the learner; one that dies does so at once."""
@@ -58,6 +62,7 @@ class Job:
 
     transformer   extra fields of Megatron's TransformerConfig
     quantization  format of exports (tensors/quantized_model.py); empty: the folder's dtype
+    family        the run's own family of models (model.family)
     takes_turns   the models leave the device while engines read an export, which is then a copy of everything
     """
 
@@ -71,6 +76,7 @@ class Job:
     transformer: Mapping[str, Any] = field(default_factory=dict)
     quantization: str = ""
     takes_turns: bool = False
+    family: Family | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -48,7 +48,7 @@ class LoadedModel:
         self._expert_parallel = expert_parallel_group()
         self._pipeline = pipeline_group()
         self._first_of_stage = self._pipeline.rank() * (job.layout.ranks // job.layout.pipeline)
-        self._shape = huggingface.read_shape(self._model.path, where=self._where)
+        self._shape = huggingface.read_shape(self._model.path, where=self._where, own=job.family)
         self._stages = build_stages(job, self._shape, device, head=self._model.head)
         self._maps: dict[str, Mapping] = {}
         self._parameters: dict[str, torch.Tensor] = {}
@@ -64,6 +64,11 @@ class LoadedModel:
                 is_free = entry.is_adapter if self._lora else is_free and not entry.is_router_bias
                 self._parameters[name].requires_grad_(is_free)
         self._load_weights()
+
+    @property
+    def stages(self) -> list[PackedGPT]:
+        """This rank's parts of the model."""
+        return self._stages
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors kept on the device between two calls, except a trained model's ``gradients``."""

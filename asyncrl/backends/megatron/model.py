@@ -68,7 +68,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     ) -> None:
         """chunk: index among the stage's interleaved parts; None if the stage has one part"""
         self.part = _part(config, shape, chunk)
-        submodules = layer_specification(config, shape)
+        own = shape.family.specification if shape.family else None
+        submodules = own(config, shape) if own else layer_specification(config, shape)
         submodules.layer_specs = [submodules.layer_specs[layer] for layer in self.part.layers]
         super().__init__(
             config=config,

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from asyncrl.backends import models
 from asyncrl.backends.megatron import cpu_shim, process_groups
 from asyncrl.backends.megatron.background_save import BackgroundSave
+from asyncrl.backends.megatron.hooks import load_hooks
 from asyncrl.backends.megatron.job import Command, Job
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
@@ -40,6 +41,7 @@ class MegatronRank:
         if job.threads:
             torch.set_num_threads(job.threads)
         self._is_first = info.rank == 0
+        self._hooks = load_hooks(job.options.hooks)
         self.parts = ExportedParts()
         self._device = device = _device(job.device, info)
         self._memory = HostMemory(
@@ -62,6 +64,7 @@ class MegatronRank:
                 if not model.is_base_of(job.models[models.POLICY])
             }
             self._trained = {name: model for name, model in self._loaded.items() if isinstance(model, TrainedModel)}
+            self._hooks.after_start({name: model.stages for name, model in self._loaded.items()})
         except BaseException:
             self.close()
             raise
@@ -71,16 +74,21 @@ class MegatronRank:
         """Execute a command together with the other ranks. Returns this rank's result; None is sent as Done."""
         match command.name:
             case "step":
-                return self._trained[command.model].step(
+                model = self._trained[command.model]
+                self._hooks.before_step(command.model, model.stages, model.adamws)
+                return model.step(
                     command.micro_batches, batch_tokens=command.batch_tokens, learning_rate=command.learning_rate
                 )
             case "reset_optimizer":
-                for model in self._trained.values():
-                    model.forget_moments()
+                for trained in self._trained.values():
+                    trained.forget_moments()
                 return None
             case "forward":
                 if command.model not in self._loaded:
-                    return self._loaded[models.POLICY].forward_base(command.micro_batches)
+                    policy = self._loaded[models.POLICY]
+                    self._hooks.before_forward(command.model, policy.stages)
+                    return policy.forward_base(command.micro_batches)
+                self._hooks.before_forward(command.model, self._loaded[command.model].stages)
                 return self._loaded[command.model].forward(command.micro_batches)
             case "export":
                 return self._export(command)
@@ -91,8 +99,8 @@ class MegatronRank:
                     raise CheckpointError("nothing is being saved")
                 return self._saving.result(wait=command.waits)
             case "restore":
-                for name, model in self._trained.items():
-                    model.restore(models.saved_in(Path(command.folder), name))
+                for name, trained in self._trained.items():
+                    trained.restore(models.saved_in(Path(command.folder), name))
                 return None
             case "offload":
                 return self._offload(command)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.backends import huggingface, weight_cuts
+from asyncrl.backends.families.family import Family
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.lora import EXPERT_ALIGNMENT
 from asyncrl.backends.weight_map import weight_map
@@ -27,8 +28,11 @@ _UNEVEN: Final = (
 
 def check(run: RunConfig, *, balances_experts: bool) -> None:
     """Raise ConfigError for models that the run's learner cannot train, or its engines cannot load."""
+    own = huggingface.load_family(run.model.family)
     for key, folder in run.model_paths.items():
-        shape = require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
+        shape = require_trainable(
+            folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron, own=own
+        )
         require_aligned_experts(shape, run.model.dtype, where=key)
         if key == "model.path":
             require_tensors_of_engines(folder, shape)
@@ -41,12 +45,15 @@ def check(run: RunConfig, *, balances_experts: bool) -> None:
                 require_quantizable(shape, run.weights.quantization)
 
 
-def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: Mapping[str, Any]) -> ModelShape:
+def require_trainable(
+    folder: Path, *, where: str, layout: Layout, transformer: Mapping[str, Any], own: Family | None = None
+) -> ModelShape:
     """Return the model's shape. Raises ConfigError if the backend cannot train the model in that layout.
 
-    where: the run file's key for the folder.  transformer: extra fields of Megatron's TransformerConfig
+    where: the run file's key for the folder.  transformer: extra fields of Megatron's TransformerConfig.  own: the
+    family of model.family
     """
-    shape = huggingface.read_shape(folder, where=where)
+    shape = huggingface.read_shape(folder, where=where, own=own)
     if shape.is_tied:
         huggingface.require_tied(folder, where=where)
     weight_cuts.require_divisible(shape, layout.tensor, where=where)

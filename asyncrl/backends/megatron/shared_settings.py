@@ -38,6 +38,7 @@ def shared_settings(run: RunConfig, *, options: Options) -> dict[str, object]:
         **{name: model and dataclasses.asdict(model) | {"path": bool(model.path)} for name, model in models.items()},
         "algorithm": dataclasses.asdict(run.algorithm),
         "model.dtype": run.model.dtype,
+        "model.family": run.model.family,
         "weights.quantization": run.weights.quantization,
         "rollout.temperature": run.rollout.temperature,
         "rollout.max_new_tokens": run.rollout.max_new_tokens,

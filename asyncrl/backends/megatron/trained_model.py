@@ -73,6 +73,10 @@ class TrainedModel(LoadedModel):
             self._balance = ExpertBalance(tallies(self._stages), self._shape, has_loss=has_loss, device=device)
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
 
+    @property
+    def adamws(self) -> list[torch.optim.Optimizer]:
+        return [part.adamw for part in self._optimizers]
+
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from super().tensors()
         for part in self._optimizers:

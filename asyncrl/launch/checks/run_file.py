@@ -17,7 +17,7 @@ from asyncrl.adapters import learner_models, registry
 from asyncrl.config import RunConfig, plugins
 from asyncrl.config.addresses import host_and_port
 from asyncrl.config.toml_text import toml_text
-from asyncrl.data.model_folder import ModelFolder, check_model_at
+from asyncrl.data.model_folder import ModelFolder, check_model_at, require_supported
 from asyncrl.data.row_files import require_data
 from asyncrl.data.sources import make_source
 from asyncrl.environments import load as rollout_functions
@@ -94,7 +94,7 @@ def check_before_torch(run: RunConfig) -> None:
     """Check what is possible without torch, whose import takes many seconds on a busy machine."""
     _check_data(run)
     for key, folder in run.model_paths.items():
-        check_model_at(key, folder)
+        _check_model(run, key, folder)
     _check_evaluation_paths(run)
     _check_directory("run.directory", run.run_directory)
     if run.weights.directory:
@@ -173,6 +173,13 @@ def _check_directory(key: str, directory: Path) -> None:
         raise ConfigError(f"{key}: {there} is a file; the run's files go to {directory}")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{key}: cannot write to {there}, where {directory} is to be; name another")
+
+
+def _check_model(run: RunConfig, key: str, folder: Path) -> None:
+    """Check a model's folder. A family or a backend of the user's own may know architectures that asyncrl does not."""
+    if not run.model.family and ":" not in run.learner.backend:
+        require_supported(key, folder)
+    check_model_at(key, folder)
 
 
 def _check_worker_before_torch(run: RunConfig) -> None:
@@ -265,7 +272,7 @@ def _check_filters(run: RunConfig) -> None:
 def check_evaluation(run: RunConfig) -> None:
     """Same as ``check``, for evaluating saved models only."""
     _check_evaluation_paths(run)
-    check_model_at("model.path", Path(run.model.path))
+    _check_model(run, "model.path", Path(run.model.path))
     registry.load_evaluation_rewards(run)
     rollout_functions.load_rollout(run.rollout)
     _check_evaluation(run)
