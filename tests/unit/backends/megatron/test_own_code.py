@@ -124,3 +124,10 @@ def test_what_is_no_class_of_hooks_is_refused_in_one_line() -> None:
     assert load_hooks(Options().hooks).before_forward("policy", []) is None  # type: ignore[func-returns-value]
     with pytest.raises(ConfigError, match=r"^learner.options.hooks: '.*:sequences' is no class derived from .*Hooks$"):
         load_hooks("tests.harness.backends:sequences")
+
+
+def test_the_hooks_of_the_page_change_the_model_before_the_first_step(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    with started("megatron-1", folder, options={"hooks": "tests.integration.extending.toy_hooks:HalveHead"}) as backend:
+        half = weights(backend)["lm_head.weight"]
+    assert torch.equal(half, hugging_face(folder).lm_head.weight / 2)
