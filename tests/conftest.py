@@ -47,6 +47,21 @@ SGLANG_MODELS = {"glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe"
 
 BusFactory = Callable[..., Awaitable[Bus]]
 
+KINDS = {
+    "system": (
+        "tests/chaos",
+        "tests/integration/processes",
+        "tests/integration/ray",
+        "tests/integration/cluster",
+        "tests/integration/test_whole_system.py",
+    ),
+    "acceptance": ("tests/integration/learning",),
+    "integration": ("tests/integration",),
+    "unit": ("tests/unit", "tests/actors", "tests/contracts", "tests/oracles"),
+    "docs": ("tests/docs",),
+}
+"""The marker that each test has by its place; the first that fits."""
+
 
 def pytest_configure() -> None:
     """Let SGLang servers import only the models under test instead of all 250. This saves 3 s of CPU per rank.
@@ -77,6 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Slow tests with a group share a server, keep one worker busy for minutes, and start first. Other slow tests are
     distributed one by one, all remaining tests by file.
     """
+    mark_kinds(items)
     skip_without_gpus(items)
     if not config.getoption("loadgroup", False):  # set in xdist's processes, where "dist" is "no"
         return
@@ -110,6 +126,13 @@ def _length(item: pytest.Item) -> int:
     if item.get_closest_marker("slow") is None:
         return 2
     return 0 if item.get_closest_marker("xdist_group") is not None else 1
+
+
+def mark_kinds(items: list[pytest.Item]) -> None:
+    """Mark every test as one of KINDS, so that ``-m`` can select them."""
+    for item in items:
+        kinds = [kind for kind, places in KINDS.items() if item.nodeid.startswith(places)]
+        item.add_marker(kinds[0])
 
 
 def skip_without_gpus(items: list[pytest.Item]) -> None:
