@@ -57,26 +57,52 @@ def require_sections(run: RunConfig, algorithm: Algorithm) -> None:
 
 
 def folders(run: RunConfig, algorithm: Algorithm) -> dict[str, Path]:
-    """Return the Hugging Face folder of each model that the algorithm uses."""
+    """Return the Hugging Face folder of each model that the algorithm uses, apart from a teacher on a server."""
     given = {
         "critic": run.critic.path if run.critic else "",
         "reference": run.reference.path if run.reference else "",
         "teacher": run.teacher.path if run.teacher else "",
     }
-    return {name: Path(given[name] or run.model.path) for name in sorted(algorithm.models)}
+    loaded = algorithm.models - ({"teacher"} if run.has_served_teacher else set())
+    return {name: Path(given[name] or run.model.path) for name in sorted(loaded)}
 
 
 def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
     """Check that the learner can load each model, and that its token ids match the policy's. Raises ConfigError."""
-    for name, folder in folders(run, algorithm).items():
+    keys = {f"{name}.path": folder for name, folder in folders(run, algorithm).items()}
+    if run.teacher is not None and (served := run.servers.get(run.teacher.server)) and served.path:
+        keys[f"servers.{run.teacher.server}.path"] = Path(served.path)
+    for key, folder in keys.items():
         if folder == Path(run.model.path):
             continue
-        check_model_at(f"{name}.path", folder)
+        check_model_at(key, folder)
         if (difference := _vocabulary_difference(Path(run.model.path), folder)) is not None:
             raise ConfigError(
-                f"{name}.path: the tokenizer in {folder} is not that of model.path: {difference}; its scores would be "
+                f"{key}: the tokenizer in {folder} is not that of model.path: {difference}; its scores would be "
                 "of other words. Use a model of the same family"
             )
+
+
+def teachers(run: RunConfig) -> list[str]:
+    """Return the names of the servers that may be teachers. With teacher.key, any row may choose any server."""
+    if run.teacher is None or not run.teacher.is_served:
+        return []
+    return list(run.servers) if run.teacher.key else [run.teacher.server]
+
+
+def check_teachers(run: RunConfig) -> None:
+    """Check that served teachers are servers of the run file and score what is sampled. Raises ConfigError."""
+    if run.teacher is None or not run.teacher.is_served:
+        return
+    name = run.teacher.server
+    if name not in run.servers and (name or not run.servers):
+        known = f"; there is {', '.join(run.servers)}" if run.servers else "; add it"
+        raise ConfigError(f"teacher.server: there is no [servers.{name or 'NAME'}]{known}")
+    if run.rollout.temperature != 1:
+        raise ConfigError(
+            f"teacher.server: a server's logprobs are at temperature 1, and rollout.temperature is "
+            f"{run.rollout.temperature:g}; use 1, or teacher.path"
+        )
 
 
 def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings) -> dict[str, AuxiliaryModel]:

@@ -6,6 +6,7 @@ The tables below list the choices. Every entry may also be "package.module:objec
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,11 +17,11 @@ from asyncrl.adapters.bus_file import read_address
 from asyncrl.backends.port import Backend
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.bus.port import Bus
-from asyncrl.config import RunConfig, plugins
+from asyncrl.config import RunConfig, ServerSection, plugins, tables
 from asyncrl.config.adapter import Adapter
 from asyncrl.config.addresses import without_secrets
 from asyncrl.data.model_folder import check_model
-from asyncrl.engines.port import Engine
+from asyncrl.engines.port import Engine, ModelServer
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.weights.port import WeightChannel
@@ -50,6 +51,7 @@ CHANNELS = {
     "nccl": "asyncrl.weights.nccl_channel:NCCLChannel",
     "objects": "asyncrl.weights.objects_channel:ObjectsChannel",
 }
+SERVERS = {"sglang": "asyncrl.engines.sglang.model_server:SGLangModelServer"}
 BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "asyncrl.bus.nats_server.adapter:NatsAdapter"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}
 
@@ -203,6 +205,39 @@ def check_reward_machine(run: RunConfig) -> None:
     """Raise ConfigError if this machine lacks something that the run's rewards need, such as a sandbox."""
     for reward in (load_reward(run), *load_evaluation_rewards(run).values()):
         reward.check_machine()
+
+
+def server_class(name: str, section: ServerSection) -> tuple[Any, Any]:
+    """Return the class that serves [servers.NAME], and its options. Raises ConfigError."""
+    found = plugins.load(section.kind, where=f"servers.{name}.kind", table=SERVERS)
+    options_type, where = getattr(found, "options_type", None), f"servers.{name}.options"
+    if options_type is not None:
+        return found, tables.build(options_type, section.options, where)
+    if section.options:
+        raise ConfigError(f"{where}: {section.kind!r} takes no options")
+    return found, None
+
+
+def gpus_of_servers(run: RunConfig) -> dict[str, int]:
+    """Return the number of GPUs of each server that the run starts, by name. Raises ConfigError."""
+    made = {name: (section, *server_class(name, section)) for name, section in run.started_servers.items()}
+    return {
+        name: its.num_gpus(section, options) if hasattr(its, "num_gpus") else len(section.gpus)
+        for name, (section, its, options) in made.items()
+    }
+
+
+def model_server(run: RunConfig, name: str, *, host: str) -> ModelServer:
+    """Return the server of [servers.NAME], without starting it.  host: address of this machine for the workers"""
+    from asyncrl.engines.port import ServedTo
+
+    found, options = server_class(name, run.servers[name])
+    folder = run.run_directory
+    to = ServedTo(
+        host=host, log_path=folder / "logs" / f"{name}.server.log", directory=folder / "servers", dtype=run.model.dtype
+    )
+    make = functools.partial(found, to=to)
+    return plugins.make(make, name, run.servers[name], options, where=f"servers.{name}.kind", name=name)  # type: ignore[no-any-return]
 
 
 def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:

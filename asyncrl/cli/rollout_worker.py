@@ -24,6 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evaluate", action="store_true", help="only answer evaluations (evaluation.place = dedicated)"
     )
+    parser.add_argument("--group", default="", metavar="NAME", help="the engine is that of rollout.groups.NAME")
+    parser.add_argument(
+        "--own-gpus", action="store_true", help="with run.colocated: this worker's GPUs are not the learner's"
+    )
     parser.add_argument(
         "--beside-learner",
         type=int,
@@ -37,6 +41,11 @@ def run(options: argparse.Namespace) -> int:
     is_launched = end_with_parent()
     run_config = arguments.with_bus_address(arguments.load(options))
     name = worker_process.name_of(options, run_config)
+    if options.group and options.group not in run_config.rollout.groups:
+        raise ConfigError(
+            f"rollout-worker --group {options.group}: the run file has no [rollout.groups.{options.group}]"
+        )
+    run_config = run_config.of_group(options.group)
     check_worker(run_config)
     if options.evaluate and not run_config.num_evaluation_workers:
         raise ConfigError(
@@ -50,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
             token=token,
             is_dedicated=bool(options.evaluate),
             beside_learner=options.beside_learner,
+            takes_turns=not options.own_gpus,
             say=_ignore if is_launched else print_line,
         )
     )
@@ -67,6 +77,7 @@ async def _sample(
     token: str,
     is_dedicated: bool,
     beside_learner: int,
+    takes_turns: bool,
     say: Callable[[str], object],
 ) -> int:
     """Sample until the worker is drained or the run is finished, and return the exit code: INTERRUPTED if drained.
@@ -74,7 +85,7 @@ async def _sample(
     Raises ConfigError while another worker has its name.
 
     is_dedicated    only evaluate
-    beside_learner  see build_worker
+    beside_learner, takes_turns  see build_worker
     say             called with a line when the worker joins and leaves
     """
     # imports torch; errors in the settings are reported before
@@ -83,14 +94,19 @@ async def _sample(
 
     async with worker_process.bus_of_worker(run_config, name, token=token) as bus:
         say(f"{name} joins run {run_config.run.name}   log in {run_config.run_directory}/logs/{name}.log")
-        worker, follower = await build_worker(
-            run_config, bus=bus, name=name, is_dedicated=is_dedicated, beside_learner=beside_learner
+        worker, *followers = await build_worker(
+            run_config,
+            bus=bus,
+            name=name,
+            is_dedicated=is_dedicated,
+            beside_learner=beside_learner,
+            takes_turns=takes_turns,
         )
         gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
         about = settings_checksum(run_config)
         draining = asyncio.ensure_future(_say_draining(worker, name=name, say=say))
         await supervise_process(
-            worker, follower, HeartbeatSender(worker, about=about), *prometheus(run_config, bus, worker)
+            worker, *followers, HeartbeatSender(worker, about=about), *prometheus(run_config, bus, worker)
         )
         draining.cancel()
         say(f"{name} has left: {'the run is finished' if worker.is_finished else 'others have its work'}")

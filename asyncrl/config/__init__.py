@@ -13,6 +13,7 @@ from asyncrl.config.run import (
     AlgorithmSection,
     CheckpointSection,
     EngineSection,
+    GroupSection,
     Mode,
     ModelSection,
     RolloutSection,
@@ -21,6 +22,7 @@ from asyncrl.config.run import (
     WeightsSection,
 )
 from asyncrl.config.run_file import load, only_overrides, override, override_items
+from asyncrl.config.servers import ServerSection
 
 __all__ = [
     "AlgorithmSection",
@@ -31,6 +33,7 @@ __all__ = [
     "EngineSection",
     "EvaluationDataset",
     "EvaluationSection",
+    "GroupSection",
     "LearnerSection",
     "MetricsSection",
     "Mode",
@@ -40,6 +43,7 @@ __all__ = [
     "RolloutSection",
     "RunSection",
     "RunConfig",
+    "ServerSection",
     "WeightsSection",
     "load",
     "only_overrides",

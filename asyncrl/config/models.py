@@ -64,5 +64,21 @@ class ReferenceSection:
 class TeacherSection:
     """Teacher for algorithms that learn from the logprobs of another model (opd)."""
 
-    path: str
-    """Hugging Face folder of the frozen teacher. It must use the policy's tokenizer."""
+    path: str = ""
+    """Hugging Face folder of the frozen teacher, which the learner loads. It must use the policy's tokenizer."""
+    server: str = ""
+    """Name of a server of [servers] that is the teacher, in place of path: its model may be larger than the learner's
+    GPUs hold. Workers ask it for the logprobs of each answer. Needs rollout.temperature = 1."""
+    key: str = ""
+    """Column of the data with the name of the row's own teacher, a server of [servers]; rows without it have
+    ``server``. Empty: all rows have ``server``."""
+
+    @property
+    def is_served(self) -> bool:
+        return bool(self.server or self.key)
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == self.is_served:
+            raise ConfigError(
+                "set either path, a folder that the learner loads, or server (and key), the name of one of [servers]"
+            )

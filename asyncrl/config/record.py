@@ -15,6 +15,7 @@ from typing import Any, Final
 from asyncrl.config import RunConfig, run_file
 from asyncrl.config.addresses import without_secrets
 from asyncrl.config.secret_values import hide_secrets
+from asyncrl.config.servers import ServerSection
 
 _LEFT_OUT: Final = ("launcher",)
 _BRIEF: Final = ("reward", "engine", "metrics", "weights")
@@ -29,11 +30,13 @@ def as_table(run: RunConfig, *, has_defaults: bool = False) -> dict[str, Any]:
     ``has_defaults``."""
     table: dict[str, Any] = {}
     for name in RunConfig.__dataclass_fields__:
-        if name not in _LEFT_OUT and (section := getattr(run, name)) is not None:
+        if name not in (*_LEFT_OUT, "servers") and (section := getattr(run, name)) is not None:
             table[name] = json.loads(json.dumps(dataclasses.asdict(section)))
-            for key in ("options", "parts"):
+            for key in ("options", "parts", "groups"):
                 if isinstance(table[name].get(key), dict):
                     table[name][key] = hide_secrets(table[name][key])
+    if run.servers:
+        table["servers"] = {name: _server(section) for name, section in run.servers.items()}
     for name in _WITH_PATH:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
@@ -49,6 +52,16 @@ def as_table(run: RunConfig, *, has_defaults: bool = False) -> dict[str, Any]:
             table["bus"][key] = str(Path(table["bus"][key]).absolute())
     table["bus"]["url"] = without_secrets(table["bus"]["url"])
     return table
+
+
+def _server(section: ServerSection) -> dict[str, Any]:
+    """Return a server's section without its secrets, and without the keys that have their defaults."""
+    table = json.loads(json.dumps(dataclasses.asdict(section)))
+    defaults = {field.name: field.default for field in dataclasses.fields(section)}
+    kept = {key: value for key, value in table.items() if key != "api_key" and value and value != defaults[key]}
+    if section.is_ours:
+        kept["path"] = str(Path(section.path).absolute())
+    return dict(hide_secrets(kept))
 
 
 def _dataset(table: dict[str, Any]) -> dict[str, Any]:

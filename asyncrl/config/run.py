@@ -7,7 +7,7 @@ modules of the adapters. The docstrings of the fields become docs/reference/conf
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,6 +19,7 @@ from asyncrl.config.learner import LearnerSection
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.models import CriticSection, ReferenceSection, TeacherSection
 from asyncrl.config.reward import RewardSection
+from asyncrl.config.servers import ServerSection, check_names
 from asyncrl.config.staleness import StalenessSection
 
 _LONGEST_NAME: Final = 128
@@ -74,6 +75,23 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSection:
+    """Rollout workers whose engines are of another size or have other settings than those of [engine]."""
+
+    workers: int = 1
+    """Number of these workers, in addition to rollout.workers. `asyncrl scale` leaves them as they are."""
+    gpus: tuple[int, ...] = ()
+    """GPUs for these workers, assigned round-robin; empty: GPUs that nothing else of the run has."""
+    device: Literal["", "auto", "cpu", "cuda"] = ""
+    """Empty: engine.device."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+    """Options of the engine that replace those of [engine.options]; tables such as server_arguments are merged."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.workers <= MOST_WORKERS, f"workers must be in 1..{MOST_WORKERS}, got {self.workers}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
     workers: int = 1
     """Number of rollout workers that `asyncrl run` starts. More workers can join at any time."""
@@ -83,6 +101,8 @@ class RolloutSection:
     get too old. `asyncrl scale` still works; a size it sets outside this range stays."""
     gpus: tuple[int, ...] = ()
     """GPUs for these workers, assigned round-robin; empty: the GPUs after the learner's."""
+    groups: Mapping[str, GroupSection] = field(default_factory=dict)
+    """More workers, whose engines are of another size or have other settings, by name."""
     group_size: int = 8
     """Number of samples per prompt."""
     max_new_tokens: int = 256
@@ -334,6 +354,7 @@ class RunConfig:
     bus: BusSection = field(default_factory=BusSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     engine: EngineSection = field(default_factory=EngineSection)
+    servers: Mapping[str, ServerSection] = field(default_factory=dict)
     reward: RewardSection = field(default_factory=RewardSection)
     learner: LearnerSection = field(default_factory=LearnerSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
@@ -349,6 +370,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode)
+        check_names(self.servers, groups={name: one.workers for name, one in self.rollout.groups.items()})
         self.evaluation.check(best=self.checkpoint.best, workers=self.rollout.workers)
         late = [step for step in self.learner.profile_steps if step > self.run.steps]
         require(not late, f"learner: profile_steps: step {late[:1]} is behind the last, run.steps = {self.run.steps}")
@@ -378,6 +400,39 @@ class RunConfig:
         paths |= {"teacher.path": self.teacher.path} if self.teacher else {}
         return {key: Path(path) for key, path in paths.items() if path}
 
+    def of_group(self, name: str) -> RunConfig:
+        """Return the run as the workers of rollout.groups.NAME see it: with their engine; "" is every other worker."""
+        if not name:
+            return self
+        group, options = self.rollout.groups[name], dict(self.engine.options)
+        for key, value in group.options.items():
+            before = options.get(key)
+            both = isinstance(value, Mapping) and isinstance(before, Mapping)
+            options[key] = dict(before or {}) | dict(value) if both else value
+        engine = replace(self.engine, device=group.device or self.engine.device, options=options)
+        return replace(self, engine=engine)
+
+    @property
+    def grouped_workers(self) -> dict[str, str]:
+        """Name of each worker of a group -> the group."""
+        groups = self.rollout.groups.items()
+        return {f"{name}-{number}": name for name, group in groups for number in range(group.workers)}
+
+    @property
+    def num_workers(self) -> int:
+        """Number of rollout workers that `asyncrl run` starts, those of groups included."""
+        return self.rollout.workers + len(self.grouped_workers)
+
+    @property
+    def started_servers(self) -> dict[str, ServerSection]:
+        """Servers that the run starts, by name."""
+        return {name: section for name, section in self.servers.items() if section.is_ours}
+
+    @property
+    def has_served_teacher(self) -> bool:
+        """Whether workers ask a server for the teacher's logprobs of each answer."""
+        return self.teacher is not None and self.teacher.is_served
+
     @property
     def num_evaluation_workers(self) -> int:
         """Number of dedicated evaluation workers that `asyncrl run` starts."""
@@ -406,7 +461,8 @@ class RunConfig:
 
     @property
     def largest_group_bytes(self) -> int:
-        """Upper bound on the size of a trajectory group: 4 B token + 4 B logprob + 1 B mask per token, and some
-        overhead."""
-        response = self.rollout.group_size * (9 * self.rollout.max_new_tokens + 1024)
+        """Upper bound on the size of a trajectory group: 4 B token + 4 B logprob + 1 B mask per token (and 4 B of
+        a served teacher), and some overhead."""
+        of_token = 9 + 4 * self.has_served_teacher
+        response = self.rollout.group_size * (of_token * self.rollout.max_new_tokens + 1024)
         return response + 4 * self.data.max_prompt_tokens + 4096

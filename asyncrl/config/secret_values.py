@@ -37,7 +37,7 @@ def settings_without_secrets(settings: Any) -> dict[str, dict[str, Any]]:
     return {
         section: {key: _hide_own(key, value) for key, value in its.items()}
         for section, its in table.items()
-        if its is not None
+        if its is not None  # also [servers], whose keys are names
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.messages.control import ServerAddress
 from asyncrl.weights.port import LoadReport, WeightUpdater
 
 
@@ -79,6 +81,47 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTo:
+    """What a model's server has from its run.
+
+    host       address of this machine at which the run's workers reach it
+    log_path   file for its output
+    directory  folder for its other files
+    dtype      model.dtype
+    """
+
+    host: str
+    log_path: Path
+    directory: Path
+    dtype: str
+
+
+class ModelServer(Protocol):
+    """The program that serves a frozen model ([servers.NAME]), over OpenAI's protocol.
+
+    A class of your own takes (name, section, options, *, to: ServedTo). ``options`` is [servers.NAME.options] as its
+    ``options_type``, or None if it has none.
+    """
+
+    async def start(self) -> ServerAddress:
+        """Start it, and return where it is once it answers. Raises EngineDied, or ConfigError for what no restart
+        mends."""
+        ...
+
+    async def answers(self) -> None:
+        """Return once it has answered. Raises EngineError if it answers with an error."""
+        ...
+
+    async def wait(self) -> str:
+        """Wait until it has ended. Return why, in one line."""
+        ...
+
+    async def close(self) -> None:
+        """End it, and everything that it started."""
+        ...
 
 
 @runtime_checkable

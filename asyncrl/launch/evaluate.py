@@ -27,6 +27,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.launch.assembly import data
 from asyncrl.launch.assembly.build_worker import build_worker
+from asyncrl.launch.assembly.model_servers import model_server_actor
 from asyncrl.launch.assembly.recorders import answer_writer
 from asyncrl.launch.checks.run_file import check_evaluation
 from asyncrl.logs import print_line
@@ -108,7 +109,7 @@ async def _evaluate(run: RunConfig, model: SavedModel, *, writer: SampleWriter |
         recorder = AnswerRecorder(writer, per_dataset=per_dataset, model=model.folder.name, step=model.step or 0)
 
     try:
-        worker, follower = await build_worker(run, bus=bus, name="evaluate", is_dedicated=True)
+        worker, *followers = await build_worker(run, bus=bus, name="evaluate", is_dedicated=True)
         evaluator = Evaluator(
             bus,
             section=run.evaluation,
@@ -121,7 +122,8 @@ async def _evaluate(run: RunConfig, model: SavedModel, *, writer: SampleWriter |
             waits=WaitTracker(),
             recorder=recorder,
         )
-        await supervise(_Questioner(bus, evaluator, worker=worker), worker, follower)
+        servers = [model_server_actor(run, name, bus=bus) for name in run.started_servers]
+        await supervise(_Questioner(bus, evaluator, worker=worker), *servers, worker, *followers)
     finally:
         if writer is not None:
             await writer.stop()

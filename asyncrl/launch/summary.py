@@ -165,12 +165,20 @@ def _sections(run_config: RunConfig, *, every_key: bool) -> list[str]:
     lines = []
     for name, section in secret_values.settings_without_secrets(run_config).items():
         own = getattr(run_config, name)
+        if name == "servers":
+            lines += [line for one in section for line in _server_lines(one, section[one], every_key=every_key)]
+            continue
         shown = [key for key in section if every_key or getattr(own, key) != _default(own, key)]
         if shown:
             lines += [f"[{name}]", *(f"{key} = {toml_text(section[key])}" for key in shown), ""]
     if not every_key:
         lines += ["# all other keys have their defaults, which `asyncrl check FILE --all` prints", ""]
     return lines
+
+
+def _server_lines(name: str, section: Mapping[str, Any], *, every_key: bool) -> list[str]:
+    kept = {key: value for key, value in section.items() if every_key or value not in ("", [], {}, "auto")}
+    return [f"[servers.{name}]", *(f"{key} = {toml_text(value)}" for key, value in kept.items()), ""]
 
 
 def _default(section: Any, key: str) -> Any:

@@ -216,6 +216,21 @@ class FleetStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAddress:
+    """Where a frozen model is served ([servers.NAME]).  Topic ``servers``, key NAME: its process -> rollout workers.
+
+    url    base URL of OpenAI's protocol, http://HOST:PORT/v1
+    model  name of the model there
+    key    bearer token of its requests; "" if it requires none
+    """
+
+    name: str
+    url: str
+    model: str = ""
+    key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A process that asks for a name, or holds it.  Services ``workers`` and ``launcher``: starting <-> running."""
 

@@ -9,6 +9,9 @@ LEARNER_RANK: Final = "learner-rank"
 """Another rank of the learner, in its own process. It is not an actor: the learner speaks for all ranks."""
 WORKER: Final = "rollout-worker"
 EVALUATION_WORKER: Final = "evaluation-worker"
+MODEL_SERVER: Final = "model-server"
+"""The process of a frozen model's server ([servers.NAME])."""
+SERVER_FOLLOWER: Final = "server-follower"
 PROMPT_SOURCE: Final = "prompt-source"
 FOLLOWER: Final = "weight-follower"
 SENDER: Final = "weight-sender"
@@ -26,4 +29,4 @@ def process_name(actor: str, role: str) -> str:
     """Return the name of the process that an actor belongs to: its learner or its worker."""
     if actor in LEARNERS_ACTORS:
         return LEARNER
-    return actor.removesuffix(".weights") if role == FOLLOWER else actor
+    return actor.removesuffix(".weights").removesuffix(".servers") if role in (FOLLOWER, SERVER_FOLLOWER) else actor

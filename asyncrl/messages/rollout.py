@@ -44,6 +44,7 @@ LONGEST_LABEL: Final = 2000
 _ALONE: Final = -1
 """``Trajectory.rollout`` of a trajectory that is a whole rollout. Its index in the group is the rollout's number."""
 _NO_PROMPT: Final = np.zeros(0, np.int32)
+_NO_LOGPROBS: Final = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +224,7 @@ class Trajectory:
     rollout, part      index of the rollout in the group, and of this trajectory in the rollout, from 0; rollout -1: the
                        trajectory is a whole rollout, and its index in the group is the number of the rollout
     turn_rewards       rewards of single turns in addition to ``reward``, sorted by start
+    teacher_logprobs   f32[T], what a served teacher gives each token, at temperature 1; empty without one
     """
 
     tokens: NDArray[np.int32]
@@ -238,6 +240,7 @@ class Trajectory:
     rollout: int = _ALONE
     part: int = 0
     turn_rewards: tuple[TurnReward, ...] = ()
+    teacher_logprobs: NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
 
     def __post_init__(self) -> None:
         check_array(self, "tokens", np.int32)
@@ -264,12 +267,21 @@ class Trajectory:
         require(0 <= self.resumed <= sampled, f"resumed is {self.resumed}, of {sampled} sampled tokens")
         require(_ALONE <= self.rollout < _MAX_GROUP, f"rollout must be >= 0 and < {_MAX_GROUP}, got {self.rollout}")
         require(self.part >= 0, f"part must be >= 0, got {self.part}")
+        if len(self.teacher_logprobs):
+            self._check_teacher(length)
         if self.turn_rewards:
             turns = [turn.start for turn in self.turn_rewards]
             require(
                 turns == sorted(set(turns)) and turns[-1] < length and bool(self.response_mask[turns].all()),
                 f"turn_rewards must start at tokens that the policy sampled, and rise, got {turns}",
             )
+
+    def _check_teacher(self, length: int) -> None:
+        check_array(self, "teacher_logprobs", np.float32)
+        count = len(self.teacher_logprobs)
+        require(count == length, f"teacher_logprobs has {count} of {length} tokens")
+        require(bool(np.isfinite(self.teacher_logprobs).all()), "teacher_logprobs holds NaN or infinity")
+        require(float(self.teacher_logprobs.max()) <= _POSITIVE_LOGPROB, "teacher_logprobs holds a value above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

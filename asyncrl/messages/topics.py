@@ -27,6 +27,7 @@ from asyncrl.messages.control import (
     Heartbeat,
     Progress,
     Quarantine,
+    ServerAddress,
     StepMetrics,
     WeightVersion,
 )
@@ -56,7 +57,7 @@ class Topic(Generic[M]):
     sender               field of the message that repeats the name in its key; a message that names another is refused
     most_messages        most messages that a work topic holds at once; 0: as many as the run's window has groups
     is_in_pieces         whether a message larger than the server's limit is stored in ``pieces`` (bus/pieces.py)
-    is_watched           for a state that workers publish and read: whether workers only watch single keys
+    is_watched           for a state that expires and that workers read: whether they only watch single keys
     """
 
     name: str
@@ -148,6 +149,16 @@ ACTORS = Topic(
 )
 EVENTS = Topic(
     "events", "log", Event, publishers=("learner", "rollout-worker"), seconds_to_live=7 * 86_400.0, sender="actor"
+)
+SERVERS = Topic(
+    "servers",
+    "state",
+    ServerAddress,
+    publishers=("learner",),
+    readers=("rollout-worker",),
+    seconds_to_live=15.0,
+    sender="name",
+    is_watched=True,
 )
 QUARANTINE = Topic("quarantine", "state", Quarantine, publishers=("learner",), readers=("rollout-worker",))
 METRICS = Topic("metrics", "state", StepMetrics, publishers=("learner",), readers=("observer",))

@@ -25,6 +25,7 @@ from asyncrl.errors import EngineError
 from asyncrl.launch.assembly import data
 from asyncrl.launch.assembly.build_learner import sampling_params
 from asyncrl.launch.assembly.build_worker import build_worker
+from asyncrl.launch.assembly.model_servers import model_server_actor
 from asyncrl.messages import Progress, TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.planning.simulation import DecodeReading
@@ -59,7 +60,7 @@ def measure_engine(run: RunConfig, *, seconds: float, dry_seconds: float | None 
 async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> EngineMeasured:
     bus = await registry.own_bus(run)
     try:
-        worker, follower = await build_worker(run, bus=bus, name="engine")
+        worker, *followers = await build_worker(run, bus=bus, name="engine")
         prompts = PromptSource(
             "prompts",
             bus,
@@ -71,7 +72,8 @@ async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> Eng
             are_sampled=False,  # no new weights will come
         )
         probe = _Probe(bus, worker=worker, seconds=seconds, dry_seconds=dry_seconds)
-        await supervise(probe, follower, prompts, owns_process=False)
+        servers = [model_server_actor(run, name, bus=bus) for name in run.started_servers]
+        await supervise(probe, *servers, *followers, prompts, owns_process=False)
         return probe.measured()
     finally:
         await bus.close()

@@ -64,11 +64,13 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
     _require_split(run)
     check(run)
     units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_worker(run))
+    of_servers = sum(registry.gpus_of_servers(run).values())
     try:
-        splits = units.splits(gpus)
+        splits = units.splits(gpus - of_servers)
     except ValueError as error:
-        raise ConfigError(f"--gpus {gpus}: {error}") from None
-    there, needed = num_gpus(), max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)
+        beside = f" beside the {of_servers} of [servers]" if of_servers else ""
+        raise ConfigError(f"--gpus {gpus}: {error}{beside}") from None
+    there, needed = num_gpus(), of_servers + max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)
     if 0 < there < needed:  # without GPUs, everything runs on the CPU
         raise ConfigError(f"asyncrl plan measures on this machine, which has {there} of the {needed} GPUs needed")
     with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
@@ -165,6 +167,10 @@ def _require_split(run: RunConfig) -> None:
     for name, kind in (("engine.kind", run.engine.kind), ("learner.backend", run.learner.backend)):
         if kind == "none":
             raise ConfigError(f'{name}: "none" takes no GPUs, so there is no split to plan')
+    if run.rollout.groups:
+        raise ConfigError(
+            "rollout.groups: plan splits GPUs between engines of one size; remove them, and add them back"
+        )
     if run.learner.machines > 1 and gpus_of_learner(run) > num_gpus():
         raise ConfigError("learner.machines: plan on a machine that holds a copy of the model, with machines = 1")
 

@@ -9,14 +9,16 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import aiohttp
 
 from asyncrl.config.secret_values import hide_credentials
-from asyncrl.errors import OUTAGES, ConfigError, RewardError
+from asyncrl.errors import OUTAGES, ConfigError, Outage, RewardError
 from asyncrl.logs import printable
-from asyncrl.outage import outage_kind, status_kind
+from asyncrl.messages.control import ServerAddress
+from asyncrl.outage import AWAY, outage_kind, status_kind
 
 T = TypeVar("T")
 
@@ -25,8 +27,10 @@ _MOST_BACKOFF_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    url: str = field(repr=False)  # may hold a password
+    url: str = field(default="", repr=False)  # may hold a password
     """Address of the server, http://HOST:PORT/PATH."""
+    server: str = ""
+    """Name of a server of [servers], in place of url."""
     retries: int = 3
     """Number of retries if the server is unreachable, too slow or busy (429, 5xx)."""
     backoff_seconds: float = 0.5
@@ -37,7 +41,9 @@ class HttpOptions:
     """Headers of each request, such as {Authorization = "Bearer ..."}."""
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        if bool(self.url) == bool(self.server):
+            raise ConfigError("set either url, the address of a server, or server, the name of one of [servers]")
+        if self.url and not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"url must start with http:// or https://, got {hide_credentials(self.url)!r}")
         if self.retries < 0 or self.backoff_seconds < 0 or self.request_timeout_seconds <= 0:
             raise ConfigError("retries and backoff_seconds must be >= 0, request_timeout_seconds > 0")
@@ -65,19 +71,30 @@ class Away(AskAgain):
 class JsonServer:
     """One server. Keeps its connections between groups."""
 
-    def __init__(self, options: HttpOptions, *, path: str = "", name: str) -> None:
-        """name   of the reward, for error messages"""
+    def __init__(self, options: HttpOptions, *, path: str = "", is_at_root: bool = False, name: str) -> None:
+        """
+        path        behind options.url, or behind the address of options.server
+        is_at_root  whether the path is behind HOST:PORT of options.server, not behind its /v1
+        name        who asks, for error messages
+        """
         self._options = options
-        self._url = options.url.rstrip("/") + path if path else options.url
+        self._path = path
+        self._is_at_root = is_at_root
         self._name = name
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(
-        self, body: Mapping[str, Any], read: Callable[[Any], T], *, before: Callable[[], None] = lambda: None
+        self,
+        body: Mapping[str, Any],
+        read: Callable[[Any], T],
+        *,
+        servers: Mapping[str, ServerAddress] = MappingProxyType({}),
+        before: Callable[[], None] = lambda: None,
     ) -> T:
         """POST ``body`` until ``read`` takes the answer, which raises AskAgain for one that it cannot use.
 
-        before  called before each try
+        servers  where the servers of [servers] are; looked at in each try, for one that was restarted is elsewhere
+        before   called before each try
         Raises RewardError; Outage if the server was away at the last try.
         """
         tries = self._options.retries + 1
@@ -85,7 +102,7 @@ class JsonServer:
             before()
             wait = self._options.backoff_seconds * 2**number
             try:
-                return read(await self._post(body))
+                return read(await self._post(body, servers))
             except AskAgain as error:
                 last, wait = error, wait if error.seconds is None else error.seconds
             if number + 1 < tries:
@@ -93,21 +110,31 @@ class JsonServer:
         problem = f"after {tries} tries: {last}" if tries > 1 else str(last)
         raise self.error(problem, kind=OUTAGES.get(last.kind, RewardError) if isinstance(last, Away) else RewardError)
 
-    async def _post(self, body: Mapping[str, Any]) -> Any:
+    async def _post(self, body: Mapping[str, Any], servers: Mapping[str, ServerAddress]) -> Any:
+        url, headers = self._options.url.rstrip("/") if self._path else self._options.url, {}
+        if name := self._options.server:
+            try:
+                address = servers[name]
+            except KeyError:
+                raise self.error("there is no such server in [servers]") from None
+            except Outage as error:  # it may be up at the next try
+                raise Away(str(error), kind=AWAY) from error
+            url, headers = address.url, {"Authorization": f"Bearer {address.key}"} if address.key else {}
+            url = url.removesuffix("/v1") if self._is_at_root else url
         try:
-            return await self._post_once(body)
+            return await self._post_once(url + self._path, body, headers)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise Away(f"{type(error).__name__}: {error}".rstrip(": "), kind=outage_kind(error)) from error
 
-    async def _post_once(self, body: Mapping[str, Any]) -> Any:
+    async def _post_once(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self._options.request_timeout_seconds),
                 headers={name: str(value) for name, value in self._options.headers.items()},
             )
         # A redirect would take the headers, which may hold a key, to whatever host the answer names.
-        options = {**proxy_of(self._url), "allow_redirects": False}
-        async with self._session.post(self._url, json=body, **options) as response:
+        options = {**proxy_of(url), "allow_redirects": False}
+        async with self._session.post(url, json=body, headers=headers, **options) as response:
             status = f"HTTP {response.status} {response.reason}"
             if 300 <= response.status < 400:
                 where = hide_credentials(response.headers.get("Location", "nowhere"))[:200]
@@ -125,7 +152,8 @@ class JsonServer:
 
     def error(self, problem: str, *, kind: type[RewardError] = RewardError) -> RewardError:
         """Return an error of one line; ``problem`` may hold text of the server."""
-        return kind(printable(f"reward {self._name}: {hide_credentials(self._options.url)}: {problem}"))
+        where = f"server {self._options.server}" if self._options.server else hide_credentials(self._options.url)
+        return kind(printable(f"{self._name}: {where}: {problem}"))
 
     async def close(self) -> None:
         if self._session is not None:

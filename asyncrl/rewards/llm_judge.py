@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from asyncrl.config.checks import compile_pattern
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.messages.control import ServerAddress
 from asyncrl.outage import status_kind
 from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.http import AskAgain, Away, HttpOptions, JsonServer
@@ -44,10 +45,10 @@ _GRADE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(HttpOptions):
-    url: str = field(repr=False)  # may hold a password
+    url: str = field(default="", repr=False)  # may hold a password
     """Base URL, http://HOST:PORT/v1; requests go to its chat/completions."""
-    model: str
-    """The judge's model name at the server."""
+    model: str = ""
+    """The judge's model name at the server; with ``server``, empty is the model that it serves."""
     api_key: str = field(default="", repr=False)
     """Bearer token, if the server requires one."""
     template: str = _TEMPLATE
@@ -78,6 +79,8 @@ class Options(HttpOptions):
 
     def __post_init__(self) -> None:
         HttpOptions.__post_init__(self)
+        if self.url and not self.model:
+            raise ConfigError("model is missing: the name of the judge's model at url")
         if self.highest <= self.lowest:
             raise ConfigError(f"highest must be above lowest, got {self.highest:g} and {self.lowest:g}")
         for name in ("temperature", "max_requests", "max_total_tokens", "cache"):
@@ -112,14 +115,14 @@ class JudgeReward:
         """By question; the least recently asked come first."""
         if options.api_key:
             options = replace(options, headers={**options.headers, "Authorization": f"Bearer {options.api_key}"})
-        self._server = JsonServer(options, path="/chat/completions", name="llm_judge")
+        self._server = JsonServer(options, path="/chat/completions", name="reward llm_judge")
         self._num_requests = 0
         self._num_tokens = 0
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
-        questions = [self._question(sample) for sample in samples]
+        questions, servers = [self._question(sample) for sample in samples], samples[0].servers
         async with asyncio.TaskGroup() as group:
-            tasks = {one: group.create_task(self._reward(one)) for one in dict.fromkeys(questions)}
+            tasks = {one: group.create_task(self._reward(one, servers)) for one in dict.fromkeys(questions)}
         return [tasks[question].result() for question in questions]
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
@@ -135,31 +138,38 @@ class JudgeReward:
         label = "" if sample.label is None else str(sample.label)
         return self._options.template.format(prompt=sample.prompt, answer=sample.answer.strip(), label=label)
 
-    async def _reward(self, question: str) -> Reward | RewardError:
+    async def _reward(self, question: str, servers: Mapping[str, ServerAddress]) -> Reward | RewardError:
         try:
-            grade = await self._grade(question)
+            grade = await self._grade(question, servers)
         except RewardError as error:
             return error
         low, high = self._options.lowest, self._options.highest
         return Reward(value=(grade - low) / (high - low), parts={"grade": grade})
 
-    async def _grade(self, question: str) -> float:
+    async def _grade(self, question: str, servers: Mapping[str, ServerAddress]) -> float:
         """Return the remembered grade, or ask the judge. Raises RewardError."""
         if question in self._grades:
             self._grades.move_to_end(question)
             return self._grades[question]
         body = {
-            "model": self._options.model,
+            "model": self._options.model or self._model_of(servers),
             "messages": [{"role": "user", "content": question}],
             "temperature": self._options.temperature,
             "max_tokens": self._options.max_tokens,
         }
         async with self._places:
-            grade = await self._server.ask(body, self._read, before=self._spend)
+            grade = await self._server.ask(body, self._read, servers=servers, before=self._spend)
         self._grades[question] = grade
         while len(self._grades) > self._options.cache:
             self._grades.popitem(last=False)
         return grade
+
+    def _model_of(self, servers: Mapping[str, ServerAddress]) -> str:
+        """Return the model that the server serves; its name does not change when the server is restarted."""
+        try:
+            return servers[self._options.server].model
+        except (KeyError, Outage):  # the request says so, and is repeated
+            return self._options.server
 
     def _spend(self) -> None:
         """Count a request against the budget. Raises RewardError if the budget is spent."""

@@ -51,6 +51,8 @@ KINDS: Final = {
     "parts": "asyncrl.rewards.parts:WeightedParts",
 }
 
+SERVED_KINDS: Final = ("llm_judge", "remote")
+"""Kinds that may ask a server of [servers] by its name."""
 PARTS: Final = "parts"
 
 _FRAMEWORKS: Final = {"solution_str": "verl", "ground_truth": "verl", "completions": "TRL"}

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import RewardError
 from asyncrl.messages import Trajectory
+from asyncrl.messages.control import ServerAddress
 from asyncrl.policies.groups.validation import MOST_PARTS as MOST_PARTS
 from asyncrl.policies.groups.validation import part_problem as part_problem
 from asyncrl.rewards.answers import after_thinking
@@ -31,6 +32,8 @@ class Sample:
     parts       all trajectories of the rollout, in order
     plain       completion without any special token; None: the same
     marked      completion with its special tokens if these are left out of ``completion``; None: the same
+    servers     address of each server of [servers] by name: ``sample.servers["judge"].url`` is the base URL of OpenAI's
+                protocol, ``.key`` its key, ``.model`` the model's name there. Reading one that is away raises an Outage
     kept        what reward functions returned for it, by the function's id, while siblings wait for a service
 
     A function gets its own copies of label and metadata, and the arrays are read-only: what it does with them changes
@@ -48,6 +51,7 @@ class Sample:
     parts: tuple[Trajectory, ...] = ()
     plain: str | None = None
     marked: str | None = None
+    servers: Mapping[str, ServerAddress] = field(default_factory=dict, compare=False, repr=False)
     kept: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -17,21 +17,21 @@ from asyncrl.rewards.port import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(HttpOptions):
-    """See HttpOptions."""
+    """See HttpOptions. With ``server``, requests go to the root of a server of a kind of your own."""
 
 
 class RemoteReward:
     """Sends one request per group."""
 
     def __init__(self, options: Options) -> None:
-        self._server = JsonServer(options, name="remote")
+        self._server = JsonServer(options, is_at_root=True, name="reward remote")
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Any]:
         sent = [
             {"prompt": s.prompt, "completion": s.completion, "label": s.label, "metadata": dict(s.metadata)}
             for s in samples
         ]
-        return await self._server.ask({"samples": sent}, self._read)
+        return await self._server.ask({"samples": sent}, self._read, servers=samples[0].servers)
 
     def _read(self, answer: Any) -> Sequence[Any]:
         rewards = answer.get("rewards") if isinstance(answer, dict) else answer

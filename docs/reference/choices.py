@@ -19,6 +19,7 @@ TABLES: Final[Mapping[str, Mapping[str, str]]] = {
     "reward.kind": KINDS,
     "rollout.function": FUNCTIONS,
     "engine.kind": registry.ENGINES,
+    "servers.kind": registry.SERVERS,
     "learner.backend": registry.BACKENDS,
     "algorithm.filters": registry.FILTERS,
     "weights.channel": registry.CHANNELS,

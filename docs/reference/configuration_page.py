@@ -17,6 +17,8 @@ from choices import DEMO, TABLES, rows
 
 from asyncrl import config
 
+_NAMED: Final = ("parts", "groups")
+"""Keys of tables by a name that the user chooses."""
 _NAMES: Final = {int: "whole number", float: "number", str: "text", bool: "true, false"}
 
 HEAD: Final = (
@@ -35,12 +37,14 @@ def page() -> str:
     for name, hint in typing.get_type_hints(config.RunConfig).items():
         kind = _class(hint)
         required = " (required)" if name in ("model", "data") else ""
+        is_named = typing.get_origin(hint) is Mapping
         absent = " (absent: none)" if kind is not hint else ""
-        parts.append(f"\n## [{name}]{required}{absent}\n\n" + _table(kind, name, comments.get(name, {})))
+        title = f"{name}.NAME" if is_named else name
+        parts.append(f"\n## [{title}]{required}{absent}\n\n" + _table(kind, name, comments.get(name, {})))
         for key, inner in typing.get_type_hints(kind).items():
             if dataclasses.is_dataclass(inner):
                 parts.append(f"\n### [{name}.{key}]\n\n" + _table(inner, f"{name}.{key}", {}))
-            elif dataclasses.is_dataclass(one := next(reversed(typing.get_args(inner)), None)) and key == "parts":
+            elif dataclasses.is_dataclass(one := next(reversed(typing.get_args(inner)), None)) and key in _NAMED:
                 parts.append(f"\n### [{name}.{key}.NAME]\n\n" + _table(one, f"{name}.{key}", {}))
         if name == "evaluation":
             parts.append(
@@ -50,7 +54,8 @@ def page() -> str:
             parts.append("\n".join([f"\n### {named}\n", "| name | what it is |", "|---|---|", *rows(named), ""]))
             for adapter, address in TABLES[named].items():
                 if (options := _options(address)) is not None:
-                    title = f"\n### [{name}.options] of `{adapter}`\n\n"
+                    its = "servers.NAME" if name == "servers" else name
+                    title = f"\n### [{its}.options] of `{adapter}`\n\n"
                     parts.append(title + _table(options, f"{name}.options", {}))
     return "".join(parts)
 
@@ -98,7 +103,7 @@ def _options(address: str) -> Any:
 
 
 def _class(hint: Any) -> Any:
-    return hint if dataclasses.is_dataclass(hint) else next(iter(typing.get_args(hint)))
+    return hint if dataclasses.is_dataclass(hint) else next(kind for kind in typing.get_args(hint) if kind is not str)
 
 
 def _type(hint: Any) -> str:

@@ -26,7 +26,8 @@ NOT_FOR_USERS = {"bus": {"address"}}
 
 
 def shown() -> dict[str, dict[str, str]]:
-    """Return section -> key -> its line. Commented lines count; [SECTION.options] is the key ``options``.
+    """Return section -> key -> its line. Commented lines count; [SECTION.options] is the key ``options``, and
+    [servers.judge] shows the keys of any server.
 
     [[evaluation.datasets]] is the key ``datasets``, and also a section of its own.
     """
@@ -35,9 +36,9 @@ def shown() -> dict[str, dict[str, str]]:
     for line in DEMO.read_text().splitlines():
         if line.startswith("# [[evaluation.datasets]]"):
             keys["datasets"], keys = line, sections.setdefault(DATASETS, {})
-        elif header := re.match(r"(?:# )?\[(\w+)(\.options)?\]", line):
+        elif header := re.match(r"(?:# )?\[(\w+)(\.options|\.judge)?\]", line):
             keys = sections.setdefault(header[1], {})
-            if header[2]:
+            if header[2] == ".options":
                 keys["options"], keys = line, {}
         elif key := re.match(r"(?:# )?(\w+) = ", line):
             keys[key[1]] = line
@@ -46,7 +47,7 @@ def shown() -> dict[str, dict[str, str]]:
 
 def section_class(hint: Any) -> Any:
     """Return the dataclass of a field of RunConfig, also if the field may be None."""
-    return hint if dataclasses.is_dataclass(hint) else typing.get_args(hint)[0]
+    return hint if dataclasses.is_dataclass(hint) else next(kind for kind in typing.get_args(hint) if kind is not str)
 
 
 def test_demo_file_has_every_section_and_key() -> None:

@@ -18,6 +18,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.assembly.build_worker import build_worker
+from asyncrl.launch.assembly.model_servers import model_server_actor
 from tests import ROOT
 
 DEMO = ROOT / "examples" / "demo.toml"
@@ -47,9 +48,10 @@ async def train(run: RunConfig, bus: Bus, *, workers: int = 1, resume: bool = Fa
     learner, helpers = await build_learner(run, bus=bus, resume=resume)
     async with asyncio.TaskGroup() as group:
         for number in range(workers):
-            worker, follower = await build_worker(run, bus=bus, name=f"w{number}")
-            group.create_task(supervise(worker, follower, HeartbeatSender(worker)))
-        await supervise(learner, *helpers, HeartbeatSender(learner))
+            worker, *followers = await build_worker(run, bus=bus, name=f"w{number}")
+            group.create_task(supervise(worker, *followers, HeartbeatSender(worker)))
+        servers = [model_server_actor(run, name, bus=bus) for name in run.started_servers]
+        await supervise(learner, *helpers, *servers, HeartbeatSender(learner))
     return [json.loads(line) for line in (run.run_directory / "metrics.jsonl").read_text().splitlines()]
 
 

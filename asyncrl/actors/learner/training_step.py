@@ -138,7 +138,8 @@ def _add_outputs(backend: Backend, batch: Batch, mini_batches: MiniBatches, *, a
         return mini_batches
     # A model sees the whole batch at once: the mini-batches of each rank are joined, then split again.
     shares = [[one for share in of_rank for one in share] for of_rank in zip(*mini_batches, strict=True)]
-    outputs = {name: backend.forward(shares, model=COMPUTED_BY[name]) for name in sorted(names)}
+    known = set.intersection(*(set(one.model_outputs) for share in shares for one in share))  # of a served teacher
+    outputs = {name: backend.forward(shares, model=COMPUTED_BY[name]) for name in sorted(names - known)}
     rows = [iter(share) for share in complete(shares, outputs, batch=batch, algorithm=algorithm)]
     return [
         [[next(row) for _ in share] for row, share in zip(rows, mini_batch, strict=True)] for mini_batch in mini_batches

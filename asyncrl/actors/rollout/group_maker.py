@@ -8,8 +8,9 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -19,12 +20,14 @@ from asyncrl.actors.rollout.outages import Outages
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SlotLease
+from asyncrl.actors.rollout.teacher import Teachers
 from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.config import plugins
 from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.errors import OUTAGES, EngineDied, EngineError, Outage, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
+from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.rollout import label_text
 from asyncrl.messages.user_copies import own_prompt, read_only
 from asyncrl.outage import outage_kind
@@ -83,11 +86,15 @@ class GroupMaker:
         tokenizer: Tokenizer,
         seed: int,
         rules: GroupRules = GroupRules(),
+        servers: Mapping[str, ServerAddress] = MappingProxyType({}),
+        teachers: Teachers | None = None,
         need: Callable[[PromptGroup], VersionNeed] = VersionNeed.for_training,
     ) -> None:
         """
-        seed  seed of the run; combined with group, sample and call index to seed each generation
-        need  the weights that generations of a group may start on
+        seed     seed of the run; combined with group, sample and call index to seed each generation
+        servers  the servers of [servers], for reward functions
+        teachers  served teachers, which score each answer; None: none do
+        need     the weights that generations of a group may start on
         """
         self.worker = worker
         self.engine = engine
@@ -96,6 +103,8 @@ class GroupMaker:
         self._completions = CompletionReader(tokenizer)
         self._seed = seed
         self._rules = rules
+        self._servers = servers
+        self._teachers = teachers
         self._need = need
         self._waits_on = "harness" if getattr(rollout, "has_harness", False) else "rollout"
         self._log = logging.getLogger(f"asyncrl.{worker}")
@@ -106,6 +115,8 @@ class GroupMaker:
 
     async def close(self) -> None:
         await self._reward.close()
+        if self._teachers is not None:
+            await self._teachers.close()
         closed = getattr(self._rollout, "close", lambda: None)()  # a class with child processes or a server
         if inspect.isawaitable(closed):
             await closed
@@ -127,7 +138,8 @@ class GroupMaker:
         made = self._drop_failed(prompt, sampled)
         chosen = first_rollouts(made, prompt.group_size)
         generated = time.monotonic()
-        rewarded = self._drop_failed(prompt, await self._reward_all(prompt, chosen, outages, since=since))
+        scored = self._drop_failed(prompt, await self._score_all(prompt, chosen))
+        rewarded = self._drop_failed(prompt, await self._reward_all(prompt, scored, outages, since=since))
         missing = prompt.group_size - len(rewarded)
         failed = len(sampled) - len(made) + len(chosen) - len(rewarded)
         return TrajectoryGroup(
@@ -249,6 +261,18 @@ class GroupMaker:
             self.explain(error)
         return made
 
+    async def _score_all(self, prompt: PromptGroup, rollouts: Sequence[Rollout]) -> Sequence[Rollout | RewardError]:
+        """Return the rollouts with the logprobs of their teacher, if the run has a served one."""
+        if self._teachers is None:
+            return rollouts
+        outages = self._outages_of("teacher")
+        with self.engine.waits.waiting("its teacher", on="reward"):
+            return await outages.get_through(
+                functools.partial(self._teachers.score, prompt, rollouts),
+                group_id=prompt.group_id,
+                since=outages.num_through,
+            )
+
     # -- rewards -------------------------------------------------------------------------------------------------------
 
     async def _reward_all(
@@ -269,6 +293,7 @@ class GroupMaker:
                 reward=prompt.reward,
                 parts=parts,
                 plain=plain,
+                servers=self._servers,
             )
             samples.append(sample)
 

@@ -48,11 +48,12 @@ def check_attached(run: RunConfig) -> None:
     """Raise ConfigError for what a server that we did not launch cannot do."""
     if run.run.colocated:
         raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
-    workers = max(run.rollout.workers, run.rollout.most_workers) + run.num_evaluation_workers
+    grouped = len(run.grouped_workers)
+    workers = max(run.rollout.workers, run.rollout.most_workers) + grouped + run.num_evaluation_workers
     if workers > 1:  # they would load their weights into the same server
         raise ConfigError(
             f"engine.options.url: one server serves one worker, and this run may start {workers} (rollout.workers, "
-            "rollout.most_workers, evaluation.workers); use one, or remove url"
+            "rollout.most_workers, rollout.groups, evaluation.workers); use one, or remove url"
         )
 
 
@@ -79,6 +80,22 @@ def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any])
             'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", engine.device = "cpu" or '
             'engine.kind = "inprocess"'
         )
+
+
+_OF_GPUS: Final = {
+    "enable-hierarchical-cache": "keeps what leaves a GPU's cache of keys and values in the host's memory",
+    "speculative-algorithm": "has kernels for GPUs alone",
+}
+"""Options that a CPU server does not serve with, and why."""
+
+
+def check_on_cpu(server_arguments: Mapping[str, Any], *, device: str) -> None:
+    """Raise ConfigError for options with which SGLang's CPU server does not start or answers nothing."""
+    for key, value in server_arguments.items():
+        if device == "cpu" and value and (why := _OF_GPUS.get(option_name(key))):
+            raise ConfigError(
+                f'engine.options: server_arguments: {option_name(key)} {why}; use engine.device = "cuda", or remove it'
+            )
 
 
 _NOT_ON_A_CPU: Final = {

@@ -39,6 +39,7 @@ from asyncrl.engines.sglang.checks import (
     check_dtype,
     check_installed,
     check_memory_saver,
+    check_on_cpu,
     check_version,
     context_before_start,
     context_of_server,
@@ -125,6 +126,7 @@ class SGLangEngine(EngineAdapter):
         if run.run.colocated and device == "cuda":
             check_memory_saver()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
+        check_on_cpu(options.server_arguments, device=device)
         path, quantization = Path(run.model.path), run.weights.quantization
         check_architecture(path, device=device, quantization=quantization, options=options)
 

@@ -87,15 +87,18 @@ _DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 holds the policy alone."""
 
 
-def check_arguments(server_arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that asyncrl sets, or that the installed SGLang (if any) lacks."""
+def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = False) -> None:
+    """Raise ConfigError for options that asyncrl sets, or that the installed SGLang (if any) lacks.
+
+    is_frozen  the server's weights never change
+    """
     for name in map(option_name, server_arguments):
         if name in _OURS:
             raise ConfigError(
                 f"engine.options: server_arguments: {name!r} is set by asyncrl; remove it"
                 + (f" and use {_OURS[name]}" if _OURS[name] else "")
             )
-    _refuse_unserved({option_name(name): value for name, value in server_arguments.items()})
+    _refuse_unserved({option_name(name): value for name, value in server_arguments.items()}, is_frozen=is_frozen)
     known = known_arguments()
     if not known >= _SURE:
         return
@@ -107,15 +110,16 @@ def check_arguments(server_arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"engine.options: server_arguments: the installed SGLang has no option {name!r}{hint}")
 
 
-def _refuse_unserved(arguments: Mapping[str, Any]) -> None:
+def _refuse_unserved(arguments: Mapping[str, Any], *, is_frozen: bool) -> None:
     """Raise ConfigError for options that SGLang takes and with which no rollout worker can work."""
     for name, value in arguments.items():
         if name.startswith("disaggregation-mode") and value not in (None, "null"):
             raise ConfigError(
-                f"engine.options: server_arguments: {name} = {value!r}: a rollout worker has one server, which must "
-                "both read prompts and sample; remove it"
+                f"engine.options: server_arguments: {name} = {value!r}: one server is started here, which must both "
+                "read prompts and sample; remove it (a frozen model that is served so elsewhere: name its router in "
+                "servers.NAME.url)"
             )
-        if name.startswith("speculative-algo") and str(value).upper() in _DRAFT_MODELS:
+        if not is_frozen and name.startswith("speculative-algo") and str(value).upper() in _DRAFT_MODELS:
             raise ConfigError(
                 f"engine.options: server_arguments: {name} = {value!r}: the server would load its draft model from "
                 'the folder of every version, which has only the policy; use "NGRAM", which needs none, or remove it'

@@ -313,6 +313,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             are_whole=all(rollout_functions.traits(one["rollout"]["function"]).gives_one for one in run_files),
             max_parts=_max_parts(run_files),
             asked_before=_prompt_limits(run_files),
+            needs_teacher=run.has_served_teacher,
             **_expert_limits(model),
         ),
         logprob_check=LogprobMismatch(bound=bound, every=run.learner.logprob_check_every),

@@ -6,32 +6,44 @@ import asyncio
 import functools
 from pathlib import Path
 
+from asyncrl.actors.base import Actor
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.server_book import ServerBook
 from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.teacher import Teachers, make_teachers
 from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
-from asyncrl.adapters import registry
+from asyncrl.adapters import learner_models, registry
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments import load as rollout_functions
+from asyncrl.environments.port import Tokenizer
 from asyncrl.launch import colocated
+from asyncrl.launch.assembly.model_servers import server_book, server_followers
 
 
 async def build_worker(
-    run: RunConfig, *, bus: Bus, name: str, is_dedicated: bool = False, beside_learner: int = 0
-) -> tuple[RolloutWorker, WeightFollower]:
-    """Return the worker and its weight follower, ready to be supervised.
+    run: RunConfig,
+    *,
+    bus: Bus,
+    name: str,
+    is_dedicated: bool = False,
+    beside_learner: int = 0,
+    takes_turns: bool = True,
+) -> tuple[RolloutWorker, *tuple[Actor, ...]]:
+    """Return the worker and the actors that follow the weights and the servers of the run, ready to be supervised.
 
     is_dedicated    it only evaluates
     beside_learner  number of engines on its GPU, if the learner is on it at the same time
+    takes_turns     with run.colocated: it shares the learner's GPUs
     """
     engine = registry.engine(run, name=name)
-    if run.run.colocated:
+    if run.run.colocated and takes_turns:
         engine = colocated.engine(run, engine)
     if beside_learner:
         colocated.limit_memory(run, engine, num_engines=beside_learner)
@@ -62,6 +74,7 @@ async def build_worker(
         max_staleness=None if run.staleness.discard == "tokens" else run.max_staleness,
     )
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
+    servers = server_book(run)
     make = functools.partial(
         GroupMaker,
         name,
@@ -69,6 +82,7 @@ async def build_worker(
         rollout=rollout_functions.load_rollout(run.rollout)(tokenizer),
         tokenizer=tokenizer,
         seed=run.run.seed,
+        servers=servers,
     )
     keep_seconds = run.bus.ack_seconds / 3
     stages = []
@@ -82,7 +96,7 @@ async def build_worker(
             largest_reward=run.reward.largest,
             needs_reward=run.reward.takes_given,
         )
-        maker = make(reward=registry.load_reward(run), rules=rules)
+        maker = make(reward=registry.load_reward(run), rules=rules, teachers=_teachers(run, servers, tokenizer))
         stages.append(training_stage(bus, maker, partial_rollouts=partial_rollouts, keep_seconds=keep_seconds))
     if is_dedicated or (run.evaluation.is_on and run.evaluation.place == "shared"):
         rewards = DatasetRewards(registry.load_evaluation_rewards(run))
@@ -101,4 +115,13 @@ async def build_worker(
     kind = EvaluationWorker if is_dedicated else RolloutWorker
     turn = colocated.start_turn(run) if beside_learner else None
     worker = kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts, start_turn=turn)
-    return worker, follower
+    others: tuple[Actor, ...] = (follower, *server_followers(run, name, bus=bus, book=servers))
+    return (worker, *others)
+
+
+def _teachers(run: RunConfig, servers: ServerBook, tokenizer: Tokenizer) -> Teachers | None:
+    if run.teacher is None or not run.teacher.is_served:
+        return None
+    kinds = {name: run.servers[name].kind for name in learner_models.teachers(run)}
+    teacher = run.teacher
+    return make_teachers(kinds, default=teacher.server, key=teacher.key, servers=servers, tokenizer=tokenizer)

@@ -26,6 +26,7 @@ from asyncrl.launch import colocated
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.policies.evaluation.pinned_workers import num_pinned
 from asyncrl.policies.evaluation.results import metric_names
+from asyncrl.rewards.load import SERVED_KINDS
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -51,8 +52,15 @@ def check(run: RunConfig) -> None:
     _check_prometheus(run)
     check_logins(run)
     registry.backend_class(run).check_machine(run)
-    if run.rollout.workers:
-        registry.engine_class(run).check_machine(run)
+    for name, section in run.started_servers.items():
+        its, options = registry.server_class(name, section)
+        if hasattr(its, "check_machine"):
+            its.check_machine(run, name, section, options)
+    for group in run.rollout.groups:
+        registry.engine_class(run).check_machine(run.of_group(group))
+    if run.num_workers:
+        if run.rollout.workers:
+            registry.engine_class(run).check_machine(run)
         rollout_functions.check_machine(run.rollout)
         registry.check_reward_machine(run)
 
@@ -78,6 +86,41 @@ def check_learner(run: RunConfig) -> None:
     _check_settings(run)
     _check_prometheus(run)
     registry.backend_class(run).check_machine(run)
+
+
+def check_server(run: RunConfig, name: str) -> None:
+    """Same as ``check``, for a machine that runs only the server of a frozen model."""
+    section = run.servers[name]
+    _check_server(run, name)
+    its, options = registry.server_class(name, section)
+    if hasattr(its, "check_machine"):
+        its.check_machine(run, name, section, options)
+
+
+def _check_server(run: RunConfig, name: str) -> None:
+    section = run.servers[name]
+    if not section.is_ours:
+        return
+    check_model_at(f"servers.{name}.path", Path(section.path))
+    its, options = registry.server_class(name, section)
+    if hasattr(its, "check"):
+        its.check(run, name, section, options)
+
+
+def _check_servers(run: RunConfig) -> None:
+    """Check the servers of frozen models, and that every reward that names one finds it."""
+    for name in run.servers:
+        _check_server(run, name)
+    learner_models.check_teachers(run)
+    sections = [("reward", run.reward), *((f"reward.parts.{n}", one) for n, one in run.reward.part_sections.items())]
+    sections += [
+        (f"evaluation.datasets: {one.name}: reward", one.reward) for one in run.evaluation.datasets if one.reward
+    ]
+    for where, section in sections:
+        name = section.options.get("server", "")
+        if section.kind in SERVED_KINDS and name and name not in run.servers:
+            known = f"; there is {', '.join(run.servers)}" if run.servers else ""
+            raise ConfigError(f"{where}.options.server: there is no [servers.{name}]{known}")
 
 
 def check_worker(run: RunConfig) -> None:
@@ -106,7 +149,10 @@ def check_before_torch(run: RunConfig) -> None:
             )
     _check_worker_before_torch(run)
     launcher = launcher_class(run)
-    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
+    _check_servers(run)
+    of_servers = ((f"servers.{name}", one.gpus) for name, one in run.servers.items())
+    of_groups = ((f"rollout.groups.{name}", one.gpus) for name, one in run.rollout.groups.items())
+    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus), *of_servers, *of_groups):
         if gpus and launcher.places:
             raise ConfigError(
                 f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
@@ -205,6 +251,13 @@ def _as_single_worker(run: RunConfig) -> RunConfig:
 def _check_engine_and_channel(run: RunConfig) -> None:
     engine, channel = registry.engine_class(run), registry.channel_class(run)
     engine.check(run)
+    for group in run.rollout.groups:
+        try:
+            engine.check(run.of_group(group))
+            if channel.sends_from_memory:
+                engine.check_weight_updater(run.of_group(group))
+        except ConfigError as error:
+            raise ConfigError(f"rollout.groups.{group}: {error}") from None
     if run.weights.every_steps > 1 and rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
             f'weights: every_steps {run.weights.every_steps} needs rollout.function = "given": each prompt is sampled '

@@ -94,6 +94,7 @@ def digest_files(run: RunConfig) -> Files:
     """
     found: Files = {"packages": dict(_versions())}
     found |= {key: _model(folder) for key, folder in run.model_paths.items()}
+    found |= {f"servers.{name}.path": _model(Path(one.path)) for name, one in run.started_servers.items()}
     for section, table in config_record.as_table(run).items():
         if section not in _NOT_LOOKED_AT:
             for key, text in _texts(table, of=section):

@@ -54,7 +54,7 @@ class LocalLauncher(LauncherAdapter):
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         placement.check_memory(
             ranks=run.learner.ranks,
-            workers=run.rollout.workers,
+            workers=run.num_workers + len(run.started_servers),
             evaluation_workers=run.num_evaluation_workers,
             machine_bytes=machine,
         )

@@ -3,12 +3,16 @@
 GPUs are numbered from 0, as this machine's processes see them. The learner's ranks take the first GPUs, workers the
 next. When no GPU is left, workers share: assignment starts again at the first worker GPU, or at GPU 0 if the learner
 has all. `learner.gpus` and `rollout.gpus` override this. Processes on the CPU get no GPUs.
+
+Servers of frozen models, then groups of workers with engines of their own, get their GPUs before the other workers and
+share none unless the run file names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from asyncrl.errors import ConfigError, NoRoom
@@ -20,19 +24,33 @@ SMALLEST_PROCESS_BYTES: Final = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """``count`` processes with ``each`` GPUs.  given: the GPUs that the run file names under the key ``where``.gpus"""
+
+    where: str
+    each: int
+    count: int = 1
+    given: Gpus = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """learner: the GPU of each rank.  workers, evaluation_workers: the GPUs of each worker."""
+    """learner: the GPU of each rank.  servers: the GPUs of each server.  workers, groups, evaluation_workers: the GPUs
+    of each worker."""
 
     learner: Gpus
     workers: tuple[Gpus, ...]
     evaluation_workers: tuple[Gpus, ...] = ()
+    servers: Mapping[str, Gpus] = field(default_factory=dict)
+    groups: Mapping[str, tuple[Gpus, ...]] = field(default_factory=dict)
 
     @property
     def processes(self) -> dict[str, Gpus]:
-        """GPUs by the process names that `asyncrl run` uses: learner, w0, w1, …, e0, e1, …"""
+        """GPUs by the process names that `asyncrl run` uses: learner, w0, w1, …, e0, e1, … and those of the run file"""
         workers = {f"w{number}": gpus for number, gpus in enumerate(self.workers)}
         evaluating = {f"e{number}": gpus for number, gpus in enumerate(self.evaluation_workers)}
-        return {"learner": self.learner} | workers | evaluating
+        grouped = {f"{name}-{i}": gpus for name, every in self.groups.items() for i, gpus in enumerate(every)}
+        return {"learner": self.learner} | dict(self.servers) | workers | grouped | evaluating
 
     def __str__(self) -> str:
         shown = [f"{name} {numbers(gpus)}" for name, gpus in self.processes.items() if gpus]
@@ -49,6 +67,8 @@ def place(
     rollout_gpus: Sequence[int] = (),
     evaluation_workers: int = 0,
     evaluation_gpus: Sequence[int] = (),
+    servers: Mapping[str, Asked] = MappingProxyType({}),
+    groups: Mapping[str, Asked] = MappingProxyType({}),
 ) -> Placement:
     """Assign the GPUs. ``ranks`` or ``gpus_per_worker`` 0: the learner or the workers compute on the CPU.
 
@@ -59,19 +79,58 @@ def place(
     _check_exist(learner_gpus, num_gpus, "learner.gpus")
     _check_exist(rollout_gpus, num_gpus, "rollout.gpus")
     _check_exist(evaluation_gpus, num_gpus, "evaluation.gpus")
+    for asked in (*servers.values(), *groups.values()):
+        _check_exist(asked.given, num_gpus, f"{asked.where}.gpus")
     if num_gpus == 0:
-        return Placement(learner=(), workers=((),) * workers, evaluation_workers=((),) * evaluation_workers)
+        return Placement(
+            learner=(),
+            workers=((),) * workers,
+            evaluation_workers=((),) * evaluation_workers,
+            servers=dict.fromkeys(servers, ()),
+            groups={name: ((),) * asked.count for name, asked in groups.items()},
+        )
     learner = _learner(num_gpus, ranks, learner_gpus)
     total = workers + evaluation_workers
-    pool = _pool(num_gpus, learner, gpus_per_worker, rollout_gpus) if total and gpus_per_worker else ()
+    taken = {*learner, *(gpu for asked in (*servers.values(), *groups.values()) for gpu in asked.given)}
+    own = {name: _own(num_gpus, asked, taken) for name, asked in (*servers.items(), *groups.items())}
+    placed = frozenset(gpu for name in own for its in own[name] for gpu in its)
+    pool = _pool(num_gpus, learner, gpus_per_worker, rollout_gpus, placed=placed) if total and gpus_per_worker else ()
     dealt = tuple(_deal(pool, worker * gpus_per_worker, gpus_per_worker) for worker in range(total))
     evaluating = dealt[workers:]
     if evaluation_gpus and gpus_per_worker:
-        own = _pool(num_gpus, learner, gpus_per_worker, evaluation_gpus, where="evaluation.gpus")
+        apart = _pool(num_gpus, learner, gpus_per_worker, evaluation_gpus, where="evaluation.gpus")
         evaluating = tuple(
-            _deal(own, worker * gpus_per_worker, gpus_per_worker) for worker in range(evaluation_workers)
+            _deal(apart, worker * gpus_per_worker, gpus_per_worker) for worker in range(evaluation_workers)
         )
-    return Placement(learner=learner, workers=dealt[:workers], evaluation_workers=evaluating)
+    return Placement(
+        learner=learner,
+        workers=dealt[:workers],
+        evaluation_workers=evaluating,
+        servers={name: own[name][0] for name in servers},
+        groups={name: own[name] for name in groups},
+    )
+
+
+def _own(num_gpus: int, asked: Asked, taken: set[int]) -> tuple[Gpus, ...]:
+    """Return the GPUs of each process that is asked for, and add them to ``taken``."""
+    if not asked.each:
+        return ((),) * asked.count
+    if asked.given:
+        if len(set(asked.given)) < len(asked.given) or len(asked.given) % asked.each:
+            raise ConfigError(
+                f"{asked.where}.gpus: {list(asked.given)} are not the GPUs of processes that take {asked.each} each; "
+                "name as many, each once"
+            )
+        return tuple(_deal(asked.given, number * asked.each, asked.each) for number in range(asked.count))
+    needed = asked.each * asked.count
+    free = [gpu for gpu in range(num_gpus) if gpu not in taken][:needed]
+    if len(free) < needed:
+        raise ConfigError(
+            f"{asked.where}: it needs {needed} GPU{'s' * (needed > 1)}, and of this machine's {num_gpus} the learner "
+            f"and others leave {len(free)}; name GPUs that it shares in {asked.where}.gpus, or use fewer elsewhere"
+        )
+    taken.update(free)
+    return tuple(_deal(tuple(free), number * asked.each, asked.each) for number in range(asked.count))
 
 
 def check_memory(*, ranks: int, workers: int, evaluation_workers: int, machine_bytes: int) -> None:
@@ -101,8 +160,16 @@ def _learner(num_gpus: int, ranks: int, given: Sequence[int]) -> Gpus:
     return tuple(given[:ranks])
 
 
-def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int], *, where: str = "rollout.gpus") -> Gpus:
-    """Return the GPUs that workers share: at least enough for one worker."""
+def _pool(
+    num_gpus: int,
+    learner: Gpus,
+    needed: int,
+    given: Sequence[int],
+    *,
+    where: str = "rollout.gpus",
+    placed: Collection[int] = (),
+) -> Gpus:
+    """Return the GPUs that workers share: at least enough for one worker.  placed: GPUs of servers and groups"""
     if given:
         if len(set(given)) < len(given):
             raise ConfigError(f"{where}: names a GPU twice: {list(given)}; workers share GPUs automatically")
@@ -111,8 +178,16 @@ def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int], *, wh
         return tuple(given)
     if num_gpus < needed:
         raise ConfigError(f"engine.options.tensor_parallel: a worker needs {needed} GPUs, this machine has {num_gpus}")
-    free = tuple(gpu for gpu in range(num_gpus) if gpu not in learner)
-    return free if len(free) >= needed else tuple(range(num_gpus))
+    free = tuple(gpu for gpu in range(num_gpus) if gpu not in learner and gpu not in placed)
+    if len(free) >= needed:
+        return free
+    shared = tuple(gpu for gpu in range(num_gpus) if gpu not in placed)
+    if len(shared) < needed:
+        raise ConfigError(
+            f"rollout.gpus: a worker needs {needed} GPU{'s' * (needed > 1)}, and servers and groups of workers leave "
+            f"{len(shared)} of this machine's {num_gpus}; name GPUs that it shares"
+        )
+    return shared
 
 
 def _deal(pool: Gpus, start: int, count: int) -> Gpus:

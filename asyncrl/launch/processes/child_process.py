@@ -88,6 +88,8 @@ class ChildProcess:
     is_kept_running: bool = False
     is_added: bool = False
     """The worker was added while the run was up: if it cannot work, the run goes on without it."""
+    is_scaled: bool = True
+    """Whether `asyncrl scale` counts it, if it is a rollout worker."""
     is_leaving: bool = False
     """It was told to drain while the run continues, so its exit is not a failure."""
     starts: int = 0

@@ -61,7 +61,7 @@ class Fleet:
         self._start = start
         self._over = over
         self.say = say
-        self._size = sum(child.spec.role == WORKER for child in self.children)
+        self._size = sum(child.spec.role == WORKER and child.is_scaled for child in self.children)
         self._request = self._problem = ""
 
     def resize(self, size: FleetSize) -> None:
@@ -99,7 +99,9 @@ class Fleet:
     def workers(self) -> list[ChildProcess]:
         """Return the workers that are to stay. The last one leaves first: quarantined workers, then the newest."""
         workers = [
-            one for one in self.children if one.spec.role == WORKER and one.is_kept_running and not one.is_leaving
+            one
+            for one in self.children
+            if one.spec.role == WORKER and one.is_scaled and one.is_kept_running and not one.is_leaving
         ]
         return sorted(workers, key=lambda child: child.name in self.quarantined)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
-from asyncrl.launch.launchers.placement import Placement, place
+from asyncrl.launch.launchers.placement import Asked, Placement, place
 
 
 def placement(run: RunConfig) -> Placement:
@@ -25,6 +25,35 @@ def placement(run: RunConfig) -> Placement:
         rollout_gpus=own,
         evaluation_workers=run.num_evaluation_workers,
         evaluation_gpus=run.evaluation.gpus,
+        servers={
+            name: Asked(where=f"servers.{name}", each=each, given=run.servers[name].gpus)
+            for name, each in registry.gpus_of_servers(run).items()
+        },
+        groups={
+            name: Asked(
+                where=f"rollout.groups.{name}",
+                each=gpus_per_worker(run.of_group(name)),
+                count=group.workers,
+                given=group.gpus,
+            )
+            for name, group in run.rollout.groups.items()
+        },
+    )
+
+
+def nowhere(run: RunConfig) -> Placement:
+    """Return a placement without GPUs."""
+    return place(
+        0,
+        ranks=0,
+        workers=run.rollout.workers,
+        gpus_per_worker=0,
+        evaluation_workers=run.num_evaluation_workers,
+        servers={name: Asked(where=f"servers.{name}", each=0) for name in run.started_servers},
+        groups={
+            name: Asked(where=f"rollout.groups.{name}", each=0, count=group.workers)
+            for name, group in run.rollout.groups.items()
+        },
     )
 
 

@@ -18,6 +18,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError, exit_code_of
 from asyncrl.launch.assembly.build_worker import build_worker
+from asyncrl.launch.assembly.model_servers import model_server_actor
 from asyncrl.launch.assembly.training import train
 from asyncrl.launch.checks import single_learner
 from asyncrl.launch.checks.shared_settings import settings_checksum
@@ -45,11 +46,17 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
         try:
             with single_learner.in_folder(run.run_directory):
                 workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
+                workers += [
+                    await _worker(run.of_group(group), bus, name=name) for name, group in run.grouped_workers.items()
+                ]
                 evaluating = [
                     await _worker(run, bus, name=f"e{number}", is_dedicated=True)
                     for number in range(run.num_evaluation_workers)
                 ]
-                beside = [actor for actors in (*workers, *evaluating) for actor in actors]
+                beside = [
+                    *(model_server_actor(run, name, bus=bus) for name in run.started_servers),
+                    *(actor for actors in (*workers, *evaluating) for actor in actors),
+                ]
                 code = await _train(run, bus, beside=beside, owns_process=owns_process)
             return Outcome(exit_code=code, reason="interrupted" if code else "done")
         except ConfigError:
@@ -92,5 +99,5 @@ def _log_to_folder(run: RunConfig, *, owns_process: bool) -> Iterator[None]:
 
 
 async def _worker(run: RunConfig, bus: Bus, *, name: str, is_dedicated: bool = False) -> tuple[Actor, ...]:
-    worker, follower = await build_worker(run, bus=bus, name=name, is_dedicated=is_dedicated)
-    return worker, follower, HeartbeatSender(worker, about=settings_checksum(run))
+    worker, *others = await build_worker(run, bus=bus, name=name, is_dedicated=is_dedicated)
+    return worker, *others, HeartbeatSender(worker, about=settings_checksum(run))

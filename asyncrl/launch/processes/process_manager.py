@@ -33,7 +33,7 @@ from asyncrl.launch.port import Launcher
 from asyncrl.launch.processes.child_process import ChildProcess, Exit, RestartPolicy
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, FleetScaler, NewWorker
 from asyncrl.logs import as_typed, in_a_line, in_words, printable
-from asyncrl.messages.roles import LEARNER, LEARNER_RANK
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
 from asyncrl.policies.health.conditions import ALARMS
 from asyncrl.policies.health.faults import Finding
 
@@ -252,7 +252,9 @@ class ProcessManager:
         elif finding.cure == "restart" and child is not None:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
-        elif finding.cure == "end" and self.fleet.workers():  # otherwise other workers may still join
+        elif finding.cure == "end" and any(
+            one.spec.role == WORKER for one in self.fleet.children
+        ):  # otherwise other workers may still join
             self._fail(1, f"{printable(finding.text)}; ending the run")
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -262,24 +264,33 @@ class ProcessManager:
         for child in self.fleet.children:
             child.no_restart.set()
         if not self._failure and not self._interrupts:  # workers read on the bus that the run is finished
-            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+            await self._wait_for_work(FINISH_SECONDS)
         self._signal_all(signal.SIGTERM)
         # An interrupted run waits for its answers; a failed one may have steps that are not in a checkpoint yet.
         if self._interrupts:
             await self._wait_aloud(DRAIN_SECONDS)
         elif not self._is_bus_gone:
-            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+            await self._wait_for_work(FINISH_SECONDS)
             if self._failure and (learner := self._find_trained_learner()):
                 self.say("the learner ends its step and writes a checkpoint")
                 await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
         self._signal_all(signal.SIGKILL)
         await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
 
+    def _work(self) -> set[asyncio.Task[None]]:
+        """The tasks of all processes but the servers of frozen models."""
+        servers = {child.name for child in self.fleet.children if child.spec.role == MODEL_SERVER}
+        return {task for task in self._tasks if task.get_name() not in servers and not task.done()}
+
+    async def _wait_for_work(self, seconds: float) -> None:
+        if work := self._work():
+            await asyncio.wait(work, timeout=seconds)
+
     async def _wait_aloud(self, seconds: float) -> None:
         """Wait until all processes have ended, and report every ten seconds which are left and when they are killed."""
         deadline = time.monotonic() + seconds
-        while self._tasks and (left := deadline - time.monotonic()) > 0:
-            _, waiting = await asyncio.wait(self._tasks, timeout=min(left, DRAIN_REPORT_SECONDS))
+        while (work := self._work()) and (left := deadline - time.monotonic()) > 0:
+            _, waiting = await asyncio.wait(work, timeout=min(left, DRAIN_REPORT_SECONDS))
             if not waiting:
                 return
             if (left := deadline - time.monotonic()) > 0:
@@ -315,5 +326,7 @@ class ProcessManager:
             self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:
+        """Signal all processes; the servers of frozen models only to kill them, for others need them as they drain."""
         for child in self.fleet.children:
-            child.signal(number)
+            if number == signal.SIGKILL or child.spec.role != MODEL_SERVER:
+                child.signal(number)

@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.adapters import registry
+from asyncrl.adapters.registry import gpus_of_servers
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
-from asyncrl.launch.launchers.placement import Gpus, Placement, free, numbers
+from asyncrl.launch.launchers.placement import Gpus, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
-from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
+from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, nowhere, num_gpus, placement
 from asyncrl.logs import print_line
 from asyncrl.messages.control import FleetSize
-from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
+from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
 
 
 class ProcessSpecs:
@@ -59,17 +60,22 @@ class ProcessSpecs:
             scaled = "the last size set by `asyncrl scale`; rollout.workers is"
             print_line(f"rollout workers: {workers}, {scaled} {run.rollout.workers}")
         run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
-        evaluating = run.num_evaluation_workers
-        nowhere = Placement(learner=(), workers=((),) * run.rollout.workers, evaluation_workers=((),) * evaluating)
-        gpus = nowhere if self._places else placement(run)  # a launcher that places finds GPUs itself
+        gpus = nowhere(run) if self._places else placement(run)  # a launcher that places finds GPUs itself
         for name, its in gpus.processes.items():
             if its:
                 print_line(f"{name:10s}GPU {numbers(its)}")
         self._learner_gpus = gpus.learner
-        self._beside = Counter(gpu for its in (*gpus.workers, *gpus.evaluation_workers) for gpu in its)
+        grouped = run.grouped_workers
+        of_engines = (*gpus.workers, *gpus.evaluation_workers, *(gpus.processes[name] for name in grouped))
+        self._beside = Counter(gpu for its in of_engines for gpu in its)
         return [
             *self._learner(gpus.learner, resume=resume),
+            *(
+                self._model_server(name, gpus.servers[name], num_gpus=each)
+                for name, each in gpus_of_servers(run).items()
+            ),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
+            *(self._worker(name, gpus.processes[name], group=group) for name, group in grouped.items()),
             *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
         ]
 
@@ -118,21 +124,35 @@ class ProcessSpecs:
         restarts = RestartPolicy(self._run.run.restarts)
         return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
 
-    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False) -> ChildProcess:
-        """evaluates: it only evaluates"""
+    def _model_server(self, name: str, gpus: Gpus, *, num_gpus: int) -> ChildProcess:
+        spec = ProcessSpec(
+            name=name,
+            role=MODEL_SERVER,
+            arguments=("model-server", *self._common, "--name", name),
+            num_gpus=num_gpus,
+            gpus=gpus,
+            environment=self._environment,
+        )
+        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
+
+    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False, group: str = "") -> ChildProcess:
+        """evaluates: it only evaluates;  group: its group of rollout.groups, if any"""
         is_together = not self._run.run.colocated  # in turns, an engine has all of the memory
         beside = max((self._beside[gpu] for gpu in gpus if gpu in self._learner_gpus), default=0)
         own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
+        has_own = self._run.run.colocated and bool(group) and not set(gpus) & set(self._learner_gpus)
         flags = [
             *(["--evaluate"] if evaluates else []),
+            *(["--group", group] if group else []),
+            *(["--own-gpus"] if has_own else []),
             *(["--beside-learner", str(beside)] if beside and is_together else []),
         ]
         spec = ProcessSpec(
             name=name,
             role=EVALUATION_WORKER if evaluates else WORKER,
             arguments=("rollout-worker", *self._common, *flags, "--name", name),
-            num_gpus=gpus_per_worker(self._run),
+            num_gpus=gpus_per_worker(self._run.of_group(group)),
             gpus=gpus,
             environment={**self._environment, **own},
         )
-        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
+        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts), is_scaled=not group)

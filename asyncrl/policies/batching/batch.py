@@ -261,6 +261,9 @@ def _sequence(
         loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
         staleness=behind_prompt(np.where(sampled, staleness, np.int32(0))),  # type: ignore[arg-type]
         experts=trajectory.experts,
+        model_outputs={"teacher_logprobs": behind_prompt(np.where(sampled, given, np.float32(0)))}  # type: ignore[dict-item]
+        if len(given := trajectory.teacher_logprobs)
+        else {},
     )
 
 

@@ -7,7 +7,7 @@ hidden state at n - 1), so every array below is aligned with ``tokens``, and pos
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -28,6 +28,8 @@ class TrainingSequence:
     loss_weights       f32[T]   the aggregation: the batch's loss is the sum of loss x weight over all its tokens
     staleness          i32[T]   learner's version - version that sampled the token; 0 where nothing was sampled
     experts            [T, layers, experts per token] that the engine chose (messages/routing.py); empty if unknown
+    model_outputs      f32[T] each, by name: outputs of other models that are known before the step
+                       ("teacher_logprobs" of a served teacher)
     """
 
     tokens: NDArray[np.int32]
@@ -37,6 +39,7 @@ class TrainingSequence:
     loss_weights: NDArray[np.float32]
     staleness: NDArray[np.int32]
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
+    model_outputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -101,12 +104,13 @@ def pack_for_ranks(sequences: Sequence[TrainingSequence], *, ranks: int, max_tok
     with too few sequences gets empty micro-batches.
     """
     lengths = [len(sequence) for sequence in sequences]
+    outputs = _common_outputs(sequences)
     shares = _dealt(range(len(sequences)), ranks, lengths)
     assert shares is not None, "without a limit everything fits"
     count = max(len(_packed(share, lengths, max_tokens, at_least=0)) for share in shares)
     return [
         [
-            _concatenate([sequences[i] for i in sorted(group)], sorted(group)) if group else empty()
+            _concatenate([sequences[i] for i in sorted(group)], sorted(group)) if group else empty(outputs)
             for group in _packed(share, lengths, max_tokens, at_least=count)
         ]
         for share in shares
@@ -189,8 +193,11 @@ def _dealt(
     return groups
 
 
-def empty() -> MicroBatch:
-    """Return two tokens that train nothing; they keep a data-parallel rank in step when it has no sequences left."""
+def empty(outputs: Collection[str] = ()) -> MicroBatch:
+    """Return two tokens that train nothing; they keep a data-parallel rank in step when it has no sequences left.
+
+    outputs  names in ``model_outputs`` of the micro-batches beside it
+    """
     blank = TrainingSequence(
         tokens=np.zeros(2, np.int32),
         response_mask=np.zeros(2, np.bool_),
@@ -198,6 +205,7 @@ def empty() -> MicroBatch:
         advantages=np.zeros(2, np.float32),
         loss_weights=np.zeros(2, np.float32),
         staleness=np.zeros(2, np.int32),
+        model_outputs={name: np.zeros(2, np.float32) for name in outputs},
     )
     return _concatenate([blank], [-1])
 
@@ -215,8 +223,16 @@ def _concatenate(sequences: Sequence[TrainingSequence], indices: Sequence[int]) 
         boundaries=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         sequences=np.array(indices, np.int64),
         experts=_experts(sequences),
+        model_outputs={
+            name: np.concatenate([one.model_outputs[name] for one in sequences]) for name in _common_outputs(sequences)
+        },
         **per_token,
     )
+
+
+def _common_outputs(sequences: Sequence[TrainingSequence]) -> list[str]:
+    """Return the names that all sequences have in ``model_outputs``."""
+    return sorted(set.intersection(*(set(one.model_outputs) for one in sequences))) if sequences else []
 
 
 def _experts(sequences: Sequence[TrainingSequence]) -> ExpertArray:

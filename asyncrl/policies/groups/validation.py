@@ -86,6 +86,7 @@ class GroupValidation:
                        function, as single_turn and given have it). False if the function may return several, each
                        with its own prompt
     max_parts          trajectories per rollout; 0: unlimited
+    needs_teacher      whether a served teacher scores each answer
     num_experts        experts per layer of the model; 0: answers name no experts
     experts_shape      (layers, experts per token) of the model
     """
@@ -97,6 +98,7 @@ class GroupValidation:
     are_sampled: bool = True
     are_whole: bool = False
     max_parts: int = 0
+    needs_teacher: bool = False
     num_experts: int = 0
     experts_shape: tuple[int, int] = (0, 0)
     asked_before: PromptSpec | None = None
@@ -238,6 +240,11 @@ def _logprobs(vetted: Vetted) -> Iterator[str]:
             )
 
 
+def _teacher(vetted: Vetted) -> Iterator[str]:
+    if vetted.possible.needs_teacher and not all(len(one.teacher_logprobs) for one in vetted.group.trajectories):
+        yield "an answer has no logprobs of a teacher, and this run needs them"
+
+
 def _experts(vetted: Vetted) -> Iterator[str]:
     (layers, per_token), most = vetted.possible.experts_shape, vetted.possible.num_experts
     for trajectory in vetted.group.trajectories:
@@ -329,6 +336,7 @@ CHECKS: Final = (
     Check(what="answers no longer than asked, and within the model's context", problems=_lengths),
     Check(what="something to train in every answer", problems=_masks),
     Check(what="tokens of the model's vocabulary", problems=_tokens),
+    Check(what="a teacher's logprobs, if the run has a served teacher", problems=_teacher),
     Check(what="experts of the model, each once, for every token", problems=_experts),
     Check(what="rewards and their parts: finite, within reward.largest, few, with names", problems=_rewards),
     Check(what="times that can be", problems=_times),

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.actors.learner.training_step import train_batch
 from asyncrl.backends.port import StepResult
+from asyncrl.messages import replace
 from asyncrl.policies.advantages import returns
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
@@ -89,6 +90,20 @@ def test_gae_of_the_step_is_the_pure_function_of_the_whole_batch(ranks: int, max
     )
     assert backend.trained["critic"] == [shares]
     assert backend.learning_rates == {"policy": [0.1], "critic": [0.3]}
+
+
+def test_what_a_served_teacher_said_takes_the_place_of_its_forward_pass() -> None:
+    served = [
+        replace(one, teacher_logprobs=(-one.tokens / 100).astype(np.float32))
+        for one in ANSWERS  # -0.1 of token 10
+    ]
+    backend, algorithm = ScriptedBackend(), resolve(ALGORITHMS["opd"])
+    batch = built(served, algorithm)
+    shares = pack_for_ranks(batch.sequences, ranks=2, max_tokens=5)
+    train_batch(backend, batch, [shares], algorithm=algorithm, step=0, learning_rate=0.1)
+    assert backend.asked == ["step policy"]
+    found = by_tokens(backend.trained["policy"][0], lambda m: m.model_outputs["teacher_logprobs"])
+    assert found == pytest.approx({token: -token / 100 for token in (10, 11, 12, 20, 21, 30, 31)})
 
 
 def test_an_answer_that_is_masked_trains_neither_policy_nor_critic() -> None:

@@ -103,6 +103,21 @@ async def test_a_teachers_signal_brings_the_policy_near_it(folder: Path) -> None
     assert mean(rows[-3:], "reward/mean") > rows[0]["reward/mean"] + 0.5 * (teacher - rows[0]["reward/mean"])
 
 
+async def test_a_teacher_on_a_server_of_the_run_teaches_the_same(folder: Path) -> None:
+    """In sync mode and from the same seed, the first steps are those with the teacher in the learner."""
+    taught = demo_run(folder, *SYNC, "run.name=teacher", "run.steps=4", "learner.learning_rate=1e-2")
+    await train(taught, memory_bus())
+    path = taught.weights_directory / "0-4"
+    opd = (*SYNC, "algorithm.name=opd", "algorithm.options={}")
+    loaded = await train(demo_run(folder, *opd, "run.name=loaded", f"teacher.path={path}"), memory_bus())
+    kind = 'kind="tests.harness.stub_server:ModelOnACpu"'
+    run = demo_run(folder, *opd, "run.name=served", f'servers.big={{{kind}, path="{path}"}}', "teacher.server=big")
+    served = await train(run, memory_bus())
+    for first, second in zip(loaded, served, strict=True):
+        assert second["teacher_kl"] == pytest.approx(first["teacher_kl"], rel=1e-3)
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-3, abs=1e-6)
+
+
 async def test_a_reference_holds_the_policy_back(folder: Path) -> None:
     far, near = [
         await train(

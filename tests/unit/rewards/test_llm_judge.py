@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from asyncrl.actors.rollout.server_book import ServerBook
 from asyncrl.config import RewardSection
 from asyncrl.config.reward import RewardPart
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.messages.control import ServerAddress
 from asyncrl.rewards.http import Away
 from asyncrl.rewards.judge_pool import JudgePool
 from asyncrl.rewards.load import load_reward
@@ -65,6 +68,25 @@ async def test_the_last_grade_is_the_reward_between_lowest_and_highest(server: S
     assert (found.value, found.parts) == (0.75, {"grade": 7.5})
     assert server.seen[0][0] == "Bearer k" and server.seen[0][1]["messages"][0]["content"] == "p|a {b}|5"
     await reward.close()
+
+
+async def test_a_judge_of_the_run_is_asked_where_it_is_now_and_waited_for_by_its_name(server: Server) -> None:
+    reward = load("llm_judge", server="judge", retries=0)
+    here = ServerAddress(name="judge", url=server.url, model="its name", key="its key")
+    one = replace(sample("a"), servers={"judge": here})
+    assert (await rewards(reward, [one]))[0].value == 1.0
+    assert server.seen[0][0] == "Bearer its key" and server.seen[0][1]["model"] == "its name"
+    with pytest.raises(Outage, match="server judge: server judge is not up"):
+        await reward([replace(sample("b"), servers=ServerBook({"judge": None}))])
+    with pytest.raises(RewardError, match="there is no such server in \\[servers\\]"):
+        await reward([sample("b")])
+    await reward.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"url": "http://h/v1", "server": "judge", "model": "m"}])
+def test_a_judge_has_an_address_or_is_a_server_of_the_run(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="either url, the address of a server, or server"):
+        load("llm_judge", **options)
 
 
 @pytest.mark.parametrize(

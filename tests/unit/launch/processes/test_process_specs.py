@@ -61,6 +61,35 @@ def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
     assert [one[one.index("--beside-learner") + 1] if "--beside-learner" in one else "" for one in words] == beside
 
 
+def test_servers_and_groups_of_workers_are_processes_of_their_own_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    overrides = [
+        "learner.device=auto",
+        "engine.kind=sglang",
+        "engine.device=auto",
+        "run.mode=sync",
+        "run.colocated=true",
+        f"servers.judge.path={tmp_path / 'model'}",
+        "servers.judge.options={tensor_parallel=2}",
+        "servers.far.url=http://h/v1",
+        "rollout.groups.long={options={tensor_parallel=2}}",
+    ]
+    run = config.load(tmp_path / "run.toml", overrides)
+    monkeypatch.setattr(gpus, "num_gpus", lambda: 8)
+    made = ProcessSpecs(run, launcher=Launcher(), common=("run.toml",), environment={}).initial(size=None, resume=False)
+    specs = {child.name: child.spec for child in made}
+    assert list(specs)[:2] == ["learner", "judge"] and "far" not in specs
+    assert specs["judge"].arguments == ("model-server", "run.toml", "--name", "judge")
+    assert (specs["judge"].gpus, specs["judge"].num_gpus) == ((1, 2), 2)
+    assert specs["w0"].gpus == (0,) and "--own-gpus" not in specs["w0"].arguments
+    assert (specs["long-0"].gpus, specs["long-0"].num_gpus) == ((3, 4), 2)
+    assert specs["long-0"].arguments[2:] == ("--group", "long", "--own-gpus", "--name", "long-0")
+    assert [child.name for child in made if child.spec.role == "rollout-worker" and child.is_scaled] == ["w0"]
+
+
 @pytest.mark.parametrize("machines", [1, 2])
 def test_learner_does_not_join_the_job_of_its_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: int

@@ -1,0 +1,152 @@
+"""Servers of frozen models: how workers find them, and what teachers say of answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.actors.model_server import ModelServerActor
+from asyncrl.actors.rollout.server_book import STALE_SECONDS, ServerBook, ServerFollower
+from asyncrl.actors.rollout.teacher import Teacher, Teachers
+from asyncrl.actors.supervisor import supervise
+from asyncrl.bus.port import Bus
+from asyncrl.config import ServerSection
+from asyncrl.engines.port import ServedTo
+from asyncrl.errors import ConfigError, EngineDied, Outage, RewardError
+from asyncrl.messages import Progress, PromptGroup, SamplingParams
+from asyncrl.messages.control import ServerAddress
+from asyncrl.messages.topics import PROGRESS, SERVERS
+from tests.harness import fakes
+from tests.harness.scripted_backend import answer
+from tests.harness.stub_server import StubServer, teacher_logprobs
+
+ADDRESS = ServerAddress(name="judge", url="http://h:1/v1", model="m")
+WORDS = [f"word{number}" for number in range(40)]
+
+
+class Words:
+    """A tokenizer of words; ``offset``: of another model."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self._offset = offset
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return " ".join(WORDS[token - self._offset] for token in token_ids)
+
+
+def stub(name: str = "judge", *, texts: list[str] | None = None) -> StubServer:
+    to = ServedTo(host="127.0.0.1", log_path=Path("log"), directory=Path(), dtype="float32")
+    return StubServer(name, ServerSection(path="model"), None, to=to, texts=texts)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Callable[..., Awaitable[tuple[StubServer, dict[str, ServerAddress]]]]]:
+    """``await served(NAME, ...)``: a stub that is up, and where it is."""
+    started: list[StubServer] = []
+
+    async def one(name: str, **options: Any) -> tuple[StubServer, dict[str, ServerAddress]]:
+        started.append(stub(name, **options))
+        return started[-1], {name: await started[-1].start()}
+
+    yield one
+    for server in started:
+        await server.close()
+
+
+async def test_workers_find_a_server_when_it_is_up_and_wait_for_it_before_and_after(
+    bus_factory: Callable[..., Awaitable[Bus]],
+) -> None:
+    book, server = ServerBook({"judge": None}), stub()
+    follower = ServerFollower("w0.servers", await bus_factory(), book=book, servers=("judge",))
+    following = asyncio.create_task(follower.run())
+    with pytest.raises(Outage, match="server judge is not up"):
+        book["judge"]
+    actor = ModelServerActor("judge", await bus_factory(), server=server)
+    serving = asyncio.create_task(supervise(actor, owns_process=False))
+    await fakes.until(lambda: follower_knows(book))
+    assert book["judge"].url.endswith("/v1")
+    server.ended.set_result("out of memory")
+    with pytest.raises(EngineDied, match="server judge has ended: out of memory"):
+        await serving
+    following.cancel()
+
+
+async def test_a_server_ends_with_its_run(bus: Bus) -> None:
+    actor = ModelServerActor("judge", bus, server=stub())
+    serving = asyncio.create_task(supervise(actor, owns_process=False))
+    while not await bus.states(SERVERS):
+        await asyncio.sleep(0)
+    await bus.put(PROGRESS, Progress(incarnation=0, step=1, policy_version=1, finished=True))
+    await serving
+
+
+def test_an_address_that_is_not_renewed_is_that_of_a_server_that_is_away() -> None:
+    now = 0.0
+    book = ServerBook({"judge": None, "far": ADDRESS}, clock=lambda: now)
+    book.note(ADDRESS)
+    now = STALE_SECONDS + 1
+    assert book["far"] == ADDRESS, "a server that is up elsewhere has no heartbeat"
+    with pytest.raises(Outage, match="judge"):
+        book["judge"]
+    with pytest.raises(KeyError):
+        book["none"]
+
+
+def follower_knows(book: ServerBook) -> bool:
+    try:
+        return bool(book["judge"])
+    except Outage:
+        return False
+
+
+# -- teachers ----------------------------------------------------------------------------------------------------------
+
+
+def prompt(temperature: float = 1.0, **metadata: Any) -> PromptGroup:
+    sampling = SamplingParams(max_new_tokens=4, temperature=temperature)
+    tokens = np.array([1, 2], np.int32)
+    return PromptGroup(group_id=0, prompt_tokens=tokens, group_size=1, sampling=sampling, metadata=metadata)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "openai"])
+async def test_a_teacher_gives_each_token_of_an_answer_its_logprob(served: Any, kind: str) -> None:
+    _, servers = await served("big", texts=WORDS)
+    teacher = Teacher("big", kind=kind, tokenizer=Words())
+    tokens = np.array([9, 4, 13], np.int32)
+    found = await teacher.logprobs(np.array([3], np.int32), tokens, servers=servers)
+    assert found.tolist() == teacher_logprobs(tokens).tolist()
+    await teacher.close()
+
+
+@pytest.mark.parametrize("kind", ["sglang", "openai"])
+async def test_a_teacher_with_another_tokenizer_is_refused_in_one_line(served: Any, kind: str) -> None:
+    _, servers = await served("big", texts=WORDS)
+    teacher = Teacher("big", kind=kind, tokenizer=Words(offset=1))
+    says = "servers.big: its tokenizer is not that of model.path: token 9 is 'word9' there and 'word8' here"
+    with pytest.raises(ConfigError, match=says):
+        await teacher.logprobs(np.array([3], np.int32), np.array([9], np.int32), servers=servers)
+    await teacher.close()
+
+
+async def test_rows_choose_their_teacher(served: Any) -> None:
+    math, first = await served("math")
+    code, second = await served("code")
+    made = {name: Teacher(name, kind="openai", tokenizer=Words()) for name in ("math", "code")}
+    teachers = Teachers(made, default="math", key="teacher", servers=first | second)
+    rollouts = [(answer([5, 6], reward=0.0),), (answer([7], reward=0.0), answer([8, 9], reward=0.0))]
+    scored = await teachers.score(prompt(teacher="code"), rollouts)
+    assert [[part.teacher_logprobs.tolist() for part in parts] for parts in scored if isinstance(parts, tuple)] == [
+        [teacher_logprobs(part.tokens).tolist() for part in parts] for parts in rollouts
+    ]
+    await teachers.score(prompt(), rollouts[:1])
+    assert (len(code.requests), len(math.requests)) == (3, 1)
+    with pytest.raises(RewardError, match="names 'art' in 'teacher'"):
+        await teachers.score(prompt(teacher="art"), rollouts)
+    with pytest.raises(RewardError, match="temperature 1, not 0.5"):
+        await teachers.score(prompt(temperature=0.5), rollouts)
+    await teachers.close()

@@ -1,0 +1,110 @@
+"""What is refused of [servers.NAME], of what asks them by name, and of groups of workers, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.data import demo_task
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.summary import summarize
+from tests.unit.launch.checks.test_run_file import RUN_FILE
+
+OPD = ("algorithm.name=opd", "rollout.group_size=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served")
+    demo_task.write(path)
+    (path / "run.toml").write_text(RUN_FILE.format(folder=path).replace('"megatron"', '"reference"'))
+    make_tiny_model(path / "other", architecture="qwen3", seed=0)
+    return path
+
+
+def load(folder: Path, *overrides: str) -> config.RunConfig:
+    return config.load(folder / "run.toml", [item.replace("FOLDER", str(folder)) for item in overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["servers.judge={}"], "servers: judge: set either path, .* or url"),
+        (["servers.judge={path='a', url='http://h/v1'}"], "set either path"),
+        (["servers.judge={kind='openai', path='a'}"], 'kind = "openai" needs the url'),
+        (["servers.judge={url='h:1'}"], "url must start with http"),
+        (["servers.judge={url='http://h/v1', gpus=[1]}"], "gpus is of a server that the run starts"),
+        (["servers.w0={path='a'}"], "servers: 'w0' is the name of another process"),
+        (["servers.long-0={path='a'}", "rollout.groups.long={}"], "servers: 'long-0' is the name of another process"),
+        (["servers.'a b'={path='a'}"], "servers: a name must be letters"),
+        (["rollout.groups.long={workers=0}"], "workers must be in 1"),
+        (["rollout.groups.learner={}"], "rollout.groups: 'learner' is the name of another process"),
+        (["teacher.path=a", "teacher.server=b"], "set either path, .* or server"),
+        (["teacher.server="], "set either path, .* or server"),
+    ],
+)
+def test_a_section_that_means_nothing_is_refused(folder: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(folder, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["servers.judge.path=FOLDER/none"], "servers.judge.path: "),
+        (
+            ["servers.judge={path='FOLDER/model', kind='sglan'}"],
+            "servers.judge.kind: 'sglan' is unknown; did you mean 'sglang'",
+        ),
+        (
+            ["servers.judge={path='FOLDER/model', options={server_arguments={port=1}}}"],
+            "servers.judge.options: server_arguments: 'port' is set by asyncrl",
+        ),
+        (
+            ["servers.judge={path='FOLDER/model', options={server_arguments={api-key='k'}}}"],
+            "servers.judge.options: server_arguments: 'api-key' is set by asyncrl",
+        ),
+        (
+            ["servers.judge={path='FOLDER/model', options={server_arguments={disaggregation-mode='prefill'}}}"],
+            "name its router in servers.NAME.url",
+        ),
+        (
+            [
+                "servers.judge={path='FOLDER/model', device='cpu'}",
+                "servers.judge.options.server_arguments={enable-hierarchical-cache=true}",
+            ],
+            "servers.judge.options: server_arguments: enable-hierarchical-cache keeps",
+        ),
+        (
+            ["servers.judge={path='FOLDER/model', options={tensor_parallel=0}}"],
+            "servers.judge.options: tensor_parallel",
+        ),
+        (
+            ["reward.kind=llm_judge", "reward.options={server='jugde'}", "servers.judge.url=http://h/v1"],
+            "no .servers.jugde.; there is judge",
+        ),
+        ([*OPD, "teacher.server=big"], r"teacher.server: there is no \[servers.big\]"),
+        ([*OPD, "teacher.server=big", "servers.big.url=http://h/v1", "rollout.temperature=0.7"], "at temperature 1"),
+        (
+            [*OPD, "teacher.server=big", "servers.big.path=FOLDER/other"],
+            "servers.big.path: the tokenizer in .*other is not",
+        ),
+        (["rollout.groups.long.options={nothing=1}"], "rollout.groups.long: engine.options: unknown key 'nothing'"),
+    ],
+)
+def test_a_server_that_cannot_work_is_refused_in_one_line(folder: Path, overrides: list[str], says: str) -> None:
+    run = load(folder, *overrides)
+    with pytest.raises(ConfigError, match=says) as refused:
+        check(run)
+    assert "\n" not in str(refused.value)
+
+
+def test_check_shows_the_servers_and_no_key_of_theirs(folder: Path) -> None:
+    run = load(folder, "servers.far={url='http://user:pass@h/v1', api_key='hush'}", *OPD, "teacher.server=far")
+    shown = str(summarize(run))
+    assert "[servers.far]" in shown and 'url = "http://h/v1"' in shown
+    assert "hush" not in shown and "pass@" not in shown
