@@ -247,6 +247,7 @@ class Trajectory:
         check_array(self, "prompt_tokens", np.int32)
         check_array(self, "response_mask", np.bool_)
         check_array(self, "behavior_logprobs", np.float32)
+        check_array(self, "teacher_logprobs", np.float32)
         length = len(self.tokens)
         require(length > 0, "a trajectory has no tokens")
         require(len(self.response_mask) == length, f"response_mask has {len(self.response_mask)} of {length} tokens")
@@ -277,7 +278,6 @@ class Trajectory:
             )
 
     def _check_teacher(self, length: int) -> None:
-        check_array(self, "teacher_logprobs", np.float32)
         count = len(self.teacher_logprobs)
         require(count == length, f"teacher_logprobs has {count} of {length} tokens")
         require(bool(np.isfinite(self.teacher_logprobs).all()), "teacher_logprobs holds NaN or infinity")

@@ -31,7 +31,7 @@ from asyncrl.messages import (
     replace,
 )
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.control import FleetSize, FleetStatus
+from asyncrl.messages.control import FleetSize, FleetStatus, ServerAddress
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.topics import ALL
@@ -47,6 +47,7 @@ TRAJECTORY = Trajectory(
     reward=1.0,
     reward_parts={"right": 1.0, "format": 0.0},
     finish_reason="length",
+    teacher_logprobs=[-0.2, -0.5, -1.0],
 )
 SAMPLES: dict[type, Any] = {
     type(message): message
@@ -100,6 +101,7 @@ SAMPLES: dict[type, Any] = {
         FleetStatus(request="1f", rollout_workers=7, workers=("w0", "w1"), draining=("w2",), problem="no GPU is free"),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
         Piece(data=b"ab"),
+        ServerAddress(name="judge", url="http://h:1/v1", model="m", key="k"),
     )
 }
 TYPES = tuple(SAMPLES)

@@ -89,7 +89,14 @@ def test_large_group_is_far_below_the_limit_of_values() -> None:
     spans = tuple(replace(answer.version_spans[0], start=10 * number) for number in range(50))
     tokens = [7] * 500
     answers = [
-        replace(answer, tokens=tokens, response_mask=[True] * 500, behavior_logprobs=[-1.0] * 500, version_spans=spans)
+        replace(
+            answer,
+            tokens=tokens,
+            response_mask=[True] * 500,
+            behavior_logprobs=[-1.0] * 500,
+            teacher_logprobs=[-1.0] * 500,
+            version_spans=spans,
+        )
         for _ in range(512)
     ]
     data = encode(replace(sample, trajectories=tuple(answers)))
