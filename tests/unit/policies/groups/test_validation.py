@@ -186,7 +186,9 @@ def test_an_answer_without_the_logprobs_of_a_served_teacher_is_named() -> None:
     vetting = GroupValidation(vocabulary_size=100, context_tokens=8, needs_teacher=True)
     where: dict[str, Any] = {"incarnation": 1, "policy_version": 6, "resume_points": {1: 4}}
     assert "no logprobs of a teacher" in vetting.problem(of(), **where)
-    assert vetting.problem(of(teacher_logprobs=np.full(3, -0.5, np.float32)), **where) == ""
+    scored = replace(TRAJECTORY, teacher_logprobs=np.full(3, -0.5, np.float32))
+    assert "no logprobs of a teacher" in vetting.problem(of(teacher_logprobs=scored.teacher_logprobs), **where)
+    assert vetting.problem(replace(GROUP, trajectories=(scored, scored)), **where) == ""
 
 
 @pytest.mark.parametrize(
