@@ -128,8 +128,8 @@ async def test_sessions_of_a_killed_worker_are_replayed_from_their_tokens(tmp_pa
             await run.until(lambda: run.steps >= steps + 3, "steps after it")
             lost_samples = {one.sample for one in over}
             await run.until(lambda: lost_samples <= {one.sample for one in sessions() if one.end == 200}, "all again")
-        played = sessions()
-        assert await asyncio.to_thread(run.drain) == 130
+            assert await asyncio.to_thread(run.drain) == 130  # a worker that drains finishes the sessions it holds
+            played = sessions()
 
     assert {(one.end, one.reason) for one in over} == {
         (410, "this session is over: its worker is gone; the sample is made again, as another session")
