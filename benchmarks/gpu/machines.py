@@ -145,13 +145,18 @@ def paths(place: Path) -> list[str]:
     return sorted(set(re.findall(r" via (NET/\w+|P2P|SHM)", text)))
 
 
-def as_machines(task: Mapping[str, Any], folder: Path, *, limit: float) -> dict[str, Any]:
-    """Return the steps of two machines, and how long until the death of one was noticed and mended."""
+def as_machines(
+    task: Mapping[str, Any], folder: Path, *, limit: float, rank: Sequence[str] = RANK
+) -> dict[str, Any]:
+    """Return the steps of two machines, and how long until the death of one was noticed and mended.
+
+    rank  words that start a rank; the task follows
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
-    words += [*RANK, json.dumps(task)]
+    words += [*rank, json.dumps(task)]
     shared = EVERYWHERE | SOCKETS_ONLY | logged(folder / "machine")
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
     commands = [(words, shared | {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus]

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,10 @@ from benchmarks.gpu.learner_step import METRICS, TIMEOUT_SECONDS, Variant, backe
 SAVED_STEP: Final = 2
 """After this step two machines write a checkpoint."""
 LEARNING_RATE: Final = 1e-4
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run(json.loads(arguments[0]))
 
 
 def run(task: Mapping[str, Any]) -> int:
@@ -55,4 +59,4 @@ def tell(message: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(json.loads(sys.argv[1])))
+    sys.exit(main(sys.argv[1:]))

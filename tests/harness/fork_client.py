@@ -1,9 +1,10 @@
-"""`asyncrl ARGUMENTS` for shell scripts, forked by the server that ASYNCRL_TEST_FORKS names (forks.py).
+"""A program that the server that ASYNCRL_TEST_FORKS names forks (forks.py), for shell scripts and torchrun.
 
-    python -m tests.harness.fork_client ARGUMENTS
+    python -m tests.harness.fork_client ARGUMENTS                     asyncrl ARGUMENTS
+    python -m tests.harness.fork_client --module MODULE ARGUMENTS     MODULE.main(ARGUMENTS)
 
-Stands in for the command: the fork writes to this process's output, and this process ends with the fork's exit code. It
-imports almost nothing, so that it costs less than it saves.
+Stands in for the program: the fork writes to this process's output, and this process ends with the fork's exit code.
+It imports almost nothing, so that it costs less than it saves.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import sys
 
 
 def main() -> int:
+    module, arguments = "", sys.argv[1:]
+    if arguments[:1] == ["--module"]:
+        module, arguments = arguments[1], arguments[2:]
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.environ["ASYNCRL_TEST_FORKS"])
     request = {
-        "name": "",
-        "arguments": sys.argv[1:],
+        "name": module,
+        "module": module,
+        "arguments": arguments,
         "environment": dict(os.environ),
         "directory": os.getcwd(),
         "output": [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)],

@@ -12,7 +12,7 @@ process is a new Python instead: equivalent, but slow.
 
 Messages are one line of JSON each way:
     {"name": ..., "arguments": [...], "environment": {...}, "directory": PATH, "output": [STDOUT, STDERR]}
-        ->  {"pid": N}
+        ->  {"pid": N}; with "module": MODULE it is MODULE.main(arguments) instead of asyncrl
     when a process ends, to its owner:  {"pid": N, "code": exit code, or minus the signal}
     {"owner": PID}  ->  {NAME: pid, ...}, the processes of the owner with that pid: learner, w0, ...
 """
@@ -171,8 +171,10 @@ def become(request: dict[str, Any]) -> NoReturn:
         for number, path in enumerate((os.devnull, *request["output"])):
             os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
         sys.argv = ["asyncrl", *request["arguments"]]
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name_of(request["arguments"]).encode(), 0, 0, 0)
-        code = cli.main(request["arguments"])
+        name = request["name"] or name_of(request["arguments"])
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+        program = importlib.import_module(request["module"]) if request.get("module") else cli
+        code = program.main(request["arguments"])
     except BaseException:
         traceback.print_exc()
     finally:

@@ -12,7 +12,8 @@ from tests.harness.forked import MEGATRON, MODELS, ForkServer
 @pytest.fixture(scope="package")
 def megatron_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """For the xdist group "learner-ranks"."""
-    server = ForkServer(tmp_path_factory.mktemp("megatron-forks"), (*MODELS, *MEGATRON))
+    modules = (*MODELS, *MEGATRON, "benchmarks.gpu.machines_rank")
+    server = ForkServer(tmp_path_factory.mktemp("megatron-forks"), modules)
     server.connect().close()
     yield server
     server.close()

@@ -11,11 +11,17 @@ from benchmarks.gpu import machines
 from benchmarks.gpu.learner import layout_of
 from benchmarks.gpu.learner_step import Variant
 from benchmarks.gpu.shapes import SHAPES, make_model
+from tests.harness.forked import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("learner-ranks")]
 
 
-def test_two_machines_meet_again_after_a_death(tmp_path: Path) -> None:
+RANK = ("-m", "tests.harness.fork_client", "--module", "benchmarks.gpu.machines_rank")
+
+
+def test_two_machines_meet_again_after_a_death(
+    tmp_path: Path, megatron_forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps after it are those that the checkpoint continues with. That machines train as one process tree does, the
     benchmark and test_layouts.py show."""
     make_model(SHAPES["tiny"], tmp_path / "model", dtype="float32")
@@ -29,7 +35,9 @@ def test_two_machines_meet_again_after_a_death(tmp_path: Path) -> None:
         "steps": 5,
         "is_killed": True,
     }
-    found = machines.as_machines(task, tmp_path, limit=300.0)
+    for name, value in megatron_forks.environment.items():
+        monkeypatch.setenv(name, value)
+    found = machines.as_machines(task, tmp_path, limit=300.0, rank=RANK)
     assert found["exit_code"] == 0
     assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4, 5]
     assert len({step["pid"] for step in found["steps"]}) == 2, "the learner of the first steps is not that of the last"
