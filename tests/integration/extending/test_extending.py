@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from asyncrl.cli import main
 from asyncrl.data import demo_task
-from tests import ROOT
+from tests.harness.forked import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -56,26 +54,31 @@ options = {{ note = "mine" }}"""
 
 
 def asyncrl_run(
-    folder: Path, *, bus: str = "", launcher: str = "", engine: str = PLAIN, weights: str = NOTES
-) -> subprocess.CompletedProcess[str]:
-    """Run `asyncrl run` on the demo's task, with toys for all parts."""
+    folder: Path,
+    forks: ForkServer,
+    *,
+    bus: str = "",
+    launcher: str = "",
+    engine: str = PLAIN,
+    weights: str = NOTES,
+) -> tuple[int, str]:
+    """Run `asyncrl run` on the demo's task, with toys for all parts. Return its exit code and its output."""
     demo_task.write(folder)
     run_file = folder / "run.toml"
     parts = {"bus": bus, "launcher": launcher, "engine": engine, "weights": weights}
     run_file.write_text(RUN_FILE.format(folder=folder, here=HERE, **parts))
-    command = [sys.executable, "-m", "asyncrl", "run", run_file]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    return forks.call("run", str(run_file))
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "runs" / "toys" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_of_parts_that_asyncrl_does_not_know(tmp_path: Path) -> None:
+def test_a_run_of_parts_that_asyncrl_does_not_know(tmp_path: Path, forks: ForkServer) -> None:
     """Bus, engine, backend, weight channel, reward, rollout function and filter, in one process."""
     bus = f'kind = "{HERE}.toy_bus:CountingBusAdapter"\noptions = {{ log = "{tmp_path}/published" }}'
-    done = asyncrl_run(tmp_path, bus=bus)
-    assert done.returncode == 0, done.stderr
+    code, said = asyncrl_run(tmp_path, forks, bus=bus)
+    assert code == 0, said
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all({"reward/digits", "reward/short"} <= row.keys() for row in rows)
@@ -85,7 +88,9 @@ def test_a_run_of_parts_that_asyncrl_does_not_know(tmp_path: Path) -> None:
     assert (newest / "note").read_text() == "mine"
 
 
-def test_processes_of_a_launcher_send_weights_by_a_channel_and_asyncrl_knows_neither(tmp_path: Path) -> None:
+def test_processes_of_a_launcher_send_weights_by_a_channel_and_asyncrl_knows_neither(
+    tmp_path: Path, forks: ForkServer
+) -> None:
     """No group is stale: the second step needs the weights of the first, and the third those of the second."""
     weights = f'''channel = "{HERE}.toy_sockets:SocketChannel"
 options = {{ log = "{tmp_path}/taken" }}
@@ -93,8 +98,8 @@ options = {{ log = "{tmp_path}/taken" }}
 max_staleness = 0'''
     launcher = f'kind = "{HERE}.toy_launcher:EnvironmentLauncher"\noptions = {{ environment = {{ A_WORD = "x" }} }}'
     engine = f'kind = "{HERE}.toy_engine:LateEngine"\noptions = {{ answer_seconds = 0.01, threads = 1 }}'
-    done = asyncrl_run(tmp_path, launcher=launcher, engine=engine, weights=weights)
-    assert done.returncode == 0, done.stderr
+    code, said = asyncrl_run(tmp_path, forks, launcher=launcher, engine=engine, weights=weights)
+    assert code == 0, said
     assert len(metrics(tmp_path)) == 3
     assert {"w0 1", "w0 2"} <= set((tmp_path / "taken").read_text().splitlines())
 
