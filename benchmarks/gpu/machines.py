@@ -145,9 +145,7 @@ def paths(place: Path) -> list[str]:
     return sorted(set(re.findall(r" via (NET/\w+|P2P|SHM)", text)))
 
 
-def as_machines(
-    task: Mapping[str, Any], folder: Path, *, limit: float, rank: Sequence[str] = RANK
-) -> dict[str, Any]:
+def as_machines(task: Mapping[str, Any], folder: Path, *, limit: float, rank: Sequence[str] = RANK) -> dict[str, Any]:
     """Return the steps of two machines, and how long until the death of one was noticed and mended.
 
     rank  words that start a rank; the task follows

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,27 @@ pytestmark = pytest.mark.slow
 CANNOT, WAS = "cannot be written", "was written after"
 
 
-@contextlib.asynccontextmanager
-async def waiting(storm: Storm, seen: Any, *, what: str = "", is_mute: bool = False) -> AsyncIterator[None]:
-    """While the context is open, the learner waits for a disk and reports it. Afterwards it continues without a
-    restart.
+async def waits_out(
+    trouble: contextlib.AbstractContextManager[object],
+    storm: Storm,
+    seen: Any,
+    *,
+    what: str = "",
+    is_mute: bool = False,
+) -> None:
+    """During the trouble, the learner waits for a disk and reports it. Afterwards it continues without a restart.
 
     what  what the learner cannot write; "" if any write may come first
     """
-    before, behind = storm.pids(), len(storm.output)
-    if not is_mute:
-        await storm.until(lambda: f"{what} {CANNOT}" in storm.output[behind:], "the learner says so")
-    async with within("the learner's heartbeat says so"):
-        while not await _says_so(storm):
-            await asyncio.sleep(0.1)
-    alarm = "has been waiting for a disk that cannot be written"
-    await storm.until(lambda: alarm in storm.output[behind:], "and the monitor")
-    yield
+    before, behind = storm.pids(), len(storm.output)  # the learner says it once, maybe while the disk is being filled
+    with trouble:
+        if not is_mute:
+            await storm.until(lambda: f"{what} {CANNOT}" in storm.output[behind:], "the learner says so")
+        async with within("the learner's heartbeat says so"):
+            while not await _says_so(storm):
+                await asyncio.sleep(0.1)
+        alarm = "has been waiting for a disk that cannot be written"
+        await storm.until(lambda: alarm in storm.output[behind:], "and the monitor")
     steps = seen.step
     await storm.until(lambda: f"{what} {WAS}" in storm.output[behind:] and seen.step > steps, "it goes on")
     await storm.until(lambda: seen.step[1] > steps[1] + 5, "all work again")
@@ -61,11 +66,7 @@ async def test_a_learner_whose_files_cannot_grow_waits(tmp_path: Path, forks: Fo
     """
     storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
     async with storm.up() as seen:
-        limit = contextlib.ExitStack()
-        limit.enter_context(full_disk(storm.pids()["learner"]))
-        with limit:
-            async with waiting(storm, seen, is_mute=True):
-                limit.close()
+        await waits_out(full_disk(storm.pids()["learner"]), storm, seen, is_mute=True)
     audit = await asyncio.to_thread(storm.audit)
     assert_is_clean(audit)
 
@@ -92,10 +93,7 @@ async def test_disks_under_checkpoints_and_weights_are_waited_for(tmp_path: Path
     folder = storm.run_directory
     with disk_of(folder / "checkpoints", megabytes=16) as first, disk_of(folder / "weights", megabytes=16) as other:
         async with storm.up() as seen:
-            for trouble, disk, what in ((full, first, "a checkpoint"), (read_only, other, "weights")):
-                with contextlib.ExitStack() as lasting:
-                    lasting.enter_context(trouble(disk))
-                    async with waiting(storm, seen, what=what):
-                        lasting.close()
+            await waits_out(full(first), storm, seen, what="a checkpoint")
+            await waits_out(read_only(other), storm, seen, what="weights")
         audit = await asyncio.to_thread(storm.audit)
     assert_is_clean(audit)
