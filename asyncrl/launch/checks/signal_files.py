@@ -22,7 +22,7 @@ import os
 import re
 import shlex
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -58,6 +58,8 @@ _SIDE_BY_SIDE: Final = 8
 _MOST_FILES: Final = 1000
 _LONGEST_NAME: Final = 4096
 _CONFIG_BYTES: Final = 64 * 2**10
+_OURS: Final = "asyncrl"
+"""The package that is not followed: its version is recorded."""
 _PACKAGES: Final = ("torch", "transformers", "tokenizers", "sglang", "megatron-core")
 """What templates, samples and steps are computed with."""
 _NOT_LOOKED_AT: Final = ("run", "bus")
@@ -119,7 +121,7 @@ def _texts(value: Any, *, of: str) -> Iterator[tuple[str, str]]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    yield "asyncrl", VERSION
+    yield _OURS, VERSION
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield package, metadata.version(package)
@@ -167,9 +169,8 @@ def digest_code(text: str) -> dict[str, str]:
     Beside it: below the folder that it was found in. For an installed package these are its own modules.
     """
     address = _CODE.fullmatch(text)
-    if address is None or address[1].partition(".")[0] == "asyncrl":  # its version is recorded
+    if address is None or (package := address[1].partition(".")[0]) == _OURS:
         return {}
-    package = address[1].partition(".")[0]
     try:
         spec = importlib.util.find_spec(package)  # of a name without dots: imports nothing
     except (ImportError, ValueError):
@@ -189,8 +190,11 @@ def _follow(module: str, root: Path, *, of: str = "") -> dict[str, str]:
     seen = set(waiting)
     while waiting and len(names) < _MOST_FILES:
         module = waiting.pop()
+        package = module.partition(".")[0]
+        if package == _OURS or (of and package != of):
+            continue
         path = _module_file(root, module)
-        if path is None or (of and module.partition(".")[0] != of) or not (digest := _digest(path)):
+        if path is None or not (digest := _digest(path)):
             continue
         names[str(path.relative_to(root))] = digest
         modules, texts = _names_in(path, module)
@@ -218,16 +222,17 @@ def _names_in(path: Path, module: str) -> tuple[set[str], set[str]]:
         tree = ast.parse(path.read_bytes())
     except (OSError, ValueError, SyntaxError, RecursionError):
         return set(), set()
-    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    nodes = [*ast.walk(tree)]
+    said = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     said = {text for text in said if len(text) < _LONGEST_WORD and text.isprintable()}
     named = {text for text in said if _MODULE.fullmatch(text)}  # importlib.import_module("graders.text")
     texts = {text for text in said if text.endswith(_OF_TEXTS)}
-    return {*_imports(tree, module, is_package=path.name == "__init__.py"), *named}, texts
+    return {*_imports(nodes, module, is_package=path.name == "__init__.py"), *named}, texts
 
 
-def _imports(tree: ast.Module, module: str, *, is_package: bool) -> Iterator[str]:
+def _imports(nodes: Iterable[ast.AST], module: str, *, is_package: bool) -> Iterator[str]:
     parents = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

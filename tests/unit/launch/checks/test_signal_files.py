@@ -50,6 +50,10 @@ def test_what_code_names_as_text_is_recorded_a_module_or_a_prompt_of_a_judge(pla
     assert list(digest_code("my_reward:f")) == ["judge.txt", "late.py", "my_reward.py"]
 
 
+def test_in_a_clone_asyncrls_own_files_are_not_followed_as_its_version_is_recorded() -> None:
+    assert list(digest_code("tests.harness.tiny.reward:TinyReward")) == ["tests/harness/tiny/reward.py"]
+
+
 @pytest.mark.parametrize(
     ("command", "names"),
     [
