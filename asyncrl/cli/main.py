@@ -44,7 +44,8 @@ VERBS: Final = {
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
-    "import-model": "Convert a GGUF file, or a folder with FP8 or MXFP4 weights, to a folder for training.",
+    "import-model": "Convert a GGUF file, or a folder with FP8, INT4 or MXFP4 weights, to a folder for training.",
+    "quantize": "Write a Hugging Face model folder in FP8 or INT4, for engines.",
     "convert": "Convert a Hugging Face model folder to a Megatron checkpoint, or back.",
 }
 """Name and summary of each verb. The file of a verb has its name, with "_" for "-"."""
@@ -54,6 +55,7 @@ APART: Final = {
     "convert": "asyncrl.contrib.importers.convert",
     "import-model": "asyncrl.contrib.importers.command",
     "plan": "asyncrl.planning.command",
+    "quantize": "asyncrl.contrib.importers.quantize",
 }
 """Verbs whose modules stand apart: nothing imports them but this table, by name."""
 

@@ -12,13 +12,13 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from asyncrl.tensors import fp8, weight_files
+from asyncrl.tensors import fp8, int4, weight_files
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -37,10 +37,10 @@ def find_format(names: Iterable[str]) -> str:
     return "fp8" if any(fp8.is_scale(name) for name in names) else ""
 
 
-def describe_quantization(config: Path) -> None:
+def describe_quantization(config: Path, about: dict[str, Any] = fp8.CONFIG) -> None:
     """Add quantization_config to a config.json, to say that its weights are quantized."""
     settings = json.loads(config.read_text())
-    text = json.dumps(settings | {"quantization_config": fp8.CONFIG}, indent=2)
+    text = json.dumps(settings | {"quantization_config": about}, indent=2)
     config.unlink()  # it may be a link to the file of another version
     config.write_text(text)
 
@@ -61,7 +61,7 @@ def model_folder(model: Path, into: Path, quantization: str) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
         temporary.mkdir()
         try:
-            _write(model, temporary, quantization)
+            write_folder(model, temporary, quantization)
             _sync(*temporary.iterdir(), temporary)
             temporary.rename(made)
             _sync(into.parent)
@@ -70,20 +70,37 @@ def model_folder(model: Path, into: Path, quantization: str) -> Path:
     return made
 
 
-def _write(model: Path, folder: Path, quantization: str) -> None:
+def write_folder(model: Path, folder: Path, quantization: str, *, group: int = int4.GROUP) -> None:
+    """Write the model in the Hugging Face folder ``model`` to ``folder``, in "fp8" or "int4".
+
+    group: numbers that share a scale in int4
+
+    One weight file is in memory at a time. Raises OSError, ValueError, WeightsError.
+    """
     index: dict[str, str] = {}
+    kept: list[str] = []
     files = weight_files.paths(model)  # a folder may hold the weights a second time, as consolidated.safetensors
     for file in files:
-        made = dict(quantize_tensors(_tensors(file), quantization))
+        tensors = _tensors(file)
+        made = dict(
+            fp8.quantize_tensors(tensors) if quantization == "fp8" else int4.quantize_tensors(tensors, group=group)
+        )
         save_file(made, folder / file.name, metadata={"format": "pt"})
         index |= dict.fromkeys(made, file.name)
+        kept += [name for name, one in made.items() if one.ndim == 2 and _is_linear(name)]
     for file in sorted(model.iterdir()):
         if file.is_file() and not weight_files.is_weight_file(file.name):
             shutil.copyfile(file, folder / file.name)
     if files[0].name != weight_files.WEIGHTS_FILE:
         text = json.dumps({"metadata": {}, "weight_map": index})
         (folder / weight_files.INDEX_FILE).write_text(text)
-    describe_quantization(folder / "config.json")
+    ignored = [name.removesuffix(".weight") for name in kept]
+    about = fp8.CONFIG if quantization == "fp8" else int4.config(ignored, group=group)
+    describe_quantization(folder / "config.json", about)
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith(".weight") and "embed" not in name
 
 
 def _sync(*paths: Path) -> None:

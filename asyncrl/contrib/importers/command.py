@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="SOURCE",
         help="a .gguf file, package:NAME for one inside an installed Python package, or a Hugging Face folder with FP8 "
-        "weights (DeepSeek-V3; Kimi-K2 with a tokenizer.json), or MXFP4 weights (gpt-oss)",
+        "weights (DeepSeek-V3; Kimi-K2 with a tokenizer.json), MXFP4 weights (gpt-oss), or INT4 weights "
+        "(compressed-tensors)",
     )
     parser.add_argument("destination", type=Path, metavar="FOLDER", help="the folder to create")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="data type of GGUF weights (default: float32)")

@@ -1,8 +1,9 @@
 """Converts a Hugging Face folder with 8-bit or 4-bit matrices to bfloat16 (`asyncrl import-model FOLDER NEW_FOLDER`).
 
-DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with 8-bit matrices, gpt-oss with 4-bit experts (MXFP4), and
-runs with weights.quantization keep 8-bit models. The new folder gets the model type that transformers reads
-without the model's own code. One matrix is in memory at a time, or one tensor with a layer's 4-bit experts.
+DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with 8-bit matrices, gpt-oss with 4-bit experts (MXFP4),
+Kimi-K2-Thinking with 4-bit experts of compressed-tensors, and runs with weights.quantization keep 8-bit models. The new
+folder gets the model type that transformers reads without the model's own code. One matrix is in memory at a time, or
+one tensor with a layer's 4-bit experts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights, read_s
 from asyncrl.contrib.importers import mxfp4
 from asyncrl.data.model_folder import check_model, copy_all_but_weights, new_folder
 from asyncrl.errors import ConfigError
-from asyncrl.tensors import fp8, safetensors_file
+from asyncrl.tensors import fp8, int4, safetensors_file
 from asyncrl.tensors.snapshot import TensorEntry
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -143,6 +144,27 @@ class _Mxfp4:
         return mxfp4.dequantize(read(entry.name), read(mxfp4.scale_of(entry.name)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Int4:
+    """Matrices in 4 bits, as compressed-tensors packs them."""
+
+    def whole(self, entry: TensorEntry) -> TensorEntry | None:
+        if int4.is_beside(entry.name):
+            return None
+        if not int4.is_packed(entry.name):
+            return entry
+        rows, words = entry.shape
+        return TensorEntry(name=int4.whole_name(entry.name), dtype=torch.bfloat16, shape=(rows, words * int4.IN_INT32))
+
+    def read(self, entry: TensorEntry, read: Read) -> torch.Tensor:
+        if not int4.is_packed(entry.name):
+            return read(entry.name)
+        packed, scale, shape = map(read, int4.names(int4.whole_name(entry.name)))
+        if shape.tolist() != [len(packed), packed.shape[1] * int4.IN_INT32]:
+            raise ValueError(f"packed as {list(packed.shape)}, it cannot be {shape.tolist()}")
+        return int4.dequantize(packed, scale, columns=int(shape[1]))
+
+
 def _kind(source: Path, config: dict[str, Any]) -> _Kind:
     """Return how the weights are quantized. Raises ConfigError for kinds that cannot be read."""
     about = config.get("quantization_config")
@@ -152,11 +174,27 @@ def _kind(source: Path, config: dict[str, Any]) -> _Kind:
     method, size = table.get("quant_method"), table.get("weight_block_size")
     if method == "mxfp4":
         return _Mxfp4()
+    if method == "compressed-tensors" and _is_packed_int4(table):
+        return _Int4()
     if method == "fp8" and isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
         return _Fp8(block=(size[0], size[1]))
     raise ConfigError(
-        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks and "
-        "MXFP4 can be read; use the unquantized model"
+        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks, "
+        "MXFP4, and symmetric INT4 of compressed-tensors can be read; use the unquantized model"
+    )
+
+
+def _is_packed_int4(table: dict[str, Any]) -> bool:
+    """Return whether all quantized matrices are symmetric integers of 4 bits, packed."""
+    groups = table.get("config_groups")
+    if table.get("format") != "pack-quantized" or not isinstance(groups, dict):
+        return False
+    weights = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
+    return all(
+        isinstance(one, dict)
+        and (one.get("num_bits"), one.get("type"), one.get("symmetric")) == (4, "int", True)
+        and not one.get("actorder")
+        for one in weights
     )
 
 
