@@ -32,6 +32,7 @@ from asyncrl.messages.topics import TRAJECTORIES, group_id_of
 from asyncrl.metrics.sinks import JsonLines
 from asyncrl.policies.audit.entries import HistoryEntry, damage, steps
 from asyncrl.policies.batching import batch as batches
+from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import pack_mini_batches
 from asyncrl.policies.metric import Metric
 from asyncrl.policies.staleness.staleness import ResumePoints, age_weight
@@ -176,7 +177,7 @@ async def train_again(
                     resume_points=planned.resume_points,
                     number=planned.number,
                 )
-                metrics = await loop.run_in_executor(thread, step)
+                _, metrics = await loop.run_in_executor(thread, step)
                 sink.write(planned.step, metrics)
                 yield planned.step, metrics
         last = plan[-1]
@@ -224,8 +225,8 @@ class ReplayTrainer:
         max_staleness: int,
         resume_points: ResumePoints,
         number: int = 0,
-    ) -> dict[str, Metric]:
-        """Train on ``groups``, which the run trained in step ``step``, and return the step's metrics.
+    ) -> tuple[Batch, dict[str, Metric]]:
+        """Train on ``groups``, which the run trained in step ``step``. Return the batch and the step's metrics.
 
         run     settings of the step
         number  number of this step here, if it differs from ``step``
@@ -261,7 +262,16 @@ class ReplayTrainer:
             critic_learning_rate=critic_rate,
             layout=run.learner.layout,
         )
-        return dict(batch.metrics) | dict(result.metrics)
+        return batch, dict(batch.metrics) | dict(result.metrics)
+
+    @property
+    def has_trained(self) -> bool:
+        return self._backend is not None
+
+    def save(self, folder: Path) -> None:
+        """Save the backend's state, as in a checkpoint, to an empty folder."""
+        assert self._backend is not None
+        self._backend.save(folder)
 
     def export(self, *, incarnation: int, version: int) -> None:
         """Write the current weights as a model folder."""

@@ -43,6 +43,8 @@ VERBS: Final = {
     "trace": "Write a timeline of a run for Perfetto or Chrome.",
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
+    "regrade": "Grade a run's recorded answers again, and write a branch of the run that was trained so.",
+    "bill": "Show what a run's GPUs were spent on: by fate, task, row and worker, and per trained token.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
     "import-model": "Convert a GGUF file, or a folder with FP8, INT4 or MXFP4 weights, to a folder for training.",
     "quantize": "Write a Hugging Face model folder in FP8 or INT4, for engines.",
@@ -71,6 +73,8 @@ _MEANT: Final = {
     **dict.fromkeys(("import", "gguf"), "import-model"),
     **dict.fromkeys(("export",), "convert"),
     **dict.fromkeys(("answers", "logs", "generations"), "samples"),
+    **dict.fromkeys(("rescore", "relabel", "retract", "undo", "branch"), "regrade"),
+    **dict.fromkeys(("cost", "costs", "invoice"), "bill"),
 }
 """Names that other programs have for our verbs."""
 
@@ -90,6 +94,8 @@ EXAMPLES: Final = """examples:
   asyncrl trace runs/demo --steps 10:20                a timeline for ui.perfetto.dev
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
+  asyncrl regrade runs/demo --reward my_rewards:score  the run as it had been with another reward, as a branch
+  asyncrl bill runs/demo --price 3                     GPU-seconds per trained token, and their cost
   asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
   asyncrl convert models/my-model megatron/my-model    Hugging Face to Megatron's torch_dist, and back

@@ -120,8 +120,7 @@ def train_there(run: RunConfig, *, resume: bool = False) -> list[dict[str, Any]]
         there = dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=server.url))
         bus = await registry.connect(there, token=server.token)
         try:
-            if resume:
-                progress = (await bus.states(PROGRESS))[""]
+            if resume and (progress := (await bus.states(PROGRESS)).get("")) is not None:
                 await bus.put(PROGRESS, dataclasses.replace(progress, finished=False))
             return await train(run, bus, resume=resume)
         finally:

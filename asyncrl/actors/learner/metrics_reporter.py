@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from asyncrl.actors.activity import ActivityBetweenSteps
 from asyncrl.actors.learner.disk import Disk
@@ -37,6 +37,18 @@ MANY_ROWS = 32
 """With fewer rows, the number of skipped rows says little."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What a run's cost is counted with: GPUs of a rollout worker and of the learner; 1 for a process without any.
+
+    are_shared  learner and engines take turns on the same GPUs
+    """
+
+    of_worker: int
+    of_learner: int
+    are_shared: bool = False
+
+
 class MetricsReporter:
     """Writes to every sink. metrics.jsonl is waited for; what is only for looking never ends a run."""
 
@@ -49,14 +61,16 @@ class MetricsReporter:
         has_behavior: bool = True,
         samples: Sequence[SampleWriter] = (),
         timeline: Timeline | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
         """has_behavior: False if no policy sampled the answers;  samples: writers whose groups go to sinks that show
-        samples, stopped with the reporter;  timeline: None records none"""
+        samples, stopped with the reporter;  timeline: None records none;  gpus: None reports no cost"""
         self._bus = bus
         self._sinks = sinks
         self._alarms = alarms
         self._samples = samples
         self._timeline = timeline
+        self._gpus = gpus
         self._is_cut = False  # whether a row was too large for the bus
         self.newest = StepMetrics(step=0)
         """Metrics of the last reported step."""
@@ -81,6 +95,8 @@ class MetricsReporter:
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
         workers = self._activity.update(workers)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, step)  # alarms need these
+        if self._gpus is not None:
+            row |= cost_metrics(row, gpus=self._gpus, num_workers=len(workers))
         rung = []
         for alarm in self._alarms:
             was_on = alarm.is_on
@@ -187,6 +203,20 @@ def step_metrics(step: int, row: Mapping[str, Metric]) -> StepMetrics:
         numbers={name: float(value) for name, value in finite.items()},
         staleness=histogram.counts if isinstance(histogram, Histogram) else (),
     )
+
+
+def cost_metrics(row: Mapping[str, Metric], *, gpus: Gpus, num_workers: int) -> dict[str, Metric]:
+    """Return what the time since the last step cost, in all and per trained token."""
+    elapsed, tokens = row.get("learner/elapsed_seconds"), row.get("length/trained_tokens")
+    if not isinstance(elapsed, float | int):
+        return {}
+    of_workers = num_workers * gpus.of_worker
+    held = max(of_workers, gpus.of_learner) if gpus.are_shared else of_workers + gpus.of_learner
+    spent = elapsed * held
+    metrics: dict[str, Metric] = {"cost/gpu_seconds": spent}
+    if isinstance(tokens, float | int) and tokens:
+        metrics["cost/gpu_seconds_per_token"] = spent / tokens
+    return metrics
 
 
 def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:

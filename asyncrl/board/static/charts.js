@@ -21,6 +21,7 @@ const CHARTS = [
   ["Trained tokens per second", ["learner/tokens_per_second"], FAST],
   ["Sampled tokens per second", ["rollout/tokens_per_second"], FAST],
   ["Seconds of a step: all, and training alone", ["learner/elapsed_seconds", "learner/step_seconds"], FAST],
+  ["GPU-seconds per trained token", ["cost/gpu_seconds_per_token"], FAST],
   ["Rollout workers", ["rollout/workers"], FAST],
 ];
 const PART = /^reward\/(?!(mean|std|same_in_group)$)/;

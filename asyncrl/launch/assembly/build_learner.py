@@ -21,7 +21,7 @@ from asyncrl.actors.learner.group_remover import GroupRemover
 from asyncrl.actors.learner.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.live_workers import LiveWorkers
-from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.metrics_reporter import Gpus, MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
 from asyncrl.actors.learner.sample_files import RotatedLines
@@ -110,6 +110,11 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             has_behavior=_are_sampled(run),
             samples=recorders.writers,
             timeline=_timeline(run),
+            gpus=Gpus(
+                of_worker=registry.engine_class(run).num_gpus(run) or 1,
+                of_learner=registry.backend_class(run).num_gpus(run) or 1,
+                are_shared=run.run.colocated,
+            ),
         ),
         validator=_validator(run, bus=bus),
         samples=recorders.samples,

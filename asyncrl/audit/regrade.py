@@ -1,0 +1,323 @@
+"""Grades recorded answers again, for `asyncrl regrade`: with another reward, or other labels. Nothing is sampled.
+
+Grades are written to a file as they are made, so that a command that was interrupted goes on where it stopped:
+
+    BRANCH/regrade/grades.jsonl
+    {"graded_by": "9f0c..."}                    digest of the reward, its code, and the labels
+    {"sequence": 7, "group": 3, "rewards": [[1.0, {}], [0.0, {}]]}
+    {"sequence": 9, "group": 5, "error": "reward my_rewards:score_v2: raised KeyError: 'x'"}
+
+Tests: tests/integration/undo/test_regrade.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from asyncrl.actors.rollout.group_maker import with_reward
+from asyncrl.audit.recorded_groups import Fate, PromptFinder, fates_of, fields_of, is_answer
+from asyncrl.audit.run_folder import log_records
+from asyncrl.bus.port import Bus, Record
+from asyncrl.config import RunConfig
+from asyncrl.data.prompts import PromptRow
+from asyncrl.environments import load as rollout_functions
+from asyncrl.errors import ConfigError, MaybeOutage, Outage, RewardError
+from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.messages.rollout import failed_group, label_text
+from asyncrl.messages.topics import TRAJECTORIES, group_id_of
+from asyncrl.policies.audit.entries import HistoryEntry
+from asyncrl.policies.groups.predicate import Predicate
+from asyncrl.rewards.completions import CompletionReader
+from asyncrl.rewards.port import Reward, RewardFn, Sample
+
+log = logging.getLogger("asyncrl.check")
+
+GRADES_FILE: Final = "grades.jsonl"
+AWAY_SECONDS: Final = 5.0
+MAYBE_ATTEMPTS: Final = 3
+
+Labels = Callable[[int, int, PromptRow], Any]
+"""(group, position, row) -> the label to grade with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """The new rewards of one record: (value, parts) of each rollout; or why it has none."""
+
+    sequence: int
+    group: int
+    rewards: tuple[tuple[float, Mapping[str, float]], ...] = ()
+    error: str = ""
+    label: str = ""
+
+    def apply(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """Return the group with these rewards; a failed one if it has none."""
+        if self.error:
+            failed = failed_group(group.group_id, worker=group.worker, error=self.error)
+            return dataclasses.replace(failed, prompt_tokens=group.prompt_tokens, epoch=group.epoch)
+        parts: list[Trajectory] = []
+        for rollout, (value, named) in zip(group.rollouts, self.rewards, strict=True):
+            parts += with_reward(rollout, Reward(value=value, parts=named))
+        return dataclasses.replace(group, trajectories=tuple(parts), label=self.label)
+
+    def changes(self, group: TrajectoryGroup) -> bool:
+        """Return whether a reward differs from the recorded one."""
+        return bool(self.error) or [value for value, _ in self.rewards] != group.rewards
+
+
+class GradesFile:
+    """The grades so far.  graded_by: digest of what they are made with. Raises ConfigError for those of another one."""
+
+    def __init__(self, path: Path, *, graded_by: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.grades: dict[int, Grade] = {}
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        *lines, torn = self._file.read().split(b"\n")
+        if lines and json.loads(lines[0]) != {"graded_by": graded_by}:
+            self._file.close()
+            raise ConfigError(
+                f"{path}: has grades of another reward, other code, or other labels; remove {path.parent.parent}, or "
+                "name another folder with --out"
+            )
+        for line in lines[1:]:
+            table = json.loads(line)
+            rewards = tuple((value, parts) for value, parts in table.pop("rewards", ()))
+            self.grades[table["sequence"]] = Grade(rewards=rewards, **table)
+        if torn:  # of a killed command
+            self._file.truncate(self._file.tell() - len(torn))
+        if not lines:
+            self._write({"graded_by": graded_by})
+
+    def add(self, grade: Grade) -> None:
+        self.grades[grade.sequence] = grade
+        self._write({name: value for name, value in dataclasses.asdict(grade).items() if value != "" and value != ()})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, table: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(table).encode() + b"\n")
+
+
+class Grader:
+    """Grades groups as a rollout worker does.  labels: None: those of the rows"""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        reward: RewardFn,
+        tokenizer: Any,
+        finder: PromptFinder,
+        labels: Labels | None = None,
+    ) -> None:
+        self._run, self._reward, self._finder = run, reward, finder
+        self._labels = labels or (lambda group_id, position, row: row.label)
+        self._completions = CompletionReader(tokenizer)
+        self._is_away = False
+
+    async def close(self) -> None:
+        await self._reward.close()
+
+    async def grade(self, sequence: int, group: TrajectoryGroup) -> Grade:
+        """Return the group's new rewards. Waits while a service that the reward needs is away."""
+        position, row = self._finder.find(group)
+        label = self._labels(group.group_id, position, row)
+        samples = [self._sample(parts, row, label) for parts in group.rollouts]
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                found = await self._reward(samples)
+                errors = [one for one in found if isinstance(one, RewardError)]
+                if errors:
+                    raise errors[0]
+            except Outage as error:
+                if isinstance(error, MaybeOutage) and attempt >= MAYBE_ATTEMPTS:
+                    return Grade(sequence=sequence, group=group.group_id, error=str(error))
+                if not self._is_away:
+                    self._is_away = True
+                    log.warning("a service is away: %s; what it grades is asked again until it is back", error)
+                await asyncio.sleep(AWAY_SECONDS)
+            except RewardError as error:
+                return Grade(sequence=sequence, group=group.group_id, error=str(error))
+            else:
+                rewards = [one for one in found if isinstance(one, Reward)]
+                return Grade(
+                    sequence=sequence,
+                    group=group.group_id,
+                    rewards=tuple((float(one.value), dict(one.parts)) for one in rewards),
+                    label=label_text(label),
+                )
+
+    def _sample(self, parts: Sequence[Trajectory], row: PromptRow, label: Any) -> Sample:
+        given = tuple(self._as_given(one) for one in parts)
+        completion, plain = self._completions.read(given[-1])
+        return Sample(
+            prompt=row.prompt,
+            completion=completion,
+            label=label,
+            metadata=row.metadata,
+            trajectory=given[-1],
+            prompt_tokens=row.tokens,
+            dataset=row.dataset,
+            reward=row.reward,
+            parts=given,
+            plain=plain,
+        )
+
+    def _as_given(self, one: Trajectory) -> Trajectory:
+        """Return a trajectory as the rollout function gave it, without what the old reward function added."""
+        section = self._run.reward
+        if section.kind == "none":
+            return one
+        given = next((name for name, part in section.parts.items() if part.kind == "none"), "")
+        is_ours = rollout_functions.traits(self._run.rollout.function).gives_one  # it sets no parts
+        return dataclasses.replace(
+            one,
+            reward=one.reward_parts.get(given, math.nan),
+            reward_parts={} if is_ours else one.reward_parts,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What regrading means for one group.  new: mean reward, NaN if the group has none now"""
+
+    group: int
+    step: int
+    fate: str
+    task: str
+    old: float
+    new: float
+    is_changed: bool
+    has_other_advantages: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Regraded:
+    """What `asyncrl regrade` found out about a run's groups.
+
+    records   (sequence, key, group) of every record of a group that was made, in the order of the log
+    grades    sequence -> grade
+    changes   one for each group that was graded
+    retracted ids of groups that are not to be trained
+    """
+
+    records: list[tuple[int, str, int]] = field(default_factory=list)
+    grades: dict[int, Grade] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    retracted: set[int] = field(default_factory=set)
+    fates: dict[int, Fate] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> set[int]:
+        """Ids of groups that are trained otherwise, or not at all."""
+        return {one.group for one in self.changes if one.is_changed} | self.retracted
+
+    def first_step(self, *, trained: int) -> int:
+        """Return the first step that differs, of ``trained`` steps; ``trained`` + 1 if none of them does."""
+        fates = [self.fates[group_id] for group_id in self.changed if group_id in self.fates]
+        steps = [one.step if one.kind == "trained" else one.step + 1 for one in fates]
+        return min([*steps, trained + 1])
+
+
+async def regrade(
+    bus: Bus,
+    history: Sequence[HistoryEntry],
+    *,
+    directory: Path,
+    finder: PromptFinder | None,
+    grader: Grader | None,
+    grades: GradesFile | None,
+    where: Predicate | None = None,
+    retract: Predicate | None = None,
+    parallel: int = 16,
+    say: Callable[[int], None] = lambda done: None,
+) -> Regraded:
+    """Grade the groups on the log for which ``where`` holds, and choose those to retract.
+
+    history    present history up to the newest checkpoint;  directory: of the run, for messages
+    grader     None: no group is graded;  finder: None if no predicate needs a row
+    parallel   groups graded at once;  say: called with the number of groups graded so far
+
+    Raises ConfigError if a group that may be meant is no longer on the log.
+    """
+    found = Regraded(fates=fates_of(history))
+    fresh = Fate(resume_points={})
+    there = {group_id_of(key) for key in await bus.keys(TRAJECTORIES)}
+    for group_id, fate in sorted(found.fates.items()):
+        if group_id in there or fate.kind in ("failed", "dropped"):
+            continue
+        known = {"group": group_id, "step": fate.step, "fate": fate.kind}
+        is_meant = grader is not None and (where is None or where.may_hold(known))
+        if is_meant or (retract is not None and retract.may_hold(known)):
+            raise no_longer_logged(directory, group_id, fate.step)
+    seen: set[int] = set()
+    places = asyncio.Semaphore(parallel)
+
+    async def work(record: Record[TrajectoryGroup], group: TrajectoryGroup, fate: Fate, facts: dict[str, Any]) -> None:
+        assert grader is not None and grades is not None
+        try:
+            if (grade := grades.grades.get(record.sequence)) is None:
+                grade = await grader.grade(record.sequence, group)
+                grades.add(grade)
+        finally:
+            places.release()
+        found.grades[record.sequence] = grade
+        found.changes.append(_change(group, grade, fate, task=str(facts.get("task", ""))))
+        say(len(found.changes))
+
+    async with asyncio.TaskGroup() as tasks, contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:
+        async for record in records:
+            if not is_answer(record):
+                continue
+            group = record.message
+            assert group is not None
+            found.records.append((record.sequence, record.key, group.group_id))
+            fate = found.fates.get(group.group_id, fresh)
+            if group.group_id in seen or fate.sequence not in (0, record.sequence):
+                continue  # a second answer, which was not trained
+            seen.add(group.group_id)
+            facts = fields_of(record, fate, finder=finder)
+            if retract is not None and retract(facts):
+                found.retracted.add(group.group_id)
+            elif grader is not None and (where is None or where(facts)):
+                await places.acquire()
+                tasks.create_task(work(record, group, fate, facts))
+    found.changes.sort(key=lambda one: (one.step, one.group))
+    return found
+
+
+def no_longer_logged(directory: Path, group_id: int, step: int) -> ConfigError:
+    return ConfigError(
+        f"{directory}: group {group_id} of step {step} is no longer on its log, which is trimmed behind checkpoints; "
+        "checkpoint.keep_log = true keeps it from the start, and --where 'step > N' leaves older steps as they are"
+    )
+
+
+def _change(group: TrajectoryGroup, grade: Grade, fate: Fate, *, task: str) -> Change:
+    old, new = np.asarray(group.rewards), np.asarray([value for value, _ in grade.rewards])
+    is_other = bool(grade.error) or not np.allclose(old - old.mean(), new - new.mean(), rtol=0, atol=1e-12)
+    return Change(
+        group=group.group_id,
+        step=fate.step,
+        fate=fate.kind,
+        task=task,
+        old=float(old.mean()),
+        new=float(new.mean()) if len(new) else math.nan,
+        is_changed=grade.changes(group),
+        has_other_advantages=is_other if len(group.rollouts) > 1 else grade.changes(group),
+    )

@@ -1,0 +1,61 @@
+"""Whose GPU-seconds are whose."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from asyncrl.audit.bill import Bill, Interval, engine_items, gains_of, learner_items
+from asyncrl.cli.bill import _prices
+from asyncrl.errors import ConfigError
+
+
+def interval(began: float, ended: float, **more: Any) -> Interval:
+    return Interval(worker="w0", began=began, ended=ended, **({"fate": "trained"} | more))
+
+
+def test_groups_in_progress_at_the_same_time_share_the_gpus() -> None:
+    items = engine_items(
+        [interval(0, 10, task="a"), interval(5, 15, task="b"), interval(20, 21, fate="stale", task="c")], gpus=2
+    )
+    # A alone for 5 s, A and B for 5 s, B alone for 5 s, nothing for 5 s, C for 1 s; two GPUs each
+    assert Bill(items=items).by("task") == {"a": 15.0, "b": 15.0, "": 10.0, "c": 2.0}
+    assert Bill(items=items).by("fate") == {"trained": 30.0, "idle": 10.0, "stale": 2.0}
+    assert Bill(items=items).gpu_seconds == 2 * 21
+
+
+def test_a_step_is_shared_by_its_tokens_and_one_that_was_rolled_back_is_named() -> None:
+    rows = {
+        (0, 1): {"learner/step_seconds": 6.0, "learner/elapsed_seconds": 10.0},
+        (0, 2): {"learner/step_seconds": 6.0, "learner/elapsed_seconds": 7.0},
+        (1, 2): {"learner/step_seconds": 6.0, "learner/elapsed_seconds": 8.0},
+    }
+    trained = [
+        interval(0, 1, step=1, tokens=10, task="a"),
+        interval(0, 1, step=1, tokens=20, task="b"),
+        interval(0, 1, step=2, tokens=5, task="a"),
+    ]
+    bill = Bill(items=learner_items(rows, trained, present_steps={1: 0, 2: 1}, gpus=1))
+    assert bill.by("fate") == {"trained": 12.0, "rolled back": 7.0, "waiting": 6.0}
+    assert bill.by("task")["a"] == pytest.approx(2.0 + 6.0)
+    assert math.isclose(bill.cost({"learner": 36.0}), 36.0 * 25 / 3600)
+
+
+def test_a_price_is_that_of_the_worker_or_else_of_its_role_or_else_of_all() -> None:
+    bill = Bill(items=engine_items([interval(0, 3600)], gpus=1))
+    assert [bill.cost(_prices(items)) for items in (["3"], ["3", "rollout=2"], ["3", "rollout=2", "w0=1"], [])] == [
+        3.0,
+        2.0,
+        1.0,
+        0.0,
+    ]
+    for wrong in ("x", "w0=", "w0=-1", "w0=nan"):
+        with pytest.raises(ConfigError, match="must be a price of a GPU-hour"):
+            _prices([wrong])
+
+
+def test_a_gain_is_from_the_first_evaluation_to_the_last() -> None:
+    rows = [{"step": 0, "evaluation/held_out/mean@4": 0.1}, {"step": 4, "evaluation/held_out/mean@4": 0.3}]
+    assert gains_of([*rows, {"evaluation/other/mean@1": 1.0}]) == {"evaluation/held_out/mean@4": (0.1, 0.3)}
