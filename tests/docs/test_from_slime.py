@@ -1,9 +1,9 @@
-"""The page for users of slime: keys, values and commands that it names exist, and its counts are those of its rows."""
+"""The page for users of slime: keys, values and commands that it names exist."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from tests import ROOT
 
@@ -39,12 +39,6 @@ def test_every_feature_has_a_row() -> None:
 def test_a_state_is_one_of_four_and_what_does_not_work_has_a_reason() -> None:
     assert {state for _, state, _ in ROWS.values()} == {"yes", "half", "no", "n/a"}
     assert [number for number, (_, state, why) in ROWS.items() if (state == "yes") == bool(why)] == []
-
-
-def test_the_counts_are_those_of_the_rows() -> None:
-    found = Counter(state for _, state, _ in ROWS.values())
-    said = ", ".join(f"{found[state]} {state}" for state in ("yes", "half", "no", "n/a"))
-    assert f"Of {len(ROWS)} rows: {said}." in PAGE
 
 
 def test_every_key_exists_and_takes_the_value_that_is_named() -> None:

@@ -20,6 +20,7 @@ from tests import ROOT
 from tests.chaos.run_files import ANSWERS
 from tests.harness.audits import audited
 from tests.harness.forked import ForkServer
+from tests.harness.ports import free_ports
 
 RUN: Final = (
     "run.restarts=3",
@@ -39,7 +40,7 @@ _STARTS: Final = 4
 
 
 class TwoNodes:
-    """Nodes a (the head) and b, labelled site = a and site = b."""
+    """Nodes a (the head) and b, labelled site = a and site = b, with a server for ray://."""
 
     def __init__(self) -> None:
         node = {
@@ -49,10 +50,13 @@ class TwoNodes:
             "include_log_monitor": False,  # would print process output in drivers that ask for it; none does
         }
         self._node = node
+        (port,) = free_ports(1)
+        self.client = f"ray://127.0.0.1:{port}"
         self._cluster = _started(
             node
             | {
                 "include_dashboard": False,
+                "ray_client_server_port": port,
                 "no_monitor": True,  # would request machines from a cloud
                 "labels": {"site": "a"},
                 "_system_config": {

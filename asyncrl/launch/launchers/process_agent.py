@@ -41,7 +41,7 @@ Stream = Literal["stdout", "stderr", "log"]
 class LaunchRequest:
     """Describes the process to start.
 
-    directory      working directory: that of the launcher
+    directory      working directory: that of the launcher; "": the agent's, which Ray's runtime environment has made
     environment    added to the agent's own environment; may hold secrets
     mark           content of the file MARK in the launcher's folder of logs
     log            log file of the process; passed on line by line unless its folder is the launcher's own
@@ -130,7 +130,7 @@ class ProcessAgent:
         try:
             return subprocess.Popen(
                 [sys.executable, "-m", "asyncrl", *request.arguments],
-                cwd=request.directory,
+                cwd=request.directory or None,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -188,7 +188,7 @@ def missing_requirements(request: LaunchRequest) -> str:
     """What this machine lacks to start the process, in one line; empty if nothing is known to be missing."""
     if request.version != VERSION:
         return f"asyncrl {VERSION} is installed there, {request.version} here; install the same on every machine"
-    if not os.path.isdir(request.directory):
+    if request.directory and not os.path.isdir(request.directory):
         return (
             f"the folder {request.directory}, in which `asyncrl run` was started, is not there; every machine needs it"
         )

@@ -77,7 +77,8 @@ class Options:
 
     address: str = ""
     """HOST:PORT of the cluster's head. Empty: RAY_ADDRESS, else the cluster that this machine is a node of, else a new
-    one of this machine alone, for this run. "auto": the same, and refused if there is none."""
+    one of this machine alone, for this run. "auto": the same, and refused if there is none. ray://HOST:10001 is for an
+    `asyncrl run` outside the cluster, whose machines must reach its own."""
     strategy: Strategy = "PACK"
     """How processes are placed on machines (launch/launchers/ray_placement.py)."""
     learner: Role = field(default_factory=Role)
@@ -86,6 +87,9 @@ class Options:
     """Resources of each rollout worker, likewise."""
     environment: tuple[str, ...] = ()
     """Names of environment variables that processes get from `asyncrl run`; others are those of their own machine."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's runtime environment of all processes: {working_dir = ".", env_vars = {PYTHONPATH = "/code"}, pip = [...]}.
+    That of `ray job submit` holds without it."""
     wait_for_nodes: bool = False
     """Wait for machines that will join (Ray's autoscaler) instead of refusing what the cluster cannot hold now."""
 
@@ -136,6 +140,7 @@ class RayLauncher(LauncherAdapter):
             ray.init(
                 address=address or None,
                 namespace=f"asyncrl-{self._run_name}",
+                runtime_env=dict(self._options.runtime_env) or None,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
@@ -367,7 +372,7 @@ class RayLauncher(LauncherAdapter):
         met = {"MASTER_ADDR": self._address(self._places[spec.meets].machine)} if spec.meets else {}
         return LaunchRequest(
             arguments=spec.arguments,
-            directory=os.getcwd(),
+            directory="" if "working_dir" in self._ray.get_runtime_context().runtime_env else os.getcwd(),
             environment=given | dict(spec.environment) | met,
             shares_folder=spec.role in _LEARNERS,
             mark=self._mark,
@@ -448,12 +453,7 @@ def _import_ray() -> Any:
 
 def _require_answer(address: str) -> None:
     """Fail early if no cluster answers: Ray itself tries for minutes. Raises ConfigError."""
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"launcher.options: address {address}: `asyncrl run` must be on a node of the cluster, so ray:// does not "
-            "work; start it there and give HOST:PORT of the head"
-        )
-    host, colon, port = address.rpartition(":")
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return
     try:

@@ -225,6 +225,36 @@ async def test_the_parts_of_a_learner_are_on_machines_of_their_own_and_each_ones
         cluster.watch()
 
 
+@pytest.fixture
+def runtime_env(tmp_path: Path) -> dict[str, Any]:
+    """A working directory with a run.toml, and a module on PYTHONPATH that writes down what is there at a start."""
+    code, work = tmp_path / "code", tmp_path / "work"
+    for folder in (code, work):
+        folder.mkdir()
+    (work / "run.toml").touch()
+    (code / "sitecustomize.py").write_text("import os; open(os.environ['SEEN'], 'w').write(str(os.listdir()))")
+    return {"working_dir": str(work), "env_vars": {"PYTHONPATH": str(code), "SEEN": str(tmp_path / "seen")}}
+
+
+@pytest.mark.parametrize("given", ["in the run file, over ray://", "by a job"])
+async def test_processes_start_in_ray_s_runtime_environment(
+    launch: Callable[..., RayLauncher],
+    cluster: TwoNodes,
+    runtime_env: dict[str, Any],
+    tmp_path: Path,
+    given: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if given == "by a job":  # what `ray job submit` sets for its command
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": runtime_env, "metadata": {}}))
+        launcher = launch()
+    else:
+        launcher = launch(address=cluster.client, runtime_env=runtime_env)
+    process = await launcher.start(spec())
+    assert await process.wait() == 0
+    assert (tmp_path / "seen").read_text() == "['run.toml']"
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -242,7 +272,7 @@ def test_room_is_counted_before_anything_is_started(
 
 @pytest.mark.parametrize(
     ("address", "reason"),
-    [("ray://127.0.0.1:9", "must be on a node of the cluster"), ("127.0.0.1:9", "no Ray cluster answers")],
+    [("ray://127.0.0.1:9", "no Ray cluster answers"), ("127.0.0.1:9", "no Ray cluster answers")],
 )
 def test_an_address_without_a_cluster_is_refused(address: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
