@@ -43,6 +43,9 @@ class RunSection:
     colocated: bool = False
     """The learner and the engines take turns on the same GPUs of one machine. Whichever is idle moves its memory to the
     host. Only for sync and one_step_off; requires torch-memory-saver in addition to SGLang."""
+    offload: Literal["both", "learner", "engines"] = "both"
+    """With colocated: which side moves its memory to the host while the other has its turn. The other side keeps its
+    memory on the GPUs, which saves its moves where both fit."""
     restarts: int = 3
     """How often `asyncrl run` restarts a process before it ends the run. The count resets after the process was up for
     ten minutes."""
@@ -57,6 +60,10 @@ class RunSection:
             len(self.name) <= _LONGEST_NAME, f"name must have at most {_LONGEST_NAME} characters, got {len(self.name)}"
         )
         positive(self, "steps")
+        require(
+            self.colocated or self.offload == "both",
+            f'offload = "{self.offload}" is for sides that take turns on the GPUs: set colocated = true, or remove it',
+        )
         require(self.stall_seconds >= 1, f"stall_seconds must be >= 1, got {self.stall_seconds}")
         require(self.restarts >= 0, f"restarts must be >= 0, got {self.restarts}")
         require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")

@@ -141,6 +141,10 @@ class SharesGpus(Protocol):
         """Free the GPUs; call it when nothing runs. Weights stay on the host; cached keys and values are dropped."""
         ...
 
-    async def resume(self) -> None:
-        """Return to the GPUs with the same weights. Raises EngineDied."""
+    async def resume(self, *, has_cache: bool = True) -> None:
+        """Return to the GPUs with the same weights. Raises EngineDied.
+
+        has_cache  False: without the cache of keys and values, to load weights while the learner's old ones are still
+                   there; a second call brings the cache. An engine whose cache is small may bring it at once
+        """
         ...

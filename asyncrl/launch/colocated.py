@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Final
@@ -47,11 +48,11 @@ def check(run: RunConfig) -> None:
             "run.colocated: learner and engines take turns by a file of one machine; use learner.machines = 1 and "
             'launcher.kind = "local", or remove it'
         )
-    for key, name, can_leave in (
-        ("engine.kind", run.engine.kind, registry.engine_class(run).shares_gpus),
-        ("learner.backend", run.learner.backend, registry.backend_class(run).shares_gpus),
+    for key, name, side, can_leave in (
+        ("engine.kind", run.engine.kind, "engines", registry.engine_class(run).shares_gpus),
+        ("learner.backend", run.learner.backend, "learner", registry.backend_class(run).shares_gpus),
     ):
-        if not can_leave:
+        if not can_leave and run.run.offload in ("both", side):
             raise ConfigError(f'run.colocated: {key} = "{name}" cannot release its GPUs; use another, or remove it')
 
 
@@ -87,9 +88,23 @@ def learner_turn(run: RunConfig) -> GpuTurn | None:
 
 
 def engine(run: RunConfig, engine: Engine) -> Engine:
-    """Wrap an engine so that it frees its GPUs while the learner trains."""
+    """Wrap an engine so that it computes, and unless run.offload says otherwise has memory, only while the learner does
+    not train."""
+    turn = GpuTurn(run.run_directory / LOCK_FILE, is_shared=True)
+    if run.run.offload == "learner":
+        return TurnTakingEngine(engine, memory=_Stays(), turn=turn)
     assert isinstance(engine, SharesGpus)
-    return TurnTakingEngine(engine, memory=engine, turn=GpuTurn(run.run_directory / LOCK_FILE, is_shared=True))
+    return TurnTakingEngine(engine, memory=engine, turn=turn)
+
+
+class _Stays:
+    """See SharesGpus: the memory of an engine that stays on the GPUs while it does not compute."""
+
+    async def release(self) -> None:
+        pass
+
+    async def resume(self, *, has_cache: bool = True) -> None:
+        pass
 
 
 class TurnTakingEngine:
@@ -108,6 +123,7 @@ class TurnTakingEngine:
         self._used = asyncio.Event()
         self._switching = asyncio.Lock()
         self._is_away = False
+        self._has_cache = True
 
     async def start(self) -> None:
         await self._turn.acquire()
@@ -126,7 +142,7 @@ class TurnTakingEngine:
             return await self._engine.generate(prompt_tokens, sampling, seed=seed, partial=partial)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
-        async with self._on_gpus():
+        async with self._on_gpus(needs_cache=False):
             return await self._engine.load(weights)
 
     @property
@@ -136,7 +152,9 @@ class TurnTakingEngine:
     @property
     def weight_updater(self) -> WeightUpdater | None:
         return (
-            None if self._engine.weight_updater is None else _UpdaterInTurn(self._engine.weight_updater, self._on_gpus)
+            None
+            if self._engine.weight_updater is None
+            else _UpdaterInTurn(self._engine.weight_updater, functools.partial(self._on_gpus, needs_cache=False))
         )
 
     def stats(self) -> EngineStats:
@@ -148,15 +166,16 @@ class TurnTakingEngine:
         self._turn.release()
 
     @contextlib.asynccontextmanager
-    async def _on_gpus(self) -> AsyncIterator[None]:
+    async def _on_gpus(self, *, needs_cache: bool = True) -> AsyncIterator[None]:
+        """needs_cache: False for a load, which so has the memory of the cache beside the weights"""
         self._users += 1
         self._used.set()
         try:
             async with self._switching:
                 await self._turn.acquire()
-                if self._is_away:
-                    await self._memory.resume()
-                    self._is_away = False
+                if self._is_away or (needs_cache and not self._has_cache):
+                    await self._memory.resume(has_cache=needs_cache)
+                    self._is_away, self._has_cache = False, needs_cache
             yield
         finally:
             self._users -= 1
@@ -180,7 +199,7 @@ class TurnTakingEngine:
                 await self._memory.release()
             except EngineError as error:  # nothing may ask again, and the learner waits; the end frees the GPUs
                 raise EngineDied(f"the engine does not leave the GPUs: {error}") from error
-            self._is_away = True
+            self._is_away, self._has_cache = True, False
         self._turn.release()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -43,6 +43,7 @@ class SharingEngine(Engine):
     def __init__(self, gpus: Gpus, name: str = "engine") -> None:
         super().__init__()
         self._gpus, self._name = gpus, name
+        self.has_cache = True
 
     async def start(self) -> None:
         self._gpus.arrive(self._name)
@@ -51,11 +52,13 @@ class SharingEngine(Engine):
         assert not self.running
         self._gpus.leave(self._name)
 
-    async def resume(self) -> None:
-        self._gpus.arrive(self._name)
+    async def resume(self, *, has_cache: bool = True) -> None:
+        if self._name not in self._gpus.there:
+            self._gpus.arrive(self._name)
+        self.has_cache = has_cache
 
     async def generate(self, *arguments: Any, **named: Any) -> Generation:
-        assert self._name in self._gpus.there
+        assert self._name in self._gpus.there and self.has_cache
         return await super().generate(*arguments, **named)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
@@ -145,6 +148,53 @@ async def test_an_engine_stays_while_more_is_asked_of_it_and_leaves_before_its_l
         assert shared.stats().is_away
         learner.release()
         await waiting
+
+
+@pytest.mark.parametrize("offload", ["learner", "engines"])
+async def test_the_side_that_stays_keeps_its_memory_and_still_takes_turns(
+    loop: Loop, bus_factory: Any, offload: Literal["learner", "engines"]
+) -> None:
+    loop.mode, loop.is_colocated, loop.offload = "sync", True, offload
+    moves: list[str] = []
+
+    class Moved(Backend):
+        def onload(self) -> None:
+            moves.append("learner")
+
+        def offload(self) -> None:
+            moves.append("learner")
+
+    class MovedEngine(Engine):
+        async def release(self) -> None:
+            moves.append("engines")
+
+        async def resume(self, *, has_cache: bool = True) -> None:
+            moves.append("engines")
+
+    loop.backend = Moved()
+    engine = colocated.engine(loop.run, cast(Any, MovedEngine()))
+    await run_all(loop, worker(await bus_factory(), engine, load="on_demand", max_staleness=0))
+    assert loop.backend.steps == 4
+    assert set(moves) == {offload}
+
+
+async def test_weights_are_loaded_before_the_cache_of_keys_and_values_comes_back(tmp_path: Path) -> None:
+    engine = SharingEngine(Gpus())
+    shared = taking_turns(engine, tmp_path)
+    await shared.start()
+    had_cache: list[bool] = []
+    load = engine.load
+
+    async def noting(weights: WeightVersion) -> LoadReport:
+        had_cache.append(engine.has_cache)
+        return await load(weights)
+
+    engine.load = noting  # type: ignore[method-assign]
+    answer = asyncio.create_task(shared.generate(PROMPT, SamplingParams(max_new_tokens=4), seed=0))
+    await shared.load(WeightVersion(incarnation=0, policy_version=1))
+    await answer
+    await shared.load(WeightVersion(incarnation=0, policy_version=2))
+    assert had_cache[-1] is False
 
 
 async def test_an_engine_that_does_not_leave_the_gpus_ends_and_its_turn_with_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -251,6 +251,7 @@ class Loop:
     max_skipped_steps: int = 0
     publish_every: int = 1
     is_colocated: bool = False
+    offload: Literal["both", "learner", "engines"] = "both"
     function: str = "single_turn"
     """Name of the rollout function; a user's own may take several turns."""
     validator: Validator | None = None
@@ -283,6 +284,7 @@ class Loop:
                 steps=self.steps,
                 mode=self.mode,
                 colocated=self.is_colocated,
+                offload=self.offload,
             ),
             rollout=RolloutSection(
                 group_size=self.group_size,

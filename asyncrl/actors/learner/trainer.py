@@ -168,9 +168,10 @@ class Trainer:
         if not self._weights.sends:
             await self.weights_published()
         since = time.monotonic()
-        assert isinstance(self._backend, Offloads)
-        await self.call(self._backend.offload, what="the model to leave the GPUs")
-        self._is_away = True
+        if self._run.run.offload != "engines":
+            assert isinstance(self._backend, Offloads)
+            await self.call(self._backend.offload, what="the model to leave the GPUs")
+            self._is_away = True
         self._turn.release()
         self._gpu_seconds["learner/offload_seconds"] = time.monotonic() - since
 

@@ -192,7 +192,7 @@ class InProcessEngine(EngineAdapter):
         memory = self._alive().memory
         await asyncio.get_running_loop().run_in_executor(self._reader, memory.offload)
 
-    async def resume(self) -> None:
+    async def resume(self, *, has_cache: bool = True) -> None:
         memory = self._alive().memory
         await asyncio.get_running_loop().run_in_executor(self._reader, memory.onload)
 

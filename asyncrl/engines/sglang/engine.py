@@ -67,6 +67,8 @@ _IDLE_SECONDS: Final = 30.0
 """Time for a server's last batch to end before its memory leaves the GPUs."""
 _WORKSPACE_BYTES: Final = 10 * 2**30
 """What a server takes besides weights and cache: CUDA context, graphs, activations, logits, a load's tensors."""
+_WEIGHTS_ALONE: Final = {"tags": ["weights"]}
+_ALL_BUT_WEIGHTS: Final = {"tags": ["kv_cache", "cuda_graph"]}
 _LEAST_CACHE_BYTES: Final = 2**31
 """Smallest cache of keys and values to start with."""
 
@@ -81,7 +83,7 @@ class SGLangEngine(EngineAdapter):
     @classmethod
     def build(cls, run: RunConfig, *, name: str) -> SGLangEngine:
         options, device = cls.options(run), resolve_device(run.engine.device, section="engine")
-        if run.run.colocated and device == "cuda":
+        if run.run.colocated and run.run.offload != "learner" and device == "cuda":
             options = replace(options, server_arguments=MEMORY_SAVER | options.server_arguments)
         return cls(
             Path(run.model.path),
@@ -123,7 +125,7 @@ class SGLangEngine(EngineAdapter):
         super().check_machine(run)
         check_installed()
         device = resolve_device(run.engine.device, section="engine")
-        if run.run.colocated and device == "cuda":
+        if run.run.colocated and run.run.offload != "learner" and device == "cuda":
             check_memory_saver()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
         check_on_cpu(options.server_arguments, device=device)
@@ -189,6 +191,8 @@ class SGLangEngine(EngineAdapter):
         self._adapters = Adapters(self._client.control, first_version=version) if lora else None
         self._updater: SGLangUpdater | None = None
         self._tokens_generated = 0
+        self._are_weights_there = self._has_cache = True
+        """What of the server's memory is on the GPUs; it leaves and comes in these two parts."""
         self._memory_bytes = 0  # 0: SGLang's own share
 
     def limit_memory(self, num_bytes: int) -> None:
@@ -285,10 +289,16 @@ class SGLangEngine(EngineAdapter):
                 if time.monotonic() > until:
                     raise
                 await asyncio.sleep(0.01)
-        await self._client.control("/release_memory_occupation", {})
+        await self._client.control("/release_memory_occupation", {} if self._has_cache else _WEIGHTS_ALONE)
+        self._are_weights_there = self._has_cache = False
 
-    async def resume(self) -> None:
-        await self._client.control("/resume_memory_occupation", {})
+    async def resume(self, *, has_cache: bool = True) -> None:
+        if not self._are_weights_there:
+            await self._client.control("/resume_memory_occupation", _WEIGHTS_ALONE)
+            self._are_weights_there = True
+        if has_cache and not self._has_cache:
+            await self._client.control("/resume_memory_occupation", _ALL_BUT_WEIGHTS)
+            self._has_cache = True
 
     @property
     def url(self) -> str:

@@ -137,7 +137,7 @@ class ProcessSpecs:
 
     def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False, group: str = "") -> ChildProcess:
         """evaluates: it only evaluates;  group: its group of rollout.groups, if any"""
-        is_together = not self._run.run.colocated  # in turns, an engine has all of the memory
+        is_together = not self._run.run.colocated or self._run.run.offload != "both"  # else it has all of the memory
         beside = max((self._beside[gpu] for gpu in gpus if gpu in self._learner_gpus), default=0)
         own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
         has_own = self._run.run.colocated and bool(group) and not set(gpus) & set(self._learner_gpus)
