@@ -28,6 +28,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
 )
@@ -35,6 +36,22 @@ SUPPORTED_ARCHITECTURES = (
 
 REFUSED_ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "its router's scores are grouped in another way than DeepSeek-V3's",
+    "DeepseekV32ForCausalLM": "its attention chooses tokens with an indexer, which Megatron does not have here",
+    "GlmMoeDsaForCausalLM": "its attention chooses tokens with an indexer, which Megatron does not have here",
+    "MiniMaxM2ForCausalLM": "its query and key norms are over all heads at once",
+    "MiniMaxForCausalLM": "its lightning attention is none that Megatron has here",
+    "MiniMaxText01ForCausalLM": "its lightning attention is none that Megatron has here",
+    "MiniMaxM1ForCausalLM": "its lightning attention is none that Megatron has here",
+    "MiMoForCausalLM": "only its own code reads its config.json",
+    "MiMoV2FlashForCausalLM": "its layers with a window have another number of key heads",
+    "KimiLinearForCausalLM": "its linear attention has a decay for every channel",
+    "KimiK25ForConditionalGeneration": "it reads images, too",
+    "Qwen3_5ForCausalLM": "the projections of its linear attention are other tensors than Qwen3-Next's",
+    "Qwen3_5MoeForCausalLM": "the projections of its linear attention are other tensors than Qwen3-Next's",
+    "Qwen3_5ForConditionalGeneration": "it reads images, too, and its linear attention has other tensors than "
+    "Qwen3-Next's",
+    "Qwen3_5MoeForConditionalGeneration": "it reads images, too, and its linear attention has other tensors than "
+    "Qwen3-Next's",
     "Gemma2ForCausalLM": "its scores and logits have soft caps, every second layer a window",
     "Gemma3ForConditionalGeneration": "it reads images, too; save its text part as a Gemma3ForCausalLM",
 }

@@ -28,6 +28,7 @@ Architecture = Literal[
     "qwen3_moe",
     "qwen3_next",
     "glm4_moe",
+    "glm4_moe_lite",
     "deepseek_v3",
     "gpt_oss",
 ]
@@ -51,6 +52,7 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen3_next": "Qwen3NextConfig",
     "glm4_moe": "Glm4MoeConfig",
+    "glm4_moe_lite": "Glm4MoeLiteConfig",
     "deepseek_v3": "DeepseekV3Config",
     "gpt_oss": "GptOssConfig",
 }
@@ -168,22 +170,21 @@ def _family_entries(architecture: Architecture, hidden_size: int, num_heads: int
         return {"attention_bias": True}
     if architecture == "glm4_moe":
         return {**shared, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True}
+    head = hidden_size // num_heads
+    latent = {
+        "num_key_value_heads": num_heads,
+        "head_dim": head // 2,  # transformers' name for the rotated part
+        "q_lora_rank": hidden_size // 2,
+        "kv_lora_rank": hidden_size // 2,
+        "qk_nope_head_dim": head,
+        "qk_rope_head_dim": head // 2,
+        "v_head_dim": head,
+    }
+    if architecture == "glm4_moe_lite":  # transformers' norms within attention have 1e-6, whatever rms_norm_eps is
+        return {**shared, **latent, "rms_norm_eps": 1e-6}
     if architecture == "deepseek_v3":
-        head = hidden_size // num_heads
-        return {
-            **shared,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "num_key_value_heads": num_heads,
-            "head_dim": head // 2,  # transformers' name for the rotated part
-            "q_lora_rank": hidden_size // 2,
-            "kv_lora_rank": hidden_size // 2,
-            "qk_nope_head_dim": head,
-            "qk_rope_head_dim": head // 2,
-            "v_head_dim": head,
-        }
+        grouped = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+        return {**shared, **grouped, **latent}
     return {}
 
 

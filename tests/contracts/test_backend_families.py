@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.kernels import fused
@@ -242,3 +243,38 @@ def test_recomputation_changes_no_number_of_a_mixture(mixture: Path, monkeypatch
     for recompute in ("selective", "full"):
         assert distance(results["none"], results[recompute]) == 0.0
         assert calls.count(recompute) == 2 * calls.count("none") > 0
+
+
+def flash(folder: Path) -> Path:
+    """A tiny GLM-4.7-Flash."""
+    return tiny_model(folder, architecture="glm4_moe_lite")
+
+
+def moonlight(folder: Path) -> Path:
+    """A tiny Moonlight: DeepSeek-V3 whose queries come from the hidden state itself, with one group of experts."""
+    tiny_model(folder, architecture="deepseek_v3")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.q_lora_rank, config.n_group, config.topk_group = None, 1, 1
+    torch.manual_seed(0)
+    config.initializer_range = 0.15
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("make", [flash, moonlight])
+def test_a_model_near_deepseek_v3_has_transformers_logprobs_and_trains_as_the_reference(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    folder = make(tmp_path / "model")
+    model, batch = hugging_face(folder), sequences()
+    (micro_batch,) = pack(batch, max_tokens=999)
+    trained = []
+    for kind in KINDS:
+        with started(kind, folder) as backend:
+            made = forward(backend, kind, micro_batch)
+            for place, index in zip(sequence_slices(micro_batch), micro_batch.sequences, strict=True):
+                np.testing.assert_allclose(made[place], expected_logprobs(model, batch[index].tokens), atol=1e-4)
+            backend.step(shares(kind, batch), learning_rate=LEARNING_RATE)
+            trained.append(weights(backend))
+    assert trained[0].keys() == trained[1].keys() == load_file(folder / "model.safetensors").keys()
+    assert distance(*trained) < 1e-4

@@ -139,7 +139,7 @@ def sigmoid_experts(config: Any) -> Experts:
         has_bias=True,
         num_groups=groups if has_groups else 1,
         groups_per_token=best_groups if has_groups else 1,
-        dense_layers=frozenset(range(config.first_k_dense_replace)),
+        dense_layers=frozenset(range(getattr(config, "first_k_dense_replace", 0))),
     )
 
 

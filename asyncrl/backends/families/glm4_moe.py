@@ -23,7 +23,7 @@ def shape(config: Any) -> ModelShape:
 
 FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
-    models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
     shape=shape,
     only={**SIGMOID_ONLY, "attention_bias": (False, True)},
 )

@@ -10,6 +10,7 @@ from asyncrl.backends.families import (
     gemma3,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     llama,
     mistral,
@@ -34,6 +35,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     qwen3_moe,
     qwen3_next,
     glm4_moe,
+    glm4_moe_lite,
     deepseek_v3,
     gpt_oss,
 )

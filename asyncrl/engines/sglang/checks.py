@@ -101,6 +101,7 @@ def check_on_cpu(server_arguments: Mapping[str, Any], *, device: str) -> None:
 _NOT_ON_A_CPU: Final = {
     "Gemma3ForCausalLM": "samples from another distribution than the model's",
     "DeepseekV3ForCausalLM": "does not start",
+    "Glm4MoeLiteForCausalLM": "does not start",
     "GptOssForCausalLM": "has no attention with sinks",
     "Qwen3NextForCausalLM": "does not start",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +13,7 @@ import transformers
 
 from asyncrl import config
 from asyncrl.data import demo_task
-from asyncrl.data.model_folder import check_model, require_supported
+from asyncrl.data.model_folder import REFUSED_ARCHITECTURES, check_model, require_supported
 from asyncrl.data.prompts import PromptDataset
 from asyncrl.data.tiny_model import CHARACTERS, Architecture, make_tiny_model
 from asyncrl.data.tokenizer import is_generic, load_tokenizer
@@ -196,3 +197,11 @@ def test_the_demo_makes_what_its_run_file_names(tmp_path: Path) -> None:
     rows = [row for position in range(dataset.num_rows) if (row := dataset.at(position))]
     assert {(row.prompt, row.label) for row in rows} >= {("7", "0123"), ("67", "0123"), ("4567", "0123")}
     assert all(len(row.tokens) == len(row.prompt) for row in rows)
+
+
+@pytest.mark.parametrize("architecture", sorted(REFUSED_ARCHITECTURES))
+def test_a_known_architecture_that_is_not_trained_is_refused_with_the_reason(folder: Path, architecture: str) -> None:
+    _rewrite(folder, architectures=[architecture])
+    reason = f"asyncrl does not train {architecture}: {REFUSED_ARCHITECTURES[architecture]}; it trains"
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        require_supported("model.path", folder)
