@@ -35,11 +35,48 @@ class Rectangles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """What tokens were sampled from, where it is not softmax(logits / rollout.temperature) over the whole vocabulary.
+
+    support       i64[K] each: the number of a token, and a token of its support (messages/support.py); tokens without
+                  any have the whole vocabulary. None if all have
+    temperatures  f32[M]; 0 where it is rollout.temperature. None if that is everywhere
+    """
+
+    support: tuple[torch.Tensor, torch.Tensor] | None = None
+    temperatures: torch.Tensor | None = None
+
+    @classmethod
+    def from_arrays(cls, moved: Mapping[str, torch.Tensor]) -> Distribution:
+        """From ``distribution_arrays``, on the device."""
+        support = (moved["support rows"], moved["support tokens"]) if "support rows" in moved else None
+        return cls(support=support, temperatures=moved.get("temperatures"))
+
+    def temperature(self, default: float) -> float | torch.Tensor:
+        """Return ``default``, or f32[M, 1] if any token was sampled at another temperature."""
+        if self.temperatures is None:
+            return default
+        return torch.where(self.temperatures > 0, self.temperatures, default)[:, None]
+
+
+def distribution_arrays(micro_batch: MicroBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of the ``Distribution`` of the tokens at ``rows``; only those that it has."""
+    found: dict[str, NDArray[Any]] = {}
+    numbers, tokens = micro_batch.support.of_rows(rows)
+    if len(tokens):
+        found |= {"support rows": numbers, "support tokens": tokens}
+    if len(micro_batch.temperatures):
+        found["temperatures"] = micro_batch.temperatures[rows]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
     """A micro-batch on the device.
 
     tokens, positions  i64[N];  boundaries  i32[D+1];  longest  tokens of the longest sequence
     rows               i64[M]: tokens that need a logprob
+    distribution       how the tokens of ``rows`` were sampled
     layout             the sequences as rectangles, for attention without variable-length support
     """
 
@@ -49,6 +86,7 @@ class PackedRow:
     longest: int
     rows: torch.Tensor
     layout: Rectangles | None
+    distribution: Distribution
     _loss: Mapping[str, torch.Tensor]
     _model_outputs: Mapping[str, torch.Tensor]
 
@@ -62,17 +100,19 @@ class PackedRow:
             "boundaries": micro_batch.boundaries,
             "rows": rows,
         }
+        sampled = distribution_arrays(micro_batch, rows)
         loss = {name: getattr(micro_batch, name)[rows] for name in _LOSS}
         outputs = {f"output {name}": array[rows] for name, array in micro_batch.model_outputs.items()}
         loss["sequence"] = np.searchsorted(micro_batch.boundaries[1:], rows, side="right")
         parts, order = rectangles(micro_batch.boundaries) if in_rectangles else ([], np.empty(0, np.int64))
         rectangular = {f"rectangle {i}": part for i, part in enumerate(parts)} | {"order": order}
-        moved = to_device(arrays | loss | outputs | rectangular, device)
+        moved = to_device(arrays | loss | outputs | rectangular | sampled, device)
         layout = Rectangles(indices=tuple(moved[f"rectangle {i}"] for i in range(len(parts))), order=moved["order"])
         return cls(
             **{name: moved[name] for name in arrays},
             longest=int(np.diff(micro_batch.boundaries).max()),
             layout=layout if in_rectangles else None,
+            distribution=Distribution.from_arrays(moved),
             _loss={name: moved[name] for name in loss},
             _model_outputs={name: moved[f"output {name}"] for name in micro_batch.model_outputs},
         )

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.backends import micro_batches, models
 from asyncrl.backends.adapter import BackendAdapter
 from asyncrl.backends.frozen import is_trained
+from asyncrl.backends.kernels.support import exclude
 from asyncrl.backends.micro_batches import PackedRow, RecordedTokens
 from asyncrl.backends.models import INDEX, POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import (
@@ -213,7 +214,10 @@ class LoadedModel:
     def _token_logprobs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
         assert self._output_layer is not None
-        logits = self._output_layer(self._hidden(row)[row.rows - 1]).float() / self._temperature
+        logits = self._output_layer(self._hidden(row)[row.rows - 1]).float()
+        if row.distribution.support is not None:
+            logits = exclude(logits, *row.distribution.support)
+        logits = logits / row.distribution.temperature(self._temperature)
         distribution = torch.log_softmax(logits, dim=-1)
         logprobs = distribution.gather(-1, row.tokens[row.rows][:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)

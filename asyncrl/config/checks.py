@@ -14,6 +14,9 @@ MOST_WORKERS: Final = 65_536
 """Default connection limit of a nats-server. Each worker uses at least one connection."""
 MOST_THREADS: Final = 4096
 """Per process; no machine has that many CPUs."""
+MOST_KEPT: Final = 1024
+"""Most tokens that top_p or top_k leave to sample from in training, because each travels with the answer. A nucleus
+that would be larger is cut to the likeliest."""
 MOST_STOPS: Final = 32
 """Limit of SGLang for the stop texts of a request."""
 

@@ -68,6 +68,8 @@ class EvaluationDataset:
     """Nucleus sampling; 1 is off."""
     top_k: int = 0
     """Top-k sampling; 0 is off."""
+    max_context_tokens: int = 0
+    """Most tokens of prompt and answer together, over all turns; 0: the engine's context."""
     min_new_tokens: int = 0
     """The first min_new_tokens tokens of an answer are never an end token or one of stop_token_ids."""
     stop: tuple[str, ...] = ()
@@ -88,7 +90,8 @@ class EvaluationDataset:
         plain = self.name.replace("-", "").replace("_", "")
         require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
         positive(self, "samples")
-        for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
+        lengths = ("max_prompt_tokens", "max_new_tokens", "min_new_tokens", "max_context_tokens")
+        for key in ("limit", "top_k", "temperature", *lengths):
             require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(

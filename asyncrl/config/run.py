@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl.config.bus import BusSection
-from asyncrl.config.checks import MOST_STOPS, MOST_WORKERS, positive, require
+from asyncrl.config.checks import MOST_KEPT, MOST_STOPS, MOST_WORKERS, positive, require
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
 from asyncrl.config.learner import LearnerSection
@@ -23,6 +23,8 @@ from asyncrl.config.servers import ServerSection, check_names
 from asyncrl.config.staleness import StalenessSection
 
 _LONGEST_NAME: Final = 128
+_MEAN_KEPT: Final = 64
+"""Tokens that top_p leaves on average, at most. One token may have up to MOST_KEPT."""
 
 Mode = Literal["sync", "one_step_off", "async"]
 
@@ -115,11 +117,17 @@ class RolloutSection:
     max_new_tokens: int = 256
     """Maximum length of an answer, in tokens."""
     temperature: float = 1.0
-    """Sampling temperature: the logits are divided by it. The behavior logprobs include it."""
+    """Sampling temperature: the logits are divided by it. The behavior logprobs include it. A row may have its own
+    (data.sampling_key), and the trainer divides that row's logits by it."""
     top_p: float = 1.0
-    """Nucleus sampling; 1 is off. An engine refuses it if its logprobs are not those of the truncated distribution."""
+    """Nucleus sampling; 1 is off. Each token carries the tokens that were left to sample from, at most 1,024, and the
+    trainer normalises over the same ones (4 bytes each, about 2 to 20 a token; rollout/support_mean). SGLang from
+    0.5.23 on."""
     top_k: int = 0
-    """Top-k sampling; 0 is off. Refused under the same condition as top_p."""
+    """Top-k sampling, 2 to 1,024; 0 is off. Replayed as top_p is."""
+    max_context_tokens: int = 0
+    """Most tokens of prompt and answer together, over all turns: an answer ends there with finish_reason "length".
+    0: the engine's context, which a longer prompt or answer must fit."""
     ignore_eos: bool = False
     """Always sample max_new_tokens tokens, even after <eos>; for benchmarks."""
     stop: tuple[str, ...] = ()
@@ -207,7 +215,12 @@ class RolloutSection:
             f"{self.most_workers}",
         )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
+        require(
+            self.top_k == 0 or 2 <= self.top_k <= MOST_KEPT,
+            f"top_k must be 0 (off) or 2 to {MOST_KEPT:,} (1 leaves nothing to choose, and each token that is left "
+            f"travels with the answer), got {self.top_k}",
+        )
+        require(self.max_context_tokens >= 0, f"max_context_tokens must be >= 0, got {self.max_context_tokens}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
         require(len(self.stop) <= MOST_STOPS, f"stop may hold {MOST_STOPS} texts, got {len(self.stop)}")
         require(
@@ -469,7 +482,10 @@ class RunConfig:
     @property
     def largest_group_bytes(self) -> int:
         """Upper bound on the size of a trajectory group: 4 B token + 4 B logprob + 1 B mask per token (and 4 B of
-        a served teacher), and some overhead."""
-        of_token = 9 + 4 * self.has_served_teacher
+        a served teacher), and some overhead. With top_p or top_k also what is left to sample from: an upper bound of
+        its mean, at 64 tokens."""
+        is_cut = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        of_support = 4 + 4 * min(self.rollout.top_k or _MEAN_KEPT, _MEAN_KEPT) if is_cut else 0
+        of_token = 9 + 4 * self.has_served_teacher + of_support
         response = self.rollout.group_size * (of_token * self.rollout.max_new_tokens + 1024)
         return response + 4 * self.data.max_prompt_tokens + 4096

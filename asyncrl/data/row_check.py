@@ -292,12 +292,15 @@ def metadata_of(row: Mapping[str, Any], data: config.DataSection) -> dict[str, A
     return {**(value_at(row, data.metadata_key) or {}), **found}
 
 
-SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")
+SAMPLING: Final = (
+    *("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids"),
+    *("temperature", "top_p", "top_k", "max_context_tokens"),
+)
 """Sampling settings that a row may override."""
-_NOT_OF_A_ROW: Final = {
-    "temperature": " (the trainer divides the logits of all rows by rollout.temperature)",
-    **dict.fromkeys(("top_p", "top_k"), " (the trainer cannot recompute truncated logprobs)"),
-}
+_NOT_OF_A_ROW: Final = dict.fromkeys(
+    ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    " (the trainer cannot recompute what a penalty took from the logits)",
+)
 """Why a row cannot override settings that other frameworks allow."""
 
 

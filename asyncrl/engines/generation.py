@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from asyncrl.messages import SamplingParams, VersionSpan, replace
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, join, keep_last
+from asyncrl.messages.support import WHOLE, Support
+from asyncrl.messages.support import join as join_supports
 
 Version = tuple[int, int]
 """(incarnation, policy_version)."""
@@ -24,12 +26,13 @@ class Generation:
     """Tokens that an engine sampled after a prompt.
 
     tokens         i32[T]
-    logprobs       f32[T] under the sampling distribution. Where top_p, top_k or temperature 0 truncate it, which only
-                   evaluations do, SGLang reports those of the whole distribution (for temperature 0, of temperature 1)
+    logprobs       f32[T] under the sampling distribution: over the ``support``, where there is one. In evaluations,
+                   where there is none, SGLang's are of the whole distribution (for temperature 0, of temperature 1)
     finish_reason  empty while the generation is in progress
     experts        routing of the last tokens of prompt and answer (messages/routing.py); empty if the engine does not
                    report it
     cached_tokens  tokens of the prompt whose keys and values the engine still had, as it reports them
+    support        of the tokens, if SamplingParams.reports_support
     """
 
     tokens: NDArray[np.int32]
@@ -38,6 +41,7 @@ class Generation:
     finish_reason: str
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
     cached_tokens: int = 0
+    support: Support = WHOLE
 
     def first(self, count: int) -> Generation:
         """Return the first ``count`` tokens, as an unfinished generation."""
@@ -48,6 +52,7 @@ class Generation:
             finish_reason="",
             experts=self.experts[: max(0, len(self.experts) - max(0, len(self.tokens) - count))],
             cached_tokens=self.cached_tokens,
+            support=self.support.first(count),
         )
 
     def after(self, count: int) -> Generation:
@@ -65,6 +70,7 @@ class Generation:
             # The token before these was routed after it was sampled.
             experts=keep_last(self.experts, len(self.tokens) - count + 1),
             cached_tokens=self.cached_tokens,
+            support=self.support.after(count),
         )
 
     def then(self, rest: Generation) -> Generation:
@@ -82,6 +88,7 @@ class Generation:
             finish_reason=rest.finish_reason,
             experts=join(self.experts, rest.experts, len(rest.tokens)),
             cached_tokens=rest.cached_tokens,
+            support=join_supports([(len(self.tokens), self.support), (len(rest.tokens), rest.support)]),
         )
 
     def continue_from(

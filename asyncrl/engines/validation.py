@@ -14,16 +14,15 @@ from asyncrl.tensors.model_tensors import Shapes, check_layout, read_shapes
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse truncated or penalised distributions when sampling for training. Raises ConfigError.
+    """Refuse penalties when sampling for training. Raises ConfigError.
 
-    The trainer recomputes log_softmax(logits / temperature) over the whole vocabulary. The tokens that top_p or top_k
-    excluded are not recorded, nor what a penalty subtracted from each logit, so the ratio of trainer to behavior would
-    be wrong. Evaluations may use these parameters, because they train nothing.
+    The trainer recomputes log_softmax(logits / temperature) over the support of each token, and not what a penalty
+    subtracted from each logit: the ratio of trainer to behavior would be wrong. An evaluation trains nothing.
     """
-    if sampling.is_trained and sampling.changes:
+    if sampling.is_trained and sampling.penalties:
         raise ConfigError(
-            f"rollout: {sampling.changes} sample from a truncated or penalised distribution, whose logprobs the "
-            "trainer cannot recompute; remove them and adjust temperature instead"
+            f"rollout: {sampling.penalties} changes every logit by what the answer holds so far, which the trainer "
+            "cannot recompute; remove it and punish repetition in the reward"
         )
 
 

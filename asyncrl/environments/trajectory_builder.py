@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import Trajectory, TurnReward, VersionSpan, replace
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, join, keep_last, unrouted_rows
+from asyncrl.messages.support import WHOLE, Support
+from asyncrl.messages.support import join as join_supports
 
 
 class TrajectoryBuilder:
@@ -40,6 +42,7 @@ class TrajectoryBuilder:
         self._spans: list[VersionSpan] = []
         self._finish_reason = ""
         self._experts: ExpertArray = NO_EXPERTS
+        self._supports: list[tuple[int, Support]] = []  # number of tokens of each turn, and its support
         self._turn_rewards: dict[int, float] = {}
         self._turn = -1  # start of the model's last turn
 
@@ -61,6 +64,7 @@ class TrajectoryBuilder:
                 self._spans.append(replace(span, start=start))
         self._experts = self._routed(answer)
         self._turn = self.num_tokens
+        self._supports.append((len(answer.tokens), answer.support))
         self._append(answer.tokens, answer.logprobs, is_sampled=True)
         self._finish_reason = answer.finish_reason
         return answer
@@ -77,6 +81,7 @@ class TrajectoryBuilder:
         tokens = found.astype(np.int32)
         if len(self._experts):
             self._experts = np.concatenate([self._experts, unrouted_rows(len(tokens), like=self._experts)])
+        self._supports.append((len(tokens), WHOLE))
         self._append(tokens, np.zeros(len(tokens), np.float32), is_sampled=False)
 
     def add_reward(self, reward: float) -> None:
@@ -115,6 +120,7 @@ class TrajectoryBuilder:
             reward_parts=dict(reward_parts or {}),
             finish_reason=finish_reason or self._finish_reason,
             experts=self._experts,
+            support=join_supports(self._supports),
             prompt_tokens=self._tokens[: self._num_prompt_tokens],
             turn_rewards=tuple(TurnReward(start=at, reward=value) for at, value in self._turn_rewards.items()),
         )

@@ -23,7 +23,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.checks import MOST_KEPT
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, check_experts
+from asyncrl.messages.support import WHOLE, Support, check_support
 from asyncrl.messages.validation import check_array, check_counts, replace, require
 
 FINISH_REASONS: Final = ("stop", "length", "abort")
@@ -58,7 +60,9 @@ class SamplingParams:
     stop_token_ids  tokens that end an answer, like an end token
     min_new_tokens  number of first tokens that may not be an end token or in ``stop_token_ids``; their logprobs are of
                     the distribution without those tokens. A stop text may still end a shorter answer
-    is_trained      False for an evaluation; engines reject a trained request unless ``changes`` is empty
+    max_context_tokens  most tokens of prompt and answer, over all turns; 0: as many as the engine takes
+    is_trained      False for an evaluation. Trained tokens carry their ``support`` where top_p or top_k cut the
+                    distribution; engines refuse penalties for them
     """
 
     max_new_tokens: int
@@ -72,6 +76,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    max_context_tokens: int = 0
     is_trained: bool = True
 
     def __post_init__(self) -> None:
@@ -82,6 +87,11 @@ class SamplingParams:
         )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
+        require(
+            not self.is_trained or self.top_k == 0 or 2 <= self.top_k <= MOST_KEPT,
+            f"top_k must be 0 (off) or 2 to {MOST_KEPT:,} in training, got {self.top_k}",
+        )
+        require(self.max_context_tokens >= 0, f"max_context_tokens must be >= 0, got {self.max_context_tokens}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
         require(all(0 <= token < 2**31 for token in self.stop_token_ids), "stop_token_ids must be token ids, >= 0")
         require(
@@ -103,6 +113,21 @@ class SamplingParams:
         """How the sampling distribution differs from the model's at ``temperature``; "" if it does not."""
         off = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return " ".join(f"{name}={getattr(self, name)}" for name, value in off.items() if getattr(self, name) != value)
+
+    @property
+    def penalties(self) -> str:
+        """The penalties, as in ``changes``; "" if there are none."""
+        return " ".join(one for one in self.changes.split() if "penalty" in one)
+
+    @property
+    def reports_support(self) -> bool:
+        """Whether each token carries the tokens that it was sampled from (messages/support.py)."""
+        return self.is_trained and (self.top_p < 1 or self.top_k > 0)
+
+    @property
+    def most_kept(self) -> int:
+        """Most tokens to sample from; 0: all. In training a nucleus is cut to MOST_KEPT."""
+        return self.top_k or (MOST_KEPT if self.reports_support else 0)
 
     def at_most(self, max_new_tokens: int) -> SamplingParams:
         """Return a copy with another ``max_new_tokens``; min_new_tokens is lowered to it if necessary."""
@@ -219,6 +244,7 @@ class Trajectory:
     reward             NaN until rewarded
     experts            [P + T, layers, experts per token] (messages/routing.py), including the prompt's tokens; empty if
                        the engine does not report them
+    support            tokens that each was sampled from (messages/support.py); empty: the whole vocabulary
     resumed            number of tokens under the mask, from the first, that earlier attempts at the group sampled
     prompt_tokens      i32[P], the tokens before these; empty: the group's prompt
     rollout, part      index of the rollout in the group, and of this trajectory in the rollout, from 0; rollout -1: the
@@ -235,6 +261,7 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     finish_reason: str = "stop"
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
+    support: Support = WHOLE
     resumed: int = 0
     prompt_tokens: NDArray[np.int32] = field(default_factory=lambda: _NO_PROMPT)
     rollout: int = _ALONE
@@ -264,6 +291,7 @@ class Trajectory:
         )
         require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
         check_experts(self.experts, num_tokens=length)
+        check_support(self.support, num_tokens=length)
         sampled = int(np.count_nonzero(self.response_mask))
         require(0 <= self.resumed <= sampled, f"resumed is {self.resumed}, of {sampled} sampled tokens")
         require(_ALONE <= self.rollout < _MAX_GROUP, f"rollout must be >= 0 and < {_MAX_GROUP}, got {self.rollout}")
@@ -299,6 +327,7 @@ class TrajectoryGroup:
     label           ``label_text`` of the prompt's label, for people who read the answers
     began           start of generation in Unix seconds of the worker's clock; 0 if unknown
     reward_seconds  the part of ``seconds`` that the reward took
+    temperature     of the row, if it has one of its own; 0: rollout.temperature
     """
 
     group_id: int
@@ -314,6 +343,7 @@ class TrajectoryGroup:
     began: float = 0.0
     reward_seconds: float = 0.0
     label: str = ""
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         check_array(self, "prompt_tokens", np.int32)
@@ -324,6 +354,7 @@ class TrajectoryGroup:
             f"failed_samples is {self.failed_samples}, of {self.cancelled} rollouts that are missing",
         )
         require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
+        require(0 <= self.temperature < math.inf, f"temperature must be >= 0, got {self.temperature}")
         if any(one.rollout != _ALONE or one.part for one in self.trajectories):
             self._check_rollouts()
 
@@ -399,6 +430,7 @@ class CallSegment:
     version_spans      as in a trajectory, counted from ``start``
     finish_reason      empty unless these are the last tokens of the call
     experts            experts of these tokens and some before them (messages/routing.py)
+    support            of these tokens (messages/support.py)
     """
 
     index: int
@@ -410,6 +442,7 @@ class CallSegment:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str = ""
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
+    support: Support = WHOLE
 
     def __post_init__(self) -> None:
         check_array(self, "tokens", np.int32)
@@ -423,6 +456,7 @@ class CallSegment:
             behavior_logprobs=self.behavior_logprobs,
             version_spans=self.version_spans,
             experts=self.experts,
+            support=self.support,
         )
 
 

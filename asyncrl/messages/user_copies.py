@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.rollout import PromptGroup, Trajectory, TrajectoryGroup
+from asyncrl.messages.support import Support
 
 T = TypeVar("T", bound=np.generic)
 M = TypeVar("M")
@@ -38,7 +39,13 @@ def own_prompt(prompt: PromptGroup) -> PromptGroup:
 def own_trajectory(trajectory: Trajectory) -> Trajectory:
     arrays = ("prompt_tokens", "tokens", "response_mask", "behavior_logprobs", "experts")
     copies = {name: read_only(getattr(trajectory, name)) for name in arrays}
-    return _changed(trajectory, reward_parts=dict(trajectory.reward_parts), **copies)
+    return _changed(
+        trajectory, reward_parts=dict(trajectory.reward_parts), support=own_support(trajectory.support), **copies
+    )
+
+
+def own_support(support: Support) -> Support:
+    return _changed(support, counts=read_only(support.counts), tokens=read_only(support.tokens))
 
 
 def own_group(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -86,6 +86,8 @@ SCHEMA: dict[str, str] = {
     "rollout/idle_ratio": "share of this time in which nothing was decoded, mean over workers",
     "rollout/running": "sequences being decoded",
     "rollout/queued": "sequences waiting for a slot in an engine",
+    "rollout/support_mean": "tokens that top_p and top_k left to sample from, mean over the batch's sampled tokens; "
+    "absent if nothing was cut",
     "rollout/extra_samples": "samples of the batch's groups that were started in addition to group_size and not "
     "trained",
     "rollout/resumed_tokens": "tokens of partial rollouts that workers resumed from other workers, since they started",

@@ -20,6 +20,7 @@ from tests.harness.backends import (
     LEARNING_RATE,
     RANKS,
     SETTINGS,
+    cut,
     distance,
     expected_logprobs,
     forward,
@@ -58,6 +59,29 @@ def test_logprobs_of_a_packed_row_are_those_of_each_sequence_alone(kind: str, fo
     for where in sequence_slices(packed):
         expected = expected_logprobs(model, packed.tokens[where], temperature=temperature)
         np.testing.assert_allclose(logprobs[where], expected, atol=1e-4)
+
+
+def test_logprobs_are_over_the_tokens_and_at_the_temperature_that_each_was_sampled_from(
+    kind: str, folder: Path
+) -> None:
+    """Where an engine cut the distribution, log p - log sum of p over what it kept; elsewhere nothing changes."""
+    batch = cut(sequences())
+    (packed,) = pack(batch, max_tokens=1000)
+    with started(kind, folder) as backend:
+        logprobs = forward(backend, kind, packed)
+        twice = [backend.step(shares(kind, batch, max_tokens=n), learning_rate=0.0).metrics for n in (1000, 31)]
+    model = hugging_face(folder)
+    for where, one in zip(sequence_slices(packed), batch, strict=True):
+        temperature = one.temperature or 1.0
+        expected = expected_logprobs(model, one.tokens, temperature=temperature)
+        ids = torch.from_numpy(one.tokens.astype(np.int64))
+        every = torch.softmax(model(ids[None]).logits[0] / temperature, -1).detach().numpy()
+        starts = np.cumsum(one.support.counts) - one.support.counts
+        for n in np.flatnonzero(one.support.counts):
+            kept = one.support.tokens[starts[n] : starts[n] + one.support.counts[n]]
+            expected[n] -= np.log(every[n - 1][kept].sum())
+        np.testing.assert_allclose(logprobs[where], expected, atol=1e-4)
+    assert learned(twice[1]) == pytest.approx(learned(twice[0]), rel=1e-4, abs=1e-4)
 
 
 def test_sequences_in_one_row_do_not_see_each_other(kind: str, folder: Path) -> None:
@@ -124,8 +148,8 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(kind: str, folder: Path
     results = []
     for max_tokens, order in ((1000, 1), (31, 1), (40, -1)):
         with started(kind, folder) as backend:
-            cut = shares(kind, batch[::order], max_tokens=max_tokens)[::order]
-            norm = backend.step(cut, learning_rate=LEARNING_RATE).metrics["grad_norm"]
+            dealt = shares(kind, batch[::order], max_tokens=max_tokens)[::order]
+            norm = backend.step(dealt, learning_rate=LEARNING_RATE).metrics["grad_norm"]
             results.append((norm, weights(backend)))
     for norm, other in results[1:]:
         assert norm == pytest.approx(results[0][0], rel=1e-5)

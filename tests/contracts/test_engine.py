@@ -116,10 +116,32 @@ async def test_an_answer_has_all_its_tokens_in_what_the_engine_takes_of_the_cont
             await engine.generate(np.append(prompt, prompt[:1]), sampling, seed=0)
 
 
-@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"frequency_penalty": 0.5}])
-async def test_truncated_sampling_is_refused(engine: Engine, truncation: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="truncated"):
-        await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, **truncation), seed=0)
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+async def test_training_refuses_penalties(engine: Engine, penalty: str) -> None:
+    with pytest.raises(ConfigError, match=f"{penalty}=0.5 changes every logit"):
+        await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, **{penalty: 0.5}), seed=0)
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 12}])
+async def test_a_trained_token_says_what_it_was_sampled_from(
+    engine: Engine, old: Model, truncation: dict[str, float]
+) -> None:
+    """Its logprob is among these tokens, so that a trainer with the same weights and tokens has the same number. A
+    temperature of its own, and tokens of an earlier engine, change nothing about that."""
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.8, **truncation)
+    first = await engine.generate(PROMPT, sampling, seed=1)
+    begun = PartialGeneration(first.first(9))
+    for answer in (first, await engine.generate(PROMPT, sampling, seed=2, partial=begun)):
+        assert len(answer.support.counts) == len(answer.tokens) == 24
+        free = old.logprobs(PROMPT, answer.tokens, temperature=0.8)
+        kept = np.split(answer.support.tokens, np.cumsum(answer.support.counts)[:-1])
+        for n, (token, tokens) in enumerate(zip(answer.tokens, kept, strict=True)):
+            assert token in tokens
+            assert len(tokens) <= truncation.get("top_k", 200)
+            of_kept = old.distribution(PROMPT, answer.tokens[:n], temperature=0.8)[tokens]
+            assert of_kept.sum() > truncation.get("top_p", 0.0) - 1e-4 or len(tokens) == truncation["top_k"]
+            assert answer.logprobs[n] == pytest.approx(free[n] - np.log(of_kept.sum()), abs=TOLERANCE)
+    assert begun.prefix.support.counts[:9].tolist() == first.support.counts[:9].tolist()
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}])

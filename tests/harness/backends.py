@@ -23,6 +23,7 @@ from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.port import Backend
 from asyncrl.config.layout import Layout
 from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.messages.support import Support
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
@@ -210,6 +211,21 @@ def sequence(length: int, *, seed: int, num_sequences: int = 8) -> TrainingSeque
 
 def sequences(seed: int = 0, lengths: Sequence[int] = (12, 30, 2, 17, 9, 23, 12, 5)) -> list[TrainingSequence]:
     return [sequence(length, seed=100 * seed + i, num_sequences=len(lengths)) for i, length in enumerate(lengths)]
+
+
+def cut(batch: Sequence[TrainingSequence], *, seed: int = 0) -> list[TrainingSequence]:
+    """Return sequences of which every second was sampled at a temperature of its own, from a few tokens each."""
+    random = np.random.default_rng(seed)
+
+    def supports(one: TrainingSequence) -> Support:
+        others = [random.choice(VOCABULARY, random.integers(0, 6), replace=False) for _ in one.tokens]
+        pairs = zip(one.tokens, others, one.response_mask, strict=True)
+        return Support.of([np.union1d(rest, [token]).astype(np.int32) if is_in else [] for token, rest, is_in in pairs])
+
+    return [
+        dataclasses.replace(one, support=supports(one), temperature=0.5 + 0.25 * i) if i % 2 else one
+        for i, one in enumerate(batch)
+    ]
 
 
 def shares(kind: str, batch: Sequence[TrainingSequence], *, max_tokens: int = 64) -> list[list[MicroBatch]]:

@@ -53,6 +53,15 @@ class Model:
         found: NDArray[np.float32] = torch.softmax(logits, -1)[:, ids].sum(-1).numpy()
         return found
 
+    def distribution(
+        self, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, temperature: float = 1.0
+    ) -> NDArray[np.float32]:
+        """Return the probability of every token after the prompt and ``tokens``, f32[V]."""
+        with torch.no_grad():
+            logits = self.network(_ids(prompt, tokens)).logits[0, -1]
+        found: NDArray[np.float32] = torch.softmax(logits / temperature, -1).numpy()
+        return found
+
     def version(self, policy_version: int, *, incarnation: int = 0) -> WeightVersion:
         """Return the message that announces these weights as a policy version."""
         return announce(self.folder, policy_version, incarnation=incarnation)

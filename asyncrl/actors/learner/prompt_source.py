@@ -260,13 +260,20 @@ class PromptSource(Actor):
 
     def _prompt_spec(self, row: PromptRow) -> PromptSpec:
         """Return what this row's prompt asks for in this incarnation."""
+        sampling = self._sampling_of(row)
         return PromptSpec(
             samples=frozenset({self._group_size}),
             max_tokens=self._max_tokens,
             max_prompt_tokens=len(row.tokens),
             prompt_digest=digest(row.tokens),
             epoch=row.epoch,
+            temperature=sampling.temperature if sampling.temperature != self._sampling.temperature else 0.0,
+            reports_support=self._are_sampled and sampling.reports_support,
         )
+
+    def _sampling_of(self, row: PromptRow) -> SamplingParams:
+        changed: SamplingParams = replace(self._sampling, **row.sampling) if row.sampling else self._sampling
+        return changed
 
     def _put_into_table(
         self, numbered: _NumberedRow, *, oldest_start: int | None, asked: PromptSpec | None = None
@@ -340,7 +347,7 @@ class PromptSource(Actor):
             group_id=numbered.group_id,
             prompt_tokens=row.tokens,
             group_size=self._group_size,
-            sampling=replace(self._sampling, **row.sampling) if row.sampling else self._sampling,
+            sampling=self._sampling_of(row),
             prompt=row.prompt,
             label=row.label,
             metadata=row.metadata,

@@ -20,6 +20,7 @@ from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.errors import PromptError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.user_copies import read_only
 
@@ -64,7 +65,7 @@ class GenerationSession:
 
     @property
     def context_tokens(self) -> int:
-        return self._engine.request_tokens
+        return min(self._sampling.max_context_tokens or self._engine.request_tokens, self._engine.request_tokens)
 
     @property
     def attempt(self) -> int:
@@ -78,7 +79,7 @@ class GenerationSession:
     async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
         """See Generate. Raises EngineError, PromptError or EngineDied."""
         call, self.num_calls = self.num_calls, self.num_calls + 1
-        sampling = self._sampling if max_new_tokens is None else self._sampling.at_most(max_new_tokens)
+        sampling = self._sampling_after(len(tokens), max_new_tokens)
         if self._progress is None:
             generation = await self._sample(call, tokens, sampling, partial=None)
         else:
@@ -87,6 +88,17 @@ class GenerationSession:
             generation = await self._resume(number, tokens, sampling, key=key, partial=partial, progress=self._progress)
         self.num_tokens += len(generation.tokens)
         return replace(generation, tokens=read_only(generation.tokens), logprobs=read_only(generation.logprobs))
+
+    def _sampling_after(self, num_tokens: int, max_new_tokens: int | None) -> SamplingParams:
+        """Return how a call samples after ``num_tokens`` of context. Raises PromptError if these leave no token."""
+        sampling, most = self._sampling, self.context_tokens if self._sampling.max_context_tokens else 0
+        left = most - num_tokens if most else sampling.max_new_tokens
+        if left < 1:
+            raise PromptError(
+                f"the context has {num_tokens} tokens, and max_context_tokens = {most} leaves none to answer with"
+            )
+        wanted = min(left, sampling.max_new_tokens if max_new_tokens is None else max_new_tokens)
+        return sampling if wanted == sampling.max_new_tokens else sampling.at_most(wanted)
 
     async def _resume(
         self,

@@ -29,7 +29,7 @@ from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.rollout import label_text
-from asyncrl.messages.user_copies import own_prompt, read_only
+from asyncrl.messages.user_copies import own_prompt, own_support, read_only
 from asyncrl.outage import outage_kind
 from asyncrl.policies.groups.validation import reward_problems
 from asyncrl.rewards.completions import CompletionReader
@@ -54,9 +54,10 @@ class GroupRules:
     max_parts       maximum trajectories of a rollout; 0: any number
     largest_reward  maximum magnitude of a reward, of its parts, and of turn rewards (reward.largest)
     needs_reward    whether the run's reward is, or includes, the rollout function's reward
+    temperature     rollout.temperature; a group names only another one
 
-    A result beyond the last three fails its sample. Samples that are cut off are the longest, which biases lengths.
-    The group therefore carries their number.
+    A result beyond max_parts, largest_reward or needs_reward fails its sample. Samples that are cut off are the
+    longest, which biases lengths. The group therefore carries their number.
     """
 
     sample_seconds: float = 0.0
@@ -66,6 +67,7 @@ class GroupRules:
     max_parts: int = 0
     largest_reward: float = math.inf
     needs_reward: bool = False
+    temperature: float = 1.0
 
     @property
     def cuts(self) -> bool:
@@ -155,7 +157,13 @@ class GroupMaker:
             began=began,
             reward_seconds=time.monotonic() - generated,
             label=label_text(prompt.label),
+            temperature=self._own_temperature(prompt),
         )
+
+    def _own_temperature(self, prompt: PromptGroup) -> float:
+        """Return the temperature of a row that has one of its own, else 0."""
+        temperature = prompt.sampling.temperature
+        return temperature if temperature != self._rules.temperature else 0.0
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -413,6 +421,7 @@ def check_rollout(
                 response_mask=read_only(one.response_mask),
                 behavior_logprobs=read_only(one.behavior_logprobs),
                 experts=read_only(one.experts),
+                support=own_support(one.support),
                 rollout=index,
                 part=number,
                 prompt_tokens=_NO_PROMPT

@@ -356,6 +356,7 @@ class GroupProgress:
                 version_spans=new.version_spans,
                 finish_reason=new.finish_reason,
                 experts=new.experts,
+                support=new.support,
             )
 
     async def forget(self, bus: Bus, *, worker: str) -> None:
@@ -384,6 +385,7 @@ def assemble_calls(segments: Iterable[GroupSegment]) -> dict[Key, Generation]:
                 version_spans=new.version_spans,
                 finish_reason=new.finish_reason,
                 experts=new.experts,
+                support=new.support,
             )
             before = calls.get(key)
             if new.start > 0:

@@ -217,8 +217,9 @@ def latent_heads(
 
 
 @fused
-def row_statistics(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
-    """logits [M, V], columns i64[M] (negative: on another rank) -> f32[4, M], with x = logits / temperature:
+def row_statistics(logits: torch.Tensor, columns: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
+    """logits [M, V], columns i64[M] (negative: on another rank) -> f32[4, M], with x = logits / temperature (a number
+    or f32[M, 1], here and below):
     largest x; sum of e = exp(x - largest); sum of e x; x at the column, or 0.
     """
     x = logits.float() / temperature
@@ -234,12 +235,12 @@ def logits_gradient(
     columns: torch.Tensor,
     log_total: torch.Tensor,
     grad_logprobs: torch.Tensor,
-    temperature: float,
+    temperature: float | torch.Tensor,
 ) -> torch.Tensor:
     """Gradient of sum(logprobs x grad_logprobs) with respect to logits [M, V]: one-hot - p, p = exp(x - log_total)."""
     p = (logits.float() / temperature - log_total[:, None]).exp()
     is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
-    return ((is_target.float() - p) * (grad_logprobs / temperature)[:, None]).to(logits.dtype)
+    return ((is_target.float() - p) * (grad_logprobs[:, None] / temperature)).to(logits.dtype)
 
 
 @fused
@@ -248,7 +249,7 @@ def logits_gradient_with_entropy(
     columns: torch.Tensor,
     log_total: torch.Tensor,
     grad_logprobs: torch.Tensor,
-    temperature: float,
+    temperature: float | torch.Tensor,
     mean: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.backends.kernels import fused
+from asyncrl.backends.kernels.support import exclude
 
 _CHUNK_NUMBERS = {"cuda": 2**29, "cpu": 2**26}
 """Logits per chunk: 1 GiB in 16 bits; on a CPU 256 MiB in float32, because float32 operations are not fused there."""
@@ -30,14 +31,16 @@ def linear_logprobs(
     weight: torch.Tensor,
     targets: torch.Tensor,
     *,
-    temperature: float,
+    temperature: float | torch.Tensor,
     vocabulary_size: int,
     group: dist.ProcessGroup | None = None,
     keeps_logits: bool = False,
+    support: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [M, H], weight [V / ranks, H], targets i64[M] -> logprobs f32[M], entropy f32[M] (nats), with gradient.
 
-    The distribution is softmax(hidden weight^T / temperature). Rank r of ``group`` holds rows [r V / ranks,
+    The distribution is softmax(hidden weight^T / temperature) over the ``support`` (Distribution in micro_batches.py);
+    ``temperature`` may be f32[M, 1]. Rank r of ``group`` holds rows [r V / ranks,
     (r + 1) V / ranks) of the weight; rows from ``vocabulary_size`` on are padding with zero probability. Every rank
     has the same hidden states; their gradient is summed over the ranks.
     """
@@ -47,7 +50,7 @@ def linear_logprobs(
     is_here = (targets >= start) & (targets < start + num_valid)
     columns = torch.where(is_here, targets - start, -1)
     return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden, weight, columns, temperature, num_valid, group if ranks > 1 else None, keeps_logits
+        hidden, weight, columns, temperature, num_valid, group if ranks > 1 else None, keeps_logits, start, support
     )
 
 
@@ -63,18 +66,20 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         columns: torch.Tensor,
-        temperature: float,
+        temperature: float | torch.Tensor,
         num_valid: int,
         group: dist.ProcessGroup | None,
         keeps_logits: bool,
+        start: int,
+        support: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         valid = weight[:num_valid].t()
         statistics = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
         left = _KEPT_NUMBERS[hidden.device.type] if keeps_logits and any(ctx.needs_input_grad) else 0
         ctx.kept = {}
         for rows in _chunks(hidden, num_valid):
-            logits = hidden[rows] @ valid
-            statistics[:, rows] = fused.row_statistics(logits, columns[rows], temperature)
+            logits = _logits(hidden, valid, rows, start=start, support=support)
+            statistics[:, rows] = fused.row_statistics(logits, columns[rows], _of(temperature, rows))
             left -= logits.numel()
             if left >= 0:
                 ctx.kept[rows.start] = logits
@@ -82,6 +87,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, log_total, mean = _normalize(statistics, group)
         ctx.save_for_backward(hidden, weight, columns, log_total, mean)
         ctx.temperature, ctx.num_valid, ctx.group = temperature, num_valid, group
+        ctx.start, ctx.support = start, support
         ctx.set_materialize_grads(False)
         return logprobs, log_total - mean
 
@@ -95,10 +101,10 @@ class _LinearLogprobs(torch.autograd.Function):
         is_trained = ctx.needs_input_grad[1]  # a frozen output layer needs neither the product nor the memory
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         for rows in _chunks(hidden, ctx.num_valid):
-            per_row = (columns[rows], log_total[rows], grad_logprobs[rows], ctx.temperature)
+            per_row = (columns[rows], log_total[rows], grad_logprobs[rows], _of(ctx.temperature, rows))
             logits = ctx.kept.pop(rows.start, None)
             if logits is None:
-                logits = hidden[rows] @ valid.t()
+                logits = _logits(hidden, valid.t(), rows, start=ctx.start, support=ctx.support)
             if grad_entropy is None:
                 grad_logits = fused.logits_gradient(logits, *per_row)
             else:
@@ -111,7 +117,24 @@ class _LinearLogprobs(torch.autograd.Function):
         if ctx.group is not None:
             grad_hidden = _reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)
         weight_gradient = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, weight_gradient, None, None, None, None, None
+        return grad_hidden, weight_gradient, None, None, None, None, None, None, None
+
+
+def _logits(
+    hidden: torch.Tensor,
+    valid: torch.Tensor,
+    rows: slice,
+    *,
+    start: int,
+    support: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Logits [rows, V / ranks] over the support.  start: token of the first column"""
+    logits = hidden[rows] @ valid
+    return logits if support is None else exclude(logits, *support, first_row=rows.start, first_token=start)
+
+
+def _of(temperature: float | torch.Tensor, rows: slice) -> float | torch.Tensor:
+    return temperature[rows] if isinstance(temperature, torch.Tensor) else temperature
 
 
 def _normalize(

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.megatron.packed_attention import Piece, Pieces, uses_varlen
-from asyncrl.backends.micro_batches import PackedRow, Rectangles, to_device
+from asyncrl.backends.micro_batches import Distribution, PackedRow, Rectangles, distribution_arrays, to_device
 from asyncrl.config.adapter import Layout
 from asyncrl.messages.routing import ExpertArray, unrouted
 from asyncrl.policies.batching.packing import MicroBatch
@@ -31,6 +31,7 @@ class RowPart:
     attention          the keys that each token sees
     sources            i64[m]: indices in the part of the hidden states that predict tokens of ``row.rows``
     targets            i64[m]: the predicted tokens
+    distribution       how they were sampled
     places             i64[m]: their indices in ``row.rows``; None if this rank has all of them
     kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
     experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
@@ -46,6 +47,7 @@ class RowPart:
     attention: Rectangles | Pieces
     sources: torch.Tensor
     targets: torch.Tensor
+    distribution: Distribution
     places: torch.Tensor | None
     kept: torch.Tensor | None
     experts: torch.Tensor | None
@@ -96,6 +98,7 @@ class RowPart:
             "targets": tokens[rows[places]],
             "places": places,
             "kept": kept,
+            **distribution_arrays(micro_batch, rows[places]),
         }
         if chosen is not None:
             filled = np.pad(chosen, ((0, 0), (0, length - micro_batch.num_tokens), (0, 0)), constant_values=-1)
@@ -115,6 +118,7 @@ class RowPart:
             attention=Pieces(pieces=pieces, order=moved["order"] if is_cut else None),
             sources=moved["sources"],
             targets=moved["targets"],
+            distribution=Distribution.from_arrays(moved),
             places=moved["places"] if is_cut else None,
             kept=moved["kept"] if is_cut else None,
             experts=moved.get("experts"),
@@ -164,6 +168,7 @@ def _whole_row(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | 
         attention=how,
         sources=row.rows - 1,
         targets=row.tokens.index_select(0, row.rows),
+        distribution=row.distribution,
         places=None,
         kept=None,
         experts=experts,

@@ -33,6 +33,7 @@ class RunningSequence:
     """A sequence being generated.
 
     uniforms  one number in [0, 1) per token, drawn in advance so that samples do not depend on the rest of the batch
+    support   tokens that each was sampled from, if sampling.reports_support
     experts   experts of the prompt [P, layers, k], then of each token but the last [1, layers, k]; empty if unrecorded
     stop      detects stop strings, including one that began in a prefix of the answer
     """
@@ -43,6 +44,7 @@ class RunningSequence:
     stop: StopWatch | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    support: list[NDArray[np.int32]] = field(default_factory=list)
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     finish_reason: str = ""
     experts: list[NDArray[Any]] = field(default_factory=list)
@@ -208,6 +210,8 @@ class Decoder:
             sampling = answer.sampling
             if sampling.min_new_tokens or sampling.changes or not sampling.temperature:
                 logits[row] = reshape_logits(logits[row], sampling, answer.tokens, ends=self._end_tokens_of(sampling))
+            if sampling.reports_support:
+                answer.support.append(logits[row].isfinite().nonzero()[:, 0].cpu().numpy().astype(np.int32))
         logprobs = torch.log_softmax(logits / temperatures, dim=-1)
         cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         uniforms = self._column([answer.uniforms[len(answer.tokens)] for answer in answers], dtype=torch.float64)
@@ -315,8 +319,8 @@ def reshape_logits(
 ) -> torch.Tensor:
     """Return logits [V] whose softmax, after division by the temperature, is the sampling distribution.
 
-    The order is SGLang's: penalties on the logits, then temperature, top_k and top_p. Penalties count the tokens of the
-    answer only, without the prompt.
+    As in SGLang: penalties on the logits, then temperature, then what both top_k and top_p keep. Penalties count the
+    tokens of the answer only, without the prompt.
 
     tokens  the answer so far
     ends    tokens that end an answer
@@ -329,12 +333,10 @@ def reshape_logits(
     logits = _penalize(logits, sampling, tokens)
     if not sampling.temperature:
         return torch.full_like(logits, -torch.inf).index_fill_(0, logits.argmax(keepdim=True), 0.0)
-    if sampling.top_k:
-        kth = logits.topk(min(sampling.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if sampling.top_p < 1:
+    if sampling.most_kept or sampling.top_p < 1:
         values, order = torch.softmax(logits / sampling.temperature, -1).sort(descending=True)
         is_out = values.cumsum(-1) - values > sampling.top_p  # keeps the first token that exceeds top_p
+        is_out[sampling.most_kept or len(logits) :] = True
         logits = logits.index_fill(0, order[is_out], -torch.inf)
     return logits
 

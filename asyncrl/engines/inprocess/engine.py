@@ -32,6 +32,7 @@ from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
+from asyncrl.messages.support import Support
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import check_layout
 from asyncrl.weights.port import LoadReport, Source
@@ -78,6 +79,7 @@ class _Request:
             version_spans=answer.spans.spans(end, begin=begin),
             finish_reason=answer.finish_reason,
             experts=_experts(answer, begin, end),
+            support=Support.of(answer.support[begin:end]),
         )
 
 

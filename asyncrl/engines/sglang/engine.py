@@ -259,6 +259,7 @@ class SGLangEngine(EngineAdapter):
                     keeps_version=bool(names),
                     experts=self._model.experts if sampling.is_trained else None,
                     num_prompt_tokens=len(prompt_tokens),
+                    has_support=sampling.reports_support,
                 )
                 partial.follow(reply)
                 request = self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans)

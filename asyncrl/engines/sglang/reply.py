@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import binascii
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -26,19 +26,20 @@ from numpy.typing import NDArray
 from asyncrl.data.model_folder import ExpertCounts
 from asyncrl.engines.generation import Generation, SpanRecorder, Version
 from asyncrl.engines.sglang.versions import Stamps
-from asyncrl.errors import EngineError, PromptError
+from asyncrl.errors import ConfigError, EngineError, PromptError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, keep_last, unrouted
+from asyncrl.messages.support import Support
 
 
 def sampling_params(sampling: SamplingParams, *, vocabulary_size: int) -> dict[str, Any]:
     """Set every parameter explicitly: the server may take defaults from the model's generation_config.json."""
-    keeps_all = not 0 < sampling.top_k < vocabulary_size  # a number of more than 32 bits ends the server
+    keeps_all = not 0 < sampling.most_kept < vocabulary_size  # a number of more than 32 bits ends the server
     return {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": -1 if keeps_all else sampling.top_k,
+        "top_k": -1 if keeps_all and not sampling.reports_support else min(sampling.most_kept, vocabulary_size),
         "min_p": 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
@@ -68,6 +69,7 @@ def generate_request(
         "sampling_params": sampling_params(sampling, vocabulary_size=vocabulary_size) | interval,
         "return_logprob": True,
         "return_routed_experts": reports_experts,
+        "return_sampling_mask": sampling.reports_support,
         "stream": stream,
         "extra_key": extra_key,
     }
@@ -112,6 +114,7 @@ class Reply:
     keeps_version      all tokens have ``sent_version``; with adapters the server reports only the version of its model
     experts            counts of the model's experts, if the server reports the experts of each token
     num_prompt_tokens  prompt tokens of the request
+    has_support        whether the support of each token is asked for
     """
 
     def __init__(
@@ -122,7 +125,10 @@ class Reply:
         keeps_version: bool = False,
         experts: ExpertCounts | None = None,
         num_prompt_tokens: int = 0,
+        has_support: bool = False,
     ) -> None:
+        self._has_support = has_support
+        self._supports: list[list[int]] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._spans = SpanRecorder()
@@ -181,6 +187,7 @@ class Reply:
             finish_reason=str(self._finish.get("type")) if self._finish is not None else "",
             experts=keep_last(self._experts, len(self._tokens) - begin + 1) if begin else self._experts,
             cached_tokens=self._cached_tokens,
+            support=Support.of(self._supports[begin:]),
         )
 
     def generation(self) -> Generation:
@@ -207,11 +214,27 @@ class Reply:
             raise EngineError(f"the server skipped tokens: got {len(self._tokens)}, the next chunk starts at {begin}")
         self._tokens[begin:] = [int(entry[1]) for entry in entries]
         self._logprobs[begin:] = [float("nan") if entry[0] is None else float(entry[0]) for entry in entries]
+        if self._has_support:
+            self._take_supports(meta, entries)
         self._finish = meta.get("finish_reason")
         self._cached_tokens = int(meta.get("cached_tokens") or 0)
         if self._expert_counts is not None and (text := meta.get("routed_experts")):
             num_tokens = self._num_prompt_tokens + len(self._tokens)
             self._experts = read_experts(text, self._expert_counts, num_tokens=num_tokens)
+
+    def _take_supports(self, meta: Mapping[str, Any], entries: Sequence[Any]) -> None:
+        """Read what each token was sampled from, and its logprob among these: ``entries`` have it of all tokens."""
+        supports, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+        if supports is None or logprobs is None:
+            raise ConfigError(
+                "rollout.top_p, top_k: this SGLang does not say which tokens it sampled from (return_sampling_mask of "
+                "0.5.23), and the trainer needs them; use top_p = 1.0, top_k = 0, or a newer SGLang"
+            )
+        begin = len(self._tokens) - len(supports)
+        if len(supports) != len(logprobs) or not 0 <= begin <= len(self._supports):
+            raise EngineError(f"the server's supports are of {len(supports)} tokens, of {len(entries)}")
+        self._supports[begin:] = supports
+        self._logprobs[begin:] = [float(logprob) for logprob in logprobs]
 
     def _version(self, text: str) -> Version:
         version = self._stamps.read(text)

@@ -300,6 +300,7 @@ def sampling_params(run: RunConfig) -> SamplingParams:
         stop=run.rollout.stop,
         stop_token_ids=run.rollout.stop_token_ids,
         min_new_tokens=run.rollout.min_new_tokens,
+        max_context_tokens=run.rollout.max_context_tokens,
     )
 
 

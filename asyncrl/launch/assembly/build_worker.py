@@ -95,6 +95,7 @@ async def build_worker(
             max_parts=run.rollout.max_parts,
             largest_reward=run.reward.largest,
             needs_reward=run.reward.takes_given,
+            temperature=run.rollout.temperature,
         )
         maker = make(reward=registry.load_reward(run), rules=rules, teachers=_teachers(run, servers, tokenizer))
         stages.append(training_stage(bus, maker, partial_rollouts=partial_rollouts, keep_seconds=keep_seconds))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl import config
 from asyncrl.adapters import registry
-from asyncrl.config import EvaluationDataset, RewardSection, RunConfig
+from asyncrl.config import EvaluationDataset, RewardSection, RolloutSection, RunConfig
 from asyncrl.config.secret_values import hide_secrets
 from asyncrl.data import row_files
 from asyncrl.data.model_folder import check_model_at
@@ -69,9 +69,16 @@ def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
     rows = index_rows(run) if rows is None else rows
     tokenizer = load_tokenizer(Path(run.model.path))
     if rollout_functions.traits(run.rollout.function).samples:
-        most = registry.context_tokens(run) - run.rollout.max_new_tokens
+        most = _room_for_prompt(registry.context_tokens(run), run.rollout)
         limits = dataclasses.replace(limits, prompt_tokens=most)
     return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits, rows=rows)
+
+
+def _room_for_prompt(context_tokens: int, section: RolloutSection | EvaluationDataset, max_new_tokens: int = 0) -> int:
+    """Return how many tokens a prompt may have: all but those of the longest answer, which max_context_tokens ends."""
+    if section.max_context_tokens:
+        return min(context_tokens, section.max_context_tokens) - 1
+    return context_tokens - (max_new_tokens or section.max_new_tokens)
 
 
 def say_first_prompts(rows: PromptDataset, sets: Iterable[EvaluationSet], *, of_reward: Iterable[str] = ()) -> None:
@@ -214,7 +221,7 @@ def open_set(
     limits          limits of its rows, from ``row_limits``
     """
     max_new_tokens = dataset.max_new_tokens or max_new_tokens
-    most = context_tokens - max_new_tokens
+    most = _room_for_prompt(context_tokens, dataset, max_new_tokens)
     where = f"evaluation.datasets: {dataset.name}"
     if most < 1:
         raise ConfigError(
@@ -309,6 +316,7 @@ def _sampling(dataset: EvaluationDataset, *, max_new_tokens: int) -> SamplingPar
         repetition_penalty=dataset.repetition_penalty,
         presence_penalty=dataset.presence_penalty,
         frequency_penalty=dataset.frequency_penalty,
+        max_context_tokens=dataset.max_context_tokens,
         is_trained=False,
     )
 

@@ -364,8 +364,13 @@ def _check_log(run: RunConfig, largest: int) -> None:
 
 def _check_context(run: RunConfig, context: int) -> None:
     """context: tokens that a prompt and its answer may have together"""
-    new = run.rollout.max_new_tokens
-    if new >= context and rollout_functions.traits(run.rollout.function).samples:
+    new, most = run.rollout.max_new_tokens, run.rollout.max_context_tokens
+    if most > context:
+        raise ConfigError(
+            f"rollout.max_context_tokens: {most:,} tokens are more than the {context:,} that engine.kind = "
+            f'"{run.engine.kind}" takes; use fewer'
+        )
+    if not most and new >= context and rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
             f"rollout.max_new_tokens: {new:,} new tokens leave no room for a prompt in the {context:,} tokens that "
             f'engine.kind = "{run.engine.kind}" takes (at most max_position_embeddings in '
@@ -388,10 +393,20 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
             "rollout.extra_samples and group_seconds are for what is generated, and rollout.function = "
             f'"{rollout.function}" generates nothing; remove them'
         )
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if (rollout.top_p < 1 or rollout.top_k > 0) and not samples:
         raise ConfigError(
-            f"rollout: top_p={rollout.top_p} top_k={rollout.top_k} sample from a truncated distribution whose logprobs "
-            "the trainer cannot recompute; use top_p = 1.0, top_k = 0 and adjust temperature instead"
+            "rollout.top_p and top_k are for what is generated, and rollout.function = "
+            f'"{rollout.function}" generates nothing; remove them'
+        )
+    if (rollout.top_p < 1 or rollout.top_k > 0) and run.has_served_teacher:
+        raise ConfigError(
+            "rollout.top_p and top_k: a teacher on a server gives logprobs of the whole vocabulary, and the policy's are "
+            "of the tokens that are left; remove them, or load the teacher in the learner (teacher.path)"
+        )
+    if 0 < rollout.max_context_tokens <= run.data.max_prompt_tokens:
+        raise ConfigError(
+            f"rollout.max_context_tokens = {rollout.max_context_tokens} leaves a prompt of data.max_prompt_tokens = "
+            f"{run.data.max_prompt_tokens} no token to answer with; raise it, or lower data.max_prompt_tokens"
         )
 
 

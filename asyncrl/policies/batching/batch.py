@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.staleness import Discard
 from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.messages.support import WHOLE, join
 from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.turns import turns_of
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -264,6 +265,8 @@ def _sequence(
         model_outputs={"teacher_logprobs": behind_prompt(np.where(sampled, given, np.float32(0)))}  # type: ignore[dict-item]
         if len(given := trajectory.teacher_logprobs)
         else {},
+        support=join([(prompt, WHOLE), (len(mask), trajectory.support)]),
+        temperature=group.temperature,
     )
 
 
@@ -319,6 +322,9 @@ def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
         "length/truncated_fraction": float(np.mean([_is_cut(parts) for parts in rollouts])),
         "length/parts_mean": float(np.mean([len(parts) for parts in rollouts])),
     }
+    cut = [counts[counts > 0] for group in groups for one in group.trajectories if len(counts := one.support.counts)]
+    if cut:
+        metrics["rollout/support_mean"] = float(np.concatenate(cut).mean())
     of_parts: dict[str, list[float]] = {}
     for first, *_ in rollouts:
         for name, value in first.reward_parts.items():

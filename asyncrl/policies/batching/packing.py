@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
+from asyncrl.messages.support import WHOLE, Support, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class TrainingSequence:
     experts            [T, layers, experts per token] that the engine chose (messages/routing.py); empty if unknown
     model_outputs      f32[T] each, by name: outputs of other models that are known before the step
                        ("teacher_logprobs" of a served teacher)
+    support            tokens that each was sampled from (messages/support.py); empty: the whole vocabulary
+    temperature        at which it was sampled; 0: rollout.temperature
     """
 
     tokens: NDArray[np.int32]
@@ -40,6 +43,8 @@ class TrainingSequence:
     staleness: NDArray[np.int32]
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
     model_outputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    support: Support = WHOLE
+    temperature: float = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,6 +60,7 @@ class MicroBatch:
                    "old_values", "returns"). Aligned like everything else: a value that belongs to choosing token n is
                    at n, so the old value of the state in which it was chosen is the critic's output at token n - 1
     experts        empty if no sequence has any
+    temperatures   f32[N], 0 where it is rollout.temperature; empty if that is everywhere
     recorded       the ``sequences`` whose per-token results the step must report (StepResult.tokens)
     """
 
@@ -69,6 +75,8 @@ class MicroBatch:
     model_outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     recorded: tuple[int, ...] = ()
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
+    support: Support = WHOLE
+    temperatures: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def num_tokens(self) -> int:
@@ -226,6 +234,8 @@ def _concatenate(sequences: Sequence[TrainingSequence], indices: Sequence[int]) 
         model_outputs={
             name: np.concatenate([one.model_outputs[name] for one in sequences]) for name in _common_outputs(sequences)
         },
+        support=join([(len(sequence), sequence.support) for sequence in sequences]),
+        temperatures=_temperatures(sequences),
         **per_token,
     )
 
@@ -233,6 +243,11 @@ def _concatenate(sequences: Sequence[TrainingSequence], indices: Sequence[int]) 
 def _common_outputs(sequences: Sequence[TrainingSequence]) -> list[str]:
     """Return the names that all sequences have in ``model_outputs``."""
     return sorted(set.intersection(*(set(one.model_outputs) for one in sequences))) if sequences else []
+
+
+def _temperatures(sequences: Sequence[TrainingSequence]) -> NDArray[np.float32]:
+    own = np.array([sequence.temperature for sequence in sequences], np.float32)
+    return np.repeat(own, [len(sequence) for sequence in sequences]) if own.any() else np.zeros(0, np.float32)
 
 
 def _experts(sequences: Sequence[TrainingSequence]) -> ExpertArray:

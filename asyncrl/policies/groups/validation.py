@@ -50,6 +50,8 @@ class PromptSpec:
     max_prompt_tokens  limit of tokens of the prompt
     prompt_digest      digest of the prompt's tokens (``digest``); empty if unknown
     epoch              pass over the data; None if unknown
+    temperature        of the row, if it has one of its own; 0: rollout.temperature; None if unknown
+    reports_support    whether each sampled token must say what it was sampled from; None if unknown
     """
 
     samples: frozenset[int]
@@ -57,6 +59,8 @@ class PromptSpec:
     max_prompt_tokens: int
     prompt_digest: bytes = b""
     epoch: int | None = None
+    temperature: float | None = None
+    reports_support: bool | None = None
 
 
 def digest(tokens: NDArray[np.int32]) -> bytes:
@@ -269,6 +273,31 @@ def _are_distinct(experts: ExpertArray) -> bool:
     return not bool((is_same & (in_order[..., :1] != unrouted(experts))).any())
 
 
+def _supports(vetted: Vetted) -> Iterator[str]:
+    """Check what tokens were sampled from: a trainer that normalised over other tokens would compare unlike numbers."""
+    group, asked, size = vetted.group, vetted.asked, vetted.possible.vocabulary_size
+    is_cut = asked.reports_support if asked is not None else None
+    if asked is not None and asked.temperature is not None and group.temperature != asked.temperature:
+        yield f"it was sampled at temperature {group.temperature:g}, and its prompt asked for {asked.temperature:g}"
+    for trajectory in group.trajectories:
+        support, mask = trajectory.support, trajectory.response_mask
+        if not len(support.counts):
+            if is_cut:
+                yield "an answer does not say which tokens it was sampled from, and top_p or top_k cut them"
+            continue
+        if is_cut is False and len(support.tokens):
+            yield "an answer says which tokens it was sampled from, and nothing cut them"
+        if is_cut and not (support.counts[mask] > 0).all():
+            yield "a sampled token does not say which tokens it was sampled from"
+        if len(support.tokens) and not 0 <= int(support.tokens.min()) <= int(support.tokens.max()) < size:
+            yield f"a token that an answer was sampled from is outside the vocabulary of {size}"
+        cut = np.flatnonzero(support.counts)
+        is_sampled = support.tokens == np.repeat(trajectory.tokens, support.counts)
+        starts = np.cumsum(support.counts[cut], dtype=np.int64) - support.counts[cut]
+        if len(cut) and not np.logical_or.reduceat(is_sampled, starts).all():
+            yield "a token is none of those that it was sampled from"
+
+
 def _rewards(vetted: Vetted) -> Iterator[str]:
     for trajectory in vetted.group.trajectories:
         turns = {f"the reward of turn {turn.start}": turn.reward for turn in trajectory.turn_rewards}
@@ -338,6 +367,7 @@ CHECKS: Final = (
     Check(what="tokens of the model's vocabulary", problems=_tokens),
     Check(what="a teacher's logprobs, if the run has a served teacher", problems=_teacher),
     Check(what="experts of the model, each once, for every token", problems=_experts),
+    Check(what="the tokens and the temperature that each token was sampled from", problems=_supports),
     Check(what="rewards and their parts: finite, within reward.largest, few, with names", problems=_rewards),
     Check(what="times that can be", problems=_times),
     Check(what="versions that there have been", problems=_versions),

@@ -72,6 +72,37 @@ async def test_files_by_weight_whose_rows_have_rewards_and_limits_of_their_own(t
     assert max(length for dataset, _, length in SEEN if dataset == "plain.jsonl") > 2
 
 
+async def test_a_row_is_trained_at_the_temperature_and_over_the_tokens_it_was_sampled_from(tmp_path: Path) -> None:
+    """Its mismatch with the engine is rounding, as where nothing was cut. Answers have a context of 20 tokens."""
+    demo_task.write(tmp_path)
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.6, "top_p": 1.0},
+        {"top_k": 3},
+        {"temperature": 1.4},
+        {},
+        {"max_context_tokens": 12},
+    ]
+    rows = [row | {"how": ways[n % len(ways)]} for n, row in enumerate(demo_task.prompts())]
+    run = run_of(
+        tmp_path,
+        model__path=str(tmp_path / "model"),
+        data__path=lines(tmp_path / "rows.jsonl", rows),
+        data__sampling_key="how",
+        data__max_prompt_tokens=10,
+        rollout__top_p=0.8,
+        rollout__max_context_tokens=20,
+        rollout__max_new_tokens=64,
+        rollout__min_new_tokens=0,
+        run__mode="sync",
+    )
+    result = await run.train()
+    assert (result.exit_code, result.steps) == (0, 4)
+    for line in run.open().metrics():
+        assert 1 < line["rollout/support_mean"] < 50
+        assert line["mismatch/max"] < 1e-4
+        assert line["length/trained_mean"] < 20
+
+
 async def test_conversations_are_learned_by_what_the_assistant_says(tmp_path: Path) -> None:
     """The user's turns are noise, which cannot be learned. The assistant answers the same each time."""
     model = make_tiny_model(tmp_path / "model", seed=0)

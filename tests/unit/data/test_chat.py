@@ -184,7 +184,13 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
 @pytest.mark.parametrize(
     ("row", "data", "problem"),
     [
-        ({"how": {"temperature": 0.5}}, {"sampling_key": "how"}, r"cannot set temperature \(the trainer divides the"),
+        (
+            {"how": {"presence_penalty": 1}},
+            {"sampling_key": "how"},
+            r"cannot set presence_penalty \(the trainer cannot",
+        ),
+        ({"how": {"temperature": 0}}, {"sampling_key": "how"}, "temperature must be in 0.001..1000"),
+        ({"how": {"top_k": 1}}, {"sampling_key": "how"}, "top_k must be 0 .off. or 2 to 1,024"),
         ({"how": {"max_new_tokens": 9}}, {"sampling_key": "how"}, r"9 is over rollout.max_new_tokens \(8\)"),
         ({"how": {"max_new_tokens": 2}}, {"sampling_key": "how"}, r"min_new_tokens must be >= 0 and <= .*\(2\), got 3"),
         ({"how": {"stop_token_ids": [44]}}, {"sampling_key": "how"}, "44 is not a token of the model's 44"),

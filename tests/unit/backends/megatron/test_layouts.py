@@ -42,6 +42,7 @@ from tests.harness.backends import (
     weights,
     with_returns,
 )
+from tests.harness.backends import cut as sampled_from_few
 from tests.harness.packing import pack
 
 EXPLORES = bool(os.environ.get("ASYNCRL_EXPLORE"))
@@ -118,7 +119,8 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
 
         def cut(number: int) -> list[list[MicroBatch]]:
             """Micro-batches of different lengths, several for each rank."""
-            return shares(kind, sequences(number), max_tokens=45)
+            batch = sequences(number)
+            return shares(kind, sampled_from_few(batch) if number else batch, max_tokens=45)
 
         def step(number: int) -> dict[str, float]:
             metrics = learned(backend.step(cut(number), learning_rate=LEARNING_RATE).metrics)

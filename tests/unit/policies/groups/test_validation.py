@@ -11,6 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, TurnReward, VersionSpan, replace
+from asyncrl.messages.support import WHOLE as WHOLE_VOCABULARY
+from asyncrl.messages.support import Support
 from asyncrl.policies.groups.validation import LEAST_LOGPROB, UNLIKELY, GroupValidation, PromptSpec, digest
 
 VETTING = GroupValidation(vocabulary_size=100, context_tokens=8)
@@ -78,6 +80,39 @@ def test_answers_that_nothing_sampled_may_name_any_version() -> None:
     given = of(version_spans=(VersionSpan(start=0, incarnation=99, policy_version=7),))
     vetting = GroupValidation(vocabulary_size=100, context_tokens=8, are_sampled=False)
     assert vetting.problem(given, incarnation=1, policy_version=6, resume_points={}) == ""
+
+
+SUPPORT = Support.of([[3, 4], [99], [0, 7, 50]])
+
+
+@pytest.mark.parametrize(
+    ("support", "is_cut", "words"),
+    [
+        (SUPPORT, True, ""),
+        (SUPPORT, None, ""),
+        (WHOLE_VOCABULARY, False, ""),
+        (WHOLE_VOCABULARY, None, ""),
+        (WHOLE_VOCABULARY, True, "does not say which tokens it was sampled from"),
+        (SUPPORT, False, "and nothing cut them"),
+        (Support.of([[3, 4], [], [0]]), True, "a sampled token does not say which tokens"),
+        (Support.of([[3, 4], [98], [0]]), True, "a token is none of those that it was sampled from"),
+        (Support.of([[3, 100], [99], [0]]), True, "outside the vocabulary of 100"),
+        (Support.of([[3, -4], [99], [0]]), True, "outside the vocabulary of 100"),
+    ],
+)
+def test_an_answer_says_what_its_tokens_were_sampled_from_if_something_was_cut(
+    support: Support, is_cut: bool | None, words: str
+) -> None:
+    group = replace(GROUP, trajectories=(replace(TRAJECTORY, support=support),))
+    spec = PromptSpec(samples=frozenset({1}), max_tokens=4, max_prompt_tokens=2, reports_support=is_cut)
+    found = VETTING.problem(group, incarnation=1, policy_version=6, resume_points={1: 4}, asked=spec)
+    assert words in found if words else found == ""
+
+
+def test_a_group_of_another_temperature_than_was_asked_for_is_named() -> None:
+    spec = PromptSpec(samples=frozenset({1}), max_tokens=4, max_prompt_tokens=2, temperature=0.5)
+    found = VETTING.problem(GROUP, incarnation=1, policy_version=6, resume_points={1: 4}, asked=spec)
+    assert found == "it was sampled at temperature 0, and its prompt asked for 0.5"
 
 
 # -- limits of the group's prompt --------------------------------------------------------------------------------------
