@@ -91,14 +91,16 @@ class GenerationSession:
 
     def _sampling_after(self, num_tokens: int, max_new_tokens: int | None) -> SamplingParams:
         """Return how a call samples after ``num_tokens`` of context. Raises PromptError if these leave no token."""
-        sampling, most = self._sampling, self.context_tokens if self._sampling.max_context_tokens else 0
-        left = most - num_tokens if most else sampling.max_new_tokens
+        sampling = self._sampling if max_new_tokens is None else self._sampling.at_most(max_new_tokens)
+        if not sampling.max_context_tokens:
+            return sampling
+        left = self.context_tokens - num_tokens
         if left < 1:
             raise PromptError(
-                f"the context has {num_tokens} tokens, and max_context_tokens = {most} leaves none to answer with"
+                f"the context has {num_tokens} tokens, and max_context_tokens = {self.context_tokens} leaves none to "
+                "answer with"
             )
-        wanted = min(left, sampling.max_new_tokens if max_new_tokens is None else max_new_tokens)
-        return sampling if wanted == sampling.max_new_tokens else sampling.at_most(wanted)
+        return sampling if left >= sampling.max_new_tokens else sampling.at_most(left)
 
     async def _resume(
         self,
