@@ -400,8 +400,8 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
         )
     if (rollout.top_p < 1 or rollout.top_k > 0) and run.has_served_teacher:
         raise ConfigError(
-            "rollout.top_p and top_k: a teacher on a server gives logprobs of the whole vocabulary, and the policy's are "
-            "of the tokens that are left; remove them, or load the teacher in the learner (teacher.path)"
+            "rollout.top_p and top_k: a teacher on a server gives logprobs over all tokens, and the policy's are over "
+            "those that are left; remove them, or load the teacher in the learner (teacher.path)"
         )
     if 0 < rollout.max_context_tokens <= run.data.max_prompt_tokens:
         raise ConfigError(
