@@ -132,6 +132,8 @@ learning_rate = 1e-4
 SMALL_DISKS: Final = (f"bus.max_log_bytes={8 * 2**20}", f"bus.max_message_bytes={2**20}")
 """Overrides for a run whose server has a disk of DISK_MEGABYTES."""
 DISK_MEGABYTES: Final = 64
+CALM: Final = "learner.options.step_seconds=0.3"
+"""Override for a test that mostly waits, with short answers: three steps per second leave the cores to others."""
 
 
 def evaluating(folder: Path, place: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.messages.topics import ACTORS
+from tests.chaos.run_files import CALM
 from tests.chaos.storm import Storm
 from tests.chaos.test_trouble import assert_is_clean, disk_of
 from tests.harness.faults.injections import FILLER, fill, full_disk
@@ -64,7 +65,7 @@ async def test_a_learner_whose_files_cannot_grow_waits(tmp_path: Path, forks: Fo
     It fails first on its history, or on its metrics if the limit starts between the two. It publishes nothing that is
     not on record.
     """
-    storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
+    storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10", CALM), forks=forks)
     async with storm.up() as seen:
         await waits_out(full_disk(storm.pids()["learner"]), storm, seen, is_mute=True)
     audit = await asyncio.to_thread(storm.audit)
@@ -89,7 +90,7 @@ def read_only(disk: Path) -> Iterator[None]:
 
 async def test_disks_under_checkpoints_and_weights_are_waited_for(tmp_path: Path, forks: ForkServer) -> None:
     """First one is full, then the other one is read-only."""
-    storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
+    storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10", CALM), forks=forks)
     folder = storm.run_directory
     with disk_of(folder / "checkpoints", megabytes=16) as first, disk_of(folder / "weights", megabytes=16) as other:
         async with storm.up() as seen:

@@ -18,6 +18,7 @@ import pytest
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages.topics import ACTORS, TRAJECTORIES
 from asyncrl.policies.health.waits import SPACE_IN_LOG
+from tests.chaos.run_files import CALM
 from tests.chaos.storm import Storm
 from tests.conftest import MAX_MESSAGE_BYTES
 from tests.harness.buses import Proxy
@@ -47,7 +48,7 @@ def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, forks: ForkS
     return Storm(
         folder,
         seed=1,
-        overrides=(address, MESSAGE_BYTES, PATIENT, *overrides),
+        overrides=(address, MESSAGE_BYTES, PATIENT, CALM, *overrides),
         way=server.url,
         token=server.token,
         forks=forks,
@@ -182,7 +183,7 @@ async def test_all_processes_wait_while_the_servers_disk_is_full_and_continue_wh
     room."""
     stall_seconds = 8
     stalls = f"run.stall_seconds={stall_seconds}"
-    storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, stalls), forks=forks)
+    storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, stalls, CALM), forks=forks)
     with disk_of(storm.run_directory / "nats", megabytes=64) as disk:
         async with storm.up() as seen:
             before = storm.pids()

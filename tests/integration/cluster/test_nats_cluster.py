@@ -19,6 +19,7 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config.addresses import servers
 from asyncrl.errors import BusError, ConfigError
 from asyncrl.messages.topics import ALL, PROGRESS, PROMPTS, TRAJECTORIES, WEIGHTS
+from tests.chaos.run_files import CALM
 from tests.chaos.storm import Storm
 from tests.conftest import BUS_SIZES
 from tests.harness.buses import group, progress, publish_groups, publish_prompts, taken
@@ -296,7 +297,7 @@ async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path, forks: 
     folder.mkdir()
     with Cluster(tmp_path / "cluster", runs=("storm",)) as cluster:
         where = [f'bus.url="{cluster.url}"', f'bus.credentials="{cluster.credentials("storm")}"']
-        overrides = [*where, f"bus.replicas={SIZE}", "bus.ack_seconds=15.0"]
+        overrides = [*where, f"bus.replicas={SIZE}", "bus.ack_seconds=15.0", CALM]
         storm = Storm(folder, seed=0, overrides=overrides, forks=forks, say=lambda text: None)
         async with storm.up() as seen:
             for topic in (TRAJECTORIES, PROMPTS, WEIGHTS):
