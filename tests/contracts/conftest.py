@@ -18,12 +18,9 @@ from tests.harness.engines import Model, start_inprocess
 
 SERVER = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang")]
 MODEL_CHARACTERS = "0123456789"
-ADAPTERS = [
-    "inprocess",
-    *contract_adapters.extra("engine"),
-    pytest.param("sglang", marks=SERVER),
-    pytest.param("sglang-stream", marks=SERVER),
-]
+SAMPLERS = ["inprocess", *contract_adapters.extra("engine"), pytest.param("sglang", marks=SERVER)]
+ADAPTERS = [*SAMPLERS, pytest.param("sglang-stream", marks=SERVER)]
+"""Also a server whose answer is read as a stream. It samples the same way."""
 
 
 @pytest.fixture

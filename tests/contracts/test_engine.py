@@ -19,6 +19,7 @@ from asyncrl.engines.port import Engine
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.errors import ConfigError, EngineError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
+from tests.contracts.conftest import SAMPLERS
 from tests.harness import contract_adapters
 from tests.harness.engines import (
     LONG,
@@ -55,6 +56,7 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert Check(old, temperature)(generation) < TOLERANCE
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 async def test_tokens_follow_the_distribution(engine: Engine, old: Model) -> None:
     """Compare 2000 first tokens with the model's softmax: with 40-odd cells, a chi-square above 110 has p < 1e-6."""
     sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)

@@ -147,7 +147,7 @@ async def test_lease_of_a_dead_holder_expires(
 async def test_holder_that_was_cut_off_does_not_disturb_the_next_one(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    brief_leases(monkeypatch)
+    brief_leases(monkeypatch, seconds=3.0)
     other, third = [await connect(nats_server, run="cut-lease") for _ in range(2)]
     async with Proxy(nats_server.port) as proxy:
         bus = await JetStreamBus.connect(proxy.url, run="cut-lease", token=nats_server.token, **SIZES)
