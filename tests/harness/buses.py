@@ -136,7 +136,9 @@ class Proxy:
 
     async def __aexit__(self, *_: object) -> None:
         self.shut()
-        await asyncio.gather(*self._ways)
+        while self._ways:  # a connection may have been accepted just before
+            self.cut()
+            await asyncio.wait(self._ways)
 
     async def open(self) -> None:
         self._listening = await asyncio.start_server(self._connect, "127.0.0.1", self._port)
@@ -152,25 +154,29 @@ class Proxy:
         for writer in self._ways.values():
             writer.transport.abort()
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.turns_away:
             self.num_turned_away += 1
             writer.close()
             return
-        way = asyncio.current_task()
-        assert way is not None
+        way = asyncio.create_task(self._carry(reader, writer))
         self._ways[way] = writer
-        await self._carry(reader, writer)
-        del self._ways[way]
+        way.add_done_callback(self._ways.pop)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError):  # the server is away
+                await self._carry_to_server(reader, writer)
+        finally:  # a test that ends cancels its proxy
+            writer.transport.abort()
+
+    async def _carry_to_server(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
         try:
             async with asyncio.TaskGroup() as ways:
                 ways.create_task(self._pump(reader, server_writer, pause=self._pause))
                 ways.create_task(self._pump(server_reader, writer))
-        finally:  # a test that ends cancels its proxy
-            writer.transport.abort()
+        finally:
             server_writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, pause: float = 0.0) -> None:
