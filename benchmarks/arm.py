@@ -230,7 +230,9 @@ def _learner(
         run=RunSection(directory=str(folder), name="pipeline", steps=plan.steps, mode=plan.mode),
         rollout=RolloutSection(group_size=plan.group_size, max_new_tokens=2**20),
         learner=LearnerSection(groups_per_batch=plan.groups_per_batch),
-        staleness=StalenessSection(max_staleness=plan.bound, eviction=plan.eviction, discard=plan.discard),
+        staleness=StalenessSection(
+            max_staleness=plan.bound, admission=plan.opens, eviction=plan.eviction, discard=plan.discard
+        ),
         checkpoint=CheckpointSection(every_steps=0, keep_log=True),
         evaluation=evaluating.section if evaluating is not None else EvaluationSection(),
     )

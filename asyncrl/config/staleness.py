@@ -15,6 +15,9 @@ Discard = Literal["groups", "trajectories", "tokens"]
 class StalenessSection:
     max_staleness: int = 4
     """Maximum age of a trained token, in policy versions. 0 is synchronous RL."""
+    admission: Literal["needed", "full"] = "needed"
+    """How many groups are outstanding in async. needed: as many as keep the learner fed, so tokens are as young as they
+    can be at no cost. full: always (max_staleness + 1) x groups_per_batch; needed never exceeds that."""
     eviction: Literal["", "wait", "drop"] = ""
     """What happens to a group that is still being generated and would become too old. wait: the learner waits for it.
     drop: it is dropped. Empty: drop with order = "freshest_first", or discard = "trajectories" or "tokens"; otherwise

@@ -17,6 +17,8 @@ SCHEMA: dict[str, str] = {
     "staleness/in_flight": "policy versions that passed while a group was being generated, mean over groups",
     "staleness/in_queue": "policy versions that passed while a group waited to be trained, mean over groups",
     "staleness/weight": "mean loss weight from staleness.weight over trained tokens; only if staleness.weight is set",
+    "staleness/window": "groups kept outstanding so that the learner is fed (staleness.admission); at most "
+    "(max_staleness + 1) x groups_per_batch",
     "staleness/cancelled": "answers missing from the batch's groups: the longest ones, cut off by "
     "rollout.group_seconds, and failed ones (rollout.min_group)",
     "staleness/failed_samples": "how many of staleness/cancelled failed",

@@ -25,6 +25,7 @@ from asyncrl.config.staleness import Discard
 from asyncrl.messages import VersionSpan
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.staleness.admission import Admission
+from asyncrl.policies.staleness.window import NeededWindow
 
 # -- speeds of engine and learner --------------------------------------------------------------------------------------
 
@@ -216,6 +217,7 @@ class Plan:
     learner_machines  training copies of the model
     prompt_tokens     prompt tokens per answer, which are trained with it
     eviction          async only: with "wait", a full batch waits for groups that would become too old
+    opens             staleness.admission
     discard           staleness.discard; every answer is one trajectory here, so "trajectories" equals "groups"
     kept              share of the groups that pass the filters
     """
@@ -233,6 +235,7 @@ class Plan:
     is_colocated: bool = False
     eviction: Literal["", "wait", "drop"] = ""
     discard: Discard = "groups"
+    opens: Literal["needed", "full"] = "needed"
     kept: float = 1.0
 
     @property
@@ -252,6 +255,14 @@ class Plan:
             max_staleness=self.bound,
             total_groups=_ENDLESS,
         )
+
+    @property
+    def window(self) -> NeededWindow | None:
+        """None: always full."""
+        count = self.groups_per_batch
+        if self.mode != "async" or self.opens == "full":
+            return None
+        return NeededWindow(groups_per_batch=count, largest=count * (self.bound + 1))
 
 
 GroupLengths = Callable[[int], list[int]]
@@ -315,6 +326,7 @@ class Ideal:
     training_seconds: float = 0.0
     trained_seconds: float = 0.0
     has_changed: bool = True
+    window: NeededWindow | None = None
     engines: list[_Engine] = field(default_factory=list)
     queue: deque[tuple[int, int]] = field(default_factory=deque)  # (group id, min policy version)
     starts: dict[int, int] = field(default_factory=dict)  # group id -> version that admitted it, until it arrives
@@ -325,6 +337,7 @@ class Ideal:
         return self.run().tokens_per_second
 
     def run(self) -> Reached:
+        self.window = self.plan.window
         self.engines = [_Engine(Decoding(self.timing)) for _ in range(self.plan.workers)]
         tokens, since, trained_before, busy_before = 0, 0.0, 0.0, 0.0
         self._move()
@@ -386,6 +399,8 @@ class Ideal:
         self.train_end = math.inf
         self.trained_seconds += self.training_seconds
         self.steps_done += 1
+        if self.window is not None:
+            self.window.observe(finished=len(self.buffer), unfinished=len(self.starts))
         self.has_changed = True
         if self.plan.mode == "async":
             for engine in self.engines:
@@ -444,7 +459,11 @@ class Ideal:
 
     def _admit(self) -> None:
         count = self.plan.admission.may_publish(
-            published=self.published, lost=self.lost, batches_taken=self.batches_taken, steps_done=self.steps_done
+            published=self.published,
+            lost=self.lost,
+            batches_taken=self.batches_taken,
+            steps_done=self.steps_done,
+            window=None if self.window is None else self.window.size,
         )
         for group_id in range(self.published, self.published + count):
             self.queue.append((group_id, self.steps_done))

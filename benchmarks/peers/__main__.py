@@ -25,8 +25,11 @@ from benchmarks.peers.scene import SCENES, Row, Scene
 
 OURS: Final[dict[str, Callable[[Scene], Row]]] = {
     "asyncrl": lambda scene: run_ours(scene, mode="async"),
+    "asyncrl full": lambda scene: run_ours(scene, mode="async", opens="full"),
+    "asyncrl bound 8": lambda scene: run_ours(scene, mode="async", max_staleness=8),
     "asyncrl drop": lambda scene: run_ours(scene, mode="async", eviction="drop"),
     "asyncrl tokens": lambda scene: run_ours(scene, mode="async", discard="tokens"),
+    "asyncrl tokens 8": lambda scene: run_ours(scene, mode="async", discard="tokens", max_staleness=8),
     "sync apart": lambda scene: run_ours(scene, mode="sync"),
     "sync colocated": lambda scene: run_ours(scene, mode="sync", is_colocated=True),
 }

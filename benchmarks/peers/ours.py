@@ -35,8 +35,13 @@ def run_ours(
     is_colocated: bool = False,
     eviction: Literal["", "wait", "drop"] = "",
     discard: Discard = "groups",
+    opens: Literal["needed", "full"] = "needed",
+    max_staleness: int | None = None,
 ) -> Row:
-    """Run one arm. Colocated: both machines generate, then both train, and switching costs nothing."""
+    """Run one arm. Colocated: both machines generate, then both train, and switching costs nothing.
+
+    max_staleness: another bound than the scene's
+    """
     machines = 2 if is_colocated else 1
     warmup = scene.warmup if mode == "async" else 2
     plan = FullEngine(
@@ -45,7 +50,7 @@ def run_ours(
         learner_machines=machines,
         groups_per_batch=scene.groups_per_batch,
         group_size=scene.group_size,
-        max_staleness=scene.max_staleness,
+        max_staleness=scene.max_staleness if max_staleness is None else max_staleness,
         warmup=warmup,
         steps=warmup + scene.steps,
         seed=scene.seed,
@@ -53,6 +58,7 @@ def run_ours(
         is_colocated=is_colocated,
         eviction=eviction,
         discard=discard,
+        opens=opens,
         groups_at_once=scene.groups_at_once,
     )
     row = uvloop.run(run_arm(plan, timing=timing_of(scene), lengths=lengths_of(scene)))

@@ -68,6 +68,15 @@ async def until_depth(loop: Loop, depth: int) -> None:
         await asyncio.sleep(0.01)
 
 
+async def test_a_fast_engine_gets_no_more_groups_than_keep_the_learner_fed(loop: Loop, bus_factory: Any) -> None:
+    """Groups that would wait for the learner are not begun: tokens are as young as they can be."""
+    loop.steps, loop.max_staleness, loop.staleness = 6, 4, {"admission": "needed"}
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    assert loop.recorder.rows[0]["staleness/max"] == 0
+    windows = [row["staleness/window"] for row in loop.recorder.rows if "staleness/window" in row]
+    assert windows and all(4 <= size <= 10 for size in windows)
+
+
 async def test_staleness_stays_within_the_bound(loop: Loop, bus_factory: Any) -> None:
     loop.steps = 12
     await run_all(loop, worker(await bus_factory(), Engine()), worker(await bus_factory(), Engine(), name="w1"))

@@ -300,7 +300,7 @@ class Loop:
             staleness=StalenessSection(
                 max_staleness=self.max_staleness,
                 eviction="wait" if self.wait_for_stragglers else "drop",
-                **self.staleness,
+                **{"admission": "full", **self.staleness},  # so that what is outstanding does not depend on timing
             ),
             algorithm=self.algorithm_section,
             weights=WeightsSection(every_steps=self.publish_every),

@@ -236,6 +236,8 @@ def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:
         "length/dropped": histogram(dropped),
         "weights/version": float(table.policy_version),
     }
+    if table.window:
+        metrics["staleness/window"] = float(table.window)
     if dropped:
         metrics["length/dropped_mean"] = sum(dropped) / len(dropped)
     return metrics

@@ -33,6 +33,7 @@ from asyncrl.policies.groups.validation import PromptSpec, digest
 from asyncrl.policies.health.waits import ROOM_IN_WINDOW, SERVICE
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
+from asyncrl.policies.staleness.window import NeededWindow
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class PromptSource(Actor):
         max_tokens: int | None = None,
         are_sampled: bool = True,
         reissue_seconds: float = 0.0,
+        window: NeededWindow | None = None,
     ) -> None:
         """
         table            shared with the learner
@@ -88,10 +90,14 @@ class PromptSource(Actor):
         max_tokens       limit of an answer over all its turns; sampling.max_new_tokens if None
         are_sampled      whether engines sample the answers and need weights
         reissue_seconds  as in ``Overdue``
+        window           None: always full
         """
         super().__init__(name, bus)
         self._rows = rows
         self._admission = admission
+        self._window = window
+        self._first_step = table.step
+        self._observed = table.step  # the step after which ``window`` last looked
         self._sampling = sampling
         self._group_size = group_size
         self._max_tokens = sampling.max_new_tokens if max_tokens is None else max_tokens
@@ -175,9 +181,12 @@ class PromptSource(Actor):
             await self._publish(numbered, min_policy_version=0, again=True)
 
     async def _watch_overdue(self) -> None:
-        """waits for: the clock, to look for prompts that were taken but are not answered"""
+        """waits for: the clock, to look for prompts that are taken but not answered, and for a learner that waits"""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            if self._observed > self._first_step and not self._table.training:  # not while engines start
+                self._observe_need()  # slow workers may hold all that is admitted, while others have nothing to do
+                self._changed.set()
             await self.reissue_overdue(now=time.monotonic())
 
     async def reissue_overdue(self, *, now: float) -> None:
@@ -241,12 +250,15 @@ class PromptSource(Actor):
         self._policy_version = progress.policy_version
         obtainable = self._obtainable
         oldest = progress.policy_version if obtainable is None else min(progress.policy_version, obtainable)
+        if self._table.step > self._observed:
+            self._observe_need()
         count = self._admission.may_publish(
             published=self._table.next_group_id,
             lost=progress.groups_lost,
             batches_taken=progress.batches_taken,
             steps_done=progress.step,
             obtainable=obtainable,
+            window=None if self._window is None else self._window.size,
         )
         count = min(count, self._admission.most)  # whatever progress the learner claims
         rows = await self._read(count)
@@ -257,6 +269,15 @@ class PromptSource(Actor):
         if len(rows) < count:
             self._table.exhaust(position=self._read_to[0], overlong=self._read_to[1])
             self._table_changed.set()
+
+    def _observe_need(self) -> None:
+        """Let the window see what is there for the next step; the learner may have taken it already."""
+        table = self._table
+        self._observed = table.step
+        if self._window is not None:
+            finished = len(table.buffered) + len(table.training)
+            self._window.observe(finished=finished, unfinished=len(table.outstanding))
+            table.window = self._window.size
 
     def _prompt_spec(self, row: PromptRow) -> PromptSpec:
         """Return what this row's prompt asks for in this incarnation."""

@@ -71,6 +71,7 @@ from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.tickets import Tickets
 from asyncrl.policies.groups.validation import GroupValidation, PromptSpec
 from asyncrl.policies.staleness.admission import Admission
+from asyncrl.policies.staleness.window import NeededWindow
 from asyncrl.rewards.load import oddities as reward_oddities
 from asyncrl.weights.port import WeightChannel
 
@@ -246,6 +247,7 @@ def assemble_learner(
         tickets=validator.tickets,
         are_sampled=_are_sampled(run),
         reissue_seconds=run.rollout.reissue_seconds,
+        window=NeededWindow.from_run(run) if _are_sampled(run) else None,
     )
     return learner, prompts
 

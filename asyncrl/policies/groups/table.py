@@ -47,6 +47,7 @@ class GroupTable:
     overlong        overlong rows among them
     failed_in_a_row  groups that failed since the last one that was buffered
     problem         why the newest of these failed
+    window          groups that the prompt source keeps outstanding; 0 before the first step, or if always all
     """
 
     incarnation: int = 0
@@ -70,6 +71,7 @@ class GroupTable:
     counts_before_step: dict[Fate, int] = field(default_factory=dict)
     failed_in_a_row: int = 0
     problem: str = ""
+    window: int = field(default=0, compare=False)
     generated_lengths: list[int] = field(default_factory=list)
     dropped_lengths: list[int] = field(default_factory=list)
 

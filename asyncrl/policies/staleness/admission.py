@@ -16,6 +16,8 @@ full window the group is trained max_staleness versions later, so starting on ol
 A step counts only once workers can get its weights: the groups that it releases are published when its version, or a
 newer one, is announced. They could not start earlier, and a learner that dies in between leaves no prompt behind that
 no worker can start. The window only saves work; the guarantee is the check when a batch is taken (groups/selection.py).
+
+In async a window smaller than the full one may do: as many groups as keep the learner fed (window.py).
 """
 
 from __future__ import annotations
@@ -57,17 +59,21 @@ class Admission:
         batches_taken: int,
         steps_done: int,
         obtainable: int | None = None,
+        window: int | None = None,
     ) -> int:
         """Return how many groups may be published now, >= 0.
 
         obtainable: newest policy version that workers can get; None if no policy samples. A published group asks for
                     version min(steps_done, obtainable)
+        window:     groups that may be outstanding at most, in async; None: as many as the bound allows
         """
         if obtainable is not None:
             steps_done, batches_taken = min(steps_done, obtainable), min(batches_taken, obtainable + 1)
         released = batches_taken if self.mode == "one_step_off" else steps_done
         slack = self.max_staleness if self.mode == "async" else 0
-        open_groups = min(self.groups_per_batch * (released + 1 + slack), self.total_groups)
+        full = self.groups_per_batch * (1 + slack)
+        open_groups = self.groups_per_batch * released + (full if window is None else min(window, full))
+        open_groups = min(open_groups, self.total_groups)
         return max(0, open_groups - (published - lost))
 
 
