@@ -102,8 +102,8 @@ async def train_with_a_killed_worker(run: RunConfig, bus: Bus) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = []
         for number in range(2):
-            worker, follower = await build_worker(run, bus=bus, name=f"w{number}")
-            tasks.append(group.create_task(supervise(worker, follower, HeartbeatSender(worker))))
+            worker, *beside = await build_worker(run, bus=bus, name=f"w{number}")
+            tasks.append(group.create_task(supervise(worker, *beside, HeartbeatSender(worker))))
 
         async def kill() -> None:
             async with bus.watch(PROGRESS) as states:
