@@ -27,6 +27,7 @@ from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.port import Backend
 from asyncrl.config.layout import Layout
+from asyncrl.messages.support import Support
 from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, pack_for_ranks, recording, sequence_slices
 from asyncrl.policies.batching.prefixes import DistinctTokens
 from tests.harness.backends import (
@@ -291,6 +292,20 @@ def test_replayed_experts_are_those_of_each_sequence_and_the_balance_counts_ever
         (one,) = trained([tokens], seed=i)
         made.append(one if i == 5 else dataclasses.replace(one, experts=experts))
     compare(folder, tmp_path, made, options={"aux_loss_coefficient": 0.3})
+
+
+def test_a_shared_token_has_the_logprob_of_how_each_sequence_sampled_it(tmp_path: Path) -> None:
+    """The same answer three times: at two temperatures, and from three tokens that top_k left."""
+    folder = tiny_model(tmp_path / "model")
+    (tokens,), own = random_tree(5, num_sequences=1, longest=20), []
+    tokens = np.concatenate([tokens, [5, 6, 7, 8]]).astype(np.int32)
+    support = Support.of([[]] * (len(tokens) - 4) + [[5, 1, 2], [6, 3, 4], [7, 8, 9], [8, 1, 2]])
+    for i, changes in enumerate(({}, {"temperature": 0.6}, {"support": support}, {})):
+        (one,) = trained([tokens], seed=i)
+        own.append(dataclasses.replace(one, **changes))  # type: ignore[arg-type]
+    shared = compare(folder, tmp_path, own)
+    first, *others = (shared.outputs["policy", i] for i in range(4))
+    assert [bool(np.allclose(first, other)) for other in others] == [False, False, True]
 
 
 def test_a_model_with_linear_attention_computes_every_sequence_whole(tmp_path: Path) -> None:
