@@ -6,7 +6,9 @@ torchrun starts one process per rank, on any number of machines. Rank 0 is the l
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
+from pathlib import Path
 
 from asyncrl import logs
 from asyncrl.adapters.registry import backend_class, connect, serve_rank, set_learner_environment
@@ -15,12 +17,19 @@ from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervise_pro
 from asyncrl.config import RunConfig
 from asyncrl.launch.checks import resume_checks, single_learner
 from asyncrl.launch.checks.run_file import check_learner
+from asyncrl.launch.processes.swap import TAKE_OVER, ready_file
 from asyncrl.os_process import end_with_parent, exit_within
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_file(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
+    parser.add_argument(
+        "--standby",
+        metavar="NAME",
+        default="",
+        help="get ready, say so by swap/NAME.ready in the run's folder, and begin when SIGUSR1 comes (`asyncrl swap`)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,16 +40,33 @@ def run(options: argparse.Namespace) -> int:
         return _serve(run_config, rank=rank)
     run_config = arguments.with_bus_address(run_config)
     logs.log_to(run_config.run_directory / "logs" / "learner.log")
-    return run_learner(run_config, resume=options.resume, token=arguments.bus_token(run_config))
+    return run_learner(
+        run_config, resume=options.resume, token=arguments.bus_token(run_config), standby=options.standby
+    )
 
 
-def run_learner(run_config: RunConfig, *, resume: bool, token: str) -> int:
-    """Train to the end of the run. Raises ConfigError while another learner has this run."""
+def run_learner(run_config: RunConfig, *, resume: bool, token: str, standby: str = "") -> int:
+    """Train to the end of the run. Raises ConfigError while another learner has this run.
+
+    standby  name of this process if another learner has the run, which this one is to take over
+    """
+    if standby:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {TAKE_OVER})  # in all threads: it may come early
     check_learner(run_config)
     if resume:  # also after a death: the run file and the model may have changed since
         resume_checks.check_settings(run_config)
+    if standby:
+        _wait_to_take_over(ready_file(run_config.run_directory, standby))
     with single_learner.in_folder(run_config.run_directory):
         return in_event_loop(_learn(run_config, resume=resume, token=token))
+
+
+def _wait_to_take_over(ready: Path) -> None:
+    """Import what takes seconds, say that we are ready, and wait for TAKE_OVER."""
+    importlib.import_module("asyncrl.launch.assembly.training")
+    ready.parent.mkdir(exist_ok=True)
+    ready.touch()
+    signal.sigwait({TAKE_OVER})
 
 
 def _serve(run_config: RunConfig, *, rank: int) -> int:

@@ -38,13 +38,13 @@ VERBS: Final = {
     "serve": "Let external programs play a run's samples over HTTP and report the outcome.",
     "board": "Show runs on a web page: curves, what every actor does, groups, and answers token by token.",
     "scale": "Change the number of rollout workers of a running run; workers that leave drain first.",
+    "swap": "Replace the learner of a running run by one with other settings; the engines go on.",
     "samples": "Show what the model writes: prompts, answers, rewards, and what became of them.",
     "tap": "Print messages on a topic of a running run as they arrive.",
     "trace": "Write a timeline of a run for Perfetto or Chrome.",
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
     "regrade": "Grade a run's recorded answers again, and write a branch of the run that was trained so.",
-    "certify": "Write down what a version was made from: data, samplers, code, settings; or check such a file.",
     "bill": "Show what a run's GPUs were spent on: by fate, task, row and worker, and per trained token.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
     "import-model": "Convert a GGUF file, or a folder with FP8, INT4 or MXFP4 weights, to a folder for training.",
@@ -76,7 +76,6 @@ _MEANT: Final = {
     **dict.fromkeys(("answers", "logs", "generations"), "samples"),
     **dict.fromkeys(("rescore", "relabel", "retract", "undo", "branch"), "regrade"),
     **dict.fromkeys(("cost", "costs", "invoice"), "bill"),
-    **dict.fromkeys(("provenance", "sign", "attest"), "certify"),
 }
 """Names that other programs have for our verbs."""
 
@@ -97,7 +96,6 @@ EXAMPLES: Final = """examples:
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl regrade runs/demo --reward my_rewards:score  the run as it had been with another reward, as a branch
-  asyncrl certify runs/demo --version 40               what a version of the model was made from, as JSON
   asyncrl bill runs/demo --price 3                     GPU-seconds per trained token, and their cost
   asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder

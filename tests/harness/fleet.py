@@ -16,6 +16,7 @@ from asyncrl.launch.port import ProcessSpec
 from asyncrl.launch.processes import launch, process_specs
 from asyncrl.launch.processes.fleet import FleetScaler
 from asyncrl.launch.processes.process_manager import ProcessManager
+from asyncrl.launch.processes.swap import TAKE_OVER
 from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS
 from tests import ROOT
@@ -25,7 +26,7 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 
 class Process:
-    """A fake process. It ends on SIGKILL, on any signal if it ``drains``, or when a test sets its ``code``."""
+    """A fake process. It ends on SIGKILL, on other signals but TAKE_OVER if it ``drains``, or when ``code`` is set."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec, self.pid, self.node = spec, 0, "here"
@@ -39,7 +40,7 @@ class Process:
 
     def signal(self, number: int) -> None:
         self.signals.append(number)
-        if not self.code.done() and (number == 9 or self.drains):
+        if not self.code.done() and (number == 9 or (self.drains and number != TAKE_OVER)):
             self.code.set_result(-9 if number == 9 else self.drained_code)
 
 
@@ -80,10 +81,13 @@ def settings_of(*overrides: str) -> RunConfig:
     return config.load(DEMO, ["learner.device=cpu", *overrides])
 
 
+def specs_of(launcher: Launcher, *overrides: str) -> process_specs.ProcessSpecs:
+    return process_specs.ProcessSpecs(settings_of(*overrides), launcher=launcher, common=["RUN.toml"], environment={})
+
+
 def manager_of(launcher: Launcher, *overrides: str, server: BusServer | None = None) -> ProcessManager:
     """Return the manager of a learner and two workers, which are not started yet."""
-    settings = settings_of(*overrides)
-    specs = process_specs.ProcessSpecs(settings, launcher=launcher, common=["RUN.toml"], environment={})
+    settings, specs = settings_of(*overrides), specs_of(launcher, *overrides)
     return ProcessManager(
         dataclasses.replace(settings.run, stall_seconds=1e9),
         launcher=launcher,
@@ -100,6 +104,7 @@ class Stage:
         self.launcher = launcher
         self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
         settings = settings_of(*overrides)
+        self.specs = specs_of(launcher, *overrides)
         self.manager = manager_of(launcher, *overrides, server=server)
         self.monitor = HealthMonitor(self._bus)
         scaler = FleetScaler(self._bus, self.manager.fleet, rule=launch._fleet_rule(settings))

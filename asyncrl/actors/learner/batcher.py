@@ -133,11 +133,9 @@ class Batcher:
         algorithm: Algorithm,
         picks: Callable[[int, int], Collection[int]] | None = None,
         workers: LiveWorkers | None = None,
-        shares_prefixes: bool = False,
     ) -> None:
         """picks: maps a step's group count and number to the groups to record; None records no groups
-        workers: None if it is unknown which groups workers have started
-        shares_prefixes: whether the backend computes tokens once that sequences begin with"""
+        workers: None if it is unknown which groups workers have started"""
         self._table = table
         self._picks = picks
         self._progress = progress
@@ -151,7 +149,6 @@ class Batcher:
         self._count = run.learner.groups_per_batch
         self._num_dp_shards = run.learner.data_parallel
         self._micro_batch_tokens = run.learner.micro_batch_tokens
-        self._shares_prefixes = shares_prefixes
         self._waits_for_stragglers = run.staleness.waits
         self._longest_wait = run.staleness.wait_seconds or math.inf
         self.straggler_wait_seconds = 0.0
@@ -346,7 +343,6 @@ class Batcher:
             sizes=batch.mini_batch_sizes,
             ranks=self._num_dp_shards,
             max_tokens=self._micro_batch_tokens,
-            shares_prefixes=self._shares_prefixes,
         )
         mini_batches = recording(
             mini_batches,

@@ -26,7 +26,7 @@ from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, ConfigError
-from asyncrl.policies.batching.packing import MicroBatch, compute_all
+from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.snapshot import Fill, Kept, Rows, Snapshot
 
@@ -156,7 +156,7 @@ class LoadedModel:
 
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """Return a pair: a tensor for the schedule, not a loss, and outputs f32[N] on the device."""
-            outputs, num_tokens = self._outputs(row, hidden), row.micro_batch.num_tokens
+            outputs, num_tokens = self._outputs(row, hidden), len(row.row.tokens)
             if has_values:
                 return hidden, outputs[0][:num_tokens]
             return hidden, outputs[0].new_zeros(num_tokens).index_copy(0, row.row.rows, outputs[0])
@@ -171,8 +171,6 @@ class LoadedModel:
         self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, is_routed: bool, batch_tokens: int = 0
     ) -> RowPart:
         """is_routed: by the experts that the engine chose; it ran no other model than the policy"""
-        if self._shape.why_no_shared_prefixes:
-            micro_batch = compute_all(micro_batch)
         return RowPart.from_micro_batch(
             micro_batch,
             rows,

@@ -224,7 +224,6 @@ def assemble_learner(
             algorithm=algorithm,
             picks=None if samples is None else samples.picks,
             workers=workers,
-            shares_prefixes=registry.shared_prefixes(run).is_on,
         ),
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),

@@ -184,7 +184,6 @@ def _check_settings(run: RunConfig) -> None:
         _check_log(run, run.largest_group_bytes + replay.num_bytes)
     learner_models.check_folders(run, algorithm)
     registry.backend_class(run).check(run)
-    registry.shared_prefixes(run)
     launcher_class(run).check(run)
     _check_filters(run)
     from asyncrl.metrics.sinks import check_sinks  # imports torch; other problems are reported before

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from asyncrl.actors.presence import OwnProcess
 from asyncrl.errors import INTERRUPTED, AsyncRLError, NoRoom
 from asyncrl.launch.port import LaunchedProcess, Launcher, ProcessSpec
-from asyncrl.messages.roles import LEARNER_RANK
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 
 BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 30.0
@@ -92,6 +92,12 @@ class ChildProcess:
     """Whether `asyncrl scale` counts it, if it is a rollout worker."""
     is_leaving: bool = False
     """It was told to drain while the run continues, so its exit is not a failure."""
+    standby_arguments: tuple[str, ...] = ()
+    """Added to the command of a start while ``is_standby``."""
+    is_standby: bool = False
+    """A learner that waits to take over (swap.py): the run does not depend on it yet."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    """Set while it is not kept running: it ended and is not restarted."""
     starts: int = 0
     no_restart: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     """Once set, the process is not started again."""
@@ -110,13 +116,13 @@ class ChildProcess:
 
         Empty once it is no longer kept running, and for ranks, which are not actors.
         """
-        if not self.is_kept_running or self.spec.role == LEARNER_RANK:
+        if not self.is_kept_running or self.is_standby or self.spec.role == LEARNER_RANK:
             return []
         pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")
         seconds = time.monotonic() - self.since
         return [
             OwnProcess(
-                name=self.name,
+                name=LEARNER if self.spec.role == LEARNER else self.name,
                 role=self.spec.role,
                 pid=pid,
                 host=host,
@@ -130,6 +136,7 @@ class ChildProcess:
         began, self.since = time.monotonic(), time.monotonic()
         self.fault, has_no_room, node, pid = "", False, "", 0
         extra = self.restart_arguments if self.resumed or self.starts else ()
+        extra += self.standby_arguments if self.is_standby else ()
         try:
             spec = replace(self.spec, arguments=(*self.spec.arguments, *extra))
             self.process = await self._start(launcher, spec)

@@ -115,16 +115,22 @@ class Fleet:
     def remove(self, child: ChildProcess) -> None:
         """Record that a process will not be started again."""
         child.is_kept_running = False
-        if child.spec.role == WORKER:
+        if child.spec.role == WORKER or child.is_leaving or child.is_standby:
             self.children.remove(child)
+        child.gone.set()
         self.changed.set()
+
+    def add(self, child: ChildProcess) -> None:
+        """Keep another process running."""
+        child.gone.clear()
+        self.children.append(child)
+        self._start(child)
 
     def _add_worker(self) -> ChildProcess:
         taken = frozenset(gpu for one in self.children for gpu in one.spec.gpus)
         child = self._new_worker(self._free_name(), taken)
         child.is_added = True
-        self.children.append(child)
-        self._start(child)
+        self.add(child)
         return child
 
     def _free_name(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl import config
 from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.failed_batches import forget_deaths
@@ -29,11 +31,14 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import resume_checks, single_instance, single_learner
 from asyncrl.launch.launchers.adapter import launcher_class
+from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.launch.processes.fleet import FleetScaler
 from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
 from asyncrl.launch.processes.process_specs import ProcessSpecs
+from asyncrl.launch.processes.swap import LearnerSwapper, NewLearner
 from asyncrl.logs import print_line
 from asyncrl.messages.control import FleetSize
+from asyncrl.messages.roles import LEARNER
 from asyncrl.messages.topics import FLEET, PROGRESS
 from asyncrl.os_process import PYTHON_PATH
 from asyncrl.policies.fleet_size import FleetSizer
@@ -98,16 +103,25 @@ async def launch(
         )
         if handles_signals:
             stack.enter_context(_handle_signals(manager.interrupt))
-        return await _run_processes(manager, run_config, token=token)
+        numbers = itertools.count(1)
+
+        def new_learner(more: Sequence[str], taken: frozenset[int]) -> ChildProcess:
+            changed = config.load(run_file, [*overrides, *more])
+            return specs.new_learner(changed, more, name=f"{LEARNER}-swap{next(numbers)}", taken=taken)
+
+        return await _run_processes(manager, run_config, new_learner=new_learner, token=token)
 
 
-async def _run_processes(manager: ProcessManager, run_config: RunConfig, *, token: str) -> Outcome:
+async def _run_processes(
+    manager: ProcessManager, run_config: RunConfig, *, new_learner: NewLearner, token: str
+) -> Outcome:
     def bus() -> Awaitable[Bus]:
         return connect(run_config, token=token)
 
     monitor = HealthMonitor(bus, own_processes=manager.own_processes)
     scaler = FleetScaler(bus, manager.fleet, rule=_fleet_rule(run_config))
-    running = asyncio.ensure_future(manager.run(monitor, scaler))  # awaited on every exit
+    swapper = LearnerSwapper(run_config.run_directory, manager.fleet, new_learner=new_learner)
+    running = asyncio.ensure_future(manager.run(monitor, scaler, swapper))  # awaited on every exit
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -32,6 +32,7 @@ from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError
 from asyncrl.launch.port import Launcher
 from asyncrl.launch.processes.child_process import ChildProcess, Exit, RestartPolicy
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, FleetScaler, NewWorker
+from asyncrl.launch.processes.swap import LearnerSwapper
 from asyncrl.logs import as_typed, in_a_line, in_words, printable
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
 from asyncrl.policies.health.conditions import ALARMS
@@ -100,14 +101,16 @@ class ProcessManager:
         """Return the processes of this run for the health monitor."""
         return [one for child in self.fleet.children for one in child.own_processes()]
 
-    async def run(self, monitor: HealthMonitor, scaler: FleetScaler) -> Outcome:
+    async def run(self, monitor: HealthMonitor, *changes: FleetScaler | LearnerSwapper) -> Outcome:
         """Keep the run up until it is over.
+
+        changes    what changes the fleet on request
 
         waits for: the learner's end, a failure, or ``interrupt``
         """
         self._monitor = monitor
         try:
-            await self._run(monitor, scaler)
+            await self._run(monitor, changes)
         finally:
             await self._launcher.close()
         if self._failure:
@@ -116,11 +119,11 @@ class ProcessManager:
             return Outcome(exit_code=INTERRUPTED, reason="interrupted")
         return Outcome(exit_code=0, reason="done")
 
-    async def _run(self, monitor: HealthMonitor, scaler: FleetScaler) -> None:
+    async def _run(self, monitor: HealthMonitor, changes: Iterable[FleetScaler | LearnerSwapper]) -> None:
         async with self._group as group:
             for child in self.fleet.children:
                 self._keep_running(child)
-            helpers = [group.create_task(monitor.run(self._on_findings)), group.create_task(scaler.run())]
+            helpers = [group.create_task(one) for one in (monitor.run(self._on_findings), *(c.run() for c in changes))]
             server = [group.create_task(self._keep_server_up(self._server))] if self._server is not None else []
             await self._over.wait()
             for task in helpers:
@@ -152,7 +155,9 @@ class ProcessManager:
         Ends the run if the exit requires it.
         """
         was_over = self._over.is_set()
-        if child.spec.role == LEARNER:
+        if child.is_standby:  # the present learner goes on
+            return None
+        if child.spec.role == LEARNER and not (child.is_leaving and ended.code):
             self._on_learner_exit(ended)
         if child.is_leaving:
             has_left = ended.code in (0, INTERRUPTED)
@@ -303,7 +308,8 @@ class ProcessManager:
             one.spec.role == LEARNER and one.process and self._monitor.has_worked(one.process.node, one.process.pid)
             for one in self.fleet.children
         )
-        return [task for task in self._tasks if has_trained and task.get_name() == LEARNER and not task.done()]
+        names = {one.name for one in self.fleet.children if one.spec.role == LEARNER}
+        return [task for task in self._tasks if has_trained and task.get_name() in names and not task.done()]
 
     def _fail(self, code: int, reason: str) -> None:
         self.say(reason)

@@ -12,6 +12,7 @@ from asyncrl.adapters import registry
 from asyncrl.adapters.registry import gpus_of_servers
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
 from asyncrl.launch.launchers.placement import Gpus, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
@@ -84,6 +85,38 @@ class ProcessSpecs:
         needed = gpus_per_worker(self._run)
         given = self._run.rollout.gpus
         return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
+
+    def new_learner(
+        self, run: RunConfig, overrides: Sequence[str], *, name: str, taken: frozenset[int]
+    ) -> ChildProcess:
+        """Create a learner that waits to take over, on none of the GPUs ``taken``. Raises ConfigError, NoRoom.
+
+        run  the settings with ``overrides``, which come after those of all processes
+        """
+        if run.learner.machines > 1 or self._run.learner.machines > 1:
+            raise ConfigError(
+                "learner.machines: a learner on several machines is not swapped; end the run and --resume it"
+            )
+        needed = gpus_of_learner(run)
+        gpus = () if self._places else free(num_gpus(), taken=taken, needed=needed, given=run.learner.gpus)
+        arguments = ("learner", *self._common, *(word for item in overrides for word in ("--set", item)))
+        (environment,) = registry.backend_class(run).environments(run, port=0)
+        spec = ProcessSpec(
+            name=name,
+            role=LEARNER,
+            arguments=arguments,
+            num_gpus=needed,
+            gpus=gpus,
+            environment={**self._environment, **environment},
+        )
+        return ChildProcess(
+            spec=spec,
+            restarts=RestartPolicy(self._run.run.restarts),
+            restart_arguments=("--resume",),
+            standby_arguments=("--standby", name),
+            resumed=True,
+            is_standby=True,
+        )
 
     def _learner(self, gpus: Gpus, *, resume: bool) -> list[ChildProcess]:
         with socket.create_server(("", 0)) as listener:

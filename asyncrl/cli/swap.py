@@ -1,0 +1,112 @@
+"""`asyncrl swap RUN --set learner.tensor_parallel=2`: another learner takes over a running run; its engines go on.
+
+The new learner starts beside the present one and gets ready. Then the present one ends its step, writes a checkpoint
+and leaves, and the new one goes on from there, at the next step, with the same workers. Without --set it is the same
+learner as a new process, for example with newer code. Exit code 0: it has taken over; 1: it has not, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+from typing import Final
+
+from asyncrl.adapters.registry import observe
+from asyncrl.audit import run_folder
+from asyncrl.audit.run_folder import RecordedRun
+from asyncrl.bus.port import Bus
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import resume_checks, run_file
+from asyncrl.launch.processes.swap import SwapRequest
+from asyncrl.logs import in_words
+from asyncrl.messages.topics import PROGRESS
+
+CHANGEABLE: Final = (
+    *("learner.", "algorithm.", "critic.", "reference.", "teacher.", "checkpoint.", "metrics."),
+    *("staleness.weight", "staleness.learning_rate", "staleness.order", "run.steps"),
+)
+"""Allowed prefixes for --set: what the learner alone reads. Workers keep the settings that they were started with."""
+ANSWER_SECONDS: Final = 15.0
+LOOK_SECONDS: Final = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", metavar="RUN_DIR", type=Path, help="the folder of a run that is up")
+    arguments.add_overrides(parser, "setting of the new learner, such as learner.tensor_parallel=2; repeatable")
+    parser.add_argument(
+        "--timeout", type=float, default=1200.0, metavar="SECONDS", help="how long to wait for it (default: 1200)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    if not options.where.is_dir():
+        raise ConfigError(f"{options.where}: no run folder; `asyncrl run` looks there for requests")
+    for item in options.overrides:
+        if not item.startswith(CHANGEABLE) or item.startswith("learner.groups_per_batch"):
+            raise ConfigError(f"--set {item}: a swap changes what only the learner reads: {', '.join(CHANGEABLE)}...")
+    present = run_folder.run_at(options.where, [], verb="swap")
+    changed = RecordedRun(options.where).newest_settings(options.overrides)
+    run_file.check(changed)
+    resume_checks.check_settings(changed)
+    return asyncio.run(_swap(options, present, token=arguments.bus_token(present)))
+
+
+async def _swap(options: argparse.Namespace, run: RunConfig, *, token: str) -> int:
+    began = time.monotonic()
+    bus = await observe(run, token=token)
+    request = None
+    try:
+        progress = (await bus.states(PROGRESS)).get("")
+        if progress is None or progress.finished:
+            raise ConfigError(f"run {run.run.name} has no learner now; --resume it with these settings instead")
+        request = SwapRequest.make(options.where, options.overrides)
+        async with asyncio.timeout(options.timeout):
+            if problem := await _follow(request, run.run.name):
+                print(f"run {run.run.name}: not swapped, the present learner goes on: {problem}")
+                return 1
+            step = await _first_step(bus, after=progress.incarnation)
+        passed = in_words(time.monotonic() - began)
+        print(f"run {run.run.name}: the new learner has taken over, and goes on from step {step}; {passed} in all")
+        return 0
+    except TimeoutError:
+        print(f"run {run.run.name}: not swapped within {options.timeout:g} s; `asyncrl doctor` says how it is")
+        return 1
+    finally:
+        if request is not None:
+            request.remove()
+        await bus.close()
+
+
+async def _follow(request: SwapRequest, name: str) -> str:
+    """Print each phase until the present learner has left, and return ""; or why it goes on. Raises ConfigError."""
+    began, said = time.monotonic(), ""
+    while (status := request.status) is None or status.phase != "failed":
+        if status is None and time.monotonic() - began > ANSWER_SECONDS:
+            raise ConfigError(f"run {name}: no `asyncrl run` of this folder has answered in {ANSWER_SECONDS:g} s")
+        if status is not None and status.phase != said:
+            said = status.phase
+            print(f"run {name}: {_MEANING[said]}", flush=True)
+        if said == "done":
+            return ""
+        await asyncio.sleep(LOOK_SECONDS)
+    return status.problem
+
+
+_MEANING: Final = {
+    "starting": "the new learner starts; the present one trains",
+    "draining": "the new learner is ready; the present one ends its step and writes a checkpoint",
+    "done": "the present learner has left; the new one reads the checkpoint",
+}
+
+
+async def _first_step(bus: Bus, *, after: int) -> int:
+    """Wait for an incarnation after ``after`` to begin, and return the step it goes on from."""
+    async with bus.watch(PROGRESS) as states:
+        async for progress in states:
+            if progress.incarnation > after:
+                return progress.step
+    raise TimeoutError

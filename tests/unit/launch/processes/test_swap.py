@@ -1,0 +1,134 @@
+"""Another learner takes over while the fleet stays up: fake processes, which are ready when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.processes.child_process import ChildProcess
+from asyncrl.launch.processes.swap import TAKE_OVER, LearnerSwapper, SwapRequest, ready_file
+from tests.harness.fleet import Launcher, Stage, settings_of
+
+NEW = "learner-swap1"
+
+
+class Swapping:
+    """A stage whose learner can be swapped, with requests in ``folder``."""
+
+    def __init__(self, stage: Stage, folder: Path) -> None:
+        self.stage, self.folder, self.taken = stage, folder, frozenset[int]()
+        self.problem = ""
+        self._number = 0
+        self.task = asyncio.create_task(LearnerSwapper(folder, stage.manager.fleet, new_learner=self._new).run())
+
+    def _new(self, overrides: object, taken: frozenset[int]) -> ChildProcess:
+        if self.problem:
+            raise ConfigError(self.problem)
+        self.overrides, self.taken, self._number = overrides, taken, self._number + 1
+        name = f"learner-swap{self._number}"
+        return self.stage.specs.new_learner(settings_of(), self.overrides, name=name, taken=taken)  # type: ignore[arg-type]
+
+    def ready(self, name: str = NEW) -> None:
+        file = ready_file(self.folder, name)
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+
+    async def until(self, request: SwapRequest, phase: str) -> str:
+        await self.stage.until(lambda: request.status is not None and request.status.phase == phase)
+        assert request.status is not None
+        return request.status.problem
+
+
+@pytest.fixture
+async def swapping(stage: Callable[..., Stage], tmp_path: Path) -> Swapping:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    made = Swapping(it, tmp_path)
+    await asyncio.sleep(0)
+    it.launcher.named("learner").drained_code = 130
+    return made
+
+
+async def test_a_learner_takes_over_when_it_is_ready_and_the_other_has_left(swapping: Swapping) -> None:
+    it, old = swapping.stage, swapping.stage.launcher.named("learner")
+    request = SwapRequest.make(swapping.folder, ["learner.ranks=2"])
+    await swapping.until(request, "starting")
+    await it.until(lambda: NEW in it.names)
+    new = it.launcher.named(NEW)
+    assert new.spec.arguments[-3:] == ("--resume", "--standby", NEW)
+    assert new.spec.arguments[2:4] == ("--set", "learner.ranks=2")
+    assert not old.signals
+    old.drains = False
+    swapping.ready()
+    await swapping.until(request, "draining")
+    assert (old.signals, new.signals) == ([15], [])
+    old.code.set_result(130)
+    await swapping.until(request, "done")
+    assert new.signals == [TAKE_OVER]
+    assert set(it.names) == {NEW, "w0", "w1"}
+    assert [one.name for one in it.manager.own_processes()] == ["w0", "w1", "learner"]
+    new.code.set_result(0)
+    assert (await it.task).exit_code == 0
+
+
+async def test_the_run_goes_on_if_the_new_learner_does_not_start(swapping: Swapping) -> None:
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, [])
+    await it.until(lambda: NEW in it.names)
+    it.launcher.named(NEW).code.set_result(2)
+    assert NEW in await swapping.until(request, "failed")
+    assert not it.launcher.named("learner").signals
+    await it.until_up("w0", "w1")
+    swapping.problem = "learner.gpus: there are none"
+    assert await swapping.until(SwapRequest.make(swapping.folder, []), "failed") == swapping.problem
+    assert await it.end() == 130
+
+
+async def test_a_learner_that_dies_during_a_swap_is_restarted_and_swapped_then(swapping: Swapping) -> None:
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, [])
+    await it.until(lambda: NEW in it.names)
+    it.launcher.named("learner").code.set_result(-9)
+    await it.until(lambda: "learner" in it.names)
+    it.launcher.named("learner").drained_code = 130
+    swapping.ready()
+    await swapping.until(request, "done")
+    assert it.launcher.named(NEW).signals == [TAKE_OVER]
+
+
+async def test_a_new_learner_that_dies_after_it_has_taken_over_is_resumed(swapping: Swapping) -> None:
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, [])
+    await it.until(lambda: NEW in it.names)
+    swapping.ready()
+    await swapping.until(request, "done")
+    it.launcher.named(NEW).code.set_result(1)
+    await it.until(lambda: NEW in it.names)
+    assert it.launcher.named(NEW).spec.arguments[-1] == "--resume"
+
+
+async def test_the_run_is_done_if_the_last_step_was_the_old_learners(swapping: Swapping) -> None:
+    it = swapping.stage
+    it.launcher.named("learner").drained_code = 0
+    SwapRequest.make(swapping.folder, [])
+    await it.until(lambda: NEW in it.names)
+    swapping.ready()
+    assert (await it.task).exit_code == 0
+
+
+async def test_later_swaps_keep_what_earlier_ones_changed(swapping: Swapping) -> None:
+    it = swapping.stage
+    for number, override in ((1, "learner.ranks=2"), (2, "learner.threads=3")):
+        request = SwapRequest.make(swapping.folder, [override])
+        name = f"learner-swap{number}"
+        await swapping.until(request, "starting")
+        await it.until(lambda: len(it.names) == 4)
+        it.launcher.named(name).drained_code = 130
+        swapping.ready(name)
+        await swapping.until(request, "done")
+    assert swapping.overrides == ("learner.ranks=2", "learner.threads=3")
+    assert set(it.names) == {"learner-swap2", "w0", "w1"}
