@@ -78,6 +78,10 @@ class Actor(abc.ABC):
     def present_waits(self) -> tuple[Wait, ...]:
         return self.waits.now()
 
+    async def server_metrics(self) -> str:
+        """Return the metrics of the inference server behind this actor, in Prometheus' text format; "" without any."""
+        return ""
+
     @property
     def version(self) -> tuple[int, int]:
         """(incarnation, policy_version) that this actor works with."""

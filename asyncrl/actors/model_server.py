@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.actors.base import Actor
 from asyncrl.bus.port import Bus
-from asyncrl.engines.port import ModelServer
+from asyncrl.engines.port import HasServerMetrics, ModelServer
 from asyncrl.errors import EngineDied
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.roles import MODEL_SERVER
@@ -60,6 +60,9 @@ class ModelServerActor(Actor):
 
     async def stop(self) -> None:
         await self._server.close()
+
+    async def server_metrics(self) -> str:
+        return await self._server.server_metrics() if isinstance(self._server, HasServerMetrics) else ""
 
     async def _renew(self) -> None:
         """Renew the address, which expires by itself, as long as the server answers."""

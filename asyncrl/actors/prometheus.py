@@ -1,9 +1,10 @@
 """Serves the numbers of a process's actors to Prometheus: GET /metrics, in its text format.
 
 The learner's endpoint has all metrics of the newest step and evaluation. Every process has the numbers of its actors'
-heartbeats and the duration of each wait. The learner uses the port of metrics.prometheus; other processes on its
-machine use the first free port after it. Each process writes its address to RUN_DIR/prometheus/NAME.json, which
-Prometheus reads as file_sd_configs, and removes the file when it ends.
+heartbeats and the duration of each wait; a worker, and the process of a server, adds the metrics of its SGLang. The
+learner uses the port of metrics.prometheus; other processes on its machine use the first free port after it. Each
+process writes its address to RUN_DIR/prometheus/NAME.json, which Prometheus reads as file_sd_configs, and removes the
+file when it ends.
 
 Tests: tests/actors/test_prometheus.py.
 """
@@ -111,7 +112,8 @@ class PrometheusEndpoint(Actor):
     async def _answer(self, request: web.Request) -> web.Response:
         beats = [actor.heartbeat() for actor in self._actors]
         numbers = {} if self._step_numbers is None else self._step_numbers()
-        return web.Response(body=exposition(self._run, beats, numbers).encode(), headers={"Content-Type": _TEXT})
+        texts = [exposition(self._run, beats, numbers), *[await actor.server_metrics() for actor in self._actors]]
+        return web.Response(body="".join(texts).encode(), headers={"Content-Type": _TEXT})
 
 
 def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float]) -> str:

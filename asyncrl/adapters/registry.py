@@ -234,7 +234,11 @@ def model_server(run: RunConfig, name: str, *, host: str) -> ModelServer:
     found, options = server_class(name, run.servers[name])
     folder = run.run_directory
     to = ServedTo(
-        host=host, log_path=folder / "logs" / f"{name}.server.log", directory=folder / "servers", dtype=run.model.dtype
+        host=host,
+        log_path=folder / "logs" / f"{name}.server.log",
+        directory=folder / "servers",
+        dtype=run.model.dtype,
+        has_metrics=bool(run.metrics.prometheus),
     )
     make = functools.partial(found, to=to)
     return plugins.make(make, name, run.servers[name], options, where=f"servers.{name}.kind", name=name)  # type: ignore[no-any-return]

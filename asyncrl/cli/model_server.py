@@ -32,12 +32,14 @@ def run(options: argparse.Namespace) -> int:
 
 async def _serve(run_config: RunConfig, name: str, *, token: str) -> int:
     """Serve until the run is finished, or until drained, and return the exit code."""
-    from asyncrl.launch.assembly.model_servers import model_server_actor  # imports torch
+    # imports torch
+    from asyncrl.launch.assembly.build_learner import prometheus
+    from asyncrl.launch.assembly.model_servers import model_server_actor
 
     bus = await connect(run_config, token=token)
     try:
         actor = model_server_actor(run_config, name, bus=bus)
-        await supervise_process(actor, HeartbeatSender(actor))
+        await supervise_process(actor, HeartbeatSender(actor), *prometheus(run_config, bus, actor))
         exit_within(EXIT_SECONDS, 0)
         return INTERRUPTED if actor.draining.is_set() else 0
     finally:

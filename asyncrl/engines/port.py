@@ -87,16 +87,18 @@ class Engine(Protocol):
 class ServedTo:
     """What a model's server has from its run.
 
-    host       address of this machine at which the run's workers reach it
-    log_path   file for its output
-    directory  folder for its other files
-    dtype      model.dtype
+    host         address of this machine at which the run's workers reach it
+    log_path     file for its output
+    directory    folder for its other files
+    dtype        model.dtype
+    has_metrics  whether Prometheus reads the run's metrics, and the server's with them
     """
 
     host: str
     log_path: Path
     directory: Path
     dtype: str
+    has_metrics: bool = False
 
 
 class ModelServer(Protocol):
@@ -130,6 +132,15 @@ class LimitsMemory(Protocol):
 
     def limit_memory(self, num_bytes: int) -> None:
         """Take at most ``num_bytes`` when started. Raises ConfigError if the model does not fit."""
+        ...
+
+
+@runtime_checkable
+class HasServerMetrics(Protocol):
+    """An engine, or the server of a frozen model, whose server has metrics of its own."""
+
+    async def server_metrics(self) -> str:
+        """Return them in Prometheus' text format; "" while there are none."""
         ...
 
 

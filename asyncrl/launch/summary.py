@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.adapters import learner_models, registry
 from asyncrl.config import RunConfig, secret_values
+from asyncrl.config.secret_values import hide_credentials
 from asyncrl.config.toml_text import toml_text
 from asyncrl.launch.assembly import data
 from asyncrl.launch.checks.run_file import check, check_before_torch
@@ -210,6 +211,10 @@ def _consequences(summary: Summary) -> list[str]:
         f"samples per step  {summary.samples_per_step}",
         f"routing replay    {summary.routing_replay}",
         f"largest group     {summary.largest_group_bytes:,} bytes of {run_config.bus.max_group_bytes:,}",
+        *(
+            f"server            {name}: {one.path or hide_credentials(one.url)}"
+            for name, one in run_config.servers.items()
+        ),
         f"GPUs              {summary.gpus}",
         *([f"memory of a rank  {_in_gib(summary.memory)}"] if summary.memory else []),
         f"weights           loaded {run_config.load.replace('_', ' ')}, kept in {run_config.weights_directory}",

@@ -90,6 +90,11 @@ SCHEMA: dict[str, str] = {
     "rollout/queued": "sequences waiting for a slot in an engine",
     "rollout/support_mean": "tokens that top_p and top_k left to sample from, mean over the batch's sampled tokens; "
     "absent if nothing was cut",
+    "rollout/request_seconds": "time of a request to an engine, from its start to its last token, mean over each "
+    "worker's last 256 requests and over workers",
+    "rollout/longest_request_seconds": "longest of these requests, over workers",
+    "rollout/cached_prompt_ratio": "share of their prompts' tokens whose keys and values the engine still had; 0 for "
+    "an engine that does not report it",
     "rollout/extra_samples": "samples of the batch's groups that were started in addition to group_size and not "
     "trained",
     "rollout/resumed_tokens": "tokens of partial rollouts that workers resumed from other workers, since they started",

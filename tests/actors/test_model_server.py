@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.actors.model_server import ModelServerActor
 from asyncrl.actors.rollout.server_book import STALE_SECONDS, ServerBook, ServerFollower
+from asyncrl.actors.rollout.shared_engine import request_numbers
 from asyncrl.actors.rollout.teacher import Teacher, Teachers
 from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.port import Bus
@@ -145,8 +146,20 @@ async def test_rows_choose_their_teacher(served: Any) -> None:
     ]
     await teachers.score(prompt(), rollouts[:1])
     assert (len(code.requests), len(math.requests)) == (3, 1)
+    away = Teachers(made, default="math", key="", servers=ServerBook({"math": None}))
+    with pytest.raises(Outage, match="teacher: server math: .* server math is not up"):  # and the group waits for it
+        await away.score(prompt(), rollouts)
     with pytest.raises(RewardError, match="names 'art' in 'teacher'"):
         await teachers.score(prompt(teacher="art"), rollouts)
     with pytest.raises(RewardError, match="temperature 1, not 0.5"):
         await teachers.score(prompt(temperature=0.5), rollouts)
     await teachers.close()
+
+
+def test_the_times_of_an_engines_last_requests_are_gauges() -> None:
+    assert request_numbers([]) == {}
+    assert request_numbers([(1.0, 10, 0), (3.0, 30, 20)]) == {
+        "rollout/request_seconds": 2.0,
+        "rollout/longest_request_seconds": 3.0,
+        "rollout/cached_prompt_ratio": 0.5,
+    }

@@ -53,6 +53,18 @@ async def endpoint(bus: MemoryBus, port: int, directory: Path, name: str, **opti
         await made.stop()
 
 
+async def test_what_the_engines_server_serves_is_served_with_it(bus: MemoryBus, port: int, tmp_path: Path) -> None:
+    async def server_metrics() -> str:
+        return "sglang:num_running_reqs 7.0\n"
+
+    async with endpoint(bus, port, tmp_path, "w0") as made:
+        made._actors[0].server_metrics = server_metrics
+        async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{made.port}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+    assert "sglang:num_running_reqs 7.0" in lines
+    assert any(line.startswith("asyncrl_rollout_running{") for line in lines)
+
+
 async def test_learner_and_workers_of_a_machine_answer_side_by_side(bus: MemoryBus, port: int, tmp_path: Path) -> None:
     numbers = {"reward/mean": 0.5, "weights/w0/version": 3.0}
     async with (

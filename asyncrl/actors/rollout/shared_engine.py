@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +17,9 @@ from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine
 from asyncrl.messages import SamplingParams, Wait
+
+LAST_REQUESTS: Final = 256
+"""Requests over which their times are averaged."""
 
 
 class SharedEngine:
@@ -42,6 +50,8 @@ class SharedEngine:
         self._activity = Activity(num_sampled=self._num_sampled)
         self._liveness = EngineLiveness()
         self._tokens_answered = 0
+        self._requests: deque[tuple[float, int, int]] = deque(maxlen=LAST_REQUESTS)
+        """Of the last requests: seconds, prompt tokens, and how many of these the engine had in its cache."""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -53,8 +63,10 @@ class SharedEngine:
     ) -> Generation:
         """Call Engine.generate and count its tokens. ``partial`` None: no tokens are known, and none are followed."""
         num_known = 0 if partial is None else len(partial.prefix.tokens)
+        began = time.monotonic()
         with self._activity.running(), self._liveness.expect():
             generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial)
+        self._requests.append((time.monotonic() - began, len(tokens), generation.cached_tokens))
         self._tokens_answered += max(0, len(generation.tokens) - num_known)
         return generation
 
@@ -78,4 +90,17 @@ class SharedEngine:
             "rollout/idle_ratio": idle_ratio,
             "rollout/running": stats.running,
             "rollout/queued": stats.queued,
+            **request_numbers(self._requests),
         }
+
+
+def request_numbers(requests: Collection[tuple[float, int, int]]) -> dict[str, float]:
+    """Return the gauges of an engine's last requests: (seconds, prompt tokens, cached prompt tokens) each."""
+    if not requests:
+        return {}
+    seconds, prompt, cached = zip(*requests, strict=True)
+    return {
+        "rollout/request_seconds": sum(seconds) / len(seconds),
+        "rollout/longest_request_seconds": max(seconds),
+        "rollout/cached_prompt_ratio": sum(cached) / max(1, sum(prompt)),
+    }

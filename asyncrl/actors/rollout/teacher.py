@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.environments.port import Tokenizer
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, Outage, RewardError
 from asyncrl.messages import PromptGroup, Trajectory, replace
 from asyncrl.messages.control import ServerAddress
 from asyncrl.rewards.http import HttpOptions, JsonServer
@@ -57,7 +57,7 @@ class Teacher:
         self._is_checked = False
         self._places = asyncio.Semaphore(AT_ONCE)
         self._server = JsonServer(
-            HttpOptions(server=name, request_timeout_seconds=REQUEST_SECONDS),
+            HttpOptions(server=name, retries=1, request_timeout_seconds=REQUEST_SECONDS),  # outages.py tries again
             path="/completions" if self._speaks_openai else "/generate",
             is_at_root=not self._speaks_openai,
             name="teacher",
@@ -135,7 +135,7 @@ class Teachers:
         for parts in rollouts:
             its = [next(found) for _ in parts]
             problem = next((one for one in its if isinstance(one, BaseException)), None)
-            if problem is not None and not isinstance(problem, RewardError):
+            if problem is not None and (isinstance(problem, Outage) or not isinstance(problem, RewardError)):
                 raise problem
             scored.append(problem or tuple(its))  # type: ignore[arg-type]
         return scored

@@ -26,7 +26,7 @@ from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stage import Stage
 from asyncrl.bus.port import Bus
-from asyncrl.engines.port import EngineStats
+from asyncrl.engines.port import EngineStats, HasServerMetrics
 from asyncrl.errors import BusError
 from asyncrl.messages import Event, Heartbeat, Wait
 from asyncrl.messages.rollout import LONGEST_ERROR
@@ -160,6 +160,10 @@ class RolloutWorker(Actor):
 
     def engine_stats(self) -> EngineStats:
         return self._engine.engine.stats()
+
+    async def server_metrics(self) -> str:
+        engine = self._engine.engine
+        return await engine.server_metrics() if isinstance(engine, HasServerMetrics) else ""
 
     def heartbeat(self) -> Heartbeat:
         """Include the follower's problem: a process has one heartbeat."""

@@ -23,6 +23,7 @@ from asyncrl.errors import EngineDied, EngineError
 
 _READ_BYTES = 2**20
 _ABORT_SECONDS = 5.0
+_METRICS_SECONDS = 5.0
 _CONNECT_SECONDS = 60.0
 _KEPT_SECONDS = 2.0
 """Keep-alive of connections for control requests. Shorter than the five seconds after which the server closes idle
@@ -64,6 +65,13 @@ class ServerClient:
     async def get(self, path: str) -> Any:
         async with self._ask("GET", path, None) as response:
             return await _content(response)
+
+    async def server_metrics(self) -> str:
+        """Return the server's metrics in Prometheus' text format; "" without --enable-metrics, or while it is away."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_METRICS_SECONDS), self._ask("GET", "/metrics", None) as response:
+                return await response.text()
+        return ""
 
     async def has_endpoint(self, path: str) -> bool:
         """Return whether the server has this POST endpoint. A GET then fails with "not allowed", not "not found"."""

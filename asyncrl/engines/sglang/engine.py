@@ -47,7 +47,13 @@ from asyncrl.engines.sglang.checks import (
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
-from asyncrl.engines.sglang.options import MEMORY_SAVER, check_arguments, check_updater_arguments, option_name
+from asyncrl.engines.sglang.options import (
+    MEMORY_SAVER,
+    check_arguments,
+    check_updater_arguments,
+    metrics_arguments,
+    option_name,
+)
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request
 from asyncrl.engines.sglang.server import ServedModel, read_model
@@ -85,6 +91,8 @@ class SGLangEngine(EngineAdapter):
         options, device = cls.options(run), resolve_device(run.engine.device, section="engine")
         if run.run.colocated and run.run.offload != "learner" and device == "cuda":
             options = replace(options, server_arguments=MEMORY_SAVER | options.server_arguments)
+        if run.metrics.prometheus:
+            options = replace(options, server_arguments=metrics_arguments() | options.server_arguments)
         return cls(
             Path(run.model.path),
             device=device,
@@ -278,6 +286,9 @@ class SGLangEngine(EngineAdapter):
         report = await self._loader.load(weights, folder)
         self._settled.note_load(weights.version, before=before)
         return report
+
+    async def server_metrics(self) -> str:
+        return await self._client.server_metrics()
 
     async def release(self) -> None:
         """Raises EngineError if the server stays busy: a release would kill it then."""

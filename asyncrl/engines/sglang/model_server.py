@@ -17,7 +17,7 @@ from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.checks import check_architecture, check_dtype, check_installed, check_on_cpu
 from asyncrl.engines.sglang.client import ServerClient, wait_until_healthy
 from asyncrl.engines.sglang.options import Options as EngineOptions
-from asyncrl.engines.sglang.options import check_arguments, option_name
+from asyncrl.engines.sglang.options import check_arguments, metrics_arguments, option_name
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages.control import ServerAddress
 from asyncrl.tensors.device import require_gpu, resolve_device
@@ -97,6 +97,7 @@ class SGLangModelServer:
                 tensor_parallel=options.tensor_parallel,
                 stream_interval=_STREAM_INTERVAL,
                 server_arguments={
+                    **(metrics_arguments() if self._to.has_metrics else {}),
                     **options.server_arguments,
                     "host": host,
                     "served-model-name": model,
@@ -126,6 +127,9 @@ class SGLangModelServer:
 
     async def answers(self) -> None:
         await self._client.get("/health")
+
+    async def server_metrics(self) -> str:
+        return await self._client.server_metrics()
 
     async def wait(self) -> str:
         assert self._client.server is not None

@@ -126,6 +126,11 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, is_frozen: bool) -> None:
             )
 
 
+def metrics_arguments() -> dict[str, Any]:
+    """Return the option with which a server has metrics of its own, if what serves them is installed."""
+    return {"enable-metrics": True} if importlib.util.find_spec("prometheus_client") is not None else {}
+
+
 def check_updater_arguments(server_arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for options with which a server cannot join the learner's broadcasts."""
     for key, value in server_arguments.items():
