@@ -172,7 +172,7 @@ async def test_the_side_that_stays_keeps_its_memory_and_still_takes_turns(
             moves.append("engines")
 
     loop.backend = Moved()
-    engine = colocated.engine(loop.run, cast(Any, MovedEngine()))
+    engine: Any = colocated.engine(loop.run, cast(Any, MovedEngine()))
     await run_all(loop, worker(await bus_factory(), engine, load="on_demand", max_staleness=0))
     assert loop.backend.steps == 4
     assert set(moves) == {offload}
