@@ -26,6 +26,8 @@ FLAGS = [
     *("--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
 ]
 """Only the board can be reached."""
+PATIENCE_MS = 120_000
+"""Milliseconds until the page must show what is expected; by default it has five seconds, on a busy machine few."""
 
 OpenBoard = Callable[..., contextlib.AbstractAsyncContextManager[Board]]
 
@@ -85,12 +87,14 @@ async def browse() -> AsyncIterator[Callable[[str], Any]]:
     playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed (bin/install dev)")
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("no chromium: apt-get install chromium, or bin/install dev as root")
+    playwright.expect.set_options(timeout=PATIENCE_MS)
     async with playwright.async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=chromium, args=FLAGS)
+        browser = await driver.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE_MS)
         errors: list[str] = []
 
         async def browse(url: str) -> Any:
             page = await browser.new_page(viewport={"width": 1280, "height": 900})
+            page.set_default_timeout(PATIENCE_MS)
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
             await page.goto(url)
