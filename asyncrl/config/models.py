@@ -70,8 +70,8 @@ class TeacherSection:
     """Name of a server of [servers] that is the teacher, in place of path: its model may be larger than the learner's
     GPUs hold. Workers ask it for the logprobs of each answer. Needs rollout.temperature = 1."""
     key: str = ""
-    """Column of the data with the name of the row's own teacher, a server of [servers]; rows without it have
-    ``server``. Empty: all rows have ``server``."""
+    """Key in a row's metadata (data.metadata_key, data.metadata_columns) with the name of its own teacher, a server of
+    [servers]; rows without it have ``server``. Empty: all rows have ``server``."""
 
     @property
     def is_served(self) -> bool:

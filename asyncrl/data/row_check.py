@@ -41,6 +41,9 @@ class RowLimits:
     vocabulary     size of the model's vocabulary; stop_token_ids must be below it
     end_tokens     tokens that end an answer in the model's configuration
     keeps_messages whether a prompt group carries the chat messages that its prompt was rendered from
+    teacher        name of the server that is the teacher of rows that choose none; "": each must choose
+    teacher_key    teacher.key; "": rows choose no teacher
+    teachers       servers that a row may choose
     keys           prefix of keys in errors: "data.", or "" if the error names the data set itself
     """
 
@@ -53,6 +56,9 @@ class RowLimits:
     vocabulary: int = 2**31
     end_tokens: frozenset[int] = frozenset()
     keeps_messages: bool = False
+    teacher: str = ""
+    teacher_key: str = ""
+    teachers: frozenset[str] = frozenset()
     keys: str = "data."
 
 
@@ -69,6 +75,7 @@ class RowCheck:
         self._seen_first = False
         self._unseen = {name for name in _OF_SOME_ROWS if getattr(data, name)}
         self._columns: tuple[str, ...] = ()
+        self._chooses_teacher = False
 
     def __call__(self, row: dict[str, Any], where: str) -> None:
         data = self._data
@@ -96,6 +103,8 @@ class RowCheck:
         _refuse_media(row, prompt, where)
         if data.response_key:
             self._check_response(row, where)
+        if self._limits.teacher_key:
+            self._check_teacher(row, where)
         metadata, label = value_at(row, data.metadata_key), value_at(row, data.label_key)
         if metadata is not None and not isinstance(metadata, dict):
             raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {short(metadata)}")
@@ -120,8 +129,24 @@ class RowCheck:
                 f"{self._limits.row_bytes:,} of them; shorten them or raise bus.max_message_bytes"
             )
 
+    def _check_teacher(self, row: dict[str, Any], where: str) -> None:
+        key, known = self._limits.teacher_key, ", ".join(sorted(self._limits.teachers))
+        name = metadata_of(row, self._data).get(key, _ABSENT)
+        if name is _ABSENT and not self._limits.teacher:
+            raise ConfigError(
+                f"{where}: its metadata has no {key!r} (teacher.key); write one of {known}, or set teacher.server"
+            )
+        if name is not _ABSENT and name not in self._limits.teachers:
+            raise ConfigError(f"{where}: {key!r} names the teacher {short(name)}, which is none of [servers]: {known}")
+        self._chooses_teacher |= name is not _ABSENT
+
     def require_seen(self) -> None:
         """Raise ConfigError if the run file names a column that no row has. Call it after the last row."""
+        if self._limits.teacher_key and not self._chooses_teacher:
+            raise ConfigError(
+                f"teacher.key = {self._limits.teacher_key!r}: no row has it in its metadata; name its column in "
+                "data.metadata_columns"
+            )
         for name in sorted(self._unseen):
             there = ", ".join(map(repr, self._columns))
             key = getattr(self._data, name)

@@ -1,6 +1,8 @@
-"""The built-in RolloutFns: one model answer, or the answer from the data."""
+"""The built-in RolloutFns: one model answer, the answer from the data, or none."""
 
 from __future__ import annotations
+
+import asyncio
 
 import numpy as np
 
@@ -19,6 +21,16 @@ async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) ->
     turns = TrajectoryBuilder(prompt.prompt_tokens)
     turns.add_answer(await generate(turns.tokens))
     return turns.trajectory(reward=UNJUDGED)
+
+
+@describe_rollout(gives_one=True)
+async def idle(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """Hold every sample until the run is stopped: its engines start, and stay idle for whoever asks them by hand."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+vars(idle)["has_harness"] = True  # a worker that waits for it is not restarted
 
 
 @describe_rollout(samples=False, gives_one=True)

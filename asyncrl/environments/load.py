@@ -20,6 +20,7 @@ from asyncrl.errors import ConfigError
 FUNCTIONS: Final = {
     "single_turn": "asyncrl.environments.builtin:single_turn",
     "given": "asyncrl.environments.builtin:given",
+    "idle": "asyncrl.environments.builtin:idle",
     "agent": "asyncrl.environments.agent.function:Agent",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import PromptGroup, Trajectory
+from asyncrl.messages.control import ServerAddress
 
 
 class Tokenizer(Protocol):
@@ -24,6 +25,11 @@ class Generate(Protocol):
     @property
     def context_tokens(self) -> int:
         """Tokens that the engine takes in one call, prompt and answer together; at most the model's context."""
+        ...
+
+    @property
+    def servers(self) -> Mapping[str, ServerAddress]:
+        """Address of each server of [servers] by name, as in Sample (rewards/port.py)."""
         ...
 
     @property

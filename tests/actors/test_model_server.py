@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from asyncrl.actors.model_server import ModelServerActor
+from asyncrl.actors.rollout.generation_session import GenerationSession
 from asyncrl.actors.rollout.server_book import STALE_SECONDS, ServerBook, ServerFollower
 from asyncrl.actors.rollout.shared_engine import request_numbers
 from asyncrl.actors.rollout.teacher import Teacher, Teachers
 from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.port import Bus
-from asyncrl.config import ServerSection
+from asyncrl.config import RolloutSection, ServerSection
 from asyncrl.engines.port import ServedTo
+from asyncrl.environments.load import load_rollout
 from asyncrl.errors import ConfigError, EngineDied, Outage, RewardError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams
 from asyncrl.messages.control import ServerAddress
@@ -163,3 +165,19 @@ def test_the_times_of_an_engines_last_requests_are_gauges() -> None:
         "rollout/longest_request_seconds": 3.0,
         "rollout/cached_prompt_ratio": 0.5,
     }
+
+
+async def test_a_rollout_function_finds_the_servers_and_an_idle_one_holds_its_sample() -> None:
+    session: Any = GenerationSession(
+        cast(Any, None),
+        sampling=SamplingParams(max_new_tokens=1),
+        need=cast(Any, None),
+        seed=lambda call: call,
+        servers={"judge": ADDRESS},
+    )
+    assert session.servers["judge"].url == ADDRESS.url
+    function = load_rollout(RolloutSection(function="idle"))(cast(Any, None))
+    holding = asyncio.create_task(cast(Any, function)(prompt(), session, index=0))
+    await asyncio.sleep(0)
+    assert not holding.done() and getattr(function, "has_harness", False), "no worker is restarted for it"
+    holding.cancel()

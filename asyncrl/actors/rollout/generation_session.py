@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.errors import PromptError
 from asyncrl.messages import SamplingParams
+from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.user_copies import read_only
 
 _WAITS = {"rollout": "its rollout function", "harness": "its harness"}
@@ -42,14 +44,17 @@ class GenerationSession:
         index: int = 0,
         progress: GroupProgress | None = None,
         own_seconds: float = 0.0,
+        servers: Mapping[str, ServerAddress] = MappingProxyType({}),
     ) -> None:
         """
         need          the weights that a call may start on
         index         index of the sample in its group
         progress      progress of the group; None: nothing of it was or will be saved
         own_seconds   time limit of the rollout function outside its calls of this session; 0: no limit
+        servers       the servers of [servers]
         """
         self._engine = engine
+        self.servers = servers
         self._sampling = sampling
         self._need = need
         self._seed = seed

@@ -218,6 +218,7 @@ class GroupMaker:
             index=index,
             progress=progress,
             own_seconds=self._rules.sample_seconds,
+            servers=self._servers,
         )
         try:
             async with session.waiting(on=self._waits_on):

@@ -157,6 +157,9 @@ def _limits(run: RunConfig) -> RowLimits:
         vocabulary=model.vocab_size,
         end_tokens=model.end_tokens,
         keeps_messages=_keeps_messages(run),
+        teacher=run.teacher.server if run.teacher else "",
+        teacher_key=run.teacher.key if run.teacher else "",
+        teachers=frozenset(run.servers),
     )
 
 

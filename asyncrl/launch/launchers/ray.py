@@ -35,7 +35,7 @@ from asyncrl.launch.launchers.process_agent import MARK, LaunchRequest, OutputCh
 from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need, Strategy
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.logs import in_a_line
-from asyncrl.messages.roles import LEARNER, LEARNER_RANK
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK, MODEL_SERVER
 
 _NEEDS_RAY: Final = 'launcher.kind: "ray" needs ray; pip install asyncrl[ray]'
 NODE_ID: Final = "ray.io/node-id"
@@ -85,6 +85,8 @@ class Options:
     """Resources of the learner: cpus, gpus, labels, resources."""
     rollout_worker: Role = field(default_factory=Role)
     """Resources of each rollout worker, likewise."""
+    model_server: Role = field(default_factory=Role)
+    """Resources of each server of [servers], likewise."""
     environment: tuple[str, ...] = ()
     """Names of environment variables that processes get from `asyncrl run`; others are those of their own machine."""
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
@@ -335,6 +337,7 @@ class RayLauncher(LauncherAdapter):
 
     def _need(self, spec: ProcessSpec, machines: list[Machine]) -> Need:
         role = self._options.learner if spec.role in _LEARNERS else self._options.rollout_worker
+        role = self._options.model_server if spec.role == MODEL_SERVER else role
         has_gpus = any(one.capacity.get("GPU", 0) for one in machines)
         gpus = role.gpus if role.gpus >= 0 else spec.num_gpus if has_gpus else 0
         resources = {"CPU": role.cpus} | ({"GPU": float(gpus)} if gpus else {})

@@ -39,6 +39,28 @@ def test_checks_a_row_for_the_reward_that_it_names(run_file: Path, tmp_path: Pat
         summary_of(run_file, f"data.path={data}", "data.reward_key=rm")
 
 
+@pytest.mark.parametrize(
+    ("rows", "settings", "says"),
+    [
+        (
+            [{"who": "far"}, {"who": "art"}],
+            [],
+            r"taught.jsonl:2: 'who' names the teacher 'art', .* none of \[servers\]: far",
+        ),
+        ([{"who": "far"}, {}], [], "taught.jsonl:2: its metadata has no 'who' .teacher.key.; write one of far"),
+        ([{}, {}], ["teacher.server=far"], "teacher.key = 'who': no row has it in its metadata"),
+    ],
+)
+def test_checks_the_teacher_that_a_row_names(
+    run_file: Path, tmp_path: Path, rows: list[dict[str, str]], settings: list[str], says: str
+) -> None:
+    data = tmp_path / "taught.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "1", "label": "1", "metadata": row}) + "\n" for row in rows))
+    opd = ["algorithm.name=opd", "algorithm.options={}", "servers.far.url=http://h/v1", "teacher.key=who"]
+    with pytest.raises(ConfigError, match=says):
+        summary_of(run_file, f"data.path={data}", *opd, *settings)
+
+
 def test_refuses_data_whose_prompts_are_all_too_long(run_file: Path, tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
     data.write_text('{"prompt": "1234567890"}\n')

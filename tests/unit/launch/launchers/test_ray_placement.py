@@ -11,10 +11,10 @@ import pytest
 
 from asyncrl.launch.launchers import ray_placement
 from asyncrl.launch.launchers.process_agent import OutputChunk, StartResult
-from asyncrl.launch.launchers.ray import Options, RayLauncher, RayProcess
+from asyncrl.launch.launchers.ray import Options, RayLauncher, RayProcess, Role
 from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need, Strategy
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.messages.roles import LEARNER, LEARNER_RANK
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK, MODEL_SERVER
 
 A = Machine(id="a", address="10.0.0.1", capacity={"CPU": 4.0, "GPU": 2.0}, labels={"kind": "H100"})
 B = Machine(id="b", address="10.0.0.2", capacity={"CPU": 4.0})
@@ -140,3 +140,12 @@ async def test_rank_waits_for_the_place_of_the_restarted_learner(
         launcher._unplaced.discard(LEARNER)
         launcher._placed.notify_all()
     await waiting
+
+
+def test_a_server_takes_the_gpus_of_its_own_model_and_the_resources_of_its_role(tmp_path: Path) -> None:
+    options = Options(rollout_worker=Role(gpus=4), model_server=Role(cpus=2, labels={"pool": "judges"}))
+    launcher = RayLauncher(run_name="test", log_directory=tmp_path, options=options)
+    machine = Machine(id="a", address="a", capacity={"CPU": 8.0, "GPU": 8.0})
+    spec = ProcessSpec(name="judge", role=MODEL_SERVER, arguments=(), num_gpus=2)
+    need = launcher._need(spec, [machine])
+    assert (dict(need.resources), dict(need.labels)) == ({"CPU": 2, "GPU": 2.0}, {"pool": "judges"})
