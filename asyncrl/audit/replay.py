@@ -33,6 +33,7 @@ from asyncrl.metrics.sinks import JsonLines
 from asyncrl.policies.audit.entries import HistoryEntry, damage, steps
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.hooks import Hooks
 from asyncrl.policies.batching.packing import pack_mini_batches
 from asyncrl.policies.metric import Metric
 from asyncrl.policies.staleness.staleness import ResumePoints, age_weight
@@ -214,6 +215,7 @@ class ReplayTrainer:
         self._directory = directory
         self._run: RunConfig | None = None
         self._backend: Backend | None = None
+        self._hooks: dict[tuple[str, ...], Hooks] = {}
 
     def step(
         self,
@@ -235,6 +237,8 @@ class ReplayTrainer:
         """
         backend = self._backend_for(run, folder)
         algorithm, section = registry.algorithm(run), run.staleness
+        hooks = self._hooks_of(run)
+        groups = [hooks.group(group) for group in groups]
         batch = batches.build(
             groups,
             algorithm=algorithm,
@@ -244,6 +248,7 @@ class ReplayTrainer:
             age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
             discard=section.discard,
         )
+        batch = hooks.batch(batch, groups)
         mini_batches = pack_mini_batches(
             batch.sequences,
             sizes=batch.mini_batch_sizes,
@@ -283,6 +288,11 @@ class ReplayTrainer:
         if self._backend is not None:
             self._backend.close()
         self._backend = None
+
+    def _hooks_of(self, run: RunConfig) -> Hooks:
+        if (names := run.algorithm.hooks) not in self._hooks:
+            self._hooks[names] = Hooks(names)
+        return self._hooks[names]
 
     def _backend_for(self, run: RunConfig, folder: Path | None) -> Backend:
         """Return the backend. If the settings changed, recreate it with the same state."""

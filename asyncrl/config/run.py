@@ -265,7 +265,12 @@ class AlgorithmSection:
     after: only over the tokens that remain."""
     filters: tuple[str, ...] = ()
     """Filters for groups that are not worth training: names, or "package.module:function" that takes a TrajectoryGroup
-    and returns True to keep it. Filtered groups are released and replaced by newly generated ones."""
+    and returns True to keep it, and False or a short reason to reject it (staleness/filtered/FILTER/REASON counts
+    them). Filtered groups are released and replaced by newly generated ones."""
+    hooks: tuple[str, ...] = ()
+    """Your own classes, "package.module:Class", that see and change what is trained and logged: group(group) every
+    group that arrives, also those that filters reject; batch(batch, groups) the sequences of a step; row(step, metrics)
+    the metrics of a step. Each may return what it changed."""
     filter_cap: int = 0
     """Maximum number of groups that may be filtered between two steps; see filter_cap_action. 0: the run ends only when
     1,000 consecutive groups (or 20 windows, if that is more) were filtered."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from asyncrl.config.checks import require
 
 Discard = Literal["groups", "trajectories", "tokens"]
 """What is not trained because a token is too old: its group, its trajectory, or only the token."""
+
+
+_WAITING_ORDERS: Final = ("oldest_first", "in_order")
+"""Orders that train the oldest groups in time, so that it helps to wait for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +24,14 @@ class StalenessSection:
     can be at no cost. full: always (max_staleness + 1) x groups_per_batch; needed never exceeds that."""
     eviction: Literal["", "wait", "drop"] = ""
     """What happens to a group that is still being generated and would become too old. wait: the learner waits for it.
-    drop: it is dropped. Empty: drop with order = "freshest_first", or discard = "trajectories" or "tokens"; otherwise
-    wait."""
+    drop: it is dropped. Empty: drop with order = "freshest_first" or one of your own, or with discard = "trajectories"
+    or "tokens"; otherwise wait."""
     wait_seconds: float = 300.0
     """Maximum time that a step waits for such groups; then it trains without them. 0: no limit."""
-    order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
-    """Order in which buffered groups are trained. freshest_first: lowest staleness, but slow groups are dropped.
-    in_order: in the order of their prompts, so one straggler holds up all others."""
+    order: str = "oldest_first"
+    """Order in which buffered groups are trained. oldest_first; freshest_first: lowest staleness, but slow groups are
+    dropped; in_order: in the order of their prompts, so one straggler holds up all others; or "package.module:function"
+    of your own, which returns a key of (group, oldest_version): the lowest are trained first."""
     discard: Discard = "groups"
     """What is not trained because of tokens that are too old. groups: a group with such a token is dropped.
     trajectories: only the trajectories with such a token (for rollouts of several parts). tokens (async only): only
@@ -44,8 +49,8 @@ class StalenessSection:
     def __post_init__(self) -> None:
         require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
         require(
-            self.order != "freshest_first" or self.eviction != "wait",
-            'order = "freshest_first" passes over the old groups that eviction = "wait" waits for; use "drop"',
+            self.order in _WAITING_ORDERS or self.eviction != "wait",
+            f'order = "{self.order}" passes over the old groups that eviction = "wait" waits for; use "drop"',
         )
         require(
             self.discard == "groups" or self.eviction != "wait",
@@ -57,7 +62,7 @@ class StalenessSection:
     @property
     def waits(self) -> bool:
         """Whether the learner waits for groups that would become too old."""
-        drops = self.order == "freshest_first" or self.discard != "groups"
+        drops = self.order not in _WAITING_ORDERS or self.discard != "groups"
         return self.eviction == "wait" or (self.eviction == "" and not drops)
 
     def check(self, *, mode: str) -> None:

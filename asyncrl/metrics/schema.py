@@ -28,6 +28,8 @@ SCHEMA: dict[str, str] = {
     "staleness/dropped_share": "share of the answers of the last ten steps (trained or dropped) that were dropped as "
     "too stale",
     "staleness/filtered_groups": "groups rejected by algorithm.filters, since the start of the run",
+    "staleness/filtered/*": "those that one filter rejected since the learner started, by FILTER, or FILTER/REASON "
+    "if it gave one",
     "staleness/kept_at_cap": "groups kept at algorithm.filter_cap although the filters reject them, since this learner "
     "started",
     "staleness/failed_groups": "groups that could not be made (engine or reward failed for good), since the start of "

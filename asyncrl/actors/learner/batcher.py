@@ -37,8 +37,9 @@ from asyncrl.errors import BusError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.hooks import Hooks
 from asyncrl.policies.batching.packing import MicroBatch, pack_mini_batches, recording
-from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.groups.selection import Selection, own_order
 from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
@@ -133,6 +134,7 @@ class Batcher:
         algorithm: Algorithm,
         picks: Callable[[int, int], Collection[int]] | None = None,
         workers: LiveWorkers | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         """picks: maps a step's group count and number to the groups to record; None records no groups
         workers: None if it is unknown which groups workers have started"""
@@ -141,9 +143,11 @@ class Batcher:
         self._progress = progress
         self._changed = changed
         self._algorithm = algorithm
+        self._hooks = hooks or Hooks()
         self._selection = Selection(
             max_staleness=run.max_staleness,
             order=run.staleness.order,
+            rank=own_order(run.staleness.order),
             discard=run.staleness.discard,
         )
         self._count = run.learner.groups_per_batch
@@ -338,6 +342,7 @@ class Batcher:
             age_weight=self._age_weight,
             discard=self._selection.discard,
         )
+        batch = self._hooks.batch(batch, [one.group for one in groups])
         mini_batches = pack_mini_batches(
             batch.sequences,
             sizes=batch.mini_batch_sizes,

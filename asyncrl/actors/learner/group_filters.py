@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from asyncrl.errors import FilterError, HopelessError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.user_copies import own_group
 from asyncrl.policies.batching.filters import GroupFilter
+
+_LONGEST_REASON: Final = 60
+_MOST_REASONS: Final = 50
 
 
 class GroupFilters:
@@ -45,6 +49,8 @@ class GroupFilters:
         """The filter that rejected the last rejected group."""
         self.num_kept_at_cap = 0
         """Groups that were kept although a filter rejects them."""
+        self.num_by: dict[str, int] = {}
+        """Groups that were rejected since the start, by FILTER or FILTER/REASON."""
 
     def keep(self, group: TrajectoryGroup, *, since_step: int = 0, is_counted: bool = True) -> bool:
         """Return whether every filter, or else the cap, keeps the group.
@@ -57,20 +63,17 @@ class GroupFilters:
         """
         for name, function in self._filters.items():
             try:
-                is_kept = ask(function, group)
+                answer = ask(function, group)
             except Exception as error:  # user code may raise anything
                 problem = f"algorithm.filters: {name} raised {plugins.describe_raised(error)}"
-                self._raised += is_counted
-                if self._raised >= self._max_raised:
-                    raise HopelessError(
-                        f"{problem}; a filter raised on each of the last {self._raised} groups"
-                    ) from error
+                self.note_raised(problem, what="a filter", cause=error, is_counted=is_counted)
                 raise FilterError(problem) from error
-            if not is_kept:
+            if answer is not True:
                 self._raised = 0
-                self.rejected_by = name
+                self.rejected_by = f"{name}: {answer}" if answer else name
                 if 0 < self._cap <= since_step and (is_counted or self._keeps_at_cap):
                     return self._keep_at_cap(group)
+                self._count(name, answer)
                 self._in_a_row += is_counted
                 if self._in_a_row >= self._max_in_a_row:
                     raise HopelessError(
@@ -80,6 +83,20 @@ class GroupFilters:
                 return False
         self._in_a_row = self._raised = 0
         return True
+
+    def note_raised(self, problem: str, *, what: str, cause: BaseException, is_counted: bool) -> None:
+        """Count a group on which ``what`` raised. Raises HopelessError after too many in a row."""
+        self._raised += is_counted
+        if self._raised >= self._max_raised:
+            raise HopelessError(f"{problem}; {what} raised on each of the last {self._raised} groups") from cause
+
+    def _count(self, name: str, reason: str | bool) -> None:
+        """Count a rejected group by its filter and, if it gave one, by its reason; too many reasons are one."""
+        short = name.rpartition(":")[2]
+        by = f"{short}/{reason}" if reason else short
+        if by not in self.num_by and len(self.num_by) >= _MOST_REASONS:
+            by = f"{short}/other"
+        self.num_by[by] = self.num_by.get(by, 0) + 1
 
     def _keep_at_cap(self, group: TrajectoryGroup) -> bool:
         """Keep a group at the cap. Raises HopelessError if the cap ends the run."""
@@ -94,13 +111,18 @@ class GroupFilters:
         return True
 
 
-def ask(function: GroupFilter, group: TrajectoryGroup) -> bool:
-    """Return the filter's decision. Raises TypeError unless it is True or False, and any error of ``function``."""
+def ask(function: GroupFilter, group: TrajectoryGroup) -> bool | str:
+    """Return the filter's decision: True to keep the group, False, or the reason to reject it.
+
+    Raises TypeError for anything else, and any error of ``function``.
+    """
     with plugins.contain_exits():
         answer: object = function(own_group(group))
     if inspect.iscoroutine(answer):
         answer.close()  # otherwise Python warns that it was never awaited
     if not isinstance(answer, bool | np.bool_):
+        if isinstance(answer, str) and 0 < len(answer) <= _LONGEST_REASON and answer.isprintable():
+            return answer
         raise TypeError(f"a filter must return True to keep a group or False, not {answer!r:.50}")
     return bool(answer)
 

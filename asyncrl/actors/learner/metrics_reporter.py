@@ -23,6 +23,7 @@ from asyncrl.messages.topics import EVALUATION_METRICS, METRICS, PROMPTS, TRAJEC
 from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.background import BackgroundSink
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
+from asyncrl.policies.batching.hooks import Hooks
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.metric import Histogram, Metric, histogram
@@ -60,6 +61,7 @@ class MetricsReporter:
         alarms: Sequence[Alarm] = (),
         has_behavior: bool = True,
         samples: Sequence[SampleWriter] = (),
+        hooks: Hooks | None = None,
         timeline: Timeline | None = None,
         gpus: Gpus | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class MetricsReporter:
         self._alarms = alarms
         self._samples = samples
         self._timeline = timeline
+        self._hooks = hooks or Hooks()
         self._gpus = gpus
         self._is_cut = False  # whether a row was too large for the bus
         self.newest = StepMetrics(step=0)
@@ -107,6 +110,7 @@ class MetricsReporter:
         row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
         if slow := [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]:
             row[LEFT_OUT] = float(sum(sink.num_left_out for sink in slow))
+        row = dict(self._hooks.row(step, row))
         for sink in self._sinks:
             await disk.write(functools.partial(_write, sink, step, row), what="metrics")
         if self._timeline is not None:

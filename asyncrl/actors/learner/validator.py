@@ -31,6 +31,7 @@ from asyncrl.messages.roles import WORKER
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of, sender_of
+from asyncrl.policies.batching.hooks import Hooks
 from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.groups import resumed_tokens
 from asyncrl.policies.groups.logprob_mismatch import ChosenAnswer, LogprobMismatch, routing_mismatch
@@ -106,12 +107,14 @@ class Validator:
         logprob_check: LogprobMismatch | None = None,
         filters: GroupFilters | None = None,
         tickets: Tickets | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         """filters: None keeps every group;  tickets: None for answers without tickets"""
         self._bus = bus
         self._validation = validation or GroupValidation()
         self._logprob_check = logprob_check or LogprobMismatch(bound=0.0, every=1)
         self.filters = filters
+        self.hooks = hooks or Hooks()
         self.tickets = tickets or Tickets()
         self._explained = ""
         """The last error of a filter; its traceback is in the log already."""
@@ -194,12 +197,15 @@ class Validator:
         )
 
     def _filter(self, group: TrajectoryGroup, table: GroupTable, *, is_inherited: bool) -> CheckResult:
-        """Apply the filters, unless the group is not trained anyway. Raises HopelessError (group_filters.py)."""
+        """Apply hooks and filters, unless the group is not trained anyway. Raises HopelessError (group_filters.py)."""
         is_counted = not is_inherited
-        if self.filters is None or group.error or group.worker in self.quarantined:
+        if group.error or group.worker in self.quarantined:
             return CheckResult(group=group, is_counted=is_counted)
         try:
-            if self.filters.keep(group, since_step=table.lost_since_step("filtered"), is_counted=is_counted):
+            group = self._changed(group, is_counted=is_counted)
+            if self.filters is None or self.filters.keep(
+                group, since_step=table.lost_since_step("filtered"), is_counted=is_counted
+            ):
                 return CheckResult(group=group)
         except FilterError as error:
             if str(error) != self._explained:
@@ -207,6 +213,16 @@ class Validator:
                 log.info("where it was raised:", exc_info=error.__cause__)
             return CheckResult(group=group, filter_error=str(error))
         return CheckResult(group=group, filtered_by=self.filters.rejected_by)
+
+    def _changed(self, group: TrajectoryGroup, *, is_counted: bool) -> TrajectoryGroup:
+        """Return the group as hooks change it. Raises FilterError, and HopelessError after too many in a row."""
+        try:
+            return self.hooks.group(group)
+        except FilterError as error:
+            if self.filters is not None:
+                cause = error.__cause__ or error
+                self.filters.note_raised(str(error), what="a hook", cause=cause, is_counted=is_counted)
+            raise
 
     async def notice_restart(self, record: Record[TrajectoryGroup]) -> None:
         """End the quarantine of the record's worker if it was restarted."""
@@ -289,6 +305,7 @@ class Validator:
             **self.routing,
             "rollout/quarantined": float(len(self.quarantined)),
             "staleness/kept_at_cap": float(self.filters.num_kept_at_cap) if self.filters is not None else 0.0,
+            **({f"staleness/filtered/{by}": float(n) for by, n in self.filters.num_by.items()} if self.filters else {}),
         }
 
     async def quarantine(self, worker: str, reason: str, *, incarnation: int) -> None:

@@ -64,6 +64,7 @@ from asyncrl.metrics.ruin import CollapseAlarm, DivergenceAlarm, RewardFallAlarm
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.os_process import process_space
 from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching.hooks import Hooks
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
@@ -93,7 +94,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     if not resume:
         await asyncio.to_thread(data.say_first_prompts, rows, sets, of_reward=reward_oddities(run.reward))
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
-    recorders = open_recorders(run, algorithm=algorithm)
+    recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus)
     learner, prompts = assemble_learner(
         run,
         bus=bus,
@@ -111,13 +112,14 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             has_behavior=_are_sampled(run),
             samples=recorders.writers,
             timeline=_timeline(run),
+            hooks=validator.hooks,
             gpus=Gpus(
                 of_worker=registry.engine_class(run).num_gpus(run) or 1,
                 of_learner=registry.backend_class(run).num_gpus(run) or 1,
                 are_shared=run.run.colocated,
             ),
         ),
-        validator=_validator(run, bus=bus),
+        validator=validator,
         samples=recorders.samples,
         answers=recorders.answers,
         evaluation_sets=sets,
@@ -224,6 +226,7 @@ def assemble_learner(
             algorithm=algorithm,
             picks=None if samples is None else samples.picks,
             workers=workers,
+            hooks=validator.hooks,
         ),
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),
@@ -333,6 +336,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             keeps_at_cap=run.algorithm.filter_cap_action == "keep",
         ),
         tickets=Tickets(secret_files.ticket_secret(run)),
+        hooks=Hooks(run.algorithm.hooks),
     )
 
 

@@ -26,6 +26,7 @@ from asyncrl.launch import colocated
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.policies.evaluation.pinned_workers import num_pinned
 from asyncrl.policies.evaluation.results import metric_names
+from asyncrl.policies.groups.selection import own_order
 from asyncrl.rewards.load import SERVED_KINDS
 
 if TYPE_CHECKING:
@@ -186,9 +187,12 @@ def _check_settings(run: RunConfig) -> None:
     registry.backend_class(run).check(run)
     launcher_class(run).check(run)
     _check_filters(run)
+    own_order(run.staleness.order)
     from asyncrl.metrics.sinks import check_sinks  # imports torch; other problems are reported before
+    from asyncrl.policies.batching.hooks import Hooks
 
     check_sinks(run)
+    Hooks(run.algorithm.hooks)
 
 
 def _check_data(run: RunConfig) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,6 +47,25 @@ class Batch:
     """Trajectories that train nothing because they are too old."""
     old_tokens: int = 0
     """Sampled tokens that train nothing because they are too old, if each token is judged alone."""
+
+    def without(self, sequences: Iterable[int]) -> Batch:
+        """Return the batch without training these sequences, by number. Their rewards stay in the baseline, and the
+        means of the others are over as many tokens as before."""
+        left_out = frozenset(sequences)
+        return replace(
+            self,
+            sequences=[_untrained(one) if n in left_out else one for n, one in enumerate(self.sequences)],
+            num_tokens=self.num_tokens - sum(int(self.sequences[n].response_mask.sum()) for n in left_out),
+        )
+
+
+def _untrained(one: TrainingSequence) -> TrainingSequence:
+    return replace(
+        one,
+        response_mask=np.zeros_like(one.response_mask),
+        advantages=np.zeros_like(one.advantages),
+        loss_weights=np.zeros_like(one.loss_weights),
+    )
 
 
 def build(

@@ -1,8 +1,8 @@
 """Filters for groups and answers, and the reward penalty for overlong answers. Applied before the batch is built.
 
-A group filter is any function (TrajectoryGroup) -> bool that returns True to keep the group. The run file names one of
-ours or a "module:function". A filtered group leaves the admission window and is counted, so the next group is generated
-in its place.
+A group filter is any function (TrajectoryGroup) -> bool | str that returns True to keep the group, and False or a short
+reason to reject it. The run file names one of ours or a "module:function". A filtered group leaves the admission window
+and is counted (staleness/filtered/FILTER, or FILTER/REASON), so the next group is generated in its place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from asyncrl.messages import TrajectoryGroup
 
-GroupFilter = Callable[[TrajectoryGroup], bool]
+GroupFilter = Callable[[TrajectoryGroup], bool | str]
 
 
 def has_spread(rewards: ArrayLike, *, tolerance: float = 1e-6) -> bool:

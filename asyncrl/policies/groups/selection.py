@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from asyncrl.config import plugins
 from asyncrl.config.staleness import Discard
+from asyncrl.errors import HopelessError
+from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.staleness import is_stale
@@ -42,7 +45,29 @@ def in_order(key: Key) -> Key:
     return (group_id, version)
 
 
+Rank = Callable[[TrajectoryGroup, int], Any]
+"""A sort key of the user's own, of a group and the version of its oldest token."""
+
+
+def own_order(name: str) -> Rank | None:
+    """Load "package.module:function" of staleness.order; None for a name in ORDERS. Raises ConfigError."""
+    if name in ORDERS:
+        return None
+    table = {one: f"{__name__}:{one}" for one in ORDERS}
+    found: Rank = plugins.load(name, where="staleness.order", table=table)
+    return found
+
+
 ORDERS: Final[dict[str, Order]] = {"oldest_first": oldest_first, "freshest_first": freshest_first, "in_order": in_order}
+
+
+def _ranked(candidates: Iterable[BufferedGroup], rank: Rank, name: str) -> list[BufferedGroup]:
+    """Sort by the user's key, then oldest first. Raises HopelessError if the user's function raises."""
+    try:
+        with plugins.contain_exits():
+            return sorted(candidates, key=lambda one: (rank(one.group, one.oldest_version), one.key))
+    except Exception as error:  # user code may raise anything, also when keys are compared
+        raise HopelessError(f"staleness.order: {name} raised {plugins.describe_raised(error)}") from error
 
 
 def select(keys: Collection[Key], *, count: int, order: Order = oldest_first) -> list[Key] | None:
@@ -71,12 +96,14 @@ class Selection:
     """The selection rule of a run.
 
     order    a name in ORDERS; with "in_order" a batch waits for every group before its last one
+    rank     instead of ``order``, if the user has an order; ties are oldest first
     discard  when a buffered group is too old: if its oldest token is ("groups"), or only if all of its trajectories
              ("trajectories") or all of its tokens ("tokens") are
     """
 
     max_staleness: int
     order: str = "oldest_first"
+    rank: Rank | None = None
     discard: Discard = "groups"
 
     def stale(self, table: GroupTable) -> list[BufferedGroup]:
@@ -135,6 +162,9 @@ class Selection:
         leaving: Collection[int] = frozenset(),
     ) -> list[BufferedGroup] | None:
         """Choose from ``candidates``; ids in ``leaving`` count as done."""
+        if self.rank is not None:
+            candidates = list(candidates)
+            return _ranked(candidates, self.rank, self.order)[:count] if len(candidates) >= count else None
         keys = [one.key for one in candidates]
         if self.order == "in_order":
             keys = leading(

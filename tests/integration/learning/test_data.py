@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import asyncrl
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.batching.batch import Batch
 from asyncrl.rewards.port import Sample
 from tests import ROOT
 
@@ -101,6 +104,47 @@ async def test_a_row_is_trained_at_the_temperature_and_over_the_tokens_it_was_sa
         assert 1 < line["rollout/support_mean"] < 50
         assert line["mismatch/max"] < 1e-4
         assert line["length/trained_mean"] < 20
+
+
+class Counted:
+    """A hook: sees every group, halves the reward of every other, leaves out a sequence, and says so in the row."""
+
+    def __init__(self) -> None:
+        self.groups = 0
+
+    def group(self, group: TrajectoryGroup) -> None:
+        self.groups += 1
+
+    def batch(self, batch: Batch, groups: Sequence[TrajectoryGroup]) -> Batch:
+        return batch.without([0])
+
+    def row(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        return metrics | {"mine/groups": float(self.groups)}
+
+
+def odd(group: TrajectoryGroup) -> bool | str:
+    return True if group.group_id % 2 else "even"
+
+
+def newest_first(group: TrajectoryGroup, oldest_version: int) -> int:
+    return -group.group_id
+
+
+async def test_hooks_an_order_and_reasons_of_filters_are_the_users_own(tmp_path: Path) -> None:
+    demo_task.write(tmp_path)
+    here = "tests.integration.learning.test_data"
+    run = run_of(
+        tmp_path,
+        model__path=str(tmp_path / "model"),
+        data__path=str(tmp_path / "prompts.jsonl"),
+        algorithm__hooks=[f"{here}:Counted"],
+        algorithm__filters=[f"{here}:odd"],
+        staleness__order=f"{here}:newest_first",
+    )
+    result = await run.train()
+    assert (result.exit_code, result.steps) == (0, 4)
+    assert result.metrics["staleness/filtered/odd/even"] == result.metrics["staleness/filtered_groups"] > 0
+    assert result.metrics["mine/groups"] >= 2 * 4 * 3  # before the filter, which leaves every other
 
 
 async def test_conversations_are_learned_by_what_the_assistant_says(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.policies.groups.selection import ORDERS, Selection
+from asyncrl.errors import ConfigError, HopelessError
+from asyncrl.policies.groups.selection import ORDERS, Selection, own_order
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from tests.harness.groups import group, span, trajectory
@@ -35,6 +36,20 @@ def ids(groups: list[BufferedGroup] | None) -> list[int] | None:
 
 def test_the_oldest_groups_are_taken_first_whatever_their_arrival() -> None:
     assert ids(rule().next_batch(table({3: 1, 2: 1, 1: 2, 0: 2}), count=3)) == [2, 3, 0]
+
+
+def test_groups_are_taken_by_the_users_own_key_and_an_error_of_it_is_named() -> None:
+    own = dataclasses.replace(
+        rule("mine:key"), rank=lambda group, oldest_version: (group.group_id % 2, -oldest_version)
+    )
+    made = table({3: 1, 2: 1, 1: 2, 0: 2})
+    assert ids(own.next_batch(made, count=3)) == [0, 2, 1]
+    assert own.next_batch(made, count=5) is None
+    fails = dataclasses.replace(own, rank=lambda group, oldest: 1 // (oldest - oldest))
+    with pytest.raises(HopelessError, match="staleness.order: mine:key raised ZeroDivisionError"):
+        fails.next_batch(made, count=3)
+    with pytest.raises(ConfigError, match="staleness.order: 'oldest_frist' is unknown; did you mean 'oldest_first'"):
+        own_order("oldest_frist")
 
 
 def test_a_batch_is_whole() -> None:
