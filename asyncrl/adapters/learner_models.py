@@ -76,7 +76,9 @@ def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
         if folder == Path(run.model.path):
             continue
         check_model_at(key, folder)
-        if (difference := _vocabulary_difference(Path(run.model.path), folder)) is not None:
+        if (
+            difference := _vocabulary_difference(Path(run.model.path), folder, trusts_code=run.model.trust_remote_code)
+        ) is not None:
             raise ConfigError(
                 f"{key}: the tokenizer in {folder} is not that of model.path: {difference}; its scores would be "
                 "of other words. Use a model of the same family"
@@ -126,14 +128,14 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
     return made
 
 
-def _vocabulary_difference(policy: Path, other: Path) -> str | None:
+def _vocabulary_difference(policy: Path, other: Path, *, trusts_code: bool) -> str | None:
     """Return the first difference between two tokenizers; None if every token has the same id."""
     ours, theirs = policy / "tokenizer.json", other / "tokenizer.json"
     if ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
         return None
     from asyncrl.data.tokenizer import load_tokenizer
 
-    known, found = load_tokenizer(policy).get_vocab(), load_tokenizer(other).get_vocab()
+    known, found = (load_tokenizer(path, trusts_code=trusts_code).get_vocab() for path in (policy, other))
     return next(_differences(known, found), None)
 
 

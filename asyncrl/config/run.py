@@ -78,6 +78,9 @@ class ModelSection:
     file or from a quantized folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights in the learner and in the engines."""
+    trust_remote_code: bool = False
+    """Run the Python code in the model's folder, as SGLang's option of this name does, in workers, engines and the
+    learner: tokenizers such as Kimi's (tiktoken.model) need it. Megatron builds the model itself and never runs it."""
     family: str = ""
     """For an architecture that asyncrl does not know: "package.module:FAMILY", which says how Megatron builds it and
     how its weights are named (asyncrl/backends/families/family.py)."""

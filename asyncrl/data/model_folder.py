@@ -113,7 +113,7 @@ def check_model(path: Path) -> ModelFolder:
         problem = "is a file, not a model folder" if path.is_file() else "no such model folder"
         raise ConfigError(f"{path}: {problem}{hint}")
     config = check_weights(path)
-    find_tokenizer(path)
+    find_tokenizer(path, trusts_code=True)  # load_tokenizer refuses one that must not run
     further = {name: _read_table(path / name) for name in _FURTHER_TABLES if (path / name).exists()}
     return ModelFolder(
         path=path,
@@ -164,8 +164,11 @@ def check_model_at(key: str, path: Path) -> ModelFolder:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def find_tokenizer(path: Path) -> Path:
-    """Return the file with the tokenizer's vocabulary. Raises ConfigError if there is none."""
+def find_tokenizer(path: Path, *, trusts_code: bool = False) -> Path:
+    """Return the file with the tokenizer's vocabulary. Raises ConfigError if there is none.
+
+    trusts_code: whether the model's own code may read it
+    """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such model folder")
     for name in _TOKENIZER_FILES:
@@ -173,7 +176,12 @@ def find_tokenizer(path: Path) -> Path:
             return path / name
     mend = "copy the model's own files there"
     if (path / _OWN_TOKENIZER).is_file():
-        mend = f"{_OWN_TOKENIZER} is read only by the model's own code; convert it to a tokenizer.json"
+        if trusts_code:
+            return path / _OWN_TOKENIZER
+        mend = (
+            f"{_OWN_TOKENIZER} is read only by the model's own code; set model.trust_remote_code = true if you trust "
+            "it, or convert it to a tokenizer.json"
+        )
     raise ConfigError(f"{path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); {mend}")
 
 

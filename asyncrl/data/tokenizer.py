@@ -19,17 +19,25 @@ _IMPORTING: Final = threading.Lock()
 """transformers imports its modules when they are first used, and fails in a thread that meets another one at it."""
 
 
-def load_tokenizer(path: Path) -> Any:
-    """Load the Hugging Face tokenizer in ``path``, without downloads. Raises ConfigError."""
-    find_tokenizer(path)
+def load_tokenizer(path: Path, *, trusts_code: bool = False) -> Any:
+    """Load the Hugging Face tokenizer in ``path``, without downloads. Raises ConfigError.
+
+    trusts_code: whether Python code in the folder may run (model.trust_remote_code)
+    """
+    find_tokenizer(path, trusts_code=trusts_code)
     with _IMPORTING:
         import transformers  # takes seconds, so only after the folder is known to exist
 
         # AutoTokenizer also imports model code, which adds two seconds to the start of every process.
         kind = transformers.PreTrainedTokenizerFast if is_generic(path) else transformers.AutoTokenizer
         try:
-            return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            return kind.from_pretrained(path, local_files_only=True, trust_remote_code=trusts_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
+            if not trusts_code and "trust_remote_code" in str(error):
+                raise ConfigError(
+                    f"{path}: the tokenizer is Python code of the model's folder; set model.trust_remote_code = true "
+                    "if you trust it"
+                ) from None
             raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from None
 
 

@@ -38,7 +38,7 @@ def _score_scale(rope: dict[str, Any]) -> float:
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
-    models="DeepSeek-V3, DeepSeek-R1 and Kimi-K2 (with a tokenizer.json, which its folder lacks), once "
+    models="DeepSeek-V3, DeepSeek-R1, Moonlight and Kimi-K2 (with model.trust_remote_code for its tokenizer), once "
     "`asyncrl import-model` has turned their weights to bfloat16",
     shape=shape,
     # transformers always uses 1e-6 for the norms in attention; engines use the value in config.json

@@ -93,6 +93,8 @@ class SGLangEngine(EngineAdapter):
             options = replace(options, server_arguments=MEMORY_SAVER | options.server_arguments)
         if run.metrics.prometheus:
             options = replace(options, server_arguments=metrics_arguments() | options.server_arguments)
+        if run.model.trust_remote_code:
+            options = replace(options, server_arguments={"trust-remote-code": True} | dict(options.server_arguments))
         return cls(
             Path(run.model.path),
             device=device,

@@ -73,7 +73,7 @@ async def build_worker(
         # with "tokens", tokens sampled after those too old are trained
         max_staleness=None if run.staleness.discard == "tokens" else run.max_staleness,
     )
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path), trusts_code=run.model.trust_remote_code)
     servers = server_book(run)
     make = functools.partial(
         GroupMaker,

@@ -67,7 +67,7 @@ def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
     """Open the prompts. ``rows``: result of ``index_rows``; None: read them here. Raises ConfigError."""
     limits = _limits(run)
     rows = index_rows(run) if rows is None else rows
-    tokenizer = load_tokenizer(Path(run.model.path))
+    tokenizer = load_tokenizer(Path(run.model.path), trusts_code=run.model.trust_remote_code)
     if rollout_functions.traits(run.rollout.function).samples:
         most = _room_for_prompt(registry.context_tokens(run), run.rollout)
         limits = dataclasses.replace(limits, prompt_tokens=most)
@@ -98,7 +98,7 @@ def say_first_prompts(rows: PromptDataset, sets: Iterable[EvaluationSet], *, of_
 def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     """Tokenise the data sets of [evaluation]. Raises ConfigError for the first row that cannot be a prompt."""
     model = check_model_at("model.path", Path(run.model.path))
-    tokenizer = load_tokenizer(Path(run.model.path))
+    tokenizer = load_tokenizer(Path(run.model.path), trusts_code=run.model.trust_remote_code)
     sets = []
     for dataset in run.evaluation.datasets:
         reward = dataset.reward or run.reward

@@ -17,7 +17,7 @@ from asyncrl.adapters import learner_models, registry
 from asyncrl.config import RunConfig, plugins
 from asyncrl.config.addresses import host_and_port
 from asyncrl.config.toml_text import toml_text
-from asyncrl.data.model_folder import ModelFolder, check_model_at, require_supported
+from asyncrl.data.model_folder import ModelFolder, check_model_at, find_tokenizer, require_supported
 from asyncrl.data.row_files import require_data
 from asyncrl.data.sources import make_source
 from asyncrl.environments import load as rollout_functions
@@ -230,6 +230,10 @@ def _check_model(run: RunConfig, key: str, folder: Path) -> None:
     if not run.model.family and ":" not in run.learner.backend:
         require_supported(key, folder)
     check_model_at(key, folder)
+    try:
+        find_tokenizer(folder, trusts_code=run.model.trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _check_worker_before_torch(run: RunConfig) -> None:

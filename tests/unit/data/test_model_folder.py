@@ -127,10 +127,6 @@ def test_an_architecture_of_no_family_is_refused_in_one_line(folder: Path, archi
         (_missing_shard, "1 of 1 weight files are missing, first one.safetensors"),
         (_second_copy, "has model.safetensors, and model.safetensors.index.json names other files; remove"),
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer .*copy the model's own files there"),
-        (
-            lambda f: (f / "tokenizer.json").rename(f / "tiktoken.model"),
-            "no tokenizer .*tiktoken.model is read only by the model's own code; convert it to a tokenizer.json",
-        ),
     ],
 )
 def test_a_damaged_model_folder_is_refused_in_one_line(
