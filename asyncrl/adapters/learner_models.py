@@ -117,7 +117,8 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
 
     made = {}
     for name, folder in folders(run, algorithm).items():
-        made[name] = AuxiliaryModel(path=folder)
+        is_refreshed = name == "reference" and run.reference is not None and run.reference.refresh_steps > 0
+        made[name] = AuxiliaryModel(path=folder, is_refreshed=is_refreshed)
         if name == "critic":
             section = run.critic or CriticSection()
             objective = Objective(

@@ -346,8 +346,13 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
     return RoutingReplay(reason=reason)
 
 
-def check_optimizer(run: RunConfig) -> None:
-    """Raise ConfigError if the optimizer is reset and the backend cannot."""
+def check_backend_can(run: RunConfig) -> None:
+    """Raise ConfigError if the optimizer is to be reset, or the reference refreshed, and the backend cannot."""
+    if run.reference and run.reference.refresh_steps and not backend_class(run).refreshes_reference:
+        raise ConfigError(
+            f'reference.refresh_steps: learner.backend = "{run.learner.backend}" cannot refresh a reference; '
+            '"megatron" and "reference" can'
+        )
     if run.learner.reset_optimizer and not backend_class(run).resets_optimizer:
         raise ConfigError(
             f'learner.reset_optimizer: learner.backend = "{run.learner.backend}" cannot start its optimizer anew; '

@@ -31,6 +31,9 @@ class BackendAdapter(Adapter):
     resets_optimizer: ClassVar[bool] = False
     """Whether the backend can start AdamW anew (ResetsOptimizer in backends/port.py)."""
 
+    refreshes_reference: ClassVar[bool] = False
+    """Whether the reference can become the policy (RefreshesReference in backends/port.py)."""
+
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:
         """Create the backend without starting it. ``auxiliary``: the algorithm's models besides the policy, by name."""

@@ -1,7 +1,8 @@
 """The learner's models by name: the policy, and the algorithm's auxiliary models.
 
 A "critic" is trained; a "reference" or "teacher" is frozen. Frozen models are read from their folders at every start.
-Trained models are in the checkpoint: the policy in the backend folder itself, others in a subfolder of their name.
+Trained models, and a reference that is refreshed, are in the checkpoint: the policy in the backend folder itself,
+others in a subfolder of their name.
 Tests: tests/contracts/test_backend_models.py.
 """
 
@@ -33,12 +34,20 @@ class AuxiliaryModel:
     """A model in a Hugging Face folder. It is frozen unless it has an ``objective`` and an ``optimizer``.
 
     A "values" model ignores the folder's output layer.
+
+    is_refreshed  whether a frozen model becomes the policy now and then, so that checkpoints hold it
     """
 
     path: Path
     head: Head = "logprobs"
     objective: Objective | None = None
     optimizer: OptimizerSettings | None = None
+    is_refreshed: bool = False
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether checkpoints hold the model: its weights are not those of its folder."""
+        return self.is_trained or self.is_refreshed
 
     @property
     def is_trained(self) -> bool:
@@ -47,7 +56,7 @@ class AuxiliaryModel:
     def is_base_of(self, policy: AuxiliaryModel) -> bool:
         """Whether this is the policy without its adapters, so it need not be loaded a second time."""
         has_adapters = policy.optimizer is not None and policy.optimizer.lora is not None
-        return has_adapters and not self.is_trained and (self.path, self.head) == (policy.path, policy.head)
+        return has_adapters and not self.is_saved and (self.path, self.head) == (policy.path, policy.head)
 
 
 def with_policy(policy: AuxiliaryModel, auxiliary: Mapping[str, AuxiliaryModel]) -> dict[str, AuxiliaryModel]:

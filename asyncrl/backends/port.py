@@ -107,6 +107,15 @@ class ResetsOptimizer(Protocol):
 
 
 @runtime_checkable
+class RefreshesReference(Protocol):
+    """A backend whose reference can become the policy (reference.refresh_steps)."""
+
+    def refresh_reference(self) -> None:
+        """Copy the policy's weights, adapters merged, to the "reference", which checkpoints hold then."""
+        ...
+
+
+@runtime_checkable
 class SavesBeside(Protocol):
     """A backend that can write a checkpoint while it trains. For other backends, the learner waits for ``save``."""
 

@@ -64,6 +64,7 @@ class ReferenceBackend(BackendAdapter):
     options_type = Options
     shares_gpus = True
     resets_optimizer = True
+    refreshes_reference = True
 
     def __init__(
         self,
@@ -86,22 +87,30 @@ class ReferenceBackend(BackendAdapter):
         self._threads = threads
         self._loaded: dict[str, LoadedModel] = {}
         self._trained: dict[str, TrainedModel] = {}
+        self._saved: dict[str, TrainedModel | RefreshedModel] = {}
         self._memory = HostMemory(lambda: itertools.chain.from_iterable(one.tensors() for one in self._loaded.values()))
 
     def start(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
         for name, model in self._models.items():
-            kind = TrainedModel if model.is_trained else LoadedModel
+            kind = TrainedModel if model.is_trained else RefreshedModel if model.is_refreshed else LoadedModel
             loaded = kind(name, model, temperature=self._temperature, device=self._device, dtype=self._dtype)
             self._loaded[name] = loaded
             if isinstance(loaded, TrainedModel):
                 self._trained[name] = loaded
+            if isinstance(loaded, TrainedModel | RefreshedModel):
+                self._saved[name] = loaded
 
     def step(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY
     ) -> StepResult:
         return models.find(self._trained, model, doing="step").step(_only(dp_shards), learning_rate=learning_rate)
+
+    def refresh_reference(self) -> None:
+        reference = models.find(self._loaded, "reference", doing="refresh")
+        assert isinstance(reference, RefreshedModel)
+        reference.copy_from(self._trained[POLICY])
 
     def reset_optimizer(self) -> None:
         for trained in self._trained.values():
@@ -119,13 +128,13 @@ class ReferenceBackend(BackendAdapter):
         return Snapshot.from_tensors(tensors.items(), dtype=policy.folder_dtype, kept=policy.buffers)
 
     def save(self, folder: Path) -> None:
-        for name, trained in self._trained.items():
-            trained.save(models.saved_in(folder, name))
+        for name, model in self._saved.items():
+            model.save(models.saved_in(folder, name))
 
     def restore(self, folder: Path) -> None:
-        models.require_saved(folder, self._trained)
-        for name, trained in self._trained.items():
-            trained.restore(models.saved_in(folder, name))
+        models.require_saved(folder, self._saved)
+        for name, model in self._saved.items():
+            model.restore(models.saved_in(folder, name))
 
     def offload(self) -> None:
         self._memory.offload()
@@ -222,6 +231,29 @@ class LoadedModel:
         logprobs = distribution.gather(-1, row.tokens[row.rows][:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
         return logprobs, entropy
+
+
+class RefreshedModel(LoadedModel):
+    """A frozen model that becomes the policy now and then. Its checkpoint holds only the weights."""
+
+    @torch.no_grad()
+    def copy_from(self, policy: TrainedModel) -> None:
+        for name, tensor in self._weights().items():
+            tensor.copy_({**policy.parameters, **policy.buffers}[name])
+
+    def save(self, folder: Path) -> None:
+        _write_state({f"value|{name}": _plain(tensor) for name, tensor in self._weights().items()}, folder)
+
+    @torch.no_grad()
+    def restore(self, folder: Path) -> None:
+        saved = read_state(folder)
+        for name, tensor in self._weights().items():
+            if f"value|{name}" not in saved or saved[f"value|{name}"].numel() != tensor.numel():
+                raise CheckpointError(f"{folder}: {name} is not that of the reference; is it of another model?")
+            tensor.copy_(saved[f"value|{name}"].view(tensor.shape))
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {**self.parameters, **self.buffers}
 
 
 class TrainedModel(LoadedModel):
@@ -333,12 +365,7 @@ class TrainedModel(LoadedModel):
             tensors[f"value|{name}"] = _plain(weight)
             moments = self._optimizer.state.get(weight, {}) if self._settings.is_saved else {}
             tensors |= {f"{kind}|{name}": _plain(moments[kind]) for kind in _MOMENTS if kind in moments}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / STATE_FILE)
-            (folder / INDEX).write_text(json.dumps({"format": "reference"}))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: cannot write the state of the backend: {error}") from error
+        _write_state(tensors, folder)
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
@@ -369,6 +396,15 @@ class TrainedModel(LoadedModel):
     def _all_weights(self) -> dict[str, torch.Tensor]:
         """Return all weights by name. Frozen ones are included, because a resumed run may freeze other parameters."""
         return self.parameters | self.buffers | self._weights
+
+
+def _write_state(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / STATE_FILE)
+        (folder / INDEX).write_text(json.dumps({"format": "reference"}))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot write the state of the backend: {error}") from error
 
 
 def read_state(folder: Path) -> dict[str, torch.Tensor]:

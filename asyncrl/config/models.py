@@ -55,9 +55,18 @@ class ReferenceSection:
     """Where the penalty applies: in the loss, or subtracted from the reward of each token, for advantages with token
     rewards (gae, reinforce, reinforce_pp)."""
 
+    refresh_steps: int = 0
+    """Every so many steps the reference becomes the policy as it is then, and checkpoints hold it; 0: never."""
+
     def __post_init__(self) -> None:
         if self.kl_coef < 0:
             raise ConfigError(f"kl_coef must be >= 0 (0 is off), got {self.kl_coef}")
+        if self.refresh_steps < 0:
+            raise ConfigError(f"refresh_steps must be >= 0 (0: never), got {self.refresh_steps}")
+        if self.refresh_steps and not self.kl_coef:
+            raise ConfigError(
+                "refresh_steps refreshes a reference that kl_coef = 0 does not load; set kl_coef, or remove it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,7 @@ class Trainer:
             critic_learning_rate=critic_rate,
             layout=self._run.learner.layout,
             resets_optimizer=self._run.learner.reset_optimizer,
+            refresh_steps=self._run.reference.refresh_steps if self._run.reference else 0,
         )
         if self._profile is not None:
             train = functools.partial(self._profile, step + 1, train)

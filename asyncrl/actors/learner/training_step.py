@@ -26,7 +26,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.backends.port import Backend, ResetsOptimizer, StepResult
+from asyncrl.backends.port import Backend, RefreshesReference, ResetsOptimizer, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.config.layout import Layout
 from asyncrl.config.models import CriticSection
@@ -75,6 +75,7 @@ def train_batch(
     critic_learning_rate: float = 0.0,
     layout: Layout | None = None,
     resets_optimizer: bool = False,
+    refresh_steps: int = 0,
 ) -> StepResult:
     """Train on ``batch``, packed as ``mini_batches``.
 
@@ -82,6 +83,7 @@ def train_batch(
     learning_rate  of the policy; None: only the critic learns
     layout         layout of the backend's ranks, for per-rank metrics
     resets_optimizer  forget the optimizers' state after the batch, so that the next one starts anew
+    refresh_steps  steps between two refreshes of the reference, as slime's --ref-update-interval; 0: never
     """
     if not batch.num_tokens:
         log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
@@ -106,6 +108,9 @@ def train_batch(
     if resets_optimizer:
         assert isinstance(backend, ResetsOptimizer)  # checked before the run starts
         backend.reset_optimizer()
+    if refresh_steps and (step + 1) % refresh_steps == 0:
+        assert isinstance(backend, RefreshesReference)
+        backend.refresh_reference()
     return StepResult(metrics=metrics, tokens=tokens)
 
 

@@ -68,6 +68,7 @@ class MegatronBackend(BackendAdapter):
     replays_experts = True
     shares_gpus = True
     resets_optimizer = True
+    refreshes_reference = True
 
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:
@@ -229,6 +230,9 @@ class MegatronBackend(BackendAdapter):
             metrics = {**metrics, **speed, **self._offload_metrics}
         return StepResult(metrics=metrics, tokens=tokens)
 
+    def refresh_reference(self) -> None:
+        self._run_on_all_ranks(Command(name="refresh_reference"))
+
     def reset_optimizer(self) -> None:
         self._run_on_all_ranks(Command(name="reset_optimizer"))
 
@@ -306,7 +310,7 @@ class MegatronBackend(BackendAdapter):
             if part.problem:
                 raise CheckpointError(f"{folder}: learner rank {rank} cannot write its part: {part.problem}")
         hashed: dict[Path, str] = {}
-        for name, files in zip(self._job.trained, zip(*(part.files for part in parts), strict=True), strict=True):
+        for name, files in zip(self._job.saved, zip(*(part.files for part in parts), strict=True), strict=True):
             saved = models.saved_in(folder, name)
             hashed |= {saved / file: sha256 for file, sha256 in complete(saved, files).items()}
         return hashed
@@ -320,8 +324,8 @@ class MegatronBackend(BackendAdapter):
         self._run_on_all_ranks(Command(name="onload"))
 
     def restore(self, folder: Path) -> None:
-        models.require_saved(folder, self._job.trained)
-        for name, model in self._job.trained.items():  # before any rank gets the command: an error there ends all
+        models.require_saved(folder, self._job.saved)
+        for name, model in self._job.saved.items():  # before any rank gets the command: an error there ends all
             saved = models.saved_in(folder, name)
             lora.require_base(saved, model, base=SavedModel(saved).base)
         self._started().require_restorable(folder)

@@ -88,6 +88,10 @@ class Job:
         return {name: model for name, model in self.models.items() if model.is_trained}
 
     @property
+    def saved(self) -> dict[str, AuxiliaryModel]:
+        return {name: model for name, model in self.models.items() if model.is_saved}
+
+    @property
     def is_distributed_optimizer(self) -> bool:
         """Whether the ranks that hold the same weights share their optimizer's state."""
         return self.options.distributed_optimizer and self.layout.data_parallel * self.layout.context > 1
@@ -97,7 +101,8 @@ class Job:
 class Command:
     """What all ranks execute together.
 
-    name           step, reset_optimizer, forward, export, save, finish_save, restore, offload or onload
+    name           step, reset_optimizer, refresh_reference, forward, export, save, finish_save, restore, offload or
+                   onload
     micro_batches  the receiver's share
     batch_tokens   tokens of all shares, prompts included, without fillers
     waits          for finish_save: wait until this rank's part is on disk

@@ -259,7 +259,7 @@ class LoadedModel:
         has_adapters = self._lora is not None and not self._lora.is_merged
         return entry.is_adapter == has_adapters and not entry.is_copy_of_embedding
 
-    def _own_shard(self, entry: Mapping, name: str) -> torch.Tensor:
+    def own_shard(self, entry: Mapping, name: str) -> torch.Tensor:
         """Return this rank's part of an exported parameter.  name: the parameter's name in the whole model"""
         parameter = self._parameters[name].detach()
         if entry.is_adapter:  # scaled, so that the folder need not specify a scale
@@ -326,10 +326,10 @@ class LoadedModel:
         if entry.is_fused:
             group = self._expert_parallel
         if self._is_whole(entry):
-            return [self._own_shard(entry, name)] if own == exporter else []
+            return [self.own_shard(entry, name)] if own == exporter else []
         if exporter < 0 or own // group.size() != exporter // group.size():
             return []
-        shard = self._own_shard(entry, name).contiguous()
+        shard = self.own_shard(entry, name).contiguous()
         gathered = shard.new_empty(group.size(), *shard.shape) if own == exporter else None
         shards = [] if gathered is None else list(gathered.unbind())
         dist.gather(shard, shards or None, group=group, group_dst=exporter % group.size())

@@ -23,6 +23,7 @@ from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
 from asyncrl.backends.megatron.rank_group import RankInfo
 from asyncrl.backends.megatron.remote_parts import ExportedParts
+from asyncrl.backends.megatron.saved_weights import RefreshedModel, SavedWeights
 from asyncrl.backends.megatron.trained_model import TrainedModel
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError, CheckpointError
@@ -59,11 +60,12 @@ class MegatronRank:
             )
             process_groups.join(info, job.layout, overlaps_tensor_parallel=job.options.overlap_tensor_parallel)
             self._loaded = {
-                name: (TrainedModel if model.is_trained else LoadedModel)(name, job, device)
+                name: _kind(model)(name, job, device)
                 for name, model in job.models.items()
                 if not model.is_base_of(job.models[models.POLICY])
             }
             self._trained = {name: model for name, model in self._loaded.items() if isinstance(model, TrainedModel)}
+            self._saved = {name: model for name, model in self._loaded.items() if isinstance(model, SavedWeights)}
             self._hooks.after_start({name: model.stages for name, model in self._loaded.items()})
         except BaseException:
             self.close()
@@ -83,6 +85,10 @@ class MegatronRank:
                 for trained in self._trained.values():
                     trained.forget_moments()
                 return None
+            case "refresh_reference":
+                reference = self._loaded["reference"]
+                assert isinstance(reference, RefreshedModel)
+                return reference.copy_from(self._loaded[models.POLICY])
             case "forward":
                 if command.model not in self._loaded:
                     policy = self._loaded[models.POLICY]
@@ -99,8 +105,8 @@ class MegatronRank:
                     raise CheckpointError("nothing is being saved")
                 return self._saving.result(wait=command.waits)
             case "restore":
-                for name, trained in self._trained.items():
-                    trained.restore(models.saved_in(Path(command.folder), name))
+                for name, saved in self._saved.items():
+                    saved.restore(models.saved_in(Path(command.folder), name))
                 return None
             case "offload":
                 return self._offload(command)
@@ -110,7 +116,7 @@ class MegatronRank:
 
     def require_restorable(self, folder: Path) -> None:
         """Raise CheckpointError if this rank can tell that the checkpoint is of another model. Changes nothing."""
-        for name, model in self._trained.items():
+        for name, model in self._saved.items():
             model.require_restorable(models.saved_in(folder, name))
 
     def _export(self, command: Command) -> Snapshot | None:
@@ -125,7 +131,7 @@ class MegatronRank:
     def _save(self, folder: Path) -> None:
         """Copy the state to be saved. It is written while later commands run (finish_save)."""
         self._stop_saving()
-        states = [model.state_to_save(models.saved_in(folder, name)) for name, model in self._trained.items()]
+        states = [model.state_to_save(models.saved_in(folder, name)) for name, model in self._saved.items()]
         self._saving = BackgroundSave(states, rank=dist.get_rank())
 
     def _stop_saving(self) -> None:
@@ -157,6 +163,10 @@ class MegatronRank:
             dist.destroy_process_group()
             if self._is_first:  # the processes of other ranks end now
                 gc.collect()  # gloo's sockets are in cycles: 70 descriptors a backend
+
+
+def _kind(model: models.AuxiliaryModel) -> type[LoadedModel]:
+    return TrainedModel if model.is_trained else RefreshedModel if model.is_refreshed else LoadedModel
 
 
 def _device(kind: str, info: RankInfo) -> torch.device:

@@ -9,7 +9,7 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,18 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from asyncrl.backends import lora, weight_places
+from asyncrl.backends import lora
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.background_save import STATE, RankState, SavedModel, random_states
 from asyncrl.backends.megatron.forward_backward import forward_backward
 from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.load_balance import ExpertBalance
-from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.mixture import tallies
-from asyncrl.backends.megatron.process_groups import all_reduce, expert_replicas_group
+from asyncrl.backends.megatron.process_groups import all_reduce
 from asyncrl.backends.megatron.row_part import RowPart
+from asyncrl.backends.megatron.saved_weights import LocalParameter, SavedWeights, is_copy, read_into
 from asyncrl.backends.micro_batches import RecordedTokens, response_rows
-from asyncrl.backends.models import VALUE_HEAD
 from asyncrl.backends.optimizer_settings import (
     NO_MOMENTS,
     OptimizerSettings,
@@ -38,12 +37,11 @@ from asyncrl.backends.optimizer_settings import (
     step_metrics,
 )
 from asyncrl.backends.port import StepResult
-from asyncrl.backends.weight_map import Mapping, weight_map
-from asyncrl.errors import BackendError, CheckpointError
+from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.corrections import diagnostics
-from asyncrl.tensors.torch_dist import Chunk, TorchDist
+from asyncrl.tensors.torch_dist import Chunk
 
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 """With tied embeddings, the weight that the output layer of a last stage is a copy of."""
@@ -52,7 +50,7 @@ log = logging.getLogger("asyncrl.learner")
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
-class TrainedModel(LoadedModel):
+class TrainedModel(SavedWeights):
     """A loaded model with Megatron's gradient buffers and optimizer."""
 
     def __init__(self, name: str, job: Job, device: torch.device) -> None:
@@ -63,8 +61,6 @@ class TrainedModel(LoadedModel):
         self._objective: Objective = self._model.objective
         self._settings: OptimizerSettings = self._model.optimizer
         self._data_parallel = process_groups.data_parallel_group()
-        self._replicas = process_groups.replicas_group()
-        self._is_distributed = job.is_distributed_optimizer
         self._buffers = optimizer.with_gradient_buffers(self._stages, job)
         self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
         self._balance: ExpertBalance | None = None
@@ -179,11 +175,7 @@ class TrainedModel(LoadedModel):
         """Return whether this rank counts the weight's gradient in the norm; other ranks may hold copies of it."""
         is_cut = part.is_of_experts or getattr(weight, "tensor_model_parallel", False)
         is_first_shard = is_cut or self._tensor_parallel.rank() == 0
-        return is_first_shard and self._is_writer(part.replicas) and not _is_copy(weight)
-
-    def _is_writer(self, replicas: dist.ProcessGroup) -> bool:
-        """Return whether this rank is responsible for its part of weights that all of ``replicas`` hold."""
-        return self._is_distributed or replicas.rank() == 0
+        return is_first_shard and self._is_writer(part.replicas) and not is_copy(weight)
 
     def _scale_gradients(self, scale: float) -> None:
         for part in self._optimizers:
@@ -235,17 +227,17 @@ class TrainedModel(LoadedModel):
         self._require_no_more(saved)
         for held in self._local_parameters():
             key = held.place.key
-            _read_into(saved, key, held.place, held.parameter)
+            read_into(saved, key, held.place, held.parameter)
             if not held.parameter.requires_grad:
                 continue  # it is restored, and has no moments
             main = STATE + _MAIN + key if STATE + _MAIN + key in saved else key
             for piece in self._pieces(held):
-                _read_into(saved, main, held.place, piece.main, start=piece.start)
+                read_into(saved, main, held.place, piece.main, start=piece.start)
                 moments: dict[str, torch.Tensor] = {}
                 if key in saved.steps:
                     moments = {kind: torch.zeros_like(piece.main) for kind in _MOMENTS}
                     for kind, values in moments.items():
-                        _read_into(saved, f"{STATE}{kind}.{key}", held.place, values, start=piece.start)
+                        read_into(saved, f"{STATE}{kind}.{key}", held.place, values, start=piece.start)
                     moments["step"] = torch.tensor(saved.steps[key])
                 part = self._optimizer_of(held)
                 part.adamw.state[piece.main] = reshape_moments(moments, piece.main)
@@ -255,56 +247,11 @@ class TrainedModel(LoadedModel):
         if not saved.steps and self._rank == 0:
             log.warning(NO_MOMENTS, folder)
 
-    def require_restorable(self, folder: Path) -> None:
-        """Raise CheckpointError if the checkpoint has more weights than the model, or other sizes of this rank's."""
-        saved = SavedModel(folder)
-        self._require_no_more(saved)
-        for held in self._local_parameters():
-            _require_size(saved, held.place.key, held.place)
-
-    def _require_no_more(self, saved: SavedModel) -> None:
-        """Raise CheckpointError if the checkpoint has layers or adapters that the model lacks: they would be lost."""
-        maps: Iterable[Mapping] = weight_map(self._shape, head=self._model.head)
-        if self._lora is not None:
-            maps = lora.with_adapters(maps, self._lora)
-        known = {weight_places.key(entry.megatron) for entry in maps} | {VALUE_HEAD}
-        if more := sorted(saved.weights() - known):
-            raise CheckpointError(
-                f"{saved.folder}: has {more[0]} ({len(more)} such weights), which the model or its adapters lack; is "
-                "it a checkpoint of another model?"
-            )
-
-    def _local_parameters(self) -> Iterator[_LocalParameter]:
-        """Yield this rank's parameters with their place in a checkpoint."""
-        ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
-        for name, parameter in self._parameters.items():
-            if self._lora is not None and not parameter.requires_grad:
-                continue  # a frozen base weight, which is in the model's folder
-            cut = self._maps[name].cut if name in self._maps else "whole"  # a value head is in no folder
-            is_of_experts = cut.startswith("expert_")
-            replicas = expert_replicas_group() if is_of_experts else self._replicas
-            is_writer = self._is_writer(replicas) if parameter.requires_grad else replicas.rank() == 0
-            yield _LocalParameter(
-                name=name,
-                parameter=parameter,
-                place=weight_places.place(
-                    _EMBEDDING if _is_copy(parameter) else name,
-                    cut,
-                    parameter.shape,
-                    self._shape,
-                    ranks=ranks,
-                    rank=rank,
-                    first_expert=self._stages[0].part.experts.start,
-                ),
-                is_of_experts=is_of_experts,
-                is_written=is_writer and not _is_copy(parameter) and (cut not in ("whole", "stacked") or rank == 0),
-            )
-
-    def _optimizer_of(self, held: _LocalParameter) -> optimizer.PartOptimizer:
+    def _optimizer_of(self, held: LocalParameter) -> optimizer.PartOptimizer:
         """Return the optimizer that updates the parameter."""
         return self._optimizers[-1 if held.is_of_experts else 0]
 
-    def _pieces(self, held: _LocalParameter) -> Iterator[_Piece]:
+    def _pieces(self, held: LocalParameter) -> Iterator[_Piece]:
         """Yield the parts of a parameter that this rank's optimizer updates, or all of a frozen one.
 
         main_param is Megatron's float32 copy of a 16-bit parameter.
@@ -324,21 +271,6 @@ class TrainedModel(LoadedModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LocalParameter:
-    """A parameter of this rank with its place in a checkpoint.
-
-    name        numbers the layer by its place in the whole model
-    is_written  whether this rank writes it; no other rank writes the same parameter or its original
-    """
-
-    name: str
-    parameter: torch.Tensor
-    place: weight_places.Place
-    is_of_experts: bool
-    is_written: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
     """A part of a parameter of this rank: its flattened elements from ``start`` on.
 
@@ -349,23 +281,3 @@ class _Piece:
     start: int
     weights: torch.Tensor
     main: torch.Tensor
-
-
-def _read_into(saved: TorchDist, key: str, place: weight_places.Place, into: torch.Tensor, *, start: int = 0) -> None:
-    """Fill a tensor whose flattened elements are those of ``place`` from ``start`` on. Raises CheckpointError."""
-    _require_size(saved, key, place)
-    for view, corner in place.views(into.detach().view(-1), start):
-        view.copy_(saved.read(key, corner, tuple(view.shape)))
-
-
-def _require_size(saved: TorchDist, key: str, place: weight_places.Place) -> None:
-    if key in saved and saved.size(key) != place.whole:
-        raise CheckpointError(
-            f"{saved.folder}: {key} has the size {list(saved.size(key))}, the model needs {list(place.whole)}; is it a "
-            "checkpoint of another model?"
-        )
-
-
-def _is_copy(weight: Any) -> bool:
-    """Return whether the weight is the output layer of a last stage whose original is on the first stage."""
-    return bool(getattr(weight, "shared", False))

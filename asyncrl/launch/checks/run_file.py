@@ -170,7 +170,7 @@ def _check_settings(run: RunConfig) -> None:
     check_before_torch(run)
     algorithm = registry.algorithm(run)  # imports torch only
     registry.backend_class(run).check_algorithm(run, algorithm)
-    registry.check_optimizer(run)
+    registry.check_backend_can(run)
     _check_engine_and_channel(run)  # may import transformers
     _check_context(run, registry.context_tokens(run))
     _check_given(run, algorithm)
