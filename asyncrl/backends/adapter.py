@@ -47,6 +47,7 @@ class BackendAdapter(Adapter):
             threads=run.learner.threads,
             options=cls.options(run),
             **({"auxiliary": auxiliary} if auxiliary else {}),
+            **({"is_exact": True} if run.run.exact else {}),
         )
 
     @classmethod

@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +45,7 @@ from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
+from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
@@ -78,13 +80,16 @@ class ReferenceBackend(BackendAdapter):
         threads: int,
         options: Options,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
+        is_exact: bool = False,
     ) -> None:
+        """is_exact: logprobs of a sequence depend on its own tokens alone (run.exact)"""
         policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
         self._models = models.with_policy(policy, auxiliary or {})
         self._temperature = temperature
         self._device = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._threads = threads
+        self._is_exact = is_exact
         self._loaded: dict[str, LoadedModel] = {}
         self._trained: dict[str, TrainedModel] = {}
         self._saved: dict[str, TrainedModel | RefreshedModel] = {}
@@ -95,7 +100,14 @@ class ReferenceBackend(BackendAdapter):
             torch.set_num_threads(self._threads)
         for name, model in self._models.items():
             kind = TrainedModel if model.is_trained else RefreshedModel if model.is_refreshed else LoadedModel
-            loaded = kind(name, model, temperature=self._temperature, device=self._device, dtype=self._dtype)
+            loaded = kind(
+                name,
+                model,
+                temperature=self._temperature,
+                device=self._device,
+                dtype=self._dtype,
+                is_exact=self._is_exact,
+            )
             self._loaded[name] = loaded
             if isinstance(loaded, TrainedModel):
                 self._trained[name] = loaded
@@ -152,16 +164,30 @@ def _only(dp_shards: Sequence[Sequence[MicroBatch]]) -> Sequence[MicroBatch]:
     return dp_shards[0]
 
 
+def _log_softmax(logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
+    """logits [M, V], temperature one or [M, 1] -> f32[M, V]."""
+    return torch.log_softmax(logits.float() / temperature, dim=-1)
+
+
 class LoadedModel:
     """The model in a Hugging Face folder, with its output layer or a value head."""
 
     def __init__(
-        self, name: str, model: AuxiliaryModel, *, temperature: float, device: torch.device, dtype: torch.dtype
+        self,
+        name: str,
+        model: AuxiliaryModel,
+        *,
+        temperature: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        is_exact: bool = False,
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._temperature = temperature
         self._device = device
+        self._is_exact_on_gpu = is_exact and device.type == "cuda"
+        dtype = torch.float32 if self._is_exact_on_gpu else dtype  # values of 16 bits in tensors of 32
         try:
             self.folder_dtype: torch.dtype = AutoConfig.from_pretrained(model.path).dtype or torch.float32
             with LOADING:
@@ -170,6 +196,16 @@ class LoadedModel:
             raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
         causal.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding
         causal.eval()  # no dropout: trainer logprobs must be the policy's
+        self._rows_alone: Callable[[], AbstractContextManager[Any]] = ExactRows if is_exact else nullcontext
+        self._log_softmax: Callable[[torch.Tensor, float | torch.Tensor], torch.Tensor] = _log_softmax
+        if self._is_exact_on_gpu:
+            from asyncrl.backends.kernels import sglang_rows  # imports SGLang
+
+            self._rows_alone = sglang_rows.sglang_rows
+            self._log_softmax = sglang_rows.log_softmax
+            causal.set_attn_implementation(sglang_rows.ATTENTION)
+        elif is_exact:
+            use_exact_attention(causal)
         self.model_type: str = causal.config.model_type
         self._decoder = causal.base_model
         self._output_layer = causal.get_output_embeddings() if model.head == "logprobs" else None
@@ -209,10 +245,11 @@ class LoadedModel:
     def _hidden(self, row: PackedRow) -> torch.Tensor:
         """Return the last hidden state of every token, [N, H]."""
         assert row.layout is not None
-        rectangles = [
-            self._decoder(input_ids=row.tokens[indices], use_cache=False).last_hidden_state.flatten(0, 1)
-            for indices in row.layout.indices
-        ]
+        with self._rows_alone():
+            rectangles = [
+                self._decoder(input_ids=row.tokens[indices], use_cache=False).last_hidden_state.flatten(0, 1)
+                for indices in row.layout.indices
+            ]
         return torch.cat(rectangles)[row.layout.order]
 
     def _values(self, row: PackedRow) -> torch.Tensor:
@@ -223,11 +260,12 @@ class LoadedModel:
     def _token_logprobs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
         assert self._output_layer is not None
-        logits = self._output_layer(self._hidden(row)[row.rows - 1]).float()
-        if row.distribution.support is not None:
-            logits = exclude(logits, *row.distribution.support)
-        logits = logits / row.distribution.temperature(self._temperature)
-        distribution = torch.log_softmax(logits, dim=-1)
+        hidden = self._hidden(row)[row.rows - 1]
+        with self._rows_alone():
+            logits = self._output_layer(hidden)
+            if row.distribution.support is not None:
+                logits = exclude(logits.float(), *row.distribution.support)
+            distribution = self._log_softmax(logits, row.distribution.temperature(self._temperature))
         logprobs = distribution.gather(-1, row.tokens[row.rows][:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
         return logprobs, entropy
@@ -260,9 +298,16 @@ class TrainedModel(LoadedModel):
     """A model that is trained."""
 
     def __init__(
-        self, name: str, model: AuxiliaryModel, *, temperature: float, device: torch.device, dtype: torch.dtype
+        self,
+        name: str,
+        model: AuxiliaryModel,
+        *,
+        temperature: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        is_exact: bool = False,
     ) -> None:
-        super().__init__(name, model, temperature=temperature, device=device, dtype=dtype)
+        super().__init__(name, model, temperature=temperature, device=device, dtype=dtype, is_exact=is_exact)
         assert model.objective is not None
         assert model.optimizer is not None
         self._name = name
@@ -277,7 +322,10 @@ class TrainedModel(LoadedModel):
         self._trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         # AdamW updates these. In a float32 model they are the parameters; bfloat16 would round away small updates.
         self._weights: dict[str, torch.Tensor] = {
-            name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self._trained.items()
+            name: p
+            if p.dtype == torch.float32 and not self._is_exact_on_gpu
+            else p.detach().to(torch.float32, copy=True)
+            for name, p in self._trained.items()
         }
         decayed = [w for name, w in self._weights.items() if has_weight_decay(name, ndim=w.ndim)]
         spared = [w for name, w in self._weights.items() if not has_weight_decay(name, ndim=w.ndim)]
@@ -350,7 +398,8 @@ class TrainedModel(LoadedModel):
     def _round_weights(self) -> None:
         for name, parameter in self._trained.items():
             if parameter is not self._weights[name]:
-                parameter.copy_(self._weights[name])
+                weight = self._weights[name]
+                parameter.copy_(weight.to(self.folder_dtype) if self._is_exact_on_gpu else weight)
 
     def forget_moments(self) -> None:
         """See ResetsOptimizer."""

@@ -64,6 +64,7 @@ class EngineAdapter(Adapter):
             version=FIRST_VERSION,
             options=cls.options(run),
             **({"reports_experts": True} if run.rollout.routing_replay == "on" else {}),
+            **({"is_exact": True} if run.run.exact else {}),
         )
 
     @classmethod

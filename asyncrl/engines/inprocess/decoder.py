@@ -6,6 +6,7 @@ may be removed or the weights replaced; sequences in progress keep their KV cach
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from asyncrl.engines.stopping import StopWatch
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import dtype_for, unrouted_rows
+from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.model_tensors import Shapes
 from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
@@ -63,15 +65,26 @@ class Decoder:
     """A model, its KV cache, and the sequences in its rows (row r belongs to ``answers[r]``)."""
 
     def __init__(
-        self, model_path: Path, *, device: str, dtype: str, version: Version, reports_experts: bool = False
+        self,
+        model_path: Path,
+        *,
+        device: str,
+        dtype: str,
+        version: Version,
+        reports_experts: bool = False,
+        is_exact: bool = False,
     ) -> None:
         """Load the model. Raises ConfigError if it is not supported.
 
         reports_experts   whether to record the experts of each token, for answers to be trained
+        is_exact          whether logprobs depend on a sequence's own tokens alone (tensors/exact_rows.py)
         """
         transformers.AttentionInterface.register(ATTENTION, attention)
         self.device = torch.device(device)
+        self._rows_alone: contextlib.AbstractContextManager[Any] = ExactRows() if is_exact else contextlib.nullcontext()
         self._model = _read_model(model_path, dtype=dtype).to(self.device).eval().requires_grad_(False)
+        if is_exact:
+            use_exact_attention(self._model)
         # Tied tensors are one parameter under several names. A checkpoint holds at least one of the names.
         self._parameters: dict[str, torch.Tensor] = by_names_in_files(
             self._model.state_dict(keep_vars=True), model_type=self._model.config.model_type
@@ -184,14 +197,15 @@ class Decoder:
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, *, keep: int | torch.Tensor
     ) -> torch.Tensor:
-        result: torch.Tensor = self._model(
-            input_ids=ids,
-            position_ids=positions.to(self.device),
-            attention_mask=mask if self._window is None else self._by_kind(mask, positions, self._window),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits
+        with self._rows_alone:
+            result: torch.Tensor = self._model(
+                input_ids=ids,
+                position_ids=positions.to(self.device),
+                attention_mask=mask if self._window is None else self._by_kind(mask, positions, self._window),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            ).logits
         return result
 
     def _by_kind(self, mask: torch.Tensor, positions: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
@@ -212,7 +226,8 @@ class Decoder:
                 logits[row] = reshape_logits(logits[row], sampling, answer.tokens, ends=self._end_tokens_of(sampling))
             if sampling.reports_support:
                 answer.support.append(logits[row].isfinite().nonzero()[:, 0].cpu().numpy().astype(np.int32))
-        logprobs = torch.log_softmax(logits / temperatures, dim=-1)
+        with self._rows_alone:
+            logprobs = torch.log_softmax(logits / temperatures, dim=-1)
         cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         uniforms = self._column([answer.uniforms[len(answer.tokens)] for answer in answers], dtype=torch.float64)
         chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)

@@ -114,6 +114,7 @@ class InProcessEngine(EngineAdapter):
         version: Version,
         options: Options,
         reports_experts: bool = False,
+        is_exact: bool = False,
     ) -> None:
         self._model_path = model_path
         self._device = device
@@ -121,6 +122,7 @@ class InProcessEngine(EngineAdapter):
         self._first_version = version
         self._options = options
         self._reports_experts = reports_experts
+        self._is_exact = is_exact
         self._decoder: Decoder | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-decode", initializer=self._set_threads)
@@ -276,6 +278,7 @@ class InProcessEngine(EngineAdapter):
             dtype=self._dtype,
             version=self._first_version,
             reports_experts=self._reports_experts,
+            is_exact=self._is_exact,
         )
 
     async def _decode(self, decoder: Decoder) -> None:

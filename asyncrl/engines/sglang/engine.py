@@ -48,6 +48,7 @@ from asyncrl.engines.sglang.checks import (
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
 from asyncrl.engines.sglang.options import (
+    EXACT,
     MEMORY_SAVER,
     check_arguments,
     check_updater_arguments,
@@ -95,6 +96,8 @@ class SGLangEngine(EngineAdapter):
             options = replace(options, server_arguments=metrics_arguments() | options.server_arguments)
         if run.model.trust_remote_code:
             options = replace(options, server_arguments={"trust-remote-code": True} | dict(options.server_arguments))
+        if run.run.exact:
+            options = replace(options, server_arguments=EXACT | options.server_arguments)
         return cls(
             Path(run.model.path),
             device=device,
@@ -248,7 +251,11 @@ class SGLangEngine(EngineAdapter):
         seed: int,
         partial: PartialGeneration | None = None,
     ) -> Generation:
-        """Generate an answer. Ignores ``seed``: SGLang's samples depend on the rest of the batch."""
+        """Generate an answer.
+
+        The server follows ``seed`` if it has enable-deterministic-inference; else its samples depend on the rest of the
+        batch.
+        """
         self._client.check_open()
         check_sampling(sampling)
         is_seen, partial = partial is not None, PartialGeneration() if partial is None else partial
@@ -272,7 +279,7 @@ class SGLangEngine(EngineAdapter):
                     has_support=sampling.reports_support,
                 )
                 partial.follow(reply)
-                request = self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans)
+                request = self._request(prompt_tokens, sampling, seed=seed, stream=is_seen or not self._has_spans)
                 await self._sample(reply, request | names, sent=version)
         return await self._stops.cut(partial.prefix.then(reply.generation()), sampling, stop)
 
@@ -454,10 +461,13 @@ class SGLangEngine(EngineAdapter):
 
     # -- generate ------------------------------------------------------------------------------------------------------
 
-    def _request(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, stream: bool) -> dict[str, Any]:
+    def _request(
+        self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, stream: bool, seed: int = 0
+    ) -> dict[str, Any]:
         return generate_request(
             prompt_tokens,
             sampling,
+            seed=seed,
             vocabulary_size=self._model.vocabulary_size,
             stream_interval=self._options.stream_interval if stream and self._has_spans else None,
             reports_experts=self._model.experts is not None and sampling.is_trained,

@@ -82,6 +82,12 @@ _SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})
 
 _OURS: Final = {"model-path": "model.path", "model": "model.path", "port": "", "weight-version": ""}
 """Options that asyncrl sets, with the run file key that controls the value, or "" if there is no such key."""
+EXACT: Final[Mapping[str, Any]] = {
+    "enable-deterministic-inference": True,
+    "rl-on-policy-target": "fsdp",
+    "attention-backend": "fa3",
+}
+"""Options with which a server computes as the learner does (run.exact; backends/kernels/sglang_rows.py)."""
 _DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 """Values of speculative-algorithm with a draft model. The server loads it again from the folder of every version, which
 holds the policy alone."""

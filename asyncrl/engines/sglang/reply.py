@@ -55,6 +55,7 @@ def generate_request(
     prompt_tokens: NDArray[np.int32],
     sampling: SamplingParams,
     *,
+    seed: int,
     vocabulary_size: int,
     stream: bool,
     stream_interval: int | None,
@@ -66,7 +67,9 @@ def generate_request(
     return {
         "rid": uuid.uuid4().hex,
         "input_ids": prompt_tokens.tolist(),
-        "sampling_params": sampling_params(sampling, vocabulary_size=vocabulary_size) | interval,
+        "sampling_params": sampling_params(sampling, vocabulary_size=vocabulary_size)
+        | {"sampling_seed": seed}
+        | interval,
         "return_logprob": True,
         "return_routed_experts": reports_experts,
         "return_sampling_mask": sampling.reports_support,

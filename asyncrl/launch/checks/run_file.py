@@ -23,6 +23,7 @@ from asyncrl.data.sources import make_source
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated
+from asyncrl.launch.checks import exact
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.policies.evaluation.pinned_workers import num_pinned
 from asyncrl.policies.evaluation.results import metric_names
@@ -181,6 +182,7 @@ def _check_settings(run: RunConfig) -> None:
             'samples of one prompt; use 2 or more, or algorithm.advantage = "reinforce"'
         )
     colocated.check(run)
+    exact.check(run)
     if (replay := registry.routing_replay(run)).is_on:
         _check_log(run, run.largest_group_bytes + replay.num_bytes)
     learner_models.check_folders(run, algorithm)

@@ -50,6 +50,19 @@ async def test_stop_tokens_beyond_the_vocabulary_are_refused_before_they_kill_th
     await engine.close()
 
 
+async def test_a_request_carries_its_seed_which_a_deterministic_server_follows(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    for seed in (3, 2**62):
+        await engine.generate(PROMPT, SHORT, seed=seed)
+    sent = [body["sampling_params"]["sampling_seed"] for body in server.bodies("/generate")]
+    assert sent[-2:] == [3, 2**62]
+    await engine.close()
+
+
 async def test_every_load_changes_the_name_of_the_prefix_cache(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -15,12 +14,9 @@ import pytest
 
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.errors import ConfigError, EngineDied
-from asyncrl.messages import SamplingParams
-from tests import ROOT
-from tests.harness.engines import PROMPT, TOLERANCE, Check, Model
-from tests.unit.engines.sglang.fake_server import SHORT, make_engine
-
-TWENTY = SamplingParams(max_new_tokens=20, ignore_eos=True)
+from tests.harness.engines import Model
+from tests.harness.process_trees import all_gone, descendants, end_of
+from tests.unit.engines.sglang.fake_server import make_engine
 
 
 async def test_a_missing_sglang_says_how_to_install_it(
@@ -52,44 +48,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-SGLANG_OWNER = """
-import asyncio, sys
-from pathlib import Path
-from asyncrl.engines.sglang.engine import Options, SGLangEngine
-
-async def main():
-    model, log_path = map(Path, sys.argv[1:])
-    engine = SGLangEngine(model, device="cpu", dtype="float32", version=(0, 3),
-                          options=Options(server_arguments={"max-total-tokens": 20_000}), log_path=log_path)
-    await engine.start()
-    print(engine.url, flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-def all_gone(pidfds: list[int], *, seconds: float = 30.0) -> bool:
-    """Wait until all processes have ended; a pidfd becomes readable then."""
-    for fd in pidfds:
-        ended = select.poll()  # select() takes no descriptor above 1,023
-        ended.register(fd, select.POLLIN)
-        if not ended.poll(1000 * seconds):
-            return False
-        os.close(fd)
-    return True
-
-
-async def end_of(owner: asyncio.subprocess.Process) -> None:
-    """Wait until ``owner`` and its pipe have ended; after wait() alone, other processes may still share the pipe."""
-    await owner.communicate()
-
-
-def descendants(pid: int, *, but: Collection[int] = ()) -> list[int]:
-    children = psutil.Process(pid).children(recursive=True)
-    return [os.pidfd_open(process.pid) for process in children if process.pid not in but]
 
 
 async def test_closing_ends_the_whole_tree(tmp_path: Path) -> None:
@@ -204,42 +162,3 @@ async def test_the_reason_of_an_earlier_start_is_not_the_reason_of_this_one(tmp_
     await process.start()
     await process.wait()
     assert process.problem() == f"now (log: {log})"
-
-
-@pytest.mark.sglang
-@pytest.mark.slow
-async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes_with_its_owner(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Logprobs match those of transformers before and after a load. An attached engine notices the server's end."""
-    old, new = (Model(tmp_path / str(seed), seed=seed, architecture="glm4_moe") for seed in (0, 1))
-    owner = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        SGLANG_OWNER,
-        *(str(path) for path in (old.folder, tmp_path / "log")),
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    request.addfinalizer(lambda: owner.returncode is None and owner.kill())  # kills the owner if the test fails early
-    assert owner.stdout is not None
-    url = (await owner.stdout.readline()).decode().strip()
-    engine = make_engine(old, tmp_path / "unused", url=url)
-    await engine.start()
-    for model, prompt in ((old, PROMPT), (new, PROMPT)):
-        await engine.load(model.version(4 if model is old else 5))
-        generations = await asyncio.gather(*(engine.generate(prompt, TWENTY, seed=seed) for seed in range(4)))
-        assert max(Check(model)(generation, prompt) for generation in generations) < TOLERANCE
-
-    tree = descendants(owner.pid)
-    assert len(tree) >= 4  # warden, server, scheduler, detokenizer
-    forever = SamplingParams(max_new_tokens=4000, ignore_eos=True)
-    running = asyncio.ensure_future(engine.generate(PROMPT, forever, seed=0))
-    await engine.generate(PROMPT, SHORT, seed=0)
-    owner.send_signal(signal.SIGKILL)
-    with pytest.raises(EngineDied):
-        await running
-    await end_of(owner)
-    assert await asyncio.to_thread(all_gone, tree)
-    await engine.close()
