@@ -25,6 +25,10 @@ class DataFile:
     weight: float = 0.0
     """Share of prompts drawn from this file, relative to the sum of all weights, in whole rows of an epoch and at least
     one. 0 in all files: every row once per epoch."""
+    function: str = ""
+    """Rollout function of these prompts, as rollout.function; empty: that one."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+    """Options of ``function``, as rollout.options."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path is empty; name a file")

@@ -83,6 +83,10 @@ class EvaluationDataset:
     """Penalty for tokens that are already present; 0 is off."""
     frequency_penalty: float = 0.0
     """Penalty for tokens by how often they occurred; 0 is off."""
+    function: str = ""
+    """Rollout function of this data set, as rollout.function; empty: that one."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+    """Options of ``function``, as rollout.options."""
     reward: RewardSection | None = None
     """Reward of this data set, a table like [reward]; absent: [reward] of the run."""
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from asyncrl import config
 from asyncrl.config import plugins, tables
 from asyncrl.environments.port import RolloutFn, Tokenizer
+from asyncrl.environments.whole_group import WholeGroup
 from asyncrl.errors import ConfigError
 
 FUNCTIONS: Final = {
@@ -27,6 +29,7 @@ FUNCTIONS: Final = {
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ARGUMENTS: Final[tuple[str, ...]] = ("prompt", "generate", "*", "index")
+_GROUP_ARGUMENTS: Final[tuple[str, ...]] = ("prompt", "generates")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Traits:
 
     samples: bool = True
     gives_one: bool = False
+    makes_groups: bool = False
 
 
 def describe_rollout(*, samples: bool = True, gives_one: bool = False) -> Callable[[F], F]:
@@ -67,18 +71,49 @@ def load_rollout(section: config.RolloutSection) -> Callable[[Tokenizer], Rollou
     """
     name = section.function
     found = plugins.load(name, where="rollout.function", table=FUNCTIONS)
-    _check_call(found, name)
+    makes_groups = traits(name).makes_groups
+    _check_call(found, name, _GROUP_ARGUMENTS if makes_groups else _ARGUMENTS)
     if not inspect.isclass(found):
         _refuse_options(section)
-        return lambda tokenizer: found
+        return lambda tokenizer: WholeGroup(found) if makes_groups else found
     options_type = getattr(sys.modules[found.__module__], "Options", None)
     if options_type is None:
         _refuse_options(section)
     arguments = () if options_type is None else (tables.build(options_type, section.options, "rollout.options"),)
     _check_constructor(found, name, has_options=bool(arguments))
-    return lambda tokenizer: cast(
-        RolloutFn, plugins.make(found, tokenizer, *arguments, where="rollout.function", name=name)
-    )
+
+    def make(tokenizer: Tokenizer) -> RolloutFn:
+        made = plugins.make(found, tokenizer, *arguments, where="rollout.function", name=name)
+        return WholeGroup(made) if makes_groups else cast(RolloutFn, made)
+
+    return make
+
+
+def load_rollouts(sections: Mapping[str, config.RolloutSection]) -> Callable[[Tokenizer], dict[str, RolloutFn]]:
+    """Return a factory of the functions of data sets that have their own. Both may raise ConfigError.
+
+    sections  name of the data set -> [rollout] with its function and options
+    """
+    makers = {name: load_rollout(section) for name, section in sections.items()}
+    return lambda tokenizer: {name: make(tokenizer) for name, make in makers.items()}
+
+
+def own_sections(run: config.RunConfig, *, of_evaluation: bool) -> dict[str, config.RolloutSection]:
+    """Return [rollout] for each data set with a function of its own: data.files, or evaluation.datasets."""
+    files = [(file.name or Path(file.path).name, file) for file in run.data.files]
+    sets = [(dataset.name, dataset) for dataset in run.evaluation.datasets]
+    named: list[tuple[str, config.DataFile | config.EvaluationDataset]] = [*sets] if of_evaluation else [*files]
+    return {
+        name: dataclasses.replace(run.rollout, function=one.function, options=one.options)
+        for name, one in named
+        if one.function
+    }
+
+
+def gives_one(run: config.RunConfig, *, of_evaluation: bool = False) -> bool:
+    """Return whether every rollout function of training, or of training and evaluation, gives one trajectory."""
+    own = own_sections(run, of_evaluation=False) | (own_sections(run, of_evaluation=True) if of_evaluation else {})
+    return all(traits(section.function).gives_one for section in (run.rollout, *own.values()))
 
 
 def check_machine(section: config.RolloutSection) -> None:
@@ -111,18 +146,19 @@ def _refuse_options(section: config.RolloutSection) -> None:
         )
 
 
-def _check_call(found: Any, name: str) -> None:
+def _check_call(found: Any, name: str, wanted_arguments: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``found``, or an instance of it if it is a class, can be called as a RolloutFn."""
-    call, what, arguments = found, name.rpartition(":")[2], _ARGUMENTS
+    call, what, arguments = found, name.rpartition(":")[2], wanted_arguments
     is_class = inspect.isclass(found)
     method = (found if is_class else type(found)).__call__
     if is_class or inspect.isfunction(method):
-        call, what, arguments = method, "__call__", ("self", *_ARGUMENTS)
+        call, what, arguments = method, "__call__", ("self", *wanted_arguments)
     wanted = f"rollout.function: {name!r} must be async def {what}({', '.join(arguments)})"
     if is_class and not inspect.isfunction(method):
         raise ConfigError(f"{wanted}, it is a class without __call__")
     signature = _signature(call, name)
-    if not _takes(signature, *arguments[: arguments.index("*")], index=0):
+    positional, _, named = " ".join(arguments).partition(" * ")
+    if not _takes(signature, *positional.split(), **dict.fromkeys(named.split())):
         raise ConfigError(f"{wanted}, it takes {_show(signature)}")
     if not inspect.iscoroutinefunction(inspect.unwrap(call)):
         raise ConfigError(f"{wanted}, it is not async")

@@ -67,6 +67,7 @@ class RolloutFn(Protocol):
 
         samples = False     it calls no engine: its answers come from the data, not from a policy
         gives_one = True    it always returns one trajectory, after the group's prompt, within rollout.max_new_tokens
+        makes_groups = True it makes all samples of a group in one call (whole_group.py)
         has_harness = True  its samples have their own time limit: a worker that waits for one is not restarted for it
     """
 

@@ -90,6 +90,11 @@ SCHEMA: dict[str, str] = {
     "rollout/idle_ratio": "share of this time in which nothing was decoded, mean over workers",
     "rollout/running": "sequences being decoded",
     "rollout/queued": "sequences waiting for a slot in an engine",
+    "rollout/turns_mean": "turns of the model per rollout of the batch; absent if every rollout is one answer",
+    "rollout/turns_max": "most turns of the model in a rollout of the batch",
+    "length/observed_mean": "tokens of the environment per rollout of the batch; absent as rollout/turns_mean",
+    "reward/pass@*": "probability that at least one of k answers of a group has a reward of at least 1, over the "
+    "batch's groups (unbiased, as in evaluations)",
     "rollout/support_mean": "tokens that top_p and top_k left to sample from, mean over the batch's sampled tokens; "
     "absent if nothing was cut",
     "rollout/request_seconds": "time of a request to an engine, from its start to its last token, mean over each "

@@ -36,6 +36,7 @@ from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 MOST_EXPLAINED: Final = 100
+NO_ROLLOUTS: Final[Mapping[str, RolloutFn]] = {}
 _NO_PROMPT: Final = np.zeros(0, np.int32)
 
 Rollout = tuple[Trajectory, ...]
@@ -84,6 +85,7 @@ class GroupMaker:
         engine: SharedEngine,
         *,
         rollout: RolloutFn,
+        own_rollouts: Mapping[str, RolloutFn] = NO_ROLLOUTS,
         reward: RewardFn,
         tokenizer: Tokenizer,
         seed: int,
@@ -93,6 +95,7 @@ class GroupMaker:
         need: Callable[[PromptGroup], VersionNeed] = VersionNeed.for_training,
     ) -> None:
         """
+        own_rollouts  by data set, instead of ``rollout``
         seed     seed of the run; combined with group, sample and call index to seed each generation
         servers  the servers of [servers], for reward functions
         teachers  served teachers, which score each answer; None: none do
@@ -100,7 +103,7 @@ class GroupMaker:
         """
         self.worker = worker
         self.engine = engine
-        self._rollout = rollout
+        self._rollout, self._own_rollouts = rollout, own_rollouts
         self._reward = reward
         self._completions = CompletionReader(tokenizer)
         self._seed = seed
@@ -108,7 +111,6 @@ class GroupMaker:
         self._servers = servers
         self._teachers = teachers
         self._need = need
-        self._waits_on = "harness" if getattr(rollout, "has_harness", False) else "rollout"
         self._log = logging.getLogger(f"asyncrl.{worker}")
         self._explained: set[str] = set()
         """Reasons whose traceback is already in the log."""
@@ -119,9 +121,10 @@ class GroupMaker:
         await self._reward.close()
         if self._teachers is not None:
             await self._teachers.close()
-        closed = getattr(self._rollout, "close", lambda: None)()  # a class with child processes or a server
-        if inspect.isawaitable(closed):
-            await closed
+        for rollout in (self._rollout, *self._own_rollouts.values()):
+            closed = getattr(rollout, "close", lambda: None)()  # a class with child processes or a server
+            if inspect.isawaitable(closed):
+                await closed
 
     def num_samples(self, prompt: PromptGroup) -> int:
         """How many samples are begun for the group."""
@@ -220,10 +223,11 @@ class GroupMaker:
             own_seconds=self._rules.sample_seconds,
             servers=self._servers,
         )
+        rollout = self._own_rollouts.get(prompt.dataset, self._rollout)
         try:
-            async with session.waiting(on=self._waits_on):
+            async with session.waiting(on="harness" if getattr(rollout, "has_harness", False) else "rollout"):
                 with plugins.contain_exits():
-                    made = await self._rollout(own_prompt(prompt), session, index=index)
+                    made = await rollout(own_prompt(prompt), session, index=index)
             return self._check(prompt, index, made, num_resumed=session.num_resumed)
         except EngineError:
             raise

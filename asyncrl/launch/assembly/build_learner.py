@@ -321,7 +321,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             largest_reward=run.reward.largest,
             are_answers_whole=all(not one["rollout"].get("min_group") for one in run_files),
             are_sampled=_are_sampled(run),
-            are_whole=all(rollout_functions.traits(one["rollout"]["function"]).gives_one for one in run_files),
+            are_whole=all(map(_gives_one, run_files)),
             max_parts=_max_parts(run_files),
             asked_before=_prompt_limits(run_files),
             needs_teacher=run.has_served_teacher,
@@ -338,6 +338,12 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
         tickets=Tickets(secret_files.ticket_secret(run)),
         hooks=Hooks(run.algorithm.hooks),
     )
+
+
+def _gives_one(run_file: Mapping[str, Any]) -> bool:
+    """Whether every rollout function of the settings gives one trajectory.  run_file: settings of an incarnation"""
+    own = (file.get("function", "") for file in run_file["data"]["files"])
+    return all(rollout_functions.traits(name).gives_one for name in (run_file["rollout"]["function"], *own) if name)
 
 
 def _max_parts(run_files: Sequence[Mapping[str, Any]]) -> int:
@@ -359,13 +365,13 @@ _ANY: Final = 2**31
 def _max_tokens(run: RunConfig) -> int:
     """Return the maximum number of tokens of an answer. A user's rollout function may take turns up to the model's
     context."""
-    return run.rollout.max_new_tokens if rollout_functions.traits(run.rollout.function).gives_one else _ANY
+    return run.rollout.max_new_tokens if rollout_functions.gives_one(run) else _ANY
 
 
 def _prompt_limits(run_files: Sequence[Mapping[str, Any]]) -> PromptSpec:
     """Return what a prompt that is still on the bus may ask for. ``run_files``: settings of every incarnation"""
     rollouts = [one["rollout"] for one in run_files]
-    built_in = all(rollout_functions.traits(rollout["function"]).gives_one for rollout in rollouts)
+    built_in = all(map(_gives_one, run_files))
     return PromptSpec(
         samples=frozenset(rollout["group_size"] for rollout in rollouts),
         max_tokens=max(rollout["max_new_tokens"] for rollout in rollouts) if built_in else _ANY,

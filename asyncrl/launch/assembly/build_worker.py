@@ -74,6 +74,10 @@ async def build_worker(
         max_staleness=None if run.staleness.discard == "tokens" else run.max_staleness,
     )
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path), trusts_code=run.model.trust_remote_code)
+    own = {
+        of_evaluation: rollout_functions.load_rollouts(rollout_functions.own_sections(run, of_evaluation=of_evaluation))
+        for of_evaluation in (False, True)
+    }
     servers = server_book(run)
     make = functools.partial(
         GroupMaker,
@@ -97,7 +101,12 @@ async def build_worker(
             needs_reward=run.reward.takes_given,
             temperature=run.rollout.temperature,
         )
-        maker = make(reward=registry.load_reward(run), rules=rules, teachers=_teachers(run, servers, tokenizer))
+        maker = make(
+            own_rollouts=own[False](tokenizer),
+            reward=registry.load_reward(run),
+            rules=rules,
+            teachers=_teachers(run, servers, tokenizer),
+        )
         stages.append(training_stage(bus, maker, partial_rollouts=partial_rollouts, keep_seconds=keep_seconds))
     if is_dedicated or (run.evaluation.is_on and run.evaluation.place == "shared"):
         rewards = DatasetRewards(registry.load_evaluation_rewards(run))
@@ -105,7 +114,7 @@ async def build_worker(
         stages.append(
             evaluation_stage(
                 bus,
-                make(reward=rewards, rules=rules, need=VersionNeed.for_evaluation),
+                make(own_rollouts=own[True](tokenizer), reward=rewards, rules=rules, need=VersionNeed.for_evaluation),
                 rewards=rewards,
                 tokenizer=tokenizer,
                 max_attempts=run.rollout.max_attempts,

@@ -119,7 +119,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
         sets,
         log_bytes=run.bus.max_log_bytes,
         num_recorded=run.metrics.samples_per_evaluation,
-        turn_tokens=0 if rollout_functions.traits(run.rollout.function).gives_one else model.context_tokens,
+        turn_tokens=0 if rollout_functions.gives_one(run, of_evaluation=True) else model.context_tokens,
     )
     return sets
 
@@ -165,7 +165,7 @@ def _limits(run: RunConfig) -> RowLimits:
 
 def _keeps_messages(run: RunConfig) -> bool:
     """Whether the rollout function may use messages; functions that return one trajectory use only tokens."""
-    return not rollout_functions.traits(run.rollout.function).gives_one
+    return not rollout_functions.gives_one(run, of_evaluation=True)
 
 
 def _as_toml(value: Any) -> Any:

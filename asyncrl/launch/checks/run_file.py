@@ -249,7 +249,33 @@ def _check_worker_before_torch(run: RunConfig) -> None:
     registry.load_reward(run)
     registry.load_evaluation_rewards(run)
     _check_evaluation(run)
-    rollout_functions.load_rollout(run.rollout)
+    _check_rollout_functions(run)
+
+
+def _check_rollout_functions(run: RunConfig) -> None:
+    """Load the rollout function of the run, and those of data sets."""
+    of_data = rollout_functions.own_sections(run, of_evaluation=False)
+    of_sets = rollout_functions.own_sections(run, of_evaluation=True)
+    for where, sections in (("", {"": run.rollout}), ("data.files: ", of_data), ("evaluation.datasets: ", of_sets)):
+        for name, section in sections.items():
+            try:
+                rollout_functions.load_rollout(section)
+            except ConfigError as error:
+                raise ConfigError(f"{where}{name}: {error}" if where else str(error)) from error
+            traits = rollout_functions.traits(section.function)
+            if where and not traits.samples:
+                raise ConfigError(
+                    f'{where}{name}: function = "{section.function}" generates nothing; it is for a whole run, as '
+                    "rollout.function"
+                )
+            if not traits.makes_groups:
+                continue
+            for key in ("extra_samples", "group_seconds", "min_group", "timeout_seconds"):
+                if getattr(section, key):
+                    raise ConfigError(
+                        f'rollout.{key}: "{section.function}" makes all samples of a group in one call, so none can be '
+                        "left out or timed; remove the key"
+                    )
 
 
 def _as_single_worker(run: RunConfig) -> RunConfig:
@@ -337,7 +363,7 @@ def check_evaluation(run: RunConfig) -> None:
     _check_evaluation_paths(run)
     _check_model(run, "model.path", Path(run.model.path))
     registry.load_evaluation_rewards(run)
-    rollout_functions.load_rollout(run.rollout)
+    _check_rollout_functions(run)
     _check_evaluation(run)
     _check_engine_and_channel(_as_single_worker(run))
     registry.engine_class(run).check_machine(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from asyncrl.policies.advantages.turns import turns_of
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
 from asyncrl.policies.batching.packing import TrainingSequence
+from asyncrl.policies.evaluation.results import pass_at_k
 from asyncrl.policies.metric import Histogram, Metric, histogram
 from asyncrl.policies.staleness.staleness import AgeWeight, ResumePoints, lag, per_token, statistics
 
@@ -344,11 +345,44 @@ def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
     cut = [counts[counts > 0] for group in groups for one in group.trajectories if len(counts := one.support.counts)]
     if cut:
         metrics["rollout/support_mean"] = float(np.concatenate(cut).mean())
+    metrics |= _pass_rates(groups) | _turn_metrics(rollouts)
     of_parts: dict[str, list[float]] = {}
     for first, *_ in rollouts:
         for name, value in first.reward_parts.items():
             of_parts.setdefault(name, []).append(value)
     return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in of_parts.items()}
+
+
+SOLVED_AT: Final = 1.0
+"""An answer with at least this reward counts as solved in reward/pass@k."""
+
+
+def _pass_rates(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
+    """Return pass@k of the groups' answers, for k = 1, 2, 4, ..., over groups with at least k answers."""
+    counts = [(len(group.rewards), sum(reward >= SOLVED_AT for reward in group.rewards)) for group in groups]
+    most = max(num_answers for num_answers, _ in counts)
+    if most < 2:
+        return {}
+    ks = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    return {f"reward/pass@{k}": float(np.mean([pass_at_k(n, solved, k) for n, solved in counts if n >= k])) for k in ks}
+
+
+def _turn_metrics(rollouts: Sequence[Sequence[Trajectory]]) -> dict[str, Metric]:
+    """Return statistics of turns; empty if every rollout is one answer."""
+    turns = [sum(_num_turns(one.response_mask) for one in parts) for parts in rollouts]
+    told = [sum(int(np.count_nonzero(~one.response_mask)) for one in parts) for parts in rollouts]
+    if max(turns) < 2 and not any(told):
+        return {}
+    return {
+        "rollout/turns_mean": float(np.mean(turns)),
+        "rollout/turns_max": float(max(turns)),
+        "length/observed_mean": float(np.mean(told)),
+    }
+
+
+def _num_turns(mask: NDArray[np.bool_]) -> int:
+    """Return how often the model begins to speak: runs of True.  Example: 1 1 0 1 has two."""
+    return int(np.count_nonzero(mask[1:] & ~mask[:-1])) + int(mask[0])
 
 
 def rollout_lengths(rollouts: Sequence[Sequence[Trajectory]]) -> list[int]:

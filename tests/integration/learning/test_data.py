@@ -13,7 +13,9 @@ import pytest
 import asyncrl
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
-from asyncrl.messages import TrajectoryGroup
+from asyncrl.environments.builtin import single_turn
+from asyncrl.environments.port import Generate
+from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.rewards.port import Sample
 from tests import ROOT
@@ -21,12 +23,33 @@ from tests import ROOT
 pytestmark = pytest.mark.slow
 
 SEEN: Counter[tuple[str, str, int]] = Counter()
+TOGETHER: Counter[tuple[str, int]] = Counter()
 
 
 def reward(sample: Sample) -> float:
     """The demo's reward; also records what it was asked to judge: file, reward name and length of the answer."""
     SEEN[(sample.dataset, sample.reward, len(sample.trajectory.tokens))] += 1
     return demo_task.reward(sample).value
+
+
+class Together:
+    """Makes all samples of a group, the last one first and one after the other; records its data set and their
+    number."""
+
+    makes_groups = True
+
+    def __init__(self, tokenizer: Any) -> None: ...
+
+    async def __call__(self, prompt: PromptGroup, generates: Sequence[Generate]) -> list[Trajectory]:
+        TOGETHER[(prompt.dataset, len(generates))] += 1
+        made = [await single_turn(prompt, one, index=0) for one in reversed(generates)]
+        return made[::-1]
+
+
+async def held_out(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """The rollout function of an evaluation's data set."""
+    TOGETHER[(prompt.dataset, 1)] += 1
+    return await single_turn(prompt, generate, index=index)
 
 
 def run_of(tmp_path: Path, **overrides: object) -> asyncrl.Run:
@@ -54,10 +77,16 @@ async def test_files_by_weight_whose_rows_have_rewards_and_limits_of_their_own(t
     short = [row | {"rm": "short", "how": {"max_new_tokens": 2, "stop": ["7"]}} for row in plain]
     files = [
         {"path": lines(tmp_path / "plain.jsonl", plain), "weight": 1.0},
-        {"path": lines(tmp_path / "short.jsonl", short), "name": "short", "weight": 3.0},
+        {
+            "path": lines(tmp_path / "short.jsonl", short),
+            "name": "short",
+            "weight": 3.0,
+            "function": "tests.integration.learning.test_data:Together",
+        },
     ]
     name = "tests.integration.learning.test_data:reward"
     SEEN.clear()
+    TOGETHER.clear()
     run = run_of(
         tmp_path,
         model__path=str(tmp_path / "model"),
@@ -72,6 +101,8 @@ async def test_files_by_weight_whose_rows_have_rewards_and_limits_of_their_own(t
     assert (result.exit_code, result.steps) == (0, 4)
     assert {(dataset, judged) for dataset, judged, _ in SEEN} == {("plain.jsonl", ""), ("short", "short")}
     assert max(length for dataset, _, length in SEEN if dataset == "short") == 2
+    assert set(TOGETHER) == {("short", 8)}
+    assert sum(TOGETHER.values()) * 8 == sum(count for (dataset, *_), count in SEEN.items() if dataset == "short")
     assert max(length for dataset, _, length in SEEN if dataset == "plain.jsonl") > 2
 
 
@@ -132,6 +163,7 @@ def newest_first(group: TrajectoryGroup, oldest_version: int) -> int:
 
 async def test_hooks_an_order_and_reasons_of_filters_are_the_users_own(tmp_path: Path) -> None:
     demo_task.write(tmp_path)
+    TOGETHER.clear()
     here = "tests.integration.learning.test_data"
     run = run_of(
         tmp_path,
@@ -140,10 +172,15 @@ async def test_hooks_an_order_and_reasons_of_filters_are_the_users_own(tmp_path:
         algorithm__hooks=[f"{here}:Counted"],
         algorithm__filters=[f"{here}:odd"],
         staleness__order=f"{here}:newest_first",
+        evaluation__datasets=[
+            {"name": "held", "path": str(tmp_path / "prompts.jsonl"), "limit": 2, "function": f"{here}:held_out"}
+        ],
     )
     result = await run.train()
     assert (result.exit_code, result.steps) == (0, 4)
     assert result.metrics["staleness/filtered/odd/even"] == result.metrics["staleness/filtered_groups"] > 0
+    assert TOGETHER[("held", 1)] == 4  # before and after the run
+    assert 0 <= result.metrics["reward/pass@1"] <= result.metrics["reward/pass@8"] <= 1
     assert result.metrics["mine/groups"] >= 2 * 4 * 3  # before the filter, which leaves every other
 
 
