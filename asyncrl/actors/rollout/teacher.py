@@ -122,6 +122,8 @@ class Teachers:
         teacher = self._teacher_of(prompt)
         if prompt.sampling.temperature != 1:
             raise RewardError(f"teacher: its logprobs are at temperature 1, not {prompt.sampling.temperature:g}")
+        if prompt.sampling.reports_support:
+            raise RewardError(f"teacher: its logprobs are over the whole vocabulary, not {prompt.sampling.changes}")
 
         async def score_one(one: Trajectory) -> Trajectory:
             before = one.prompt_tokens if len(one.prompt_tokens) else prompt.prompt_tokens

@@ -90,6 +90,10 @@ def test_a_section_that_means_nothing_is_refused(folder: Path, overrides: list[s
         ([*OPD, "teacher.server=big"], r"teacher.server: there is no \[servers.big\]"),
         ([*OPD, "teacher.server=big", "servers.big.url=http://h/v1", "rollout.temperature=0.7"], "at temperature 1"),
         (
+            [*OPD, "teacher.server=big", "servers.big.url=http://h/v1", "rollout.top_p=0.9"],
+            "gives logprobs over all tokens",
+        ),
+        (
             [*OPD, "teacher.server=big", "servers.big.path=FOLDER/other"],
             "servers.big.path: the tokenizer in .*other is not",
         ),
