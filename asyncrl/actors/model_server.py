@@ -12,7 +12,7 @@ from typing import Any
 from asyncrl.actors.base import Actor
 from asyncrl.bus.port import Bus
 from asyncrl.engines.port import HasServerMetrics, ModelServer
-from asyncrl.errors import EngineDied
+from asyncrl.errors import EngineDied, EngineError
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.roles import MODEL_SERVER
 from asyncrl.messages.topics import PROGRESS, SERVERS
@@ -69,9 +69,22 @@ class ModelServerActor(Actor):
         assert self._address is not None
         while True:
             with self.waits.waiting("an answer of its server", on="engine"):
-                await self._server.answers()
+                while not await self._answers():  # if it stays so, the launcher restarts this process
+                    await asyncio.sleep(self._beat_seconds)  # noqa: ASYNC110 - nothing announces that it recovers
             await self.bus.put(SERVERS, self._address, key=self.name, is_sure=False)
             await asyncio.sleep(self._beat_seconds)
+
+    async def _answers(self) -> bool:
+        """Return whether the server answers, and not with an error. Raises EngineDied."""
+        try:
+            await self._server.answers()
+        except EngineDied:
+            raise
+        except EngineError as error:
+            self.problem = str(error)
+            return False
+        self.problem = ""
+        return True
 
     async def _until_finished(self) -> None:
         async with self.bus.watch(PROGRESS) as states:

@@ -20,7 +20,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RolloutSection, ServerSection
 from asyncrl.engines.port import ServedTo
 from asyncrl.environments.load import load_rollout
-from asyncrl.errors import ConfigError, EngineDied, Outage, RewardError
+from asyncrl.errors import ConfigError, EngineDied, EngineError, Outage, RewardError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.topics import PROGRESS, SERVERS
@@ -181,3 +181,21 @@ async def test_a_rollout_function_finds_the_servers_and_an_idle_one_holds_its_sa
     await asyncio.sleep(0)
     assert not holding.done() and getattr(function, "has_harness", False), "no worker is restarted for it"
     holding.cancel()
+
+
+async def test_an_address_is_not_renewed_while_its_server_answers_with_errors(bus: Bus) -> None:
+    server, answers = stub(), [EngineError("503"), EngineError("503"), None]
+
+    async def answer() -> None:
+        if (problem := answers.pop(0) if answers else None) is not None:
+            assert not await bus.states(SERVERS)
+            raise problem
+
+    server.answers = answer  # type: ignore[method-assign]
+    actor = ModelServerActor("judge", bus, server=server, beat_seconds=0.0)
+    serving = asyncio.create_task(supervise(actor, owns_process=False))
+    while not await bus.states(SERVERS):
+        await asyncio.sleep(0)
+    assert not answers and not actor.problem
+    actor.drain()
+    await serving
