@@ -69,8 +69,9 @@ class ModelServerActor(Actor):
         assert self._address is not None
         while True:
             with self.waits.waiting("an answer of its server", on="engine"):
-                while not await self._answers():  # if it stays so, the launcher restarts this process
-                    await asyncio.sleep(self._beat_seconds)  # noqa: ASYNC110 - nothing announces that it recovers
+                # Nothing announces that it recovers. If it does not, the launcher restarts this process.
+                while not await self._answers():  # noqa: ASYNC110
+                    await asyncio.sleep(self._beat_seconds)
             await self.bus.put(SERVERS, self._address, key=self.name, is_sure=False)
             await asyncio.sleep(self._beat_seconds)
 
