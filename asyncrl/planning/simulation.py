@@ -326,6 +326,7 @@ class Ideal:
     training_seconds: float = 0.0
     trained_seconds: float = 0.0
     has_changed: bool = True
+    has_held: bool = False
     window: NeededWindow | None = None
     engines: list[_Engine] = field(default_factory=list)
     queue: deque[tuple[int, int]] = field(default_factory=deque)  # (group id, min policy version)
@@ -400,7 +401,8 @@ class Ideal:
         self.trained_seconds += self.training_seconds
         self.steps_done += 1
         if self.window is not None:
-            self.window.observe(finished=len(self.buffer), unfinished=len(self.starts))
+            self.window.observe(finished=len(self.buffer), unfinished=len(self.starts), waited=self.has_held)
+        self.has_held = False
         self.has_changed = True
         if self.plan.mode == "async":
             for engine in self.engines:
@@ -441,9 +443,9 @@ class Ideal:
         if not rule.late_starts(self.steps_done, self.starts.values(), count=count):
             return False
         begun = self._begun()
-        return bool(
-            rule.late_starts(self.steps_done, [begun.get(i, start) for i, start in self.starts.items()], count=count)
-        )
+        late = rule.late_starts(self.steps_done, [begun.get(i, start) for i, start in self.starts.items()], count=count)
+        self.has_held |= bool(late)
+        return bool(late)
 
     def _begun(self) -> dict[int, int]:
         """Return group id -> oldest version that has sampled it, or may, for groups on an engine."""

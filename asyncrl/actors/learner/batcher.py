@@ -197,7 +197,7 @@ class Batcher:
                 late = self._late(self._started.starts(table.outstanding)) if chosen is not None else []
                 if chosen is not None and (not late or stragglers.is_over):
                     self._end_straggler_wait(stragglers.seconds, late)
-                    table.take(chosen)
+                    table.take(chosen, has_waited=stragglers.seconds > 0)
                     return chosen
                 if chosen is not None:
                     stragglers.begin()

@@ -276,7 +276,7 @@ class PromptSource(Actor):
         self._observed = table.step
         if self._window is not None:
             finished = len(table.buffered) + len(table.training)
-            self._window.observe(finished=finished, unfinished=len(table.outstanding))
+            self._window.observe(finished=finished, unfinished=len(table.outstanding), waited=table.has_waited)
             table.window = self._window.size
 
     def _prompt_spec(self, row: PromptRow) -> PromptSpec:

@@ -47,6 +47,7 @@ class GroupTable:
     overlong        overlong rows among them
     failed_in_a_row  groups that failed since the last one that was buffered
     problem         why the newest of these failed
+    has_waited      whether the batch taken last waited, though full, for groups that would become too old
     window          groups that the prompt source keeps outstanding; 0 before the first step, or if always all
     """
 
@@ -71,6 +72,7 @@ class GroupTable:
     counts_before_step: dict[Fate, int] = field(default_factory=dict)
     failed_in_a_row: int = 0
     problem: str = ""
+    has_waited: bool = field(default=False, compare=False)
     window: int = field(default=0, compare=False)
     generated_lengths: list[int] = field(default_factory=list)
     dropped_lengths: list[int] = field(default_factory=list)
@@ -225,9 +227,10 @@ class GroupTable:
         self._finish(found)
         return self._lose("filtered", {group_id: {"rewards": found.group.rewards, "by": by}}, [found.group])
 
-    def take(self, groups: Sequence[BufferedGroup]) -> None:
+    def take(self, groups: Sequence[BufferedGroup], *, has_waited: bool = False) -> None:
         """A step begins on these buffered groups, in the order of the batch."""
         assert not self.training, "one batch is trained at a time"
+        self.has_waited = has_waited
         self.training = {one.group_id: self.buffered.pop(one.group_id) for one in groups}
         self.batches_taken += 1
 

@@ -8,6 +8,9 @@ gains nothing: the groups wait in the buffer. What it needs can be read whenever
 Example: B = 4 and a window of 20. When the learner asks, 15 groups are finished: 11 of them are spare, and a window of
 9 would have served. If only 1 is finished, the learner waits for 3, and needs a window of 23 to be served at once.
 
+If it waits although it has a batch, for groups that would become too old (staleness.eviction), it needs the full
+window: what the engines sample meanwhile is what it trains next.
+
 The window is the largest need of the last STEPS steps, and a quarter of a batch more. So it holds the longest answers
 and the slowest step of that time, opens again within a step when workers die or answers grow, and is full where the
 engines are the limit: groups then wait for an engine, and do not age. After each step at least one batch is admitted or
@@ -44,12 +47,14 @@ class NeededWindow:
             return None
         return cls(groups_per_batch=run.learner.groups_per_batch, largest=run.window)
 
-    def observe(self, *, finished: int, unfinished: int) -> None:
+    def observe(self, *, finished: int, unfinished: int, waited: bool = False) -> None:
         """Take in what the learner finds when a step is done and it asks for the next batch, or while it waits for it.
 
         finished    groups that wait to be trained
         unfinished  groups that are published and not finished. With those that are finished they may be more than
                     ``size``, if it has just become smaller
+        waited      whether the learner has waited for old groups before the last step
         """
-        self._needs.append(max(self.size, finished + unfinished) - finished + self._count)
+        need = max(self.size, finished + unfinished) - finished + self._count
+        self._needs.append(self._largest if waited else need)
         self.size = min(self._largest, max(self._needs) + self._margin)

@@ -31,6 +31,12 @@ def test_an_engine_that_cannot_keep_up_gets_the_full_window() -> None:
     assert one.size == 20
 
 
+def test_a_learner_that_waits_for_late_groups_gets_the_full_window() -> None:
+    one = window()
+    one.observe(finished=5, unfinished=3, waited=True)
+    assert one.size == 20
+
+
 def test_what_was_spare_for_all_recent_steps_is_closed() -> None:
     one = window()
     for _ in range(4):
