@@ -116,6 +116,21 @@ class RefreshesReference(Protocol):
 
 
 @runtime_checkable
+class RecordsRouting(Protocol):
+    """A backend that can replay its own choice of experts (learner.options.replay_own_routing)."""
+
+    @property
+    def records_routing(self) -> bool: ...
+
+    def forward_recorded(self, dp_shards: Sequence[Sequence[MicroBatch]]) -> list[list[NDArray[np.float32]]]:
+        """Return the policy's ``forward`` and remember to which experts it routed each token.
+
+        Until the next call, ``step`` routes the tokens of these micro-batches to the same experts.
+        """
+        ...
+
+
+@runtime_checkable
 class SavesBeside(Protocol):
     """A backend that can write a checkpoint while it trains. For other backends, the learner waits for ``save``."""
 

@@ -26,7 +26,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.backends.port import Backend, RefreshesReference, ResetsOptimizer, StepResult
+from asyncrl.backends.port import Backend, RecordsRouting, RefreshesReference, ResetsOptimizer, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.config.layout import Layout
 from asyncrl.config.models import CriticSection
@@ -144,7 +144,12 @@ def _add_outputs(backend: Backend, batch: Batch, mini_batches: MiniBatches, *, a
     # A model sees the whole batch at once: the mini-batches of each rank are joined, then split again.
     shares = [[one for share in of_rank for one in share] for of_rank in zip(*mini_batches, strict=True)]
     known = set.intersection(*(set(one.model_outputs) for share in shares for one in share))  # of a served teacher
-    outputs = {name: backend.forward(shares, model=COMPUTED_BY[name]) for name in sorted(names - known)}
+    outputs = {}
+    for name in sorted(names - known):
+        if COMPUTED_BY[name] == "policy" and isinstance(backend, RecordsRouting) and backend.records_routing:
+            outputs[name] = backend.forward_recorded(shares)
+        else:
+            outputs[name] = backend.forward(shares, model=COMPUTED_BY[name])
     rows = [iter(share) for share in complete(shares, outputs, batch=batch, algorithm=algorithm)]
     return [
         [[next(row) for _ in share] for row, share in zip(rows, mini_batch, strict=True)] for mini_batch in mini_batches

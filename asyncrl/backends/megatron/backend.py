@@ -142,6 +142,11 @@ class MegatronBackend(BackendAdapter):
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:
+        if cls.options(run).replay_own_routing and not algorithm.keeps_prox:
+            raise ConfigError(
+                "learner.options.replay_own_routing: several optimizer steps on a batch of rollouts replay the pass "
+                "before them, and this run has none; use learner.steps_per_batch > 1, or remove it"
+            )
         if cls.options(run).aux_loss_coefficient and algorithm.scales_gradients:
             raise ConfigError(
                 "learner.options.aux_loss_coefficient: the gradients of a batch are divided by what is left after the "
@@ -153,6 +158,8 @@ class MegatronBackend(BackendAdapter):
     def check(cls, run: RunConfig) -> None:
         if hooks := cls.options(run).hooks:
             load_hooks(hooks)
+        if cls.options(run).replay_own_routing:
+            refusals.require_routers(run)
         refusals.check(run, balances_experts=cls.options(run).aux_loss_coefficient > 0)
         frozen.check(run, are_fused=True)
         lora.check(run)
@@ -274,11 +281,26 @@ class MegatronBackend(BackendAdapter):
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
     ) -> list[list[NDArray[np.float32]]]:
         models.find(self._job.models, model, doing="forward")
-        results = self._run_on_all_ranks(self._commands("forward", dp_shards, model=model), Outputs)
+        return self._forward(dp_shards, model=model)
+
+    def _forward(
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, records: bool = False
+    ) -> list[list[NDArray[np.float32]]]:
+        commands = self._commands("forward", dp_shards, model=model)
+        results = self._run_on_all_ranks(
+            [dataclasses.replace(command, records=records) for command in commands], Outputs
+        )
         return [
             list(results[rank].rows[: len(share)])
             for rank, share in zip(self._layout.output_ranks, dp_shards, strict=True)
         ]
+
+    @property
+    def records_routing(self) -> bool:
+        return self._job.options.replay_own_routing
+
+    def forward_recorded(self, dp_shards: Sequence[Sequence[MicroBatch]]) -> list[list[NDArray[np.float32]]]:
+        return self._forward(dp_shards, model=POLICY, records=True)
 
     def export(self) -> Snapshot:
         self._exports += 1

@@ -42,6 +42,10 @@ class Options:
     the batch by tokens, prompts included, and summed over layers. As Megatron's --moe-aux-loss-coeff. 0, usual for
     reinforcement learning, is off.
     """
+    replay_own_routing: bool = False
+    """With several optimizer steps per batch: all of them route a token to the experts that the learner chose when it
+    computed the batch's logprobs, so that the ratio does not jump where a router changes its mind. Tokens that the
+    engine routed (rollout.routing_replay) keep the engine's experts."""
     hooks: str = ""
     """"package.module:Class", derived from asyncrl.backends.megatron.hooks.Hooks: your code on every rank after the
     start, before logprobs are computed, and before an optimizer step. Empty: none."""
@@ -105,6 +109,7 @@ class Command:
                    onload
     micro_batches  the receiver's share
     batch_tokens   tokens of all shares, prompts included, without fillers
+    records        for forward: remember to which experts each token is routed, for the steps that follow
     waits          for finish_save: wait until this rank's part is on disk
     export         number of the export
     held           for export and offload: earlier exports whose parts are still needed
@@ -115,6 +120,7 @@ class Command:
     micro_batches: tuple[MicroBatch, ...] = ()
     batch_tokens: int = 0
     learning_rate: float = 0.0
+    records: bool = False
     folder: str = ""
     waits: bool = False
     export: int = 0

@@ -5,6 +5,7 @@ Tests: tests/contracts/test_backend.py and tests/contracts/test_backend_models.p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from asyncrl.backends.megatron.job import Job, Outputs
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
 from asyncrl.backends.megatron.process_groups import expert_parallel_group, pipeline_group, tensor_parallel_group
-from asyncrl.backends.megatron.row_part import RowPart
+from asyncrl.backends.megatron.row_part import Routing, RowPart
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, ConfigError
@@ -63,6 +64,8 @@ class LoadedModel:
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
                 is_free = entry.is_adapter if self._lora else is_free and not entry.is_router_bias
                 self._parameters[name].requires_grad_(is_free)
+        self.routing: dict[bytes, Routing] = {}
+        """Where the last recorded forward pass routed its rows, by the sequences of a row."""
         self._load_weights()
 
     @property
@@ -127,12 +130,18 @@ class LoadedModel:
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
                 parameter.tensor_model_parallel = not entry.is_replicated
 
-    def forward(self, share: Sequence[MicroBatch]) -> Outputs:
+    def forward(self, share: Sequence[MicroBatch], *, records: bool = False) -> Outputs:
         """Return f32[N] per micro-batch on the rank that has the share's outputs (see Backend.forward).
 
-        Synchronises with the device once, at the end.
+        Synchronises with the device once, at the end.  records: remember the routing of the rows
         """
-        return self._forward(share, is_routed=self._is_policy)
+        if not records:
+            return self._forward(share, is_routed=self._is_policy)
+        self.routing = {micro_batch.sequences.tobytes(): Routing() for micro_batch in share}
+        made = self._forward(share, is_routed=self._is_policy, uses_routing=True)
+        for one in self.routing.values():
+            one.is_complete = True
+        return made
 
     def forward_base(self, share: Sequence[MicroBatch]) -> Outputs:
         """Return what a frozen model in the same folder would: the outputs without adapters."""
@@ -145,14 +154,14 @@ class LoadedModel:
                 adapter.is_on = True
 
     @torch.no_grad()
-    def _forward(self, share: Sequence[MicroBatch], *, is_routed: bool) -> Outputs:
+    def _forward(self, share: Sequence[MicroBatch], *, is_routed: bool, uses_routing: bool = False) -> Outputs:
         if not share:
             return Outputs()
         has_values = self._model.head == "values"
 
         def make_row(micro_batch: MicroBatch) -> RowPart:
             rows = np.empty(0, np.int64) if has_values else micro_batches.predicted_rows(micro_batch)
-            return self._row(micro_batch, rows, is_routed=is_routed)
+            return self._row(micro_batch, rows, is_routed=is_routed, uses_routing=uses_routing)
 
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """Return a pair: a tensor for the schedule, not a loss, and outputs f32[N] on the device."""
@@ -168,10 +177,19 @@ class LoadedModel:
         return Outputs(rows=tuple(np.split(torch.cat(outputs).cpu().numpy(), ends[:-1])))
 
     def _row(
-        self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, is_routed: bool, batch_tokens: int = 0
+        self,
+        micro_batch: MicroBatch,
+        rows: NDArray[np.int64],
+        *,
+        is_routed: bool,
+        uses_routing: bool = False,
+        batch_tokens: int = 0,
     ) -> RowPart:
-        """is_routed: by the experts that the engine chose; it ran no other model than the policy"""
-        return RowPart.from_micro_batch(
+        """
+        is_routed     by the experts that the engine chose; it ran no other model than the policy
+        uses_routing  whether the pass records its routing, or replays what was recorded of the row
+        """
+        made = RowPart.from_micro_batch(
             micro_batch,
             rows,
             layout=self._layout,
@@ -181,6 +199,8 @@ class LoadedModel:
             is_routed=is_routed,
             batch_tokens=batch_tokens,
         )
+        routing = self.routing.get(micro_batch.sequences.tobytes()) if uses_routing else None
+        return made if routing is None else dataclasses.replace(made, routing=routing)
 
     def _outputs(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return logprobs and entropy f32[M] of ``row.row.rows``, or the value after every token of the filled row

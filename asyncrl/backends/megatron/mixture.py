@@ -42,20 +42,23 @@ class RoutingReplay:
     """Supplies a router's choice of experts; Megatron calls this object ``router_replay``.
 
     experts  i64[n, k] of the next tokens; negative where the router chooses; None if it chooses everywhere
+    chosen   i64[n, k] of the last tokens
     """
 
     def __init__(self) -> None:
         self.experts: torch.Tensor | None = None
+        self.chosen: torch.Tensor | None = None
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and numbers of the chosen experts, [n, k] each.  scores: [n, experts]"""
         values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.chosen = own
         if self.experts is None:
             return values, own
         is_chosen = (self.experts >= 0).all(dim=1, keepdim=True)
-        experts = torch.where(is_chosen, self.experts, own)
+        self.chosen = experts = torch.where(is_chosen, self.experts, own)
         return scores.gather(1, experts), experts
 
 
@@ -245,12 +248,17 @@ class SparseLayer(Layer):
         if experts is not None and self.config.sequence_parallel:
             group = tensor_parallel_group()
             experts = experts.chunk(group.size())[group.rank()]
-        router = self.mlp.router
+        router, routing = self.mlp.router, row.routing
+        if routing is not None and routing.is_complete:  # it holds the engine's choice, too
+            experts = routing.by_layer[self.layer_number].long()
         router.router_replay.experts, router.row = experts, row
         try:
-            return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+            result = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+            if routing is not None and not routing.is_complete:
+                routing.by_layer[self.layer_number] = router.router_replay.chosen.to(torch.int16)
+            return result
         finally:  # a router keeps no tensors on the GPU
-            router.router_replay.experts = router.row = None
+            router.router_replay.experts = router.router_replay.chosen = router.row = None
 
 
 def mixture(

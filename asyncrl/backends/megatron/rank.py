@@ -95,7 +95,7 @@ class MegatronRank:
                     self._hooks.before_forward(command.model, policy.stages)
                     return policy.forward_base(command.micro_batches)
                 self._hooks.before_forward(command.model, self._loaded[command.model].stages)
-                return self._loaded[command.model].forward(command.micro_batches)
+                return self._loaded[command.model].forward(command.micro_batches, records=command.records)
             case "export":
                 return self._export(command)
             case "save":
@@ -147,6 +147,7 @@ class MegatronRank:
         """
         process_groups.free_exchange()
         self.parts.keep_only(command.held)
+        self._loaded[models.POLICY].routing.clear()  # the steps on its batch are done
         self._memory.offload()
         if self._device.type == "cpu":
             return StepResult(metrics={})

@@ -45,6 +45,13 @@ def check(run: RunConfig, *, balances_experts: bool) -> None:
                 require_quantizable(shape, run.weights.quantization)
 
 
+def require_routers(run: RunConfig) -> None:
+    """Raise ConfigError for a model without experts, whose routing cannot be replayed."""
+    shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
+    if not shape.experts:
+        raise ConfigError("learner.options.replay_own_routing: the model has no experts; remove it")
+
+
 def require_trainable(
     folder: Path, *, where: str, layout: Layout, transformer: Mapping[str, Any], own: Family | None = None
 ) -> ModelShape:

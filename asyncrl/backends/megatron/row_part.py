@@ -9,7 +9,7 @@ Tests: tests/unit/backends/megatron/test_row_part.py, test_layouts.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,18 @@ from asyncrl.backends.micro_batches import Distribution, PackedRow, Rectangles, 
 from asyncrl.config.adapter import Layout
 from asyncrl.messages.routing import ExpertArray, unrouted
 from asyncrl.policies.batching.packing import MicroBatch
+
+
+@dataclass(slots=True)
+class Routing:
+    """The experts to which this rank's routers sent the tokens of a row, recorded in one pass and replayed in others.
+
+    by_layer     i16[n, k] by the number of the layer, of the tokens that the rank's router sees
+    is_complete  whether it is replayed
+    """
+
+    by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_complete: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +47,7 @@ class RowPart:
     places             i64[m]: their indices in ``row.rows``; None if this rank has all of them
     kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
     experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
+    routing            where to record the routers' choice, or what to replay; None: neither
     length             N
     num_unpadded       tokens of this rank that are not padding; they come first
     share_of_batch     the row's tokens, prompts included, / the batch's; 0 for fillers, and if the row is only scored
@@ -56,6 +69,7 @@ class RowPart:
     share_of_batch: float
     row: PackedRow
     micro_batch: MicroBatch
+    routing: Routing | None = None
 
     @classmethod
     def from_micro_batch(

@@ -106,7 +106,11 @@ class TrainedModel(SavedWeights):
 
         def make_row(micro_batch: MicroBatch) -> RowPart:
             return self._row(
-                micro_batch, response_rows(micro_batch), is_routed=self._is_policy, batch_tokens=batch_tokens
+                micro_batch,
+                response_rows(micro_batch),
+                is_routed=self._is_policy,
+                uses_routing=self._is_policy,
+                batch_tokens=batch_tokens,
             )
 
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:

@@ -189,3 +189,58 @@ def test_every_layout_and_recomputation_replays_the_same(
     assert metrics == pytest.approx(on_one_rank[1], rel=1e-3, abs=1e-6)
     for name, weight in on_one_rank[2].items():
         torch.testing.assert_close(after[name], weight, atol=2e-5, rtol=1e-4)
+
+
+def test_steps_replay_the_experts_that_the_learner_itself_chose_for_the_logprobs(folder: Path) -> None:
+    """Two steps on a batch with the learner's own choice replayed are those with the same experts from an engine."""
+    batch = random_sequences(3)
+    rows = shares("megatron-1", batch)
+    made = {}
+    experts: dict[bytes, NDArray[Any]] = {}
+    for how in ("recorded", "given", "own"):
+        options = {"replay_own_routing": how == "recorded"}
+        with started("megatron-1", folder, options=options, optimizer=GENTLE) as backend:
+            if how == "recorded":
+                np.testing.assert_array_equal(
+                    np.concatenate(backend.forward_recorded(rows)[0]),  # type: ignore[attr-defined]
+                    np.concatenate(backend.forward(rows)[0]),
+                )
+                for key, routing in backend._rank._loaded["policy"].routing.items():  # type: ignore[attr-defined]
+                    assert sorted(routing.by_layer) == [1, 2, 3, 4]
+                    by_layer = torch.stack([routing.by_layer[layer] for layer in (1, 2, 3, 4)], dim=1)
+                    experts[key] = by_layer.numpy().astype(np.uint8)
+            trained = rows
+            if how == "given":
+                trained = [[dataclasses.replace(r, experts=experts[r.sequences.tobytes()]) for r in rows[0]]]
+            for _ in range(2):
+                backend.step(trained, learning_rate=0.3)
+            made[how] = weights(backend)
+    difference = {how: max(float((made[how][n] - made["recorded"][n]).abs().max()) for n in made[how]) for how in made}
+    assert difference["given"] == 0.0
+    assert difference["own"] > 0.0
+
+
+def test_a_recorded_routing_is_not_used_for_other_rows(folder: Path) -> None:
+    rows, others = (shares("megatron-1", random_sequences(seed)) for seed in (3, 4))
+    with started("megatron-1", folder, options={"replay_own_routing": True}) as backend:
+        expected = backend.forward(others)
+        backend.forward_recorded(rows)  # type: ignore[attr-defined]
+        for made, one in zip(backend.forward(others)[0], expected[0], strict=True):
+            np.testing.assert_array_equal(made, one)
+        backend.forward_recorded(others)  # type: ignore[attr-defined]
+        assert len(backend._rank._loaded["policy"].routing) == len(others[0])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=LAYOUT_RANKS) for k in ("megatron-tp2-ep2", "megatron-pp2-cp2")]
+)
+def test_ranks_replay_their_own_routing_as_one_process_does(kind: str, folder: Path) -> None:
+    made = []
+    for one in ("megatron-1", kind):
+        with started(one, folder, options={"replay_own_routing": True}, optimizer=GENTLE) as backend:
+            rows = shares(one, random_sequences(3))
+            backend.forward_recorded(rows)  # type: ignore[attr-defined]
+            for _ in range(2):
+                backend.step(rows, learning_rate=0.3)
+            made.append(weights(backend))
+    assert max(float((made[0][name] - made[1][name]).abs().max()) for name in made[0]) < 1e-3

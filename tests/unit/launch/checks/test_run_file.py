@@ -104,6 +104,22 @@ def test_a_backend_that_cannot_reset_its_optimizer_is_refused(make_run: RunMaker
         check(make_run("learner.reset_optimizer=true", "learner.backend=none"))
 
 
+def test_own_routing_is_replayed_only_where_there_are_experts_and_several_steps(
+    make_run: RunMaker, tmp_path: Path
+) -> None:
+    replay = "learner.options.replay_own_routing=true"
+    with pytest.raises(ConfigError, match="replay_own_routing: several optimizer steps .* use learner.steps_per_batch"):
+        check(make_run(replay))
+    with pytest.raises(ConfigError, match="replay_own_routing: the model has no experts; remove it"):
+        check(make_run(replay, "learner.steps_per_batch=2"))
+
+
+def test_a_reference_that_is_not_loaded_is_not_refreshed(make_run: RunMaker) -> None:
+    check(make_run("reference.refresh_steps=5", "reference.kl_coef=0.1"))
+    with pytest.raises(ConfigError, match="refresh_steps refreshes a reference that kl_coef = 0 does not load"):
+        make_run("reference.refresh_steps=5")
+
+
 def test_tensor_parallel_must_divide_the_key_value_heads(make_run: RunMaker) -> None:
     run = make_run("learner.ranks=4", "learner.tensor_parallel=4")
     problem = "learner.tensor_parallel: 4 does not divide the model's num_key_value_heads, 2"
