@@ -47,6 +47,7 @@ VERBS: Final = {
     "regrade": "Grade a run's recorded answers again, and write a branch of the run that was trained so.",
     "bill": "Show what a run's GPUs were spent on: by fate, task, row and worker, and per trained token.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
+    "import-eval": "Print the [evaluation] of a run file from the evaluation YAML of slime or Miles.",
     "import-model": "Convert a GGUF file, or a folder with FP8, INT4 or MXFP4 weights, to a folder for training.",
     "quantize": "Write a Hugging Face model folder in FP8 or INT4, for engines.",
     "convert": "Convert a Hugging Face model folder to a Megatron checkpoint, or back.",
@@ -56,6 +57,7 @@ VERBS: Final = {
 APART: Final = {
     "board": "asyncrl.board.command",
     "convert": "asyncrl.contrib.importers.convert",
+    "import-eval": "asyncrl.contrib.importers.slime_evaluation",
     "import-model": "asyncrl.contrib.importers.command",
     "plan": "asyncrl.planning.command",
     "quantize": "asyncrl.contrib.importers.quantize",

@@ -83,6 +83,9 @@ class EvaluationDataset:
     """Penalty for tokens that are already present; 0 is off."""
     frequency_penalty: float = 0.0
     """Penalty for tokens by how often they occurred; 0 is off."""
+    metrics: str = ""
+    """"package.module:function" of your own that takes all answers (Answered of policies/evaluation/results.py) and
+    returns further metrics, {"NAME": number}; empty: none."""
     function: str = ""
     """Rollout function of this data set, as rollout.function; empty: that one."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets

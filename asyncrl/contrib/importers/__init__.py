@@ -1,1 +1,1 @@
-"""Imports from other formats: GGUF files, quantized folders, Megatron checkpoints."""
+"""Imports from other formats: evaluation files of slime, GGUF files, quantized folders, Megatron checkpoints."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl import config
 from asyncrl.adapters import registry
-from asyncrl.config import EvaluationDataset, RewardSection, RolloutSection, RunConfig
+from asyncrl.config import EvaluationDataset, RewardSection, RolloutSection, RunConfig, plugins
 from asyncrl.config.secret_values import hide_secrets
 from asyncrl.data import row_files
 from asyncrl.data.model_folder import check_model_at
@@ -270,6 +270,7 @@ def open_set(
             solved_at=dataset.solved_at,
             has_labels=all(row.label is not None for row in rows),
             tags=Counter(tag for one in tags for tag in one),
+            own=plugins.load(dataset.metrics, where=f"{where}: metrics") if dataset.metrics else None,
         ),
         oddities=tuple(f"{where}: {line}" for line in looked.oddities),
     )

@@ -8,6 +8,7 @@ The caller puts these metrics under evaluation/DATASET/:
     METRIC/low, METRIC/high bounds of 95 % of bootstrap resamples of the prompts
     length_mean             tokens per answer
     truncated_fraction      share of answers that were cut at max_new_tokens
+    NAME, own_failed        of evaluation.datasets.metrics; 1 if it raised
     prompts, missing        number of prompts; number of unanswered prompts, which are left out of all means
 
 For prompts with tags, the same metrics are repeated under DATASET[TAG].
@@ -25,14 +26,19 @@ Tests: tests/unit/policies/test_evaluation.py, against every subset enumerated.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.config import plugins
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,10 @@ class Answered:
     tags: tuple[str, ...] = ()
 
 
+OwnMetrics = Callable[[Sequence[Answered]], Mapping[str, float]]
+"""A function of the user's own: from all answers of a data set (or of one tag) to metrics by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What is measured on one data set.
@@ -61,6 +71,7 @@ class Measured:
     solved_at     an answer with at least this reward is solved
     has_labels    whether every prompt has a label
     tags          number of prompts with each tag
+    own           further metrics of the user's own
     """
 
     num_prompts: int
@@ -69,6 +80,7 @@ class Measured:
     solved_at: float = 1.0
     has_labels: bool = False
     tags: Mapping[str, int] = field(default_factory=dict)
+    own: OwnMetrics | None = None
 
 
 def metrics(name: str, measured: Measured, answered: Iterable[Answered], *, seed: int) -> dict[str, float]:
@@ -103,7 +115,17 @@ def _metrics(measured: Measured, answered: Sequence[Answered], *, seed: int) -> 
     truncated = [cut for one in answered for cut in one.truncated]
     found["length_mean"] = sum(lengths) / len(lengths)
     found["truncated_fraction"] = sum(truncated) / len(truncated)
-    return found
+    return found if measured.own is None else found | _own_metrics(measured.own, answered)
+
+
+def _own_metrics(function: OwnMetrics, answered: Sequence[Answered]) -> dict[str, float]:
+    """Return the user's metrics; {"own_failed": 1} with a warning if their function raises."""
+    try:
+        with plugins.contain_exits():
+            return {str(name): float(value) for name, value in function(answered).items()}
+    except Exception as error:  # user code may raise anything, and the other numbers are right
+        log.warning("evaluation.datasets: metrics raised %s", plugins.describe_raised(error))
+        return {"own_failed": 1.0}
 
 
 def _of_prompt(measured: Measured, one: Answered) -> list[float]:

@@ -17,6 +17,7 @@ from asyncrl.environments.builtin import single_turn
 from asyncrl.environments.port import Generate
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.evaluation.results import Answered
 from asyncrl.rewards.port import Sample
 from tests import ROOT
 
@@ -50,6 +51,11 @@ async def held_out(prompt: PromptGroup, generate: Generate, *, index: int) -> Tr
     """The rollout function of an evaluation's data set."""
     TOGETHER[(prompt.dataset, 1)] += 1
     return await single_turn(prompt, generate, index=index)
+
+
+def best(answered: Sequence[Answered]) -> dict[str, float]:
+    """Metrics of an evaluation."""
+    return {"best": max(max(one.rewards) for one in answered)}
 
 
 def run_of(tmp_path: Path, **overrides: object) -> asyncrl.Run:
@@ -165,6 +171,8 @@ async def test_hooks_an_order_and_reasons_of_filters_are_the_users_own(tmp_path:
     demo_task.write(tmp_path)
     TOGETHER.clear()
     here = "tests.integration.learning.test_data"
+    of_sets = {"function": f"{here}:held_out", "metrics": f"{here}:best"}
+    held = {"name": "held", "path": str(tmp_path / "prompts.jsonl"), "limit": 2, **of_sets}
     run = run_of(
         tmp_path,
         model__path=str(tmp_path / "model"),
@@ -172,14 +180,15 @@ async def test_hooks_an_order_and_reasons_of_filters_are_the_users_own(tmp_path:
         algorithm__hooks=[f"{here}:Counted"],
         algorithm__filters=[f"{here}:odd"],
         staleness__order=f"{here}:newest_first",
-        evaluation__datasets=[
-            {"name": "held", "path": str(tmp_path / "prompts.jsonl"), "limit": 2, "function": f"{here}:held_out"}
-        ],
+        evaluation__datasets=[held],
     )
     result = await run.train()
     assert (result.exit_code, result.steps) == (0, 4)
     assert result.metrics["staleness/filtered/odd/even"] == result.metrics["staleness/filtered_groups"] > 0
     assert TOGETHER[("held", 1)] == 4  # before and after the run
+    best_of = [line["evaluation/held/best"] for line in run.open().metrics() if "evaluation/held/best" in line]
+    assert len(best_of) == 2
+    assert all(0 <= value <= 1 for value in best_of)
     assert 0 <= result.metrics["reward/pass@1"] <= result.metrics["reward/pass@8"] <= 1
     assert result.metrics["mine/groups"] >= 2 * 4 * 3  # before the filter, which leaves every other
 
