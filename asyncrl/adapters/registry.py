@@ -295,19 +295,38 @@ def context_tokens(run: RunConfig) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingReplay:
-    """Whether the learner replays the engine's experts (rollout.routing_replay).
-
-    reason     why replay is off; empty if it is on
-    num_bytes  maximum size of a group's experts in a message; 0 if off
-    """
+class Choice:
+    """What "auto" means here.  reason: why it is off; empty if it is on"""
 
     reason: str
-    num_bytes: int = 0
 
     @property
     def is_on(self) -> bool:
         return not self.reason
+
+    def __str__(self) -> str:
+        return "on" if self.is_on else f"off: {self.reason}"
+
+
+def shared_prefixes(run: RunConfig) -> Choice:
+    """Decide on learner.shared_prefixes. Raises ConfigError if it is required but not possible."""
+    wanted = run.learner.shared_prefixes
+    if wanted == "off":
+        return Choice(reason='learner.shared_prefixes = "off"')
+    reason = backend_class(run).why_no_shared_prefixes(run)
+    if reason and wanted == "on":
+        raise ConfigError(f'learner.shared_prefixes: "on" cannot be: {reason}')
+    return Choice(reason=reason)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingReplay(Choice):
+    """Whether the learner replays the engine's experts (rollout.routing_replay).
+
+    num_bytes  maximum size of a group's experts in a message; 0 if off
+    """
+
+    num_bytes: int = 0
 
     def __str__(self) -> str:
         return f"on, up to {self.num_bytes:,} bytes a group" if self.is_on else f"off: {self.reason}"

@@ -254,6 +254,7 @@ class ReplayTrainer:
             sizes=batch.mini_batch_sizes,
             ranks=run.learner.data_parallel,
             max_tokens=run.learner.micro_batch_tokens,
+            shares_prefixes=registry.shared_prefixes(run).is_on,
         )
         done = (number or step) - 1
         rate, critic_rate = learning_rates(run, done)

@@ -65,6 +65,12 @@ class BackendAdapter(Adapter):
         frozen.check(run, are_fused=False)
 
     @classmethod
+    def why_no_shared_prefixes(cls, run: RunConfig) -> str:
+        """Return why the backend computes tokens again that sequences share (MicroBatch.shared); empty if it does
+        not."""
+        return f'learner.backend = "{run.learner.backend}" computes every sequence whole; "megatron" does not'
+
+    @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:
         """Raise ConfigError for an algorithm that the backend cannot train with the run's settings."""
 

@@ -21,6 +21,7 @@ from asyncrl.backends.frozen import is_trained
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.layout import Layout
 from asyncrl.errors import ConfigError
+from asyncrl.policies.batching import prefixes
 from asyncrl.tensors.adapter_names import module_name
 from asyncrl.tensors.model_tensors import read_shapes
 
@@ -38,6 +39,9 @@ _PIECES_BYTES: Final = 2**30
 """Offloaded moments that are on the device during an update (megatron/optimizer.py)."""
 MOMENT_BYTES: Final = 8
 """AdamW's two moments of a parameter in float32."""
+_COPIED_KEY_BYTES: Final = 12
+"""Of each number of a key that sequences share, and of its value: both copies and their gradients in 16 bits, and one
+gradient in float32."""
 _MOST_RANKS: Final = 1024
 
 
@@ -75,16 +79,24 @@ class _State:
 
 
 def phases(
-    run: RunConfig, *, recomputes_all: bool, offloads_moments: bool = False, moment_bytes: int = MOMENT_BYTES
+    run: RunConfig,
+    *,
+    recomputes_all: bool,
+    offloads_moments: bool = False,
+    moment_bytes: int = MOMENT_BYTES,
+    shares_prefixes: bool = False,
 ) -> tuple[Phase, ...]:
-    """Return what a rank needs.  recomputes_all: only one activation per layer is kept. Raises WeightsError.
+    """Return what a rank needs. Raises WeightsError.
 
-    moment_bytes: in which AdamW's moments of a parameter are kept between updates
+    recomputes_all   only one activation per layer is kept
+    moment_bytes     in which AdamW's moments of a parameter are kept between updates
+    shares_prefixes  a layer copies keys and values of tokens that sequences share
     """
     folder = Path(run.model.path)
     state = _state(run, read_shapes(folder), run.learner.layout)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    passes = _FRAGMENTED * (_passes(run, config, recomputes_all=recomputes_all) + _HEAD_BYTES)
+    copied = _copied_keys(run, config) if shares_prefixes else 0.0
+    passes = _FRAGMENTED * (_passes(run, config, recomputes_all=recomputes_all) + copied + _HEAD_BYTES)
     loaded, versions = state.loaded + _CONTEXT_BYTES, COPIES * state.copy + _is_kept(run) * _RING_BYTES
     kept = state.moments * moment_bytes / MOMENT_BYTES
     host, in_passes = (kept, 0.0) if offloads_moments else (0.0, kept)
@@ -99,10 +111,21 @@ def phases(
 
 
 def learner_bytes(
-    run: RunConfig, *, recomputes_all: bool, offloads_moments: bool = False, moment_bytes: int = MOMENT_BYTES
+    run: RunConfig,
+    *,
+    recomputes_all: bool,
+    offloads_moments: bool = False,
+    moment_bytes: int = MOMENT_BYTES,
+    shares_prefixes: bool = False,
 ) -> int:
     """Return the peak bytes of one rank whose GPU an engine shares."""
-    found = phases(run, recomputes_all=recomputes_all, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
+    found = phases(
+        run,
+        recomputes_all=recomputes_all,
+        offloads_moments=offloads_moments,
+        moment_bytes=moment_bytes,
+        shares_prefixes=shares_prefixes,
+    )
     handed_over = 0.0  # an engine beside it maps a whole version
     if _is_kept(run):
         handed_over = _state(run, read_shapes(Path(run.model.path)), run.learner.layout).weights
@@ -226,8 +249,7 @@ def _shares_optimizer(run: RunConfig) -> bool:
 def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> float:
     """Return the bytes of activations of one packed row, and of the output layer's gradient, if it is trained."""
     hidden, layers = config.get("hidden_size", 0), config.get("num_hidden_layers", 0)
-    heads = config.get("num_attention_heads", 1)
-    head = config.get("head_dim") or hidden // max(heads, 1)
+    heads, head = _heads(config)
     attention = head * (heads + 2 * config.get("num_key_value_heads", heads))
     experts = config.get("num_experts_per_tok") or 1
     feed_forward = config.get("moe_intermediate_size") or config.get("intermediate_size", 4 * hidden)
@@ -238,3 +260,17 @@ def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> 
     tokens = run.learner.micro_batch_tokens / (layout.tensor * layout.context)
     of_head = 0 if run.learner.lora.rank else 6 * config.get("vocab_size", 0) * hidden / layout.tensor
     return float(tokens * kept / layout.pipeline + of_head)
+
+
+def _copied_keys(run: RunConfig, config: dict[str, Any]) -> float:
+    """Return the bytes of the copies of keys and values in one layer, at most."""
+    heads, head = _heads(config)
+    layout = run.learner.layout
+    tokens = prefixes.MOST_COPIES * run.learner.micro_batch_tokens / layout.tensor
+    return _COPIED_KEY_BYTES * tokens * head * int(config.get("num_key_value_heads", heads))
+
+
+def _heads(config: dict[str, Any]) -> tuple[int, int]:
+    """Return the number of query heads and the size of a head."""
+    heads = int(config.get("num_attention_heads", 1))
+    return heads, int(config.get("head_dim") or config.get("hidden_size", 0) // max(heads, 1))

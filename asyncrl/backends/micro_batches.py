@@ -28,10 +28,13 @@ class Rectangles:
 
     indices  i64[sequences, length] each: the token of the packed row at each position
     order    i64[N]: position of each token of the packed row in the flattened, concatenated rectangles
+    keys     i64[sequences, length of keys] each: what the tokens of ``indices`` see, up to and including themselves;
+             empty: ``indices``
     """
 
     indices: tuple[torch.Tensor, ...]
     order: torch.Tensor
+    keys: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,11 @@ class Distribution:
         if self.temperatures is None:
             return default
         return torch.where(self.temperatures > 0, self.temperatures, default)[:, None]
+
+
+def has_distributions(micro_batch: MicroBatch) -> bool:
+    """Return whether any token was sampled from something else than softmax(logits / rollout.temperature)."""
+    return len(micro_batch.temperatures) > 0 or bool(micro_batch.support.counts.any())
 
 
 def distribution_arrays(micro_batch: MicroBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:

@@ -81,6 +81,10 @@ class LearnerSection:
     schedules, checkpoints and metrics count batches."""
     micro_batch_tokens: int = 16_384
     """Packed tokens per forward pass. A longer trajectory gets its own micro-batch."""
+    shared_prefixes: Literal["auto", "on", "off"] = "auto"
+    """Compute tokens once that several sequences of a batch begin with: the prompt of a group's samples, the history of
+    an agent's turns. Logprobs, losses and gradients are those of whole sequences, up to rounding. auto: where backend
+    and models can, for batches in which it costs less. on: the same, and refused where they cannot."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0

@@ -49,6 +49,7 @@ class Summary:
     gpus         the GPUs of each process, as text
     memory       what a rank of the learner needs in each phase, an estimate; empty on a CPU
     routing_replay  whether the learner routes tokens to the experts that the engine chose
+    shared_prefixes  whether the learner computes tokens once that sequences begin with
     """
 
     settings: RunConfig
@@ -70,6 +71,7 @@ class Summary:
     gpus: str
     memory: tuple[Phase, ...]
     routing_replay: registry.RoutingReplay
+    shared_prefixes: registry.Choice
 
     @property
     def max_staleness(self) -> int:
@@ -151,6 +153,7 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
         gpus=placed,
         memory=tuple(registry.backend_class(run).memory(run)),
         routing_replay=registry.routing_replay(run),
+        shared_prefixes=registry.shared_prefixes(run),
     )
 
 
@@ -210,6 +213,7 @@ def _consequences(summary: Summary) -> list[str]:
         *(f"{title:18s}{text}" for title, text in summary.first_prompt),
         f"samples per step  {summary.samples_per_step}",
         f"routing replay    {summary.routing_replay}",
+        f"shared prefixes   {summary.shared_prefixes}",
         f"largest group     {summary.largest_group_bytes:,} bytes of {run_config.bus.max_group_bytes:,}",
         *(
             f"server            {name}: {one.path or hide_credentials(one.url)}"

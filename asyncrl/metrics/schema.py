@@ -48,8 +48,10 @@ SCHEMA: dict[str, str] = {
     "metrics/left_out": "rows, samples and alarms that were left out because a sink was slow or failed",
     "learner/step_seconds": "duration of the step, without waiting",
     "learner/elapsed_seconds": "time from the end of the last step to the end of this one, with all waits",
-    "learner/rank*/tokens": "tokens that this rank has to train, prompts included; only with several ranks, for at "
+    "learner/rank*/tokens": "tokens that this rank has to compute, prompts included; only with several ranks, for at "
     "most 64",
+    "learner/shared_tokens": "share of the batch's tokens, prompts included, that are not computed because another "
+    "sequence begins with them (learner.shared_prefixes); absent if nothing is shared",
     "learner/wait_seconds": "time before the step in which the backend was idle: no full batch, or the batch was not "
     "prepared yet",
     "learner/straggler_wait_seconds": "part of wait_seconds spent with a full batch, waiting for groups that would "
@@ -71,7 +73,8 @@ SCHEMA: dict[str, str] = {
     "learner/idle_ratio": "share of the time since the last step spent waiting for data",
     "learner/tokens_per_second": "trained response tokens divided by the time since the last step",
     "learner/mfu": "model FLOP/s utilisation of the step: training FLOPs / seconds / nominal bfloat16 peak; GPU only",
-    "learner/step_tokens_per_second": "packed tokens, prompts included, divided by step_seconds",
+    "learner/step_tokens_per_second": "tokens of the sequences, prompts included, divided by step_seconds; those that "
+    "sequences share count in each",
     "learner/expert_load_max": "tokens of the busiest expert divided by the mean over experts, mean over layers; 1 if "
     "all experts are used alike; mixtures of experts on megatron only",
     "learner/experts_unused": "share of experts that no token of the batch was sent to, mean over layers; mixtures of "

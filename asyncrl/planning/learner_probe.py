@@ -102,7 +102,11 @@ class _Probe:
             groups, algorithm=self._algorithm, policy_version=0, max_staleness=self._run.max_staleness, resume_points={}
         )
         mini_batches = pack_mini_batches(
-            batch.sequences, sizes=batch.mini_batch_sizes, ranks=self._run.learner.data_parallel, max_tokens=rows
+            batch.sequences,
+            sizes=batch.mini_batch_sizes,
+            ranks=self._run.learner.data_parallel,
+            max_tokens=rows,
+            shares_prefixes=registry.shared_prefixes(self._run).is_on,
         )
         began = time.monotonic()
         _, critic_rate = learning_rates(self._run, self._step)

@@ -135,9 +135,11 @@ class Batcher:
         picks: Callable[[int, int], Collection[int]] | None = None,
         workers: LiveWorkers | None = None,
         hooks: Hooks | None = None,
+        shares_prefixes: bool = False,
     ) -> None:
         """picks: maps a step's group count and number to the groups to record; None records no groups
-        workers: None if it is unknown which groups workers have started"""
+        workers: None if it is unknown which groups workers have started
+        shares_prefixes: whether the backend computes tokens once that sequences begin with"""
         self._table = table
         self._picks = picks
         self._progress = progress
@@ -153,6 +155,7 @@ class Batcher:
         self._count = run.learner.groups_per_batch
         self._num_dp_shards = run.learner.data_parallel
         self._micro_batch_tokens = run.learner.micro_batch_tokens
+        self._shares_prefixes = shares_prefixes
         self._waits_for_stragglers = run.staleness.waits
         self._longest_wait = run.staleness.wait_seconds or math.inf
         self.straggler_wait_seconds = 0.0
@@ -348,6 +351,7 @@ class Batcher:
             sizes=batch.mini_batch_sizes,
             ranks=self._num_dp_shards,
             max_tokens=self._micro_batch_tokens,
+            shares_prefixes=self._shares_prefixes,
         )
         mini_batches = recording(
             mini_batches,

@@ -87,7 +87,8 @@ def train_batch(
     """
     if not batch.num_tokens:
         log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
-    started, metrics = time.monotonic(), _rank_metrics(mini_batches, layout or Layout())
+    started = time.monotonic()
+    metrics = _rank_metrics(mini_batches, layout or Layout()) | _sharing_metrics(mini_batches)
     completed = _add_outputs(backend, batch, mini_batches, algorithm=algorithm)
     if completed is not mini_batches:
         metrics["learner/forward_seconds"] = time.monotonic() - started
@@ -119,7 +120,7 @@ def _rank_metrics(mini_batches: MiniBatches, layout: Layout) -> dict[str, float]
     if not 1 < layout.ranks <= MOST_RANKS:
         return {}
     shares = [
-        sum(one.num_tokens for mini_batch in mini_batches for one in mini_batch[share])
+        sum(one.num_computed for mini_batch in mini_batches for one in mini_batch[share])
         for share in range(layout.data_parallel)
     ]
     return {f"learner/rank{rank}/tokens": float(shares[layout.share(rank)]) for rank in range(layout.ranks)}
@@ -133,6 +134,13 @@ def _advantage_metrics(mini_batches: MiniBatches) -> dict[str, float]:
         return {}
     values = trained.astype(np.float64)
     return {"advantage/mean": float(values.mean()), "advantage/std": float(values.std())}
+
+
+def _sharing_metrics(mini_batches: MiniBatches) -> dict[str, float]:
+    """Return the share of tokens that are not computed because sequences share them, if there are any."""
+    rows = [one for mini_batch in mini_batches for share in mini_batch for one in share]
+    num_shared = sum(one.num_tokens - one.num_computed for one in rows)
+    return {"learner/shared_tokens": num_shared / sum(one.num_tokens for one in rows)} if num_shared else {}
 
 
 def _add_outputs(backend: Backend, batch: Batch, mini_batches: MiniBatches, *, algorithm: Algorithm) -> MiniBatches:

@@ -154,6 +154,15 @@ class ModelShape:
     def has_linear_attention(self, layer: int) -> bool:
         return self.linear is not None and layer in self.linear.layers
 
+    @property
+    def why_no_shared_prefixes(self) -> str:
+        """What in the model needs every sequence of a row whole; empty if it may compute shared tokens once."""
+        if self.linear:
+            return "linear attention, whose state runs through a whole sequence"
+        if self.family and self.family.specification:
+            return "layers of its own (model.family), which may look at whole sequences"
+        return ""
+
     def window(self, layer: int) -> int:
         """Return how many tokens a query of ``layer`` sees at most; 0 if it sees all tokens before it."""
         return self.local.window if self.local and layer in self.local.layers else 0

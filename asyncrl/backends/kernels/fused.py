@@ -262,22 +262,23 @@ def logits_gradient_with_entropy(
 
 
 @contextmanager
-def recompute_in_backward(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Operations inside save ``make`` for the backward pass instead of ``tensor``, which is then recomputed.
+def recompute_in_backward(*tensors: tuple[torch.Tensor, Callable[[], torch.Tensor]]) -> Iterator[None]:
+    """Operations inside save a function for the backward pass instead of its tensor, which is then recomputed.
 
     A matrix product saves its input as a matrix, so the shape may differ.
     """
-    address, numbers = tensor.data_ptr(), tensor.numel()
+    makes = {(tensor.data_ptr(), tensor.numel()): make for tensor, make in tensors}
 
     def pack(saved: torch.Tensor) -> Any:
-        is_same = saved.data_ptr() == address and saved.numel() == numbers and saved.is_contiguous()
-        return saved.shape if is_same else saved
+        make = makes.get((saved.data_ptr(), saved.numel())) if saved.is_contiguous() else None
+        return saved if make is None else (make, saved.shape)
 
     def unpack(kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
+        make, shape = kept
         with torch.no_grad():
-            return make().view(kept)
+            return make().view(shape)  # type: ignore[no-any-return]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

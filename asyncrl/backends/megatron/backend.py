@@ -101,13 +101,20 @@ class MegatronBackend(BackendAdapter):
     def memory(cls, run: RunConfig) -> Sequence[gpu_memory.Phase]:
         if resolve_device(run.learner.device, section="learner") == "cpu":
             return ()
-        options: Options = cls.options(run)
-        return gpu_memory.phases(run, recomputes_all=options.recompute == "full", **_moments(run, options))
+        return gpu_memory.phases(run, **cls._memory_settings(run))
 
     @classmethod
     def gpu_bytes(cls, run: RunConfig) -> int:
+        return gpu_memory.learner_bytes(run, **cls._memory_settings(run))
+
+    @classmethod
+    def _memory_settings(cls, run: RunConfig) -> dict[str, bool]:
         options: Options = cls.options(run)
-        return gpu_memory.learner_bytes(run, recomputes_all=options.recompute == "full", **_moments(run, options))
+        return {
+            "recomputes_all": options.recompute == "full",
+            "shares_prefixes": run.learner.shared_prefixes != "off" and not cls.why_no_shared_prefixes(run),
+            **_moments(run, options),
+        }
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:
@@ -153,6 +160,10 @@ class MegatronBackend(BackendAdapter):
                 'correction (algorithm.denominator = "after", or self_norm), which would scale this loss as well; '
                 "remove one of them"
             )
+
+    @classmethod
+    def why_no_shared_prefixes(cls, run: RunConfig) -> str:
+        return refusals.why_no_shared_prefixes(run)
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -265,15 +276,18 @@ class MegatronBackend(BackendAdapter):
 
     def _speed(self, dp_shards: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
         """Return the throughput of one step over all ranks; MFU only on a device whose peak is known."""
-        lengths = np.concatenate(
-            [np.diff(row.boundaries) for shard in dp_shards for row in shard] or [np.zeros(0, int)]
-        )
+        rows = [row for shard in dp_shards for row in shard]
+        lengths = np.concatenate([np.diff(row.boundaries) for row in rows] or [np.zeros(0, int)])
         metrics = {"learner/step_tokens_per_second": float(lengths.sum()) / seconds}
         peak = flops.peak_flops(torch.cuda.get_device_name()) if self._job.device == "cuda" else None
         if peak and self._shape:
             settings = self._job.models[POLICY].optimizer
             has_adapters = settings is not None and settings.lora is not None
-            work = flops.training_flops(self._shape, lengths.tolist(), has_adapters=has_adapters)
+            shared = np.concatenate([row.shared for row in rows] or [np.zeros(0, int)])
+            whole, saved = (
+                flops.training_flops(self._shape, of.tolist(), has_adapters=has_adapters) for of in (lengths, shared)
+            )
+            work = whole - saved  # what a sequence shares is a sequence that is not computed
             metrics["learner/mfu"] = work / (seconds * peak * self._layout.ranks)
         return metrics
 

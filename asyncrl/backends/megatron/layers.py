@@ -51,7 +51,7 @@ def recompute_selectively(
     """
     if config.recompute_granularity != "selective" or not torch.is_grad_enabled():
         return nullcontext()
-    return fused.recompute_in_backward(result, lambda: function(*arguments))
+    return fused.recompute_in_backward((result, lambda: function(*arguments)))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig) -> torch.Tensor:

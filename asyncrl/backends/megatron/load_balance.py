@@ -47,7 +47,9 @@ class RouterTally:
         if not row.share_of_batch:
             return None
         num_unpadded = unpadded_tokens(row, len(logits), config)
-        chosen = is_chosen[:num_unpadded].sum(0, dtype=torch.float32)
+        copies = copies_of_tokens(row, len(logits), config)
+        of_tokens = is_chosen[:num_unpadded]
+        chosen = of_tokens.sum(0, dtype=torch.float32) if copies is None else copies[:num_unpadded] @ of_tokens.float()
         self.chosen = chosen if self.chosen is None else self.chosen + chosen
         if not config.moe_aux_loss_coeff:
             return None
@@ -57,6 +59,7 @@ class RouterTally:
             scores=config.moe_router_score_function,
             num_tokens=row.micro_batch.num_tokens,
             group=shared_rows_group(),
+            copies=None if copies is None else copies[:num_unpadded],
         )
         loss = loss * row.share_of_batch
         self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
@@ -64,7 +67,13 @@ class RouterTally:
 
 
 def balance_loss(
-    logits: torch.Tensor, *, experts_per_token: int, scores: str, num_tokens: int, group: dist.ProcessGroup
+    logits: torch.Tensor,
+    *,
+    experts_per_token: int,
+    scores: str,
+    num_tokens: int,
+    group: dist.ProcessGroup,
+    copies: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return this rank's part of a row's loss in one layer. The parts of the ranks that share the row add up to it.
 
@@ -72,7 +81,8 @@ def balance_loss(
 
     logits      f32[n, E] of this rank's tokens
     scores      "softmax" or "sigmoid"
-    num_tokens  tokens of the row on all ranks of ``group``
+    num_tokens  tokens of the row on all ranks of ``group``, each with its copies
+    copies      f32[n]: how many sequences share each token; None: every token counts once
     """
     num_experts = logits.shape[1]
     if scores == "softmax":
@@ -81,9 +91,10 @@ def balance_loss(
         shares = logits.sigmoid()
         shares = shares / shares.sum(1, keepdim=True).clamp(min=1e-20)
     best = shares.detach().topk(experts_per_token, dim=1).indices
-    chosen = torch.zeros_like(shares.detach()).scatter_(1, best, 1.0).sum(0)
+    is_chosen = torch.zeros_like(shares.detach()).scatter_(1, best, 1.0)
+    chosen, preferred = (x.sum(0) if copies is None else copies @ x for x in (is_chosen, shares))
     all_reduce(chosen, group)
-    return (shares.sum(0) @ chosen) * (num_experts / (experts_per_token * num_tokens**2))
+    return (preferred @ chosen) * (num_experts / (experts_per_token * num_tokens**2))
 
 
 def unpadded_tokens(row: RowPart, num_tokens: int, config: Any) -> int:
@@ -91,8 +102,20 @@ def unpadded_tokens(row: RowPart, num_tokens: int, config: Any) -> int:
 
     Sequence-parallel ranks have one piece each of the row's part.
     """
-    before = tensor_parallel_group().rank() * num_tokens if config.sequence_parallel else 0
-    return min(max(row.num_unpadded - before, 0), num_tokens)
+    return min(max(row.num_unpadded - _tokens_before(num_tokens, config), 0), num_tokens)
+
+
+def copies_of_tokens(row: RowPart, num_tokens: int, config: Any) -> torch.Tensor | None:
+    """Return how many tokens of its sequences each of a layer's ``num_tokens`` stands for; None: one each.  f32[n]"""
+    if row.shared is None:
+        return None
+    before = _tokens_before(num_tokens, config)
+    return row.shared.num_copies[before : before + num_tokens]
+
+
+def _tokens_before(num_tokens: int, config: Any) -> int:
+    """Return the tokens of the row's part on sequence-parallel ranks before this one."""
+    return tensor_parallel_group().rank() * num_tokens if config.sequence_parallel else 0
 
 
 class _WithLoss(torch.autograd.Function):

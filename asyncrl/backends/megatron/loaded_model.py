@@ -27,7 +27,7 @@ from asyncrl.backends.megatron.row_part import Routing, RowPart
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, ConfigError
-from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.batching.packing import MicroBatch, compute_all
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.snapshot import Fill, Kept, Rows, Snapshot
 
@@ -165,7 +165,7 @@ class LoadedModel:
 
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """Return a pair: a tensor for the schedule, not a loss, and outputs f32[N] on the device."""
-            outputs, num_tokens = self._outputs(row, hidden), len(row.row.tokens)
+            outputs, num_tokens = self._outputs(row, hidden), row.micro_batch.num_tokens
             if has_values:
                 return hidden, outputs[0][:num_tokens]
             return hidden, outputs[0].new_zeros(num_tokens).index_copy(0, row.row.rows, outputs[0])
@@ -189,6 +189,8 @@ class LoadedModel:
         is_routed     by the experts that the engine chose; it ran no other model than the policy
         uses_routing  whether the pass records its routing, or replays what was recorded of the row
         """
+        if self._shape.why_no_shared_prefixes:
+            micro_batch = compute_all(micro_batch)
         made = RowPart.from_micro_batch(
             micro_batch,
             rows,

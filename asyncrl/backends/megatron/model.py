@@ -144,23 +144,25 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             group=tensor_parallel_group(),
             keeps_logits=self.config.recompute_granularity is None,
         )
-        if row.places is None:
-            return logprobs, entropy
-        own = torch.stack([logprobs, entropy])
-        both = own.new_zeros(2, len(row.row.rows)).index_copy(1, row.places, own)
-        return tuple(reduce_from_tensor_model_parallel_region(both, group=context_parallel_group()).unbind())
+        if row.places is not None:
+            own = torch.stack([logprobs, entropy])
+            both = own.new_zeros(2, row.num_targets).index_copy(1, row.places, own)
+            logprobs, entropy = reduce_from_tensor_model_parallel_region(both, group=context_parallel_group()).unbind()
+        if row.shared is not None and row.shared.target_of is not None:
+            logprobs, entropy = (x.index_select(0, row.shared.target_of) for x in (logprobs, entropy))
+        return logprobs, entropy
 
     def values(self, hidden: torch.Tensor, row: RowPart) -> torch.Tensor:
-        """Return the value after each token, f32[N]; see ``logprobs``.
+        """Return the value after each token of ``row.row``, f32[N], and of padding; see ``logprobs``.
 
         Every tensor-parallel rank has the whole head and the same hidden states, hence the full gradient of both. Do
         not sum this gradient over these ranks.
         """
-        own = self._gather_sequence(hidden).float() @ self.value_head.weight[0].float()
-        if row.kept is None:
-            return own
-        values = own.new_zeros(row.length).index_copy(0, row.kept, own)
-        return reduce_from_tensor_model_parallel_region(values, group=context_parallel_group())  # type: ignore[no-any-return]
+        values: torch.Tensor = self._gather_sequence(hidden).float() @ self.value_head.weight[0].float()
+        if row.kept is not None:
+            whole = values.new_zeros(row.length).index_copy(0, row.kept, values)
+            values = reduce_from_tensor_model_parallel_region(whole, group=context_parallel_group())
+        return values if row.shared is None else values.index_select(0, row.shared.token_of)
 
     def _gather_sequence(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states [n, H] of the whole part, which all tensor-parallel ranks use in the same way."""

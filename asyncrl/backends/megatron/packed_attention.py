@@ -18,6 +18,7 @@ from asyncrl.backends.kernels import flash
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.process_groups import context_parallel_group
+from asyncrl.backends.megatron.shared_prefixes import copied
 from asyncrl.backends.micro_batches import Rectangles
 
 with quiet(), cpu_shim.without_compilation():
@@ -49,12 +50,14 @@ class Piece:
 class Pieces:
     """All of a rank's queries, in order.
 
-    order  i64[N]: position of each token of the row in the concatenated parts of all context-parallel ranks; None if
-           one rank has the whole row
+    order   i64[N]: position of each token of the row in the concatenated parts of all context-parallel ranks; None if
+            one rank has the whole row
+    copies  i64[K]: the row's token that each key is, if sequences share tokens; None: keys are the row's tokens
     """
 
     pieces: Sequence[Piece]
     order: torch.Tensor | None = None
+    copies: torch.Tensor | None = None
 
 
 Plain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -95,12 +98,30 @@ def within_sequences(
     varlen  the same for the runs of a piece, [n, heads, d], where FlashAttention can be used
     """
     if isinstance(how, Rectangles):
-        rectangles = [plain(*(x[i].transpose(1, 2) for x in (query, key, value))) for i in how.indices]
+        rectangles = [
+            plain(*(x[i].transpose(1, 2) for x, i in ((query, queries), (key, keys), (value, keys))))
+            for queries, keys in zip(how.indices, how.keys or how.indices, strict=True)
+        ]
         return torch.cat([one.transpose(1, 2).flatten(0, 1) for one in rectangles])[how.order]
     if how.order is not None:
         key, value = _of_the_row(key, value, how.order)
+    if how.copies is None:
+        return _by_pieces(query, key, value, how.pieces, plain=plain, varlen=varlen)
+    with copied(key, value, how.copies) as (keys, values):
+        return _by_pieces(query, keys, values, how.pieces, plain=plain, varlen=varlen)
+
+
+def _by_pieces(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pieces: Sequence[Piece],
+    *,
+    plain: Plain,
+    varlen: Varlen,
+) -> torch.Tensor:
     attended = []
-    for piece in how.pieces:
+    for piece in pieces:
         q, k, v = _cut(query, piece.queries), _cut(key, piece.keys), _cut(value, piece.keys)
         if uses_varlen(query.device, query.dtype):
             attended.append(varlen(q, k, v, piece))

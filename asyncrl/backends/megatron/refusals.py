@@ -52,6 +52,15 @@ def require_routers(run: RunConfig) -> None:
         raise ConfigError("learner.options.replay_own_routing: the model has no experts; remove it")
 
 
+def why_no_shared_prefixes(run: RunConfig) -> str:
+    """Return which model of the run needs every sequence whole; empty if none does."""
+    own = huggingface.load_family(run.model.family)
+    for key, folder in run.model_paths.items():
+        if reason := huggingface.read_shape(folder, where=key, own=own).why_no_shared_prefixes:
+            return f"{key} has {reason}"
+    return ""
+
+
 def require_trainable(
     folder: Path, *, where: str, layout: Layout, transformer: Mapping[str, Any], own: Family | None = None
 ) -> ModelShape:

@@ -3,6 +3,7 @@
 Context parallelism cuts the whole row, not its sequences, into two pieces per rank. Rank r of R has pieces r and
 2R - 1 - r, so that all ranks compute the same amount of attention. A rank has the queries of its pieces and gathers the
 keys and values of the row. Positions travel with the tokens. Only the end of the row is padded, by one sequence.
+With shared prefixes, the row that is cut is that of the computed tokens.
 Tests: tests/unit/backends/megatron/test_row_part.py, test_layouts.py.
 """
 
@@ -16,11 +17,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.backends.megatron import shared_prefixes
 from asyncrl.backends.megatron.packed_attention import Piece, Pieces, uses_varlen
-from asyncrl.backends.micro_batches import Distribution, PackedRow, Rectangles, distribution_arrays, to_device
+from asyncrl.backends.megatron.shared_prefixes import Runs, SharedTokens
+from asyncrl.backends.micro_batches import (
+    Distribution,
+    PackedRow,
+    Rectangles,
+    distribution_arrays,
+    has_distributions,
+    to_device,
+)
 from asyncrl.config.adapter import Layout
 from asyncrl.messages.routing import ExpertArray, unrouted
 from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.batching.prefixes import DistinctTokens
 
 
 @dataclass(slots=True)
@@ -39,12 +50,14 @@ class Routing:
 class RowPart:
     """A packed row, padded to a length N that ranks can share, and the n tokens of it that this rank holds.
 
+    Tokens that sequences share are once in the padded row (shared_prefixes.py), and in each of them in ``row``.
+
     tokens, positions  i64[n]
     attention          the keys that each token sees
     sources            i64[m]: indices in the part of the hidden states that predict tokens of ``row.rows``
     targets            i64[m]: the predicted tokens
     distribution       how they were sampled
-    places             i64[m]: their indices in ``row.rows``; None if this rank has all of them
+    places             i64[m]: their indices among ``num_targets`` of all ranks; None if this rank has all of them
     kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
     experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
     routing            where to record the routers' choice, or what to replay; None: neither
@@ -53,6 +66,8 @@ class RowPart:
     share_of_batch     the row's tokens, prompts included, / the batch's; 0 for fillers, and if the row is only scored
     row                the unpadded row: the objective's inputs
     micro_batch        the same data on the host
+    num_targets        M, or less if sequences share tokens of ``row.rows``
+    shared             what the row's sequences share; None if they share nothing
     """
 
     tokens: torch.Tensor
@@ -69,6 +84,8 @@ class RowPart:
     share_of_batch: float
     row: PackedRow
     micro_batch: MicroBatch
+    num_targets: int
+    shared: SharedTokens | None = None
     routing: Routing | None = None
 
     @classmethod
@@ -91,45 +108,56 @@ class RowPart:
         """
         share = micro_batch.num_tokens / batch_tokens if batch_tokens and not micro_batch.is_filler else 0.0
         chosen = _by_layers(micro_batch.experts) if is_routed and len(micro_batch.experts) else None
-        if layout.row_multiple == 1:
-            in_rectangles = not uses_varlen(device, dtype)
-            row = PackedRow.from_micro_batch(micro_batch, rows, device=device, in_rectangles=in_rectangles)
+        uses_runs, is_shared = uses_varlen(device, dtype), len(micro_batch.shared) > 0
+        if layout.row_multiple == 1 and not is_shared:
+            row = PackedRow.from_micro_batch(micro_batch, rows, device=device, in_rectangles=not uses_runs)
             return _whole_row(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device), share)
         # Example: 10 tokens, two context-parallel ranks. The row is padded to 12 and cut into four pieces of 3; rank 0
         # keeps tokens 0-2 and 9-11, rank 1 keeps 3-8. Token n is predicted by the rank that has n - 1.
-        length = -(-micro_batch.num_tokens // layout.row_multiple) * layout.row_multiple
-        tokens = np.pad(micro_batch.tokens.astype(np.int64), (0, length - micro_batch.num_tokens))
-        boundaries = _pad_boundaries(micro_batch, length)
-        positions = np.arange(length) - np.repeat(boundaries[:-1], np.diff(boundaries)).astype(np.int64)
+        shared = micro_batch.shared if is_shared else np.zeros(len(micro_batch.sequences), np.int32)
+        distinct = DistinctTokens.from_row(micro_batch.boundaries, shared)
+        num_tokens = len(distinct.first)
+        length = -(-num_tokens // layout.row_multiple) * layout.row_multiple
+        tokens = np.pad(micro_batch.tokens[distinct.first].astype(np.int64), (0, length - num_tokens))
+        positions = np.append(micro_batch.positions[distinct.first], np.arange(length - num_tokens)).astype(np.int64)
         kept = tokens_of_rank(context_rank, length=length, ranks=layout.context)
         at = np.full(length, -1)  # where a token of the row is in this part
         at[kept] = np.arange(len(kept))
-        places = np.flatnonzero(at[rows - 1] >= 0)
+        targets, target_of = rows, None
+        if is_shared and not has_distributions(micro_batch):  # otherwise a token's logprob differs between sequences
+            is_target = np.zeros(num_tokens, np.bool_)
+            is_target[distinct.of[rows]] = True
+            targets, target_of = distinct.first[is_target], (np.cumsum(is_target) - 1)[distinct.of[rows]]
+        before = at[distinct.of[targets - 1]]
+        places = np.flatnonzero(before >= 0)
         arrays: dict[str, NDArray[Any]] = {
             "tokens": tokens[kept],
             "positions": positions[kept],
-            "sources": at[rows[places] - 1],
-            "targets": tokens[rows[places]],
+            "sources": before[places],
+            "targets": micro_batch.tokens[targets[places]].astype(np.int64),
             "places": places,
             "kept": kept,
-            **distribution_arrays(micro_batch, rows[places]),
+            **distribution_arrays(micro_batch, targets[places]),
         }
         if chosen is not None:
-            filled = np.pad(chosen, ((0, 0), (0, length - micro_batch.num_tokens), (0, 0)), constant_values=-1)
+            chosen = chosen[:, distinct.first]
+            filled = np.pad(chosen, ((0, 0), (0, length - num_tokens), (0, 0)), constant_values=-1)
             arrays["experts"] = filled[:, kept]
-        cuts = [_Cut.between(boundaries, *span) for span in spans(context_rank, length=length, ranks=layout.context)]
-        for i, cut in enumerate(cuts):
-            arrays |= {f"queries {i}": cut.query_boundaries, f"keys {i}": cut.key_boundaries}
-        moved = to_device(arrays | {"order": order(length=length, ranks=layout.context)}, device)
-        pieces = [
-            cut.piece(moved[f"queries {i}"], moved[f"keys {i}"], len(kept) // len(cuts) * i)
-            for i, cut in enumerate(cuts)
-        ]
+        if is_shared:
+            arrays |= {} if target_of is None else {"target_of": target_of}
+            arrays["token_of"] = distinct.of
+            arrays["num_copies"] = np.pad(distinct.num_copies, (0, length - num_tokens))[kept].astype(np.float32)
+        moved = to_device(arrays, device)
+        if layout.row_multiple == 1 and not uses_runs:
+            attention: Rectangles | Pieces = shared_prefixes.attend_in_rectangles(micro_batch, distinct, device=device)
+        else:
+            runs = shared_prefixes.Runs.from_row(micro_batch, distinct, length=length)
+            attention = _pieces(runs, layout, context_rank, device)
         is_cut = layout.context > 1
         return cls(
             tokens=moved["tokens"],
             positions=moved["positions"],
-            attention=Pieces(pieces=pieces, order=moved["order"] if is_cut else None),
+            attention=attention,
             sources=moved["sources"],
             targets=moved["targets"],
             distribution=Distribution.from_arrays(moved),
@@ -137,10 +165,12 @@ class RowPart:
             kept=moved["kept"] if is_cut else None,
             experts=moved.get("experts"),
             length=length,
-            num_unpadded=int(np.searchsorted(kept, micro_batch.num_tokens)),
+            num_unpadded=int(np.searchsorted(kept, num_tokens)),
             share_of_batch=share,
             row=PackedRow.from_micro_batch(micro_batch, rows, device=device, in_rectangles=False),
             micro_batch=micro_batch,
+            num_targets=len(targets),
+            shared=SharedTokens.from_arrays(moved) if is_shared else None,
         )
 
     @property
@@ -191,6 +221,7 @@ def _whole_row(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | 
         share_of_batch=share,
         row=row,
         micro_batch=micro_batch,
+        num_targets=len(row.rows),
     )
 
 
@@ -212,6 +243,22 @@ def order(*, length: int, ranks: int) -> NDArray[np.int64]:
     return np.argsort(np.concatenate([tokens_of_rank(rank, length=length, ranks=ranks) for rank in range(ranks)]))
 
 
+def _pieces(runs: Runs, layout: Layout, context_rank: int, device: torch.device) -> Pieces:
+    """Return the attention of a rank's pieces of a row."""
+    length, arrays = int(runs.query_boundaries[-1]), dict[str, NDArray[Any]]()
+    cuts = [_Cut.between(runs, *span) for span in spans(context_rank, length=length, ranks=layout.context)]
+    for i, cut in enumerate(cuts):
+        arrays |= {f"queries {i}": cut.query_boundaries, f"keys {i}": cut.key_boundaries}
+    if layout.context > 1:
+        arrays["order"] = order(length=length, ranks=layout.context)
+    if runs.are_shared:
+        arrays["copies"] = runs.copies
+    moved = to_device(arrays, device)
+    size = length // layout.context // len(cuts)
+    pieces = [cut.piece(moved[f"queries {i}"], moved[f"keys {i}"], size * i) for i, cut in enumerate(cuts)]
+    return Pieces(pieces=pieces, order=moved.get("order"), copies=moved.get("copies"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
     """A piece [begin, end) of a row: a run for each sequence in it, with the keys from the sequence's start on."""
@@ -219,26 +266,30 @@ class _Cut:
     begin: int
     end: int
     first_key: int
+    end_key: int
     query_boundaries: NDArray[np.int32]
     key_boundaries: NDArray[np.int32]
 
     @classmethod
-    def between(cls, boundaries: NDArray[np.int32], begin: int, end: int) -> _Cut:
+    def between(cls, runs: Runs, begin: int, end: int) -> _Cut:
+        boundaries = runs.query_boundaries
         first, last = np.searchsorted(boundaries, begin, "right") - 1, np.searchsorted(boundaries, end, "left")
-        starts = boundaries[first:last]
+        starts, keys = boundaries[first:last], runs.key_boundaries[first:last]
+        end_key = runs.key_boundaries[last] - (boundaries[last] - end)  # the last run may go on in the next piece
         return cls(
             begin=begin,
             end=end,
-            first_key=int(starts[0]),
+            first_key=int(keys[0]),
+            end_key=int(end_key),
             query_boundaries=(np.append(np.maximum(starts, begin), end) - begin).astype(np.int32),
-            key_boundaries=(np.append(starts, end) - starts[0]).astype(np.int32),
+            key_boundaries=(np.append(keys, end_key) - keys[0]).astype(np.int32),
         )
 
     def piece(self, query_boundaries: torch.Tensor, key_boundaries: torch.Tensor, offset: int) -> Piece:
         """offset: where the piece's queries begin in the rank's part"""
         return Piece(
             queries=slice(offset, offset + self.end - self.begin),
-            keys=slice(self.first_key, self.end),
+            keys=slice(self.first_key, self.end_key),
             query_boundaries=query_boundaries,
             key_boundaries=key_boundaries,
             longest_query=int(np.diff(self.query_boundaries).max()),

@@ -227,6 +227,7 @@ def assemble_learner(
             picks=None if samples is None else samples.picks,
             workers=workers,
             hooks=validator.hooks,
+            shares_prefixes=registry.shared_prefixes(run).is_on,
         ),
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),

@@ -187,6 +187,7 @@ def _check_settings(run: RunConfig) -> None:
         _check_log(run, run.largest_group_bytes + replay.num_bytes)
     learner_models.check_folders(run, algorithm)
     registry.backend_class(run).check(run)
+    registry.shared_prefixes(run)
     launcher_class(run).check(run)
     _check_filters(run)
     own_order(run.staleness.order)

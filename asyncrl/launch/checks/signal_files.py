@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+import asyncrl
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.data.row_files import path_and_slice
@@ -56,6 +58,7 @@ _BLOCK_BYTES: Final = 64 * 2**10
 _SIDE_BY_SIDE: Final = 8
 """Files of a model that are read concurrently."""
 _MOST_FILES: Final = 1000
+_GIT_SECONDS: Final = 10.0
 _LONGEST_NAME: Final = 4096
 _CONFIG_BYTES: Final = 64 * 2**10
 _OURS: Final = "asyncrl"
@@ -94,7 +97,7 @@ def digest_files(run: RunConfig) -> Files:
 
     Files of data are left out (``data/sources.py: digests``). Files that cannot be read are left out, too.
     """
-    found: Files = {"packages": dict(_versions())}
+    found: Files = {"packages": dict(_versions()), "revision": dict(_revisions())}
     found |= {key: _model(folder) for key, folder in run.model_paths.items()}
     found |= {f"servers.{name}.path": _model(Path(one.path)) for name, one in run.started_servers.items()}
     for section, table in config_record.as_table(run).items():
@@ -125,6 +128,17 @@ def _versions() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield package, metadata.version(package)
+
+
+def _revisions() -> Iterator[tuple[str, str]]:
+    """Yield the commit of asyncrl and of the folder that the run was started in, where they are clones of Git; one with
+    changed files ends in "-dirty"."""
+    for name, folder in (("asyncrl", Path(asyncrl.__file__).parent), ("folder", Path.cwd())):
+        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout
+            if re.fullmatch("[0-9a-f]{40,64}(-dirty)?", said.strip()):
+                yield name, said.strip()
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

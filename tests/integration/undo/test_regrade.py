@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from asyncrl.actors.base import HeartbeatSender
 from asyncrl.actors.rollout.group_maker import with_reward
@@ -29,7 +28,6 @@ from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
-from asyncrl.data import demo_task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.assembly.build_worker import build_worker
@@ -43,19 +41,11 @@ from asyncrl.rewards.port import Reward, Sample
 from tests.harness.audits import audited
 from tests.harness.command import asyncrl
 from tests.harness.histories import forge
-from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
+from tests.harness.learning import is_same, memory_bus, train, weights
 from tests.integration.test_audit import train_there
 from tests.integration.undo import rewards
+from tests.integration.undo.runs import HERE, there
 
-HERE = "tests.integration.undo.rewards"
-COMMON = (
-    "checkpoint.every_steps=2",
-    "checkpoint.keep_log=true",
-    "checkpoint.keep=9",
-    "weights.keep=20",
-    "staleness.order=in_order",
-    "rollout.workers=2",
-)
 Buses = Callable[[str], Awaitable[Bus]]
 
 
@@ -76,24 +66,6 @@ def buses(
         return made[name]
 
     return open_one
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undo")
-    demo_task.write(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def there(task: Path, directory: Path, *overrides: str) -> RunConfig:
-    return demo_run(task, *COMMON, f"run.directory={directory}", *overrides)
 
 
 async def train_with_a_killed_worker(run: RunConfig, bus: Bus) -> None:
@@ -265,19 +237,6 @@ def test_new_rewards_that_fail_or_a_filter_rejects_leave_the_batch(task: Path, t
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def graded_wrong(task: Path) -> RunConfig:
-    """Six steps with the wrong reward; as if killed before the checkpoint at 4 was written, after step 4."""
-    threads = torch.get_num_threads()
-    wrong = f"reward.kind={HERE}:wrong"
-    train_there(there(task, task / "runs", wrong))
-    shutil.rmtree(task / "runs" / "run" / "checkpoints" / "step-00000004")
-    run = there(task, task / "runs", wrong, "run.steps=6")
-    train_there(run, resume=True)
-    torch.set_num_threads(threads)
-    return run
 
 
 @pytest.mark.slow

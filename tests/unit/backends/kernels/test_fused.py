@@ -87,7 +87,7 @@ def test_recomputed_tensors_are_not_saved_and_keep_the_gradient() -> None:
         return fused.swiglu(x)
 
     gated = fused.swiglu(x)
-    with fused.recompute_in_backward(gated, make):
+    with fused.recompute_in_backward((gated, make)):
         out = gated @ weight.T
     expected = torch.autograd.grad((fused.swiglu(x) @ weight.T).square().sum(), (x, weight))
     assert not made

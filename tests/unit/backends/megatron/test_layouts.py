@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from asyncrl.engines.validation import check_weights
 from asyncrl.messages import WeightVersion
-from asyncrl.policies.batching.packing import MicroBatch, sequence_slices
+from asyncrl.policies.batching.packing import MicroBatch, pack_for_ranks, sequence_slices
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.weights.files import FilesChannel
@@ -34,6 +34,7 @@ from tests.harness.backends import (
     forward,
     hugging_face,
     learned,
+    num_shares,
     parts,
     sequences,
     shares,
@@ -44,6 +45,7 @@ from tests.harness.backends import (
 )
 from tests.harness.backends import cut as sampled_from_few
 from tests.harness.packing import pack
+from tests.harness.prefixes import trees
 
 EXPLORES = bool(os.environ.get("ASYNCRL_EXPLORE"))
 LEARNING_RATE = 0.05
@@ -95,7 +97,8 @@ def name(kind: str, architecture: str, options: Mapping[str, Any]) -> str:
 @dataclasses.dataclass(frozen=True)
 class Done:
     """Results of a backend: logprobs of one row; weights before training, by rank and as published; metrics and weights
-    after each step; the critic's values; and the weights after the last step repeated from the checkpoint before it."""
+    after each step; the critic's values; the weights after the last step repeated from the checkpoint before it; and
+    metrics and weights after one more step, on sequences that share prefixes, which the reference computes whole."""
 
     logprobs: NDArray[np.float32]
     before: Mapping[str, torch.Tensor]
@@ -105,6 +108,7 @@ class Done:
     after: list[Mapping[str, torch.Tensor]]
     values: NDArray[np.float32]
     again: Mapping[str, torch.Tensor]
+    shared: tuple[Mapping[str, float], Mapping[str, torch.Tensor]]
 
 
 def row() -> MicroBatch:
@@ -137,7 +141,11 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
         values = forward(backend, kind, row(), model="critic")
         backend.restore(saved)
         backend.step(cut(1), learning_rate=LEARNING_RATE)
-        return Done(logprobs, before, parts(exported), version, metrics, after, values, weights(backend))
+        again = weights(backend)
+        sharing = pack_for_ranks(trees(num_sequences=20), ranks=num_shares(kind), max_tokens=45, shares_prefixes=True)
+        assert all(any(len(one.shared) for one in share) for share in sharing)
+        shared = learned(backend.step(sharing, learning_rate=LEARNING_RATE).metrics), weights(backend)
+        return Done(logprobs, before, parts(exported), version, metrics, after, values, again, shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +224,13 @@ def test_steps_make_the_metrics_and_the_weights_of_one_process(case: Case) -> No
 def test_critic_values_equal_one_process(case: Case) -> None:
     assert np.abs(case.expected.values).max() > 0.01
     np.testing.assert_allclose(case.got.values, case.expected.values, atol=1e-5)
+
+
+def test_sequences_that_share_prefixes_make_the_metrics_and_the_weights_of_whole_ones(case: Case) -> None:
+    (got, after), (expected, wanted) = case.got.shared, case.expected.shared
+    assert got == pytest.approx(dict(expected), rel=1e-4, abs=1e-5)
+    moved = distance(dict(case.expected.again), dict(wanted))
+    assert distance(dict(after), dict(wanted)) < 3e-4 * moved
 
 
 def test_step_after_restore_repeats_bit_for_bit(case: Case) -> None:

@@ -101,6 +101,7 @@ def test_files_that_options_name_are_recorded_alone_or_in_a_command(place: Path)
     )
     found = {key: sorted(Path(name).name for name in files) for key, files in digest_files(run).items()}
     assert "asyncrl" in found.pop("packages")
+    found.pop("revision", None)  # in a clone
     assert found == {
         "evaluation.datasets.held.path": ["held.jsonl"],
         "reward.options.template": ["judge.txt"],
