@@ -8,6 +8,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,31 +106,26 @@ def within_sequences(
         return torch.cat([one.transpose(1, 2).flatten(0, 1) for one in rectangles])[how.order]
     if how.order is not None:
         key, value = _of_the_row(key, value, how.order)
-    if how.copies is None:
-        return _by_pieces(query, key, value, how.pieces, plain=plain, varlen=varlen)
-    with copied(key, value, how.copies) as (keys, values):
-        return _by_pieces(query, keys, values, how.pieces, plain=plain, varlen=varlen)
-
-
-def _by_pieces(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pieces: Sequence[Piece],
-    *,
-    plain: Plain,
-    varlen: Varlen,
-) -> torch.Tensor:
     attended = []
-    for piece in pieces:
-        q, k, v = _cut(query, piece.queries), _cut(key, piece.keys), _cut(value, piece.keys)
-        if uses_varlen(query.device, query.dtype):
-            attended.append(varlen(q, k, v, piece))
-            continue
-        for queries, keys in piece.runs:
-            run = plain(*(x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])))
-            attended.append(run[0].transpose(0, 1))
+    for piece in how.pieces:
+        q = _cut(query, piece.queries)
+        with _keys_of(piece, key, value, how.copies) as (k, v):
+            if uses_varlen(query.device, query.dtype):
+                attended.append(varlen(q, k, v, piece))
+                continue
+            for queries, keys in piece.runs:
+                run = plain(*(x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])))
+                attended.append(run[0].transpose(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+def _keys_of(
+    piece: Piece, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None
+) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the piece's keys and values for the operations inside."""
+    if copies is not None:
+        return copied(key, value, copies[piece.keys])
+    return nullcontext((_cut(key, piece.keys), _cut(value, piece.keys)))
 
 
 def _cut(x: torch.Tensor, part: slice) -> torch.Tensor:

@@ -118,11 +118,13 @@ async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, n
 async def test_engines_of_a_mixture_sample_from_the_weights_that_are_trained(
     tmp_path: Path, backend: str, architecture: Architecture
 ) -> None:
-    """Four steps of each backend: the engine's logprobs equal the trainer's, up to rounding."""
+    """Four steps of each backend: the engine's logprobs equal the trainer's, up to rounding. Megatron computes a prompt
+    once for its samples."""
     demo_task.write(tmp_path, architecture=architecture)
     run = demo_run(tmp_path)
     synchronous = changed(changed(run, "run", mode="sync", name="mixture"), "learner", backend=backend)
     rows = await train(synchronous, memory_bus())
     assert len(rows) == 4
     assert max(row["mismatch/max"] for row in rows) < 1e-4
+    assert all(("learner/shared_tokens" in row) == (backend == "megatron") for row in rows)
     assert not is_same(weights(synchronous, 3), weights(synchronous, 4))
