@@ -12,6 +12,8 @@ import torch
 
 from asyncrl.cli.demo import ADAPTERS, OF_FROZEN
 from asyncrl.data import demo_task
+from asyncrl.weights.ipc import IPCReceiver
+from asyncrl.weights.port import Ask, LoadReport
 from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
 from tests.harness.metric_names import is_known
 
@@ -156,3 +158,21 @@ async def test_adapters_alone_learn_the_task(tmp_path: Path) -> None:
     before, after = initial(tmp_path), weights(run, len(rows))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if name.endswith("_proj.weight")}
+
+
+async def test_engines_in_turns_copy_the_weights_from_the_memory_of_the_learner_that_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a shared GPU by CUDA IPC; here by the learner's memory on the host."""
+    copied: list[LoadReport] = []
+    receive = IPCReceiver.receive
+
+    async def noting(self: IPCReceiver, ask: Ask) -> LoadReport:
+        copied.append(await receive(self, ask))
+        return copied[-1]
+
+    monkeypatch.setattr(IPCReceiver, "receive", noting)
+    rows = await train(demo_run(folder, *SYNC, "run.colocated=true", "weights.channel=nccl"), memory_bus())
+    assert [row["staleness/max"] for row in rows] == [0.0] * 4
+    assert min(row["learner/offload_seconds"] for row in rows) >= 0
+    assert len(copied) >= 3

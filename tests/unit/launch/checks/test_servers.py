@@ -12,6 +12,7 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.summary import summarize
+from asyncrl.planning.plan import plan
 from tests.unit.launch.checks.test_run_file import RUN_FILE
 
 OPD = ("algorithm.name=opd", "rollout.group_size=2")
@@ -112,3 +113,9 @@ def test_check_shows_the_servers_and_no_key_of_theirs(folder: Path) -> None:
     shown = str(summarize(run))
     assert "[servers.far]" in shown and 'url = "http://h/v1"' in shown
     assert "hush" not in shown and "pass@" not in shown
+
+
+def test_plan_leaves_the_gpus_of_servers_to_them(folder: Path) -> None:
+    stub = "servers.judge={kind='tests.harness.stub_server:StubServer', path='FOLDER/model', gpus=[0]}"
+    with pytest.raises(ConfigError, match=r"--gpus 2: there is no room .* beside the 1 of \[servers\]"):
+        plan(load(folder, stub), gpus=2, seconds=1.0, tells=lambda line: None)
