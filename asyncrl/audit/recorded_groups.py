@@ -28,6 +28,7 @@ FIELDS: Final[Mapping[str, type]] = {
     "step": float,
     "fate": str,
     "worker": str,
+    "engine": str,
     "version": float,
     "newest_version": float,
     "incarnation": float,
@@ -45,6 +46,7 @@ FIELDS: Final[Mapping[str, type]] = {
 """Field -> its type.
 
 step            step that trained the group; for other fates, the number of steps done then
+engine          name and version of the engine, as "sglang 0.5.16"
 fate            trained, dropped, failed, filtered, or pending
 version, newest_version, incarnation  policy versions that sampled the oldest and the newest token, and the oldest
                 token's incarnation
@@ -148,6 +150,7 @@ def fields_of(record: Record[TrajectoryGroup], fate: Fate, *, finder: PromptFind
         "step": fate.step,
         "fate": fate.kind,
         "worker": group.worker,
+        "engine": group.engine,
         "version": oldest.policy_version,
         "newest_version": max(span.policy_version for span in spans),
         "incarnation": oldest.incarnation,

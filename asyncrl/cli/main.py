@@ -45,6 +45,7 @@ VERBS: Final = {
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
     "regrade": "Grade a run's recorded answers again, and write a branch of the run that was trained so.",
+    "explain": "Find what moved a metric: which worker, engine, task or rows; exit code 1 if nothing is found.",
     "certify": "Write down what a version was made from: data, samplers, code, settings; or check such a file.",
     "bill": "Show what a run's GPUs were spent on: by fate, task, row and worker, and per trained token.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
@@ -79,6 +80,7 @@ _MEANT: Final = {
     **dict.fromkeys(("answers", "logs", "generations"), "samples"),
     **dict.fromkeys(("rescore", "relabel", "retract", "undo", "branch"), "regrade"),
     **dict.fromkeys(("cost", "costs", "invoice"), "bill"),
+    **dict.fromkeys(("why", "blame", "bisect"), "explain"),
     **dict.fromkeys(("provenance", "sign", "attest"), "certify"),
 }
 """Names that other programs have for our verbs."""
@@ -100,6 +102,7 @@ EXAMPLES: Final = """examples:
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl regrade runs/demo --reward my_rewards:score  the run as it had been with another reward, as a branch
+  asyncrl explain runs/demo --metric reward/mean       what moved it: which worker, engine, task
   asyncrl certify runs/demo --version 40               what a version of the model was made from, as JSON
   asyncrl bill runs/demo --price 3                     GPU-seconds per trained token, and their cost
   asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml

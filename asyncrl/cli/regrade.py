@@ -135,6 +135,12 @@ def _settings(recorded: RecordedRun, out: Path, *, reward: str, overrides: Seque
         if not item.startswith("reward."):
             raise ConfigError(f"--set {item}: only keys of [reward] change the grades; set others when the branch runs")
         config.override(table, item)
+    tables_of = [table["reward"], *table["reward"].get("parts", {}).values()]
+    if any(one.get("options", {}).get("server") for one in tables_of):
+        raise ConfigError(
+            "reward.options.server: the servers of a run are not up here; name one that is with --set "
+            "reward.options.url=http://HOST:PORT --set reward.options.server=''"
+        )
     place = dataclasses.replace(run.run, name=out.absolute().name, directory=str(out.absolute().parent))
     return dataclasses.replace(run, run=place, reward=tables.build(RewardSection, table["reward"], "reward"))
 

@@ -40,6 +40,7 @@ LONGEST_ERROR: Final = 2000
 """Characters to keep of a failed group's error."""
 
 _MAX_GROUP: Final = 2**16
+_LONGEST_ENGINE: Final = 200
 LONGEST_LABEL: Final = 2000
 """Most characters of a label for people. The tests of a program may be long."""
 
@@ -328,6 +329,7 @@ class TrajectoryGroup:
     began           start of generation in Unix seconds of the worker's clock; 0 if unknown
     reward_seconds  the part of ``seconds`` that the reward took
     temperature     of the row, if it has one of its own; 0: rollout.temperature
+    engine          name and version of the engine that sampled it, as "sglang 0.5.16"; empty if unknown
     """
 
     group_id: int
@@ -344,10 +346,12 @@ class TrajectoryGroup:
     reward_seconds: float = 0.0
     label: str = ""
     temperature: float = 0.0
+    engine: str = ""
 
     def __post_init__(self) -> None:
         check_array(self, "prompt_tokens", np.int32)
         require(len(self.label) <= LONGEST_LABEL, f"a label has {len(self.label):,} characters")
+        require(len(self.engine) <= _LONGEST_ENGINE and self.engine.isprintable(), "engine is no name of an engine")
         check_counts(self, "group_id", "epoch", "cancelled", "failed_samples", "extra_samples")
         require(
             self.failed_samples <= self.cancelled,

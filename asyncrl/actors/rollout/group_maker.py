@@ -90,6 +90,7 @@ class GroupMaker:
         tokenizer: Tokenizer,
         seed: int,
         rules: GroupRules = GroupRules(),
+        engine_build: str = "",
         servers: Mapping[str, ServerAddress] = MappingProxyType({}),
         teachers: Teachers | None = None,
         need: Callable[[PromptGroup], VersionNeed] = VersionNeed.for_training,
@@ -98,6 +99,7 @@ class GroupMaker:
         own_rollouts  by data set, instead of ``rollout``
         seed     seed of the run; combined with group, sample and call index to seed each generation
         servers  the servers of [servers], for reward functions
+        engine_build  name and version of the engine, for TrajectoryGroup.engine
         teachers  served teachers, which score each answer; None: none do
         need     the weights that generations of a group may start on
         """
@@ -109,6 +111,7 @@ class GroupMaker:
         self._seed = seed
         self._rules = rules
         self._servers = servers
+        self._engine_build = engine_build
         self._teachers = teachers
         self._need = need
         self._log = logging.getLogger(f"asyncrl.{worker}")
@@ -160,6 +163,7 @@ class GroupMaker:
             began=began,
             reward_seconds=time.monotonic() - generated,
             label=label_text(prompt.label),
+            engine=self._engine_build,
             temperature=self._own_temperature(prompt),
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+from importlib import metadata
 from pathlib import Path
 
 from asyncrl.actors.base import Actor
@@ -25,6 +27,7 @@ from asyncrl.environments import load as rollout_functions
 from asyncrl.environments.port import Tokenizer
 from asyncrl.launch import colocated
 from asyncrl.launch.assembly.model_servers import server_book, server_followers
+from asyncrl.version import VERSION
 
 
 async def build_worker(
@@ -87,6 +90,7 @@ async def build_worker(
         tokenizer=tokenizer,
         seed=run.run.seed,
         servers=servers,
+        engine_build=_engine_build(run),
     )
     keep_seconds = run.bus.ack_seconds / 3
     stages = []
@@ -127,6 +131,14 @@ async def build_worker(
     worker = kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts, start_turn=turn)
     others: tuple[Actor, ...] = (follower, *server_followers(run, name, bus=bus, book=servers))
     return (worker, *others)
+
+
+def _engine_build(run: RunConfig) -> str:
+    """Return the engine's name and version on this machine, such as "sglang 0.5.16"."""
+    kind = run.engine.kind
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        return f"{kind} {metadata.version(kind)}"
+    return f"{kind} {VERSION}" if kind in registry.ENGINES else kind
 
 
 def _teachers(run: RunConfig, servers: ServerBook, tokenizer: Tokenizer) -> Teachers | None:
