@@ -12,9 +12,10 @@ import pytest
 from asyncrl.data.model_folder import ExpertCounts
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.client import lines
-from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.sglang.reply import Reply, sampling_params
 from asyncrl.engines.sglang.versions import Stamps
-from asyncrl.errors import EngineError, PromptError
+from asyncrl.errors import ConfigError, EngineError, PromptError
+from asyncrl.messages import SamplingParams
 
 
 def body(tokens: list[int], *, total: int | None = None, **meta: Any) -> dict[str, Any]:
@@ -208,3 +209,45 @@ def test_experts_are_of_prompt_and_answer_and_dense_layers_and_the_last_token_ha
 def test_experts_of_another_model_are_an_error(text: str) -> None:
     with pytest.raises(EngineError, match="routed experts are not those of this model"):
         with_experts().take_chunk(body([5], finish_reason=LENGTH, routed_experts=text), newest=NEWEST)
+
+
+# -- what each token was sampled from ----------------------------------------------------------------------------------
+
+
+def masks(*supports: list[int]) -> dict[str, Any]:
+    """What the server says for ``return_sampling_mask``; the logprob of token n among its support is -n/2."""
+    logprobs = [-n / 2 for n in range(len(supports))]
+    return {"output_token_sampling_mask": [*supports], "output_token_sampling_logprobs": logprobs}
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+def test_a_token_has_its_support_and_its_logprob_among_it(is_incremental: bool) -> None:
+    reply = Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), has_support=True)
+    tokens, supports = [5, 6, 7, 8], [[5], [6, 9], [1, 2, 7], [8, 3]]
+    for begin, end in ((0, 1), (1, 4)):
+        here = slice(begin if is_incremental else 0, end)
+        meta = masks(*supports)
+        chunk = {name: values[here] for name, values in meta.items()}
+        reply.take_chunk(body(tokens[here], total=end, finish_reason=LENGTH, **chunk), newest=NEWEST)
+        assert reply.so_far().support.counts.tolist() == [1, 2, 3, 2][:end]
+    generation = reply.generation()
+    assert generation.support.tokens.tolist() == [5, 6, 9, 1, 2, 7, 8, 3]
+    np.testing.assert_allclose(generation.logprobs, [0.0, -0.5, -1.0, -1.5])
+    assert reply.so_far(2).support.tokens.tolist() == generation.after(2).support.tokens.tolist() == [1, 2, 7, 8, 3]
+
+
+def test_a_server_that_does_not_say_what_it_sampled_from_is_refused_in_one_line() -> None:
+    reply = Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), has_support=True)
+    with pytest.raises(ConfigError, match=r"rollout.top_p, top_k: this SGLang does not say .* or a newer SGLang"):
+        reply.take_whole(body([5], finish_reason=LENGTH), late_tokens=0)
+    with pytest.raises(EngineError, match="the server's supports are of 2 tokens, of 1"):
+        reply.take_whole(body([5], finish_reason=LENGTH, **masks([5], [6])), late_tokens=0)
+
+
+def test_a_cut_distribution_is_asked_for_with_the_most_tokens_that_may_be_left() -> None:
+    asked = sampling_params(SamplingParams(max_new_tokens=4, top_p=0.9), vocabulary_size=5000)
+    assert (asked["top_p"], asked["top_k"]) == (0.9, 1024)
+    assert sampling_params(SamplingParams(max_new_tokens=4, top_p=0.9), vocabulary_size=50)["top_k"] == 50
+    assert sampling_params(SamplingParams(max_new_tokens=4), vocabulary_size=5000)["top_k"] == -1
+    free = SamplingParams(max_new_tokens=4, top_p=0.9, is_trained=False)
+    assert sampling_params(free, vocabulary_size=5000)["top_k"] == -1
