@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -12,8 +13,9 @@ from asyncrl.engines.generation import Generation
 from asyncrl.environments.builtin import given
 from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import MessageError
-from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
+from asyncrl.messages import PromptGroup, SamplingParams, TrajectoryGroup, VersionSpan
 from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.support import Support
 from asyncrl.policies.staleness.staleness import per_token
 
 PROMPT = np.array([9, 8], np.int32)
@@ -45,6 +47,23 @@ def test_what_the_model_said_is_trained_and_what_it_observed_is_not() -> None:
     assert made.response_mask.tolist() == [True, True, False, True]
     assert made.behavior_logprobs.tolist() == [-0.5, -0.5, 0.0, -0.25]
     assert (made.tokens.dtype, made.response_mask.dtype, made.behavior_logprobs.dtype) == (np.int32, bool, np.float32)
+
+
+def test_every_token_keeps_what_it_was_sampled_from_also_on_the_wire() -> None:
+    """An observation was sampled from nothing, and the second answer from the whole vocabulary."""
+    turns = TrajectoryBuilder(PROMPT)
+    turns.add_answer(dataclasses.replace(answer([1, 2], (0, 3)), support=Support.of([[1, 5], [2]])))
+    turns.add_observation([3])
+    turns.add_answer(answer([4], (0, 3)))
+    made = turns.trajectory()
+    sent = decode(
+        encode(TrajectoryGroup(group_id=0, prompt_tokens=PROMPT, trajectories=(made,), temperature=0.5)),
+        TrajectoryGroup,
+    )
+    assert sent.temperature == 0.5
+    for one in (made, sent.trajectories[0]):
+        assert one.support.counts.tolist() == [2, 1, 0, 0]
+        assert one.support.tokens.tolist() == [1, 5, 2]
 
 
 def test_what_to_continue_is_the_prompt_and_all_turns() -> None:
