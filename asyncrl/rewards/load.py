@@ -44,6 +44,7 @@ KINDS: Final = {
     "exact": "asyncrl.rewards.exact:ExactReward",
     "regex": "asyncrl.contrib.rewards.regex:RegexReward",
     "llm_judge": "asyncrl.rewards.llm_judge:JudgeReward",
+    "reward_model": "asyncrl.rewards.reward_model:RewardModel",
     "remote": "asyncrl.rewards.remote:RemoteReward",
     "reasoning_gym": "asyncrl.contrib.reasoning_gym:Score",
     "random": "asyncrl.contrib.rewards.random:RandomReward",
@@ -51,7 +52,7 @@ KINDS: Final = {
     "parts": "asyncrl.rewards.parts:WeightedParts",
 }
 
-SERVED_KINDS: Final = ("llm_judge", "remote")
+SERVED_KINDS: Final = ("llm_judge", "reward_model", "remote")
 """Kinds that may ask a server of [servers] by its name."""
 PARTS: Final = "parts"
 
