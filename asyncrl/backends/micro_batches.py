@@ -125,11 +125,15 @@ class PackedRow:
             _model_outputs={name: moved[f"output {name}"] for name in micro_batch.model_outputs},
         )
 
-    def loss_inputs(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
-        """Return the loss inputs of ``rows``, given their logprobs and entropy f32[M]."""
+    def loss_inputs(
+        self, logprobs: torch.Tensor, entropy: torch.Tensor, logits: torch.Tensor | None = None
+    ) -> LossInputs:
+        """Return the loss inputs of ``rows``, given their logprobs and entropy f32[M], and perhaps logits f32[M, V]."""
         return LossInputs(
             logprobs=logprobs,
             entropy=entropy,
+            tokens=self.tokens[self.rows],
+            logits=logits,
             num_sequences=len(self.boundaries) - 1,
             model_outputs=self._model_outputs,
             **self._loss,
@@ -219,12 +223,12 @@ class RecordedTokens:
     def add(self, micro_batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> None:
         """Keep the outputs of recorded sequences. Outputs of a value head are ignored.
 
-        outputs  logprobs and entropy f32[M] of the response rows
+        outputs  logprobs and entropy f32[M] of the response rows, first
         """
-        if not micro_batch.recorded or len(outputs) != 2:
+        if not micro_batch.recorded or len(outputs) < 2:
             return
         ends = np.searchsorted(response_rows(micro_batch), micro_batch.boundaries)
-        both = torch.stack([output.detach() for output in outputs])
+        both = torch.stack([output.detach() for output in outputs[:2]])
         for place, sequence in enumerate(micro_batch.sequences.tolist()):
             if sequence in micro_batch.recorded:
                 self._sequences.append(sequence)

@@ -259,16 +259,20 @@ class LoadedModel:
 
     def _token_logprobs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
+        return self._with_logits(row)[:2]
+
+    def _with_logits(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logprob and entropy f32[M], and the logits / temperature f32[M, V] that they are of."""
         assert self._output_layer is not None
-        hidden = self._hidden(row)[row.rows - 1]
+        hidden, temperature = self._hidden(row)[row.rows - 1], row.distribution.temperature(self._temperature)
         with self._rows_alone():
             logits = self._output_layer(hidden)
             if row.distribution.support is not None:
                 logits = exclude(logits.float(), *row.distribution.support)
-            distribution = self._log_softmax(logits, row.distribution.temperature(self._temperature))
+            distribution = self._log_softmax(logits, temperature)
         logprobs = distribution.gather(-1, row.tokens[row.rows][:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
-        return logprobs, entropy
+        return logprobs, entropy, logits.float() / temperature
 
 
 class RefreshedModel(LoadedModel):
@@ -378,7 +382,7 @@ class TrainedModel(LoadedModel):
         if not len(rows):
             return self._objective.zero(self._device)
         row = self._row(micro_batch, rows)
-        outputs = self._outputs(row)
+        outputs = self._with_logits(row) if self._objective.needs_logits else self._outputs(row)
         recorded.add(micro_batch, outputs)
         inputs = row.loss_inputs(*outputs) if self._value_head is None else row.value_inputs(*outputs)
         loss, sums = self._objective.objective(inputs)

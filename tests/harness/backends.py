@@ -167,6 +167,8 @@ def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
 class SquaredError:
     """A critic's objective without clipping: (value - return)^2 / 2. Its sums are the loss and the number of tokens."""
 
+    needs_logits = False
+
     def objective(self, inputs: ValueInputs) -> tuple[torch.Tensor, Sums]:
         assert len(inputs.values), "an objective is never asked about no tokens"
         loss = ((inputs.values - inputs.returns).square() / 2 * inputs.loss_weights).sum()

@@ -11,6 +11,7 @@ import torch
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.delta_rule import Chunks
+from asyncrl.backends.kernels.support import exclude
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
@@ -41,7 +42,9 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
         reduce_from_tensor_model_parallel_region,
     )
     from megatron.core.transformer import TransformerConfig
@@ -151,6 +154,28 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         if row.shared is not None and row.shared.target_of is not None:
             logprobs, entropy = (x.index_select(0, row.shared.target_of) for x in (logprobs, entropy))
         return logprobs, entropy
+
+    def with_logits(self, hidden: torch.Tensor, row: RowPart, temperature: float) -> tuple[torch.Tensor, ...]:
+        """Return ``logprobs`` and entropy, f32[M] each, and the logits / temperature f32[M, V] that they are of.
+
+        For losses over the vocabulary. Every rank of a copy of the model has the logits of all rows and tokens.
+        """
+        is_tied, group = self.share_embeddings_and_output_weights, tensor_parallel_group()
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        rows = self._gather_sequence(hidden).index_select(0, row.sources)
+        split = copy_to_tensor_model_parallel_region(rows, group=group) @ weight.t()
+        logits = gather_from_tensor_model_parallel_region(split, group=group)[:, : self._vocabulary_size].float()
+        if row.distribution.support is not None:
+            logits = exclude(logits, *row.distribution.support)
+        logits = logits / row.distribution.temperature(temperature)
+        distribution = torch.log_softmax(logits, dim=-1)
+        logprobs = distribution.gather(-1, row.targets[:, None])
+        entropy = -(distribution.exp() * distribution).sum(-1, keepdim=True)
+        own = torch.cat([logprobs, entropy, logits], dim=1)
+        if row.places is not None:
+            own = own.new_zeros(len(row.row.rows), own.shape[1]).index_copy(0, row.places, own)
+            own = reduce_from_tensor_model_parallel_region(own, group=context_parallel_group())
+        return own[:, 0], own[:, 1], own[:, 2:]
 
     def values(self, hidden: torch.Tensor, row: RowPart) -> torch.Tensor:
         """Return the value after each token of ``row.row``, f32[N], and of padding; see ``logprobs``.

@@ -115,7 +115,10 @@ class TrainedModel(SavedWeights):
 
         def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
             """Return a micro-batch's loss and the sums for its metrics."""
-            outputs = self._outputs(row, hidden)
+            if self._objective.needs_logits:
+                outputs = self._stages[-1].with_logits(hidden, row, self._temperature)
+            else:
+                outputs = self._outputs(row, hidden)
             recorded.add(row.micro_batch, outputs)
             if not len(row.row.rows):
                 return outputs[0][:0].sum(), self._objective.zero(self._device)  # the buffers still expect gradients

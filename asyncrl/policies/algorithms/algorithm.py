@@ -125,6 +125,11 @@ class Algorithm:
         return frozenset({*OF_BATCH, "rewards"} & set(self.loss.inputs))
 
     @property
+    def needs_logits(self) -> bool:
+        """Whether the loss is over the whole vocabulary."""
+        return "logits" in self.loss.inputs
+
+    @property
     def models(self) -> frozenset[str]:
         """Models besides the policy that the algorithm needs: "critic", "reference", "teacher"."""
         return frozenset(COMPUTED_BY[name] for name in self.outputs_for_advantage | self.outputs_for_loss) - {"policy"}

@@ -76,6 +76,10 @@ class Critic:
     scale: float = 0.5
     huber_delta: float = 10.0
 
+    @property
+    def needs_logits(self) -> bool:
+        return False
+
     def zero(self, device: torch.device) -> Sums:
         return Sums(sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device), maxima=_no_maximum(device))
 

@@ -37,6 +37,11 @@ class ValueInputs:
 class Objective(Protocol):
     """The loss of a model: Algorithm for a policy (algorithm.py), Critic for a critic (critic.py)."""
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether LossInputs must have the logits of every token, f32[M, V]."""
+        ...
+
     def objective(self, inputs: Any) -> tuple[torch.Tensor, Sums]:
         """Return the tensor to call backward() on (this micro-batch's part of the batch loss), and sums for metrics.
 

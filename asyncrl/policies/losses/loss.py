@@ -1,8 +1,8 @@
 """Base of the policy losses: a number per token, before aggregation, to be minimised. The table is in table.py.
 
 Shapes: the M response tokens of a micro-batch, concatenated, without prompt and observation tokens. A formula may ask
-for any field of ``LossInputs`` and for outputs of other models. Gradients flow only through ``logprobs``. Numpy
-arrays are accepted, float64 stays float64, and log ratios are clamped to +-20 before exp.
+for any field of ``LossInputs`` and for outputs of other models. Gradients flow only through ``logprobs``, ``entropy``
+and ``logits``. Numpy arrays are accepted, float64 stays float64, and log ratios are clamped to +-20 before exp.
 
 A loss moves the policy relative to an anchor:
   prox logprobs      the learner at the start of the batch, in its own numerics; a correction covers the rest
@@ -32,6 +32,10 @@ class LossInputs:
     is_fresh           bool[M]  True if the version being trained sampled every token of the sequence
     staleness          i32[M]   version being trained - version that sampled the token
     sequence           i64[M]   index of the token's sequence among the micro-batch's ``num_sequences``, non-decreasing
+    tokens             i64[M]   the tokens themselves
+    logits             f32[M, V] of the trainer over the whole vocabulary, divided by the sampling temperature, with
+                       gradient; only for a loss whose formula asks for them, because they take 4 V bytes a token and
+                       as much again for their gradient
     model_outputs      f32[M] each, by name: outputs of other models, and values computed over the whole batch
                        (packing.MicroBatch)
     """
@@ -45,6 +49,8 @@ class LossInputs:
     staleness: torch.Tensor
     sequence: torch.Tensor
     num_sequences: int
+    tokens: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
     model_outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property

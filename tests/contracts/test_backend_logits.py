@@ -1,0 +1,77 @@
+"""A loss over the whole vocabulary gets the logits of every token, in every backend and layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.losses.loss import Loss, never
+from tests.harness.backends import (
+    KINDS,
+    LAYOUT_RANKS,
+    SETTINGS,
+    VOCABULARY,
+    distance,
+    sequences,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
+
+GENTLE = dataclasses.replace(SETTINGS, eps=0.1)
+TEMPERATURE = 0.7
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OfLogits(Loss):
+    """-logprob - 0.5 entropy, both from the logits."""
+
+    name = "of_logits"
+
+    def formula(self, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert logits.shape == (len(tokens), VOCABULARY)
+        distribution = logits.log_softmax(-1)
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        loss = -distribution.gather(-1, tokens[:, None])[:, 0] - 0.5 * entropy
+        return loss, never(loss)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OfOutputs(Loss):
+    """The same from what every loss gets."""
+
+    name = "of_outputs"
+
+    def formula(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = -logprobs - 0.5 * entropy
+        return loss, never(loss)
+
+
+def trained(kind: str, folder: Path, loss: Loss) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    algorithm: Algorithm = dataclasses.replace(resolve(ALGORITHMS["sft"]), loss=loss)
+    with started(kind, folder, algorithm=algorithm, optimizer=GENTLE, temperature=TEMPERATURE) as backend:
+        result = backend.step(shares(kind, sequences()), learning_rate=0.1)
+        return weights(backend), {name: result.metrics[name] for name in ("loss", "entropy", "grad_norm")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS[:1], "megatron-1", *(pytest.param(k, marks=LAYOUT_RANKS) for k in ("megatron-tp2", "megatron-cp2"))],
+)
+def test_a_loss_of_the_logits_trains_as_the_same_loss_of_logprobs_and_entropy(kind: str, folder: Path) -> None:
+    expected, its_metrics = trained("reference", folder, OfOutputs())
+    made, metrics = trained(kind, folder, OfLogits())
+    assert metrics == pytest.approx(its_metrics, rel=1e-4)
+    assert distance(made, expected) < 1e-5
