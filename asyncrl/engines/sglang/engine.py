@@ -56,7 +56,7 @@ from asyncrl.engines.sglang.options import (
     option_name,
 )
 from asyncrl.engines.sglang.options import Options as Options
-from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request
+from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request, require_support
 from asyncrl.engines.sglang.server import ServedModel, read_model
 from asyncrl.engines.sglang.versions import SettledVersion, Stamps, new_owner
 from asyncrl.engines.sglang.weights import SGLangUpdater, WeightLoader
@@ -109,6 +109,7 @@ class SGLangEngine(EngineAdapter):
             quantization=run.weights.quantization,
             quantized=run.run_directory / f"model-{run.weights.quantization}",
             reports_experts=run.rollout.routing_replay == "on",
+            reports_support=run.rollout.top_p < 1 or run.rollout.top_k > 0,
         )
 
     @classmethod
@@ -167,6 +168,7 @@ class SGLangEngine(EngineAdapter):
         quantization: str = "",
         quantized: Path = Path(),
         reports_experts: bool = False,
+        reports_support: bool = False,
     ) -> None:
         """
         log_path       file for the output of a launched server
@@ -174,6 +176,7 @@ class SGLangEngine(EngineAdapter):
         quantization   format of the weights; empty if they stay in their trained dtype
         quantized      folder for a copy of the model in that format
         reports_experts  whether to report the experts of each token, for answers to be trained
+        reports_support  whether the server must say what each token was sampled from; rows may ask for it all the same
         """
         self._model = ServedModel(path=model_path, quantization=quantization)  # until the folder is read
         self._device = device
@@ -186,6 +189,7 @@ class SGLangEngine(EngineAdapter):
         self._client = ServerClient(options.url.rstrip("/"), request_seconds=options.request_seconds)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._reports_experts = reports_experts
+        self._reports_support = reports_support
         self._context_tokens = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans = False
@@ -420,6 +424,8 @@ class SGLangEngine(EngineAdapter):
         if not is_ours and (found := self._other_weights(model)):
             await self._load_model(found)
         answer = await ask_first(self._client, self._short_request(), seconds=self._options.start_seconds)
+        if self._reports_support:
+            require_support(answer["meta_info"])
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {version}")
@@ -478,7 +484,7 @@ class SGLangEngine(EngineAdapter):
 
     def _short_request(self) -> dict[str, Any]:
         """Return a request with two prompt tokens and two new tokens."""
-        sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=2, ignore_eos=True, top_k=2 if self._reports_support else 0)
         return self._request(np.zeros(2, dtype=np.int32), sampling, stream=False)
 
     async def _ask_for_a_token(self) -> None:

@@ -227,12 +227,7 @@ class Reply:
 
     def _take_supports(self, meta: Mapping[str, Any], entries: Sequence[Any]) -> None:
         """Read what each token was sampled from, and its logprob among these: ``entries`` have it of all tokens."""
-        supports, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
-        if supports is None or logprobs is None:
-            raise ConfigError(
-                "rollout.top_p, top_k: this SGLang does not say which tokens it sampled from (return_sampling_mask of "
-                "0.5.23), and the trainer needs them; use top_p = 1.0, top_k = 0, or a newer SGLang"
-            )
+        supports, logprobs = require_support(meta)
         begin = len(self._tokens) - len(supports)
         if len(supports) != len(logprobs) or not 0 <= begin <= len(self._supports):
             raise EngineError(f"the server's supports are of {len(supports)} tokens, of {len(entries)}")
@@ -242,6 +237,17 @@ class Reply:
     def _version(self, text: str) -> Version:
         version = self._stamps.read(text)
         return self._sent_version if self._keeps_version else version
+
+
+def require_support(meta: Mapping[str, Any]) -> tuple[list[list[int]], list[float]]:
+    """Return what each token of a reply was sampled from, and its logprob among these. Raises ConfigError."""
+    supports, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    if supports is None or logprobs is None:
+        raise ConfigError(
+            "rollout.top_p, top_k: this SGLang does not say which tokens it sampled from (return_sampling_mask of "
+            "0.5.23), and the trainer needs them; use top_p = 1.0, top_k = 0, or a newer SGLang"
+        )
+    return supports, logprobs
 
 
 def _raise_failure(body: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.engines.sglang import server as sglang_server
-from asyncrl.errors import EngineDied
+from asyncrl.errors import ConfigError, EngineDied
 from tests.harness.engines import PROMPT, Model
 from tests.unit.engines.sglang.fake_server import SHORT, FakeServer, make_engine
 from tests.unit.engines.sglang.test_reply import finished
@@ -86,3 +86,15 @@ async def test_another_server_at_our_port_is_not_ours(
     with pytest.raises(EngineDied, match="not the one started here|exited"):
         await make_engine(model, tmp_path / "log").start()
     assert "/generate" not in server.paths
+
+
+async def test_a_server_that_does_not_say_what_it_sampled_from_is_refused_at_the_start_if_the_run_cuts_tokens(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.weight_version = "default"
+    with pytest.raises(ConfigError, match="rollout.top_p, top_k: this SGLang does not say"):
+        await make_engine(model, tmp_path / "log", url=url, others={"reports_support": True}).start()
+    (asked,) = server.bodies("/generate")
+    assert asked["return_sampling_mask"] is True
+    assert asked["sampling_params"]["top_k"] == 2
