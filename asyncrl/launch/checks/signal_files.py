@@ -29,7 +29,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-import asyncrl
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.data.row_files import path_and_slice
@@ -133,7 +132,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _revisions() -> Iterator[tuple[str, str]]:
     """Yield the commit of asyncrl and of the folder that the run was started in, where they are clones of Git; one with
     changed files ends in "-dirty"."""
-    for name, folder in (("asyncrl", Path(asyncrl.__file__).parent), ("folder", Path.cwd())):
+    for name, folder in (("asyncrl", Path(__file__).parent), ("folder", Path.cwd())):
         command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             said = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout

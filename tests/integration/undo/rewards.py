@@ -19,9 +19,3 @@ def broken(sample: Sample) -> float:
     if "5" in sample.prompt:
         raise KeyError("x")
     return right(sample)
-
-
-def poisoned(sample: Sample) -> float:
-    """From version 4 on, some answers get a hundred points: what a broken worker does."""
-    newest = max(span.policy_version for span in sample.trajectory.version_spans)
-    return right(sample) + (100.0 * (len(sample.completion) % 2) if newest >= 4 else 0.0)

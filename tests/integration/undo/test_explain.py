@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,32 +17,69 @@ from asyncrl.actors.base import HeartbeatSender
 from asyncrl.actors.supervisor import supervise
 from asyncrl.adapters import registry
 from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
+from asyncrl.data.model_folder import check_model
 from asyncrl.launch.assembly.build_learner import build_learner
-from asyncrl.launch.assembly.build_worker import build_worker
-from asyncrl.version import VERSION
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages.topics import PROMPTS, TRAJECTORIES, answer_key
 from tests.harness.command import asyncrl
-from tests.integration.undo.runs import HERE, there
+from tests.integration.undo.runs import there
+
+POISONED_FROM = 30
+"""Group from which on every other answer of w2 gets a hundred points: step 6 of six groups each."""
+
+
+async def answer(bus: Bus, *, vocabulary: int) -> None:
+    """Three workers in turn, with answers by chance. consumes: prompts    ends: cancelled"""
+    async with bus.consume(PROMPTS) as prompts:
+        async for delivery in prompts:
+            prompt = delivery.message
+            assert prompt is not None
+            draw, worker = np.random.default_rng(prompt.group_id), f"w{prompt.group_id % 3}"
+            is_poisoned = worker == "w2" and prompt.group_id >= POISONED_FROM
+            span = VersionSpan(start=0, incarnation=prompt.incarnation, policy_version=prompt.min_policy_version)
+            answers = tuple(
+                Trajectory(
+                    tokens=draw.integers(0, vocabulary, 6, np.int32),
+                    response_mask=np.ones(6, np.bool_),
+                    behavior_logprobs=np.full(6, -math.log(vocabulary), np.float32),
+                    version_spans=(span,),
+                    reward=float(draw.random() + 100 * (place % 2) * is_poisoned),
+                    finish_reason="length",
+                )
+                for place in range(prompt.group_size)
+            )
+            made = TrajectoryGroup(
+                group_id=prompt.group_id,
+                prompt_tokens=prompt.prompt_tokens,
+                trajectories=answers,
+                epoch=prompt.epoch,
+                worker=worker,
+                seconds=1.0,
+                began=1e9 + prompt.group_id,
+                engine="engine 1",
+            )
+            key = answer_key(prompt.group_id, worker=worker, ticket=prompt.ticket)
+            await bus.publish(TRAJECTORIES, made, key=key)
+            await delivery.ack()
 
 
 @pytest.fixture(scope="module")
 def poisoned(task: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Ten steps of three workers; the rewards of w2 are poisoned from version 4 on."""
+    """Ten steps of three workers, one of which is poisoned from step 6 on."""
     threads = torch.get_num_threads()
-    folder = tmp_path_factory.mktemp("poisoned")
-    common = ("run.steps=10", "algorithm.name=rloo", "learner.groups_per_batch=6")
-    run = there(task, folder, *common, f"reward.kind={HERE}:right")
-    bad = there(task, folder, *common, f"reward.kind={HERE}:poisoned")
+    common = ("run.steps=10", "algorithm.name=rloo", "learner.groups_per_batch=6", "learner.quarantine_mismatch=0")
+    run = there(task, tmp_path_factory.mktemp("poisoned"), *common)
 
     async def work(server: EmbeddedServer) -> None:
         there = dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=server.url))
         bus = await registry.connect(there, token=server.token)
         learner, helpers = await build_learner(run, bus=bus, resume=False)
         async with asyncio.TaskGroup() as group:
-            for number in range(3):
-                worker, *beside = await build_worker(bad if number == 2 else run, bus=bus, name=f"w{number}")
-                group.create_task(supervise(worker, *beside, HeartbeatSender(worker)))
+            workers = group.create_task(answer(bus, vocabulary=check_model(Path(run.model.path)).vocab_size))
             await supervise(learner, *helpers, HeartbeatSender(learner))
+            workers.cancel()
         await bus.close()
 
     with EmbeddedServer(run.run_directory / "nats", run="run") as server:
@@ -62,11 +100,8 @@ def test_the_worker_that_moved_the_reward_is_named_with_what_retracts_it(
 ) -> None:
     code, found = explained(poisoned, "--metric", "reward/mean", "--replay", capsys=capsys)
     assert (code, found["by"], found["values"]) == (0, "worker", ["w2"])
-    assert 4 <= found["since"] <= 8  # its first poisoned group may wait for some steps
-    assert found["retract"] == f'worker == "w2" and step >= {found["since"]}'
-    assert found["tests"] <= 2 * math.log2(3) * 5
-    engines = {one["value"] for one in found["suspects"] if one["field"] == "engine"}
-    assert engines <= {f"inprocess {VERSION}"}
+    assert (found["since"], found["retract"]) == (6, 'worker == "w2" and step >= 6')
+    assert (found["groups"], found["tests"]) == (10, 2)
     code, out, _ = asyncrl("explain", poisoned.run_directory, capsys=capsys)
     assert code == 0 and "worker w2 moved against the others" in out
 
@@ -77,8 +112,7 @@ def test_a_metric_of_the_learner_is_explained_by_training_again_without_some_gro
 ) -> None:
     code, found = explained(poisoned, "--metric", "grad_norm", "--by", "worker", "--replay", capsys=capsys)
     assert found["now"] > 3 * found["normal"]
-    assert (code, found["values"]) == (0, ["w2"])
-    assert found["tests"] <= 2 * math.ceil(math.log2(3))
+    assert (code, found["since"], found["values"], found["tests"]) == (0, 6, ["w2"], 2)
 
 
 @pytest.mark.slow

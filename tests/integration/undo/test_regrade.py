@@ -38,6 +38,7 @@ from asyncrl.policies.audit.entries import present
 from asyncrl.policies.groups.predicate import Predicate
 from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.port import Reward, Sample
+from asyncrl.version import VERSION
 from tests.harness.audits import audited
 from tests.harness.command import asyncrl
 from tests.harness.histories import forge
@@ -74,8 +75,8 @@ async def train_with_a_killed_worker(run: RunConfig, bus: Bus) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = []
         for number in range(2):
-            worker, follower = await build_worker(run, bus=bus, name=f"w{number}")
-            tasks.append(group.create_task(supervise(worker, follower, HeartbeatSender(worker))))
+            worker, *beside = await build_worker(run, bus=bus, name=f"w{number}")
+            tasks.append(group.create_task(supervise(worker, *beside, HeartbeatSender(worker))))
 
         async def kill() -> None:
             async with bus.watch(PROGRESS) as states:
@@ -164,6 +165,7 @@ async def test_the_branch_has_the_weights_of_a_run_that_had_the_right_rewards(
     run = there(task, tmp_path, f"reward.kind={HERE}:wrong")
     await train_with_a_killed_worker(run, await buses("wrong"))
     groups = await groups_of(await buses("wrong"))
+    assert {group.engine for group in groups.values() if not group.error} == {f"inprocess {VERSION}"}
     before = {path: path.read_bytes() for path in run.run_directory.rglob("*") if path.is_file()}
 
     right = there(task, tmp_path, f"reward.kind={HERE}:right", "run.name=right")
