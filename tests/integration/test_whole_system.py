@@ -82,7 +82,9 @@ from asyncrl.engines.sglang.engine import Options, SGLangEngine
 async def main():
     model, log_path = map(Path, sys.argv[1:])
     engine = SGLangEngine(model, device="cpu", dtype="float32", version=(0, 0),
-                          options=Options(server_arguments={"max-total-tokens": 20_000}), log_path=log_path)
+                          options=Options(server_arguments={"max-total-tokens": 20_000,
+                                                            "enable-deterministic-inference": True}),
+                          log_path=log_path)
     await engine.start()
     print(engine.url, flush=True)
     await asyncio.Event().wait()
@@ -94,7 +96,10 @@ asyncio.run(main())
 async def test_a_mixture_learns_as_an_agent_on_sglang_under_ray_across_a_kill(
     tmp_path: Path, two_nodes: TwoNodes, forks: ForkServer, request: pytest.FixtureRequest
 ) -> None:
-    """The server is a user's own, so that it outlives the killed run; in the end it goes with its owner."""
+    """The server is a user's own, so that it outlives the killed run; in the end it goes with its owner.
+
+    It is deterministic: an answer is that of its seed, whatever is sampled beside it.
+    """
     demo_task.write(tmp_path, architecture="glm4_moe")
     (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path, root=ROOT))
     owner = await asyncio.create_subprocess_exec(
@@ -148,13 +153,16 @@ async def test_a_mixture_learns_as_an_agent_on_sglang_under_ray_across_a_kill(
         log_path=tmp_path / "unused",
     )
     await attached.start()
-    prompt, one = np.array([5, 6], np.int32), SamplingParams(max_new_tokens=1)
-    assert len((await attached.generate(prompt, one, seed=0)).tokens) == 1
+    prompt, many = np.array([5, 6], np.int32), SamplingParams(max_new_tokens=30, ignore_eos=True)
+    alone = await attached.generate(prompt, many, seed=7)
+    other, among, _ = await asyncio.gather(*(attached.generate(prompt, many, seed=seed) for seed in (1, 7, 2)))
+    assert among.tokens.tolist() == alone.tokens.tolist() != other.tokens.tolist()
+    assert among.logprobs.tolist() == alone.logprobs.tolist()
     tree = descendants(owner.pid)
     assert len(tree) >= 4  # warden, server, scheduler, detokenizer
     owner.send_signal(signal.SIGKILL)
     await end_of(owner)
     assert await asyncio.to_thread(all_gone, tree)
     with pytest.raises(EngineDied):
-        await attached.generate(prompt, one, seed=0)
+        await attached.generate(prompt, many, seed=0)
     await attached.close()
