@@ -68,7 +68,7 @@ class RewardModel:
             return self._options.server
 
     def _read(self, answer: Any, *, count: int) -> list[float]:
-        found = answer.get("data") if isinstance(answer, dict) else answer
+        found: Any = answer.get("data") if isinstance(answer, dict) else answer
         try:
             scores = [one["embedding"] for one in found]
             if len(scores) != count or any(len(score) != 1 for score in scores):
