@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
+from asyncrl.policies.batching.packing import pack_for_ranks
 from asyncrl.policies.metric import histogram
-from benchmarks.gpu import lengths, plans, shapes, window
+from benchmarks.gpu import lengths, plans, prefixes, shapes, window
 from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.learner import layout_of
 from benchmarks.gpu.learner_step import Variant, sequences
@@ -284,3 +285,21 @@ def test_a_made_model_has_the_tensors_that_hugging_face_expects(tmp_path: Path) 
     expected = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == expected
+
+
+# -- shared prefixes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "whole", "computed"),
+    # A prompt of 80 tokens and eight answers of 5; of an agent a prompt of 20 and eight turns of 5 + 4, of which the
+    # history keeps 2 + 4: turn n sees 20 + 6 n tokens, and four agents answer one prompt.
+    [("prompts of 8k", 8 * 85, 80 + 8 * 5), ("agents", 4 * (8 * 25 + 6 * 28), 20 + 4 * (8 * 5 + 7 * 6))],
+)
+def test_cases_of_shared_prefixes_share_what_they_say(case: str, whole: int, computed: int) -> None:
+    made = prefixes.batch(prefixes.CASES[case], prompts=1, scale=0.01, vocabulary=100_000, seed=0)
+    ((row,),) = pack_for_ranks(made, ranks=1, max_tokens=4096, shares_prefixes=True)
+    answers = sum(int(one.response_mask.sum()) for one in made)
+    spread = answers - 5 * len(made)  # answers are 2 to 8 tokens long
+    assert row.num_tokens == whole + spread
+    assert row.num_computed == computed + spread
