@@ -123,8 +123,6 @@ class Teachers:
         if prompt.sampling.temperature != 1:
             raise RewardError(f"teacher: its logprobs are at temperature 1, not {prompt.sampling.temperature:g}")
         if prompt.sampling.reports_support:
-            raise RewardError("teacher: its logprobs are over all tokens, and the row's top_p or top_k left some")
-        if prompt.sampling.reports_support:
             raise RewardError(f"teacher: its logprobs are over the whole vocabulary, not {prompt.sampling.changes}")
 
         async def score_one(one: Trajectory) -> Trajectory:
