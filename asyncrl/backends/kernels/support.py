@@ -19,7 +19,8 @@ def exclude(
     numbers, tokens         i64[K]: token tokens[k] is in the support of row numbers[k]
     first_row, first_token  the row and the token of logits[0, 0], if these are a part of all rows and tokens
 
-    Nothing here waits for the device: pairs of other parts go to a place behind the last row.
+    In place if the logits need no gradient. Nothing here waits for the device: pairs of other parts go to a place
+    behind the last row.
     """
     num_rows, width = logits.shape
     rows, columns = numbers - first_row, tokens - first_token
@@ -29,4 +30,5 @@ def exclude(
     is_here &= (columns >= 0) & (columns < width)
     places = torch.where(is_here, rows * width + columns, num_rows * width)
     is_in = torch.zeros(num_rows * width + 1, dtype=torch.bool, device=logits.device).index_fill_(0, places, True)
-    return logits.masked_fill(is_cut[:, None] & ~is_in[:-1].view(num_rows, width), _OUT)
+    is_out = is_in[:-1].view(num_rows, width).logical_not_().logical_and_(is_cut[:, None])
+    return logits.masked_fill(is_out, _OUT) if logits.requires_grad else logits.masked_fill_(is_out, _OUT)

@@ -77,7 +77,7 @@ class _LinearLogprobs(torch.autograd.Function):
         statistics = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
         left = _KEPT_NUMBERS[hidden.device.type] if keeps_logits and any(ctx.needs_input_grad) else 0
         ctx.kept = {}
-        for rows in _chunks(hidden, num_valid):
+        for rows in _chunks(hidden, num_valid, is_cut=support is not None):
             logits = _logits(hidden, valid, rows, start=start, support=support)
             statistics[:, rows] = fused.row_statistics(logits, columns[rows], _of(temperature, rows))
             left -= logits.numel()
@@ -100,7 +100,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]  # a frozen output layer needs neither the product nor the memory
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
-        for rows in _chunks(hidden, ctx.num_valid):
+        for rows in _chunks(hidden, ctx.num_valid, is_cut=ctx.support is not None):
             per_row = (columns[rows], log_total[rows], grad_logprobs[rows], _of(ctx.temperature, rows))
             logits = ctx.kept.pop(rows.start, None)
             if logits is None:
@@ -173,9 +173,12 @@ def _adds_to_float32(dtype: torch.dtype) -> bool:
     return bool((total == 17.0).all())
 
 
-def _chunks(hidden: torch.Tensor, width: int) -> Iterator[slice]:
-    """Split the rows into equal parts, each small enough for its logits to stay below the limit."""
-    rows = hidden.shape[0]
+def _chunks(hidden: torch.Tensor, width: int, *, is_cut: bool = False) -> Iterator[slice]:
+    """Split the rows into equal parts, each small enough for its logits to stay below the limit.
+
+    is_cut  half of it, because a byte per logit says which are outside the support
+    """
+    rows, width = hidden.shape[0], 2 * width if is_cut else width
     parts = -(-rows * width // _CHUNK_NUMBERS["cuda" if hidden.is_cuda else "cpu"])
     step = -(-rows // max(1, parts))
     for start in range(0, rows, max(1, step)):

@@ -46,8 +46,11 @@ def test_a_rank_without_any_token_of_a_support_adds_nothing() -> None:
     """Ranks of 4 and 3 tokens: their statistics, merged, are those of the whole vocabulary."""
     logits, columns = torch.randn(2, 7), torch.tensor([5, 1])
     numbers, tokens = torch.tensor([0, 0]), torch.tensor([5, 6])
-    parts = [exclude(logits[:, :4], numbers, tokens), exclude(logits[:, 4:], numbers, tokens, first_token=4)]
-    torch.testing.assert_close(torch.cat(parts, 1), exclude(logits, numbers, tokens))
+    parts = [
+        exclude(logits[:, :4].clone(), numbers, tokens),
+        exclude(logits[:, 4:].clone(), numbers, tokens, first_token=4),
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), exclude(logits.clone(), numbers, tokens))
     statistics = [
         token_logprobs.fused.row_statistics(
             part, torch.where((columns >= at) & (columns < at + 4), columns - at, -1), 1.0
