@@ -119,6 +119,9 @@ class LearnerSection:
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig by name, for learner.backend = "megatron". Fields that asyncrl sets itself
     are refused."""
+    experts_directory: str = ""
+    """Folder on a local disk for the experts (rollout.routing_replay) of groups that wait to be trained: hundreds of
+    bytes a token for large mixtures. Their files are mapped and deleted at once. Empty: they stay in memory."""
     max_skipped_steps: int = 10
     """The run ends after this many consecutive steps with a non-finite loss or gradient; 0: never."""
     quarantine_mismatch: float = 0.5

@@ -13,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
+from pathlib import Path
 
 from asyncrl.actors.learner.group_remover import GroupRemover
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.spilled_experts import spill
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.port import Bus, LogMark, Record
 from asyncrl.logs import REASON
@@ -30,6 +33,7 @@ class TrajectoryReader:
     """
     changed     set when the table has something new for the batcher
     reconciled  set when the table has every group that was ever published
+    experts_in  folder for the experts of groups that wait (spilled_experts.py); None: they stay in memory
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class TrajectoryReader:
         progress: ProgressReporter,
         changed: asyncio.Event,
         reconciled: asyncio.Event,
+        experts_in: Path | None = None,
     ) -> None:
         self._bus = bus
         self._table = table
@@ -50,11 +55,14 @@ class TrajectoryReader:
         self._progress = progress
         self._changed = changed
         self._reconciled = reconciled
+        self._experts_in = experts_in
         self._inherited = 0  # sequence of the last record that was stored before this incarnation
 
     async def start(self) -> None:
         """Check whether the log is the one that the checkpoint knows. If it is another log, or was reset, the cursor is
         meaningless: the log is read from its start, and the table knows which of its groups are done."""
+        if self._experts_in is not None:
+            self._experts_in.mkdir(parents=True, exist_ok=True)
         sequence, stored = self._table.last_read
         mark = LogMark(log=self._table.log, sequence=sequence, stored=stored)
         found = await self._bus.log_state(TRAJECTORIES, mark=mark)
@@ -74,7 +82,17 @@ class TrajectoryReader:
         await self._reconciled.wait()
         async with self._bus.read(TRAJECTORIES, after=self._table.cursor) as records:
             async for record in records:
-                await self._add(record)
+                await self._add(record if self._experts_in is None else await self._spill(record, self._experts_in))
+
+    async def _spill(self, record: Record[TrajectoryGroup], folder: Path) -> Record[TrajectoryGroup]:
+        """Return the record with the group's experts on disk; in memory, with a warning, if they cannot be written."""
+        if record.message is None:
+            return record
+        try:
+            return replace(record, message=await asyncio.to_thread(spill, record.message, folder))
+        except OSError as error:
+            log.warning("learner.experts_directory: %s; experts of this group stay in memory", error)
+            return record
 
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
         if gone := self._table.skip(record.sequence):

@@ -215,6 +215,7 @@ def assemble_learner(
             progress=progress,
             changed=changed,
             reconciled=reconciled,
+            experts_in=Path(run.learner.experts_directory) if run.learner.experts_directory else None,
         ),
         validator=validator,
         remover=remover,

@@ -142,6 +142,8 @@ def check_before_torch(run: RunConfig) -> None:
         _check_model(run, key, folder)
     _check_evaluation_paths(run)
     _check_directory("run.directory", run.run_directory)
+    if run.learner.experts_directory:
+        _check_directory("learner.experts_directory", Path(run.learner.experts_directory))
     if run.weights.directory:
         _check_directory("weights.directory", run.weights_directory)
         if run.weights_directory.resolve() == run.run_directory.resolve():
