@@ -12,19 +12,23 @@ samples a step: the same prompts, reward, loss and optimizer. Arms run in turn, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+LOOK_SECONDS: Final = 0.2
 ROOT: Final = Path(__file__).resolve().parents[1]
 SETTINGS: Final[dict[str, Any]] = {
     "model.dtype": "float32",
@@ -54,8 +58,31 @@ ARMS: Final[dict[str, tuple[str, dict[str, str], int]]] = {
 """run.mode, environment, and steps of warm-up."""
 
 
-def run_asyncrl(arm: str, options: argparse.Namespace, scratch: Path) -> float:
-    """Return seconds a step."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a step: seconds on the clock, and processor seconds of all processes, which other load hardly changes."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def cpu_seconds_of(process: int) -> float:
+    """Return the processor time so far of a process and of all that it started and that are alive (Linux only)."""
+    children: dict[int, list[int]] = {}
+    used: dict[int, float] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = file.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(file.parent.name))
+            used[int(file.parent.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    family = [process]
+    for one in family:
+        family += children.get(one, [])
+    return sum(used.get(one, 0.0) for one in family)
+
+
+def run_asyncrl(arm: str, options: argparse.Namespace, scratch: Path) -> Cost:
+    """Return what a step cost."""
     mode, environment, warmup = ARMS[arm]
     settings = SETTINGS | {
         "model.path": str(options.model),
@@ -69,21 +96,32 @@ def run_asyncrl(arm: str, options: argparse.Namespace, scratch: Path) -> float:
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     command = [sys.executable, "-m", "asyncrl", "run", str(scratch / "run.toml")]
     command += [word for item in words for word in ("--set", item)]
+    reports, used = scratch / arm / "metrics.jsonl", [0.0]  # after each step
     with (scratch / f"{arm}.out").open("wb") as output:
-        subprocess.run(command, cwd=ROOT, env=os.environ | environment, stdout=output, stderr=output, check=True)
-    rows = [json.loads(line) for line in (scratch / arm / "metrics.jsonl").read_text().splitlines()]
+        run = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=output, stderr=output)
+        while run.poll() is None:
+            time.sleep(LOOK_SECONDS)
+            done = reports.read_bytes().count(b"\n") if reports.exists() else 0
+            used += [cpu_seconds_of(run.pid)] * (done + 1 - len(used))
+    if run.returncode:
+        raise subprocess.CalledProcessError(run.returncode, command)
+    rows = [json.loads(line) for line in reports.read_text().splitlines()]
     shutil.rmtree(scratch / arm)
-    return float(rows[-1]["time"] - rows[warmup - 1]["time"]) / (len(rows) - warmup)
+    return Cost(
+        seconds=float(rows[-1]["time"] - rows[warmup - 1]["time"]) / options.steps,
+        cpu_seconds=(used[warmup + options.steps] - used[warmup]) / options.steps,
+    )
 
 
-def run_trl(options: argparse.Namespace, scratch: Path) -> float:
-    """Return seconds a step."""
+def run_trl(options: argparse.Namespace, scratch: Path) -> Cost:
+    """Return what a step cost."""
     command = [options.trl, str(ROOT / "benchmarks" / "laptop_trl.py"), str(options.model), str(options.data)]
     with (scratch / "trl.out").open("wb") as output:
         told = subprocess.run(
             [*command, str(options.steps), str(scratch / "trl")], stdout=subprocess.PIPE, stderr=output, check=True
         )
-    return float(json.loads(told.stdout.splitlines()[-1])["step_seconds"])
+    cost = json.loads(told.stdout.splitlines()[-1])
+    return Cost(seconds=cost["step_seconds"], cpu_seconds=cost["cpu_seconds"])
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -100,7 +138,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     options.model, options.data = options.model.absolute(), options.data.absolute()
     arms = [*options.arms, *(["trl"] if options.trl else [])]
-    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    costs: dict[str, list[Cost]] = {arm: [] for arm in arms}
     for window in range(options.windows):
         for arm in arms:
             with tempfile.TemporaryDirectory(prefix="asyncrl-laptop-") as folder:
@@ -110,19 +148,34 @@ def main(given: Sequence[str] | None = None) -> int:
                 except subprocess.CalledProcessError:
                     print((scratch / f"{arm}.out").read_text()[-2000:], file=sys.stderr)
                     return 1
-            seconds[arm].append(step)
-            row = {"arm": arm, "window": window, "step_seconds": step, "steps": options.steps, "cores": os.cpu_count()}
+            costs[arm].append(step)
+            row = {
+                "arm": arm,
+                "window": window,
+                "step_seconds": step.seconds,
+                "step_cpu_seconds": step.cpu_seconds,
+                "steps": options.steps,
+                "cores": os.cpu_count(),
+                "load_average": os.getloadavg()[0],
+                "command": shlex.join(["python", "-m", "benchmarks.laptop", *sys.argv[1:]]),
+            }
             print(
-                f"{arm:15s} window {window}: {step:6.2f} s a step ({time.monotonic() - began:.0f} s in all)", flush=True
+                f"{arm:15s} window {window}: {step.seconds:6.2f} s a step, {step.cpu_seconds:6.2f} of processors "
+                f"({time.monotonic() - began:.0f} s in all)",
+                flush=True,
             )
             if options.json:
                 with options.json.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-    base = np.median(seconds[arms[0]])
+    base = np.median([one.seconds for one in costs[arms[0]]])
     print()
     for arm in arms:
-        low, middle, high = np.quantile(seconds[arm], [0, 0.5, 1])
-        print(f"{arm:15s} {middle:6.2f} s a step ({low:.2f} to {high:.2f})   {middle / base:5.2f} x {arms[0]}")
+        low, middle, high = np.quantile([one.seconds for one in costs[arm]], [0, 0.5, 1])
+        cpu = np.median([one.cpu_seconds for one in costs[arm]])
+        print(
+            f"{arm:15s} {middle:6.2f} s a step ({low:.2f} to {high:.2f})   {middle / base:5.2f} x {arms[0]}"
+            f"   {cpu:6.2f} s of processors"
+        )
     return 0
 
 

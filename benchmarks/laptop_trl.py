@@ -26,10 +26,12 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     ends: list[float] = []
+    used: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.monotonic())
+            used.append(time.process_time())
 
     model, data, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     with open(data) as file:
@@ -63,7 +65,9 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[Clock()],
     ).train()
-    print(json.dumps({"step_seconds": (ends[-1] - ends[WARMUP - 1]) / steps}))
+    first = WARMUP - 1
+    cost = {"step_seconds": (ends[-1] - ends[first]) / steps, "cpu_seconds": (used[-1] - used[first]) / steps}
+    print(json.dumps(cost))
 
 
 if __name__ == "__main__":

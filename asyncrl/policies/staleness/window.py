@@ -16,7 +16,7 @@ and the slowest step of that time, opens again within a step when workers die or
 engines are the limit: groups then wait for an engine, and do not age. After each step at least one batch is admitted or
 finished, so the learner cannot starve (tests/unit/policies/staleness/test_window.py).
 
-Where the learner is the limit, staleness falls from 4.0 to 1.6 of 4 (docs/results/performance.md).
+Where the learner is the limit, staleness falls from 4.0 to 1.8 of 4 (docs/results/performance.md).
 """
 
 from __future__ import annotations
