@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,11 +49,6 @@ def test_a_role_without_a_bus_says_what_to_start(
     assert code == exit_code
     assert message in said
     assert len(said.splitlines()) == 1
-
-
-@pytest.fixture
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -124,23 +118,22 @@ def test_the_last_line_of_a_run_says_where_its_model_is_or_how_to_continue_it(
 
 @pytest.mark.slow
 def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
-    run_file: Path, folder: Path, environment: dict[str, str], forks: ForkServer
+    run_file: Path, folder: Path, forks: ForkServer
 ) -> None:
-    command = [sys.executable, "-m", "asyncrl", "run", str(run_file), "--set", "rollout.workers=2", "--set", LAUNCHER]
-    environment = environment | forks.environment
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | forks.environment
 
-    def run(*extra: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *extra], capture_output=True, text=True, env=environment, check=False)
+    def run(*extra: str) -> tuple[int, str]:
+        command = ("run", str(run_file), "--set", "rollout.workers=2", "--set", LAUNCHER, *extra)
+        return forks.call(*command, environment=environment)
 
-    first = run("--set", "run.steps=3")
-    assert first.returncode == 0, first.stderr
-    assert "done: 3 steps" in first.stdout
-    assert first.stdout.endswith(f"model in {folder / 'runs' / 'tiny' / 'weights' / '0-3'}\n")
-    again = run("--set", "run.steps=5")
-    assert again.returncode == 2
-    assert "--resume" in again.stderr
-    resumed = run("--set", "run.steps=5", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    code, said = run("--set", "run.steps=3")
+    assert code == 0, said
+    assert "done: 3 steps" in said
+    assert said.endswith(f"model in {folder / 'runs' / 'tiny' / 'weights' / '0-3'}\n")
+    code, said = run("--set", "run.steps=5")
+    assert (code, "--resume" in said) == (2, True), said
+    code, said = run("--set", "run.steps=5", "--resume")
+    assert code == 0, said
     rows = [json.loads(line) for line in (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert max(row["staleness/max"] for row in rows) <= 4
