@@ -90,7 +90,7 @@ def plan_of(
                 "a run with checkpoint.keep_log = true can be replayed"
             )
         if entry.step >= from_step:
-            run = _change_settings(begun, overrides)
+            run = change_settings(begun, overrides)
         if not plan or plan[-1].run != run:
             _check(run)
         plan.append(Planned(entry, begun, resume_points, run))
@@ -125,7 +125,7 @@ def _check(run: RunConfig) -> None:
     backend.check_machine(run)
 
 
-def _change_settings(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig:
+def change_settings(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig:
     table = json.loads(json.dumps(begun.settings))
     for item in overrides:
         config.override(table, item)

@@ -6,18 +6,21 @@ torchrun starts one process per rank, on any number of machines. Rank 0 is the l
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import signal
 from pathlib import Path
 
 from asyncrl import logs
 from asyncrl.adapters.registry import backend_class, connect, serve_rank, set_learner_environment
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervise_process
 from asyncrl.config import RunConfig
 from asyncrl.launch.checks import resume_checks, single_learner
 from asyncrl.launch.checks.run_file import check_learner
 from asyncrl.launch.processes.swap import TAKE_OVER, ready_file
+from asyncrl.logs import print_line
 from asyncrl.os_process import end_with_parent, exit_within
 
 
@@ -30,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="get ready, say so by swap/NAME.ready in the run's folder, and begin when SIGUSR1 comes (`asyncrl swap`)",
     )
+    parser.add_argument(
+        "--promote",
+        metavar="SHADOW",
+        type=Path,
+        help="with --standby: begin with the state of this shadow learner (`asyncrl promote`)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,14 +50,21 @@ def run(options: argparse.Namespace) -> int:
     run_config = arguments.with_bus_address(run_config)
     logs.log_to(run_config.run_directory / "logs" / "learner.log")
     return run_learner(
-        run_config, resume=options.resume, token=arguments.bus_token(run_config), standby=options.standby
+        run_config,
+        resume=options.resume,
+        token=arguments.bus_token(run_config),
+        standby=options.standby,
+        shadow=options.promote,
     )
 
 
-def run_learner(run_config: RunConfig, *, resume: bool, token: str, standby: str = "") -> int:
+def run_learner(
+    run_config: RunConfig, *, resume: bool, token: str, standby: str = "", shadow: Path | None = None
+) -> int:
     """Train to the end of the run. Raises ConfigError while another learner has this run.
 
     standby  name of this process if another learner has the run, which this one is to take over
+    shadow   folder of a shadow learner whose state replaces the backend's part of the newest checkpoint then
     """
     if standby:
         signal.pthread_sigmask(signal.SIG_BLOCK, {TAKE_OVER})  # in all threads: it may come early
@@ -58,6 +74,8 @@ def run_learner(run_config: RunConfig, *, resume: bool, token: str, standby: str
     if standby:
         _wait_to_take_over(ready_file(run_config.run_directory, standby))
     with single_learner.in_folder(run_config.run_directory):
+        if shadow is not None:
+            _promote(run_config, shadow)
         return in_event_loop(_learn(run_config, resume=resume, token=token))
 
 
@@ -67,6 +85,13 @@ def _wait_to_take_over(ready: Path) -> None:
     ready.parent.mkdir(exist_ok=True)
     ready.touch()
     signal.sigwait({TAKE_OVER})
+
+
+def _promote(run_config: RunConfig, shadow: Path) -> None:
+    from asyncrl.audit.shadow import promote  # imports torch
+
+    recorded = RecordedRun(run_config.run_directory)
+    asyncio.run(promote(recorded, shadow, keep=run_config.checkpoint.keep, say=print_line))
 
 
 def _serve(run_config: RunConfig, *, rank: int) -> int:

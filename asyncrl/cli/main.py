@@ -39,6 +39,8 @@ VERBS: Final = {
     "board": "Show runs on a web page: curves, what every actor does, groups, and answers token by token.",
     "scale": "Change the number of rollout workers of a running run; workers that leave drain first.",
     "swap": "Replace the learner of a running run by one with other settings; the engines go on.",
+    "shadow": "Train what a running run trains with other settings, beside it.",
+    "promote": "Make a shadow the learner of its run; the engines go on.",
     "samples": "Show what the model writes: prompts, answers, rewards, and what became of them.",
     "tap": "Print messages on a topic of a running run as they arrive.",
     "trace": "Write a timeline of a run for Perfetto or Chrome.",

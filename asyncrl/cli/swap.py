@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,25 +39,40 @@ LOOK_SECONDS: Final = 0.2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", metavar="RUN_DIR", type=Path, help="the folder of a run that is up")
     arguments.add_overrides(parser, "setting of the new learner, such as learner.tensor_parallel=2; repeatable")
+    add_timeout(parser)
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=1200.0, metavar="SECONDS", help="how long to wait for it (default: 1200)"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    if not options.where.is_dir():
-        raise ConfigError(f"{options.where}: no run folder; `asyncrl run` looks there for requests")
-    for item in options.overrides:
+    return swap(options.where, options.overrides, seconds=options.timeout)
+
+
+def swap(directory: Path, overrides: Sequence[str], *, seconds: float, shadow: Path | None = None) -> int:
+    """Let a learner with these overrides take over the run in ``directory``, and return the exit code.
+
+    shadow  folder of the shadow learner whose state it takes
+
+    Raises ConfigError for a learner that could not go on with the run, and if the run is not up.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no run folder; `asyncrl run` looks there for requests")
+    for item in overrides:
         if not item.startswith(CHANGEABLE) or item.startswith("learner.groups_per_batch"):
             raise ConfigError(f"--set {item}: a swap changes what only the learner reads: {', '.join(CHANGEABLE)}...")
-    present = run_folder.run_at(options.where, [], verb="swap")
-    changed = RecordedRun(options.where).newest_settings(options.overrides)
+    present = run_folder.run_at(directory, [], verb="swap")
+    changed = RecordedRun(directory).newest_settings(overrides)
     run_file.check(changed)
     resume_checks.check_settings(changed)
-    return asyncio.run(_swap(options, present, token=arguments.bus_token(present)))
+    write = functools.partial(SwapRequest.make, directory, overrides, shadow=shadow)
+    return asyncio.run(_swap(write, present, token=arguments.bus_token(present), seconds=seconds))
 
 
-async def _swap(options: argparse.Namespace, run: RunConfig, *, token: str) -> int:
+async def _swap(write: Callable[[], SwapRequest], run: RunConfig, *, token: str, seconds: float) -> int:
     began = time.monotonic()
     bus = await observe(run, token=token)
     request = None
@@ -63,8 +80,8 @@ async def _swap(options: argparse.Namespace, run: RunConfig, *, token: str) -> i
         progress = (await bus.states(PROGRESS)).get("")
         if progress is None or progress.finished:
             raise ConfigError(f"run {run.run.name} has no learner now; --resume it with these settings instead")
-        request = SwapRequest.make(options.where, options.overrides)
-        async with asyncio.timeout(options.timeout):
+        request = write()
+        async with asyncio.timeout(seconds):
             if problem := await _follow(request, run.run.name):
                 print(f"run {run.run.name}: not swapped, the present learner goes on: {problem}")
                 return 1
@@ -73,7 +90,7 @@ async def _swap(options: argparse.Namespace, run: RunConfig, *, token: str) -> i
         print(f"run {run.run.name}: the new learner has taken over, and goes on from step {step}; {passed} in all")
         return 0
     except TimeoutError:
-        print(f"run {run.run.name}: not swapped within {options.timeout:g} s; `asyncrl doctor` says how it is")
+        print(f"run {run.run.name}: not swapped within {seconds:g} s; `asyncrl doctor` says how it is")
         return 1
     finally:
         if request is not None:

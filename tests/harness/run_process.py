@@ -149,6 +149,10 @@ class RunProcess:
         process = self._started(command, environment=self._env(), output=output, directory=self.folder)
         return process.wait(WAIT_SECONDS), output.read_text()
 
+    def beside(self, *words: str) -> subprocess.Popen[bytes] | ForkedCommand:
+        """Start another command of asyncrl. Its output is added to that of the run."""
+        return self._started(words, environment=self._env(), output=self._output, directory=self.folder)
+
     def join(
         self, name: str, *words: str, folder: Path, verb: str = "rollout-worker"
     ) -> subprocess.Popen[bytes] | ForkedCommand:

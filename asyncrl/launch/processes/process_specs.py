@@ -87,11 +87,12 @@ class ProcessSpecs:
         return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
 
     def new_learner(
-        self, run: RunConfig, overrides: Sequence[str], *, name: str, taken: frozenset[int]
+        self, run: RunConfig, overrides: Sequence[str], *, name: str, taken: frozenset[int], shadow: str = ""
     ) -> ChildProcess:
         """Create a learner that waits to take over, on none of the GPUs ``taken``. Raises ConfigError, NoRoom.
 
-        run  the settings with ``overrides``, which come after those of all processes
+        run     the settings with ``overrides``, which come after those of all processes
+        shadow  folder of the shadow learner that it takes its state from; "" for none
         """
         if run.learner.machines > 1 or self._run.learner.machines > 1:
             raise ConfigError(
@@ -113,7 +114,7 @@ class ProcessSpecs:
             spec=spec,
             restarts=RestartPolicy(self._run.run.restarts),
             restart_arguments=("--resume",),
-            standby_arguments=("--standby", name),
+            standby_arguments=("--standby", name, *(("--promote", shadow) if shadow else ())),
             resumed=True,
             is_standby=True,
         )

@@ -36,8 +36,9 @@ from asyncrl.messages.roles import LEARNER
 LOOK_SECONDS: Final = 0.2
 TAKE_OVER: Final = signal.SIGUSR1
 
-NewLearner = Callable[[Sequence[str], frozenset[int]], ChildProcess]
-"""Creates a learner with these further overrides that uses none of these GPUs. Raises ConfigError, NoRoom."""
+NewLearner = Callable[["SwapRequest", Sequence[str], frozenset[int]], ChildProcess]
+"""Creates the learner of a request, with all overrides so far, that uses none of these GPUs. Raises ConfigError,
+NoRoom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +63,13 @@ class SwapRequest:
         self._request, self._status = folder / f"{name}.request", folder / f"{name}.status"
 
     @classmethod
-    def make(cls, directory: Path, overrides: Sequence[str]) -> SwapRequest:
-        """Write a request for a learner with these overrides, ``section.key=value``, after those of the present one."""
+    def make(cls, directory: Path, overrides: Sequence[str], *, shadow: Path | None = None) -> SwapRequest:
+        """Write a request for a learner with these overrides, ``section.key=value``, after those of the present one.
+
+        shadow  folder of a shadow learner whose state the new learner takes (audit/shadow.py)
+        """
         made = cls(directory, uuid.uuid4().hex)
-        _write(made._request, list(overrides))
+        _write(made._request, {"overrides": list(overrides), "shadow": str(shadow.absolute()) if shadow else ""})
         return made
 
     @classmethod
@@ -76,7 +80,11 @@ class SwapRequest:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        return tuple(json.loads(self._request.read_text()))
+        return tuple(json.loads(self._request.read_text())["overrides"])
+
+    @property
+    def shadow(self) -> str:
+        return str(json.loads(self._request.read_text())["shadow"])
 
     @property
     def status(self) -> SwapStatus | None:
@@ -130,7 +138,7 @@ class LearnerSwapper:
     async def _swap(self, request: SwapRequest) -> None:
         """Start a new learner, and let it take over once it is ready."""
         overrides = (*self._overrides, *request.overrides)
-        new = self._new_learner(overrides, self._taken())
+        new = self._new_learner(request, overrides, self._taken())
         self._fleet.say(f"{new.name} starts, to take over from the learner")
         request.answer(SwapStatus(phase="starting"))
         ready = ready_file(self._directory, new.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,12 @@ class Swapping:
         self._number = 0
         self.task = asyncio.create_task(LearnerSwapper(folder, stage.manager.fleet, new_learner=self._new).run())
 
-    def _new(self, overrides: object, taken: frozenset[int]) -> ChildProcess:
+    def _new(self, request: SwapRequest, overrides: Sequence[str], taken: frozenset[int]) -> ChildProcess:
         if self.problem:
             raise ConfigError(self.problem)
         self.overrides, self.taken, self._number = overrides, taken, self._number + 1
         name = f"learner-swap{self._number}"
-        return self.stage.specs.new_learner(settings_of(), self.overrides, name=name, taken=taken)  # type: ignore[arg-type]
+        return self.stage.specs.new_learner(settings_of(), overrides, name=name, taken=taken, shadow=request.shadow)
 
     def ready(self, name: str = NEW) -> None:
         file = ready_file(self.folder, name)

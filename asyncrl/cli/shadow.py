@@ -1,0 +1,96 @@
+"""`asyncrl shadow RUN_DIR --set algorithm.loss=gspo`: a second learner on what a running run trains.
+
+It trains every batch of the run with another loss, correction, learning rate or bound, takes no prompts, publishes
+nothing, and may lag. Its metrics and weights are in RUN_DIR/shadows/NAME: `asyncrl board RUN_DIR RUN_DIR/shadows/NAME`
+compares the curves, `asyncrl evaluate RUN_DIR/shadows/NAME --datasets RUN.toml` its newest weights, and
+`asyncrl promote RUN_DIR NAME` makes it the run's learner. Ends with the run, or with Ctrl-C; the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncrl.adapters.bus_file import BUS_FILE
+from asyncrl.audit.run_folder import RecordedRun, connect
+from asyncrl.cli import arguments
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.audit.shadow import ShadowStep
+
+SHOWN: Final = ("loss", "offpolicy/ess", "mismatch/mean")
+"""Metrics of each step to print, of the run and of the shadow."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_directory", metavar="RUN_DIR", type=Path, help="the folder of a run that is up")
+    parser.add_argument("--name", default="shadow", help="name of its folder in RUN_DIR/shadows (default: shadow)")
+    arguments.add_overrides(parser, "setting of the shadow, such as algorithm.loss=gspo; repeatable")
+    parser.add_argument(
+        "--most-lag",
+        type=int,
+        default=50,
+        metavar="STEPS",
+        help="pass over steps that lie further back than this; 0: none (default: 50)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from asyncrl.audit.shadow import Shadow, changed_settings, folder_of  # imports torch
+
+    if not re.fullmatch(r"[\w.-]+", options.name) or options.name.startswith("."):
+        raise ConfigError(f"--name {options.name}: must be letters, digits, '-', '_' and '.'")
+    if options.most_lag < 0:
+        raise ConfigError(f"--most-lag: must be >= 0, got {options.most_lag}")
+    recorded = RecordedRun(options.run_directory)
+    settings = recorded.newest_settings()
+    changed_settings(recorded.last_start(), options.overrides)
+    folder = folder_of(recorded, options.name)
+    with recorded.server(settings, token=arguments.bus_token()) as address:
+        if address is None:
+            raise recorded.no_log_error(settings)
+
+        async def work() -> None:
+            async with connect(settings, address) as bus, contextlib.aclosing(shadow.follow(bus)) as trained:
+                print(
+                    "  step" + "".join(f"  {name.rpartition('/')[2] + ' of run':>16} {'shadow':>12}" for name in SHOWN)
+                )
+                async for one in trained:
+                    print(_line(one, recorded), flush=True)
+
+        def is_up() -> bool:
+            return bool(settings.bus.url) or (recorded.directory / BUS_FILE).exists()
+
+        shadow = Shadow(recorded, folder, overrides=options.overrides, most_lag=options.most_lag, is_up=is_up)
+        asyncio.run(work())
+    print(f"the run needs no more steps of this shadow; its weights are in {folder}/weights")
+    return 0
+
+
+def _line(one: ShadowStep, recorded: RecordedRun) -> str:
+    old = _row(recorded, one.step)
+    numbers = "".join(f"  {_number(old.get(name)):>16} {_number(one.metrics.get(name)):>12}" for name in SHOWN)
+    behind = f"  {one.lag} behind" if one.lag else ""
+    return f"{one.step:6d}{numbers}{behind}" + (f"  {one.skipped} passed over" if one.skipped else "")
+
+
+def _row(recorded: RecordedRun, step: int) -> Mapping[str, Any]:
+    """Return the run's newest row of a step; empty if it is not written yet."""
+    with contextlib.suppress(OSError):
+        for line in reversed((recorded.directory / "metrics.jsonl").read_text().splitlines()[-1000:]):
+            with contextlib.suppress(ValueError):
+                if (row := json.loads(line)).get("step") == step:
+                    found: Mapping[str, Any] = row
+                    return found
+    return {}
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float | int) else "-"
