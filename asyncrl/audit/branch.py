@@ -1,5 +1,5 @@
 """Writes a branch of a run: its recorded groups with other rewards, or without some, trained again up to its newest
-checkpoint. The branch is a run of its own that `asyncrl run --resume` goes on with.
+step. The branch is a run of its own that `asyncrl run --resume` goes on with.
 
     BRANCH/
       history.jsonl, metrics.jsonl, files.jsonl, tickets    as of the run, up to the step it branches off; then new
@@ -11,7 +11,7 @@ checkpoint. The branch is a run of its own that `asyncrl run --resume` goes on w
 **What is trained.** Groups are trained in the order of the run's history, ``groups_per_batch`` at a time. If no group
 is retracted and no filter decides otherwise, each batch is the recorded one. If one is left out, the next takes its
 place. Filters decide again about groups with new rewards. A group that is too old for its step is dropped. What is left
-over goes on with the run, with everything that was on the log behind the checkpoint.
+over goes on with the branch, with everything on the log that was not trained yet.
 
 **Ages.** A token keeps the version that sampled it, so it is as old as in the run, and its logprob stays that of the
 policy that sampled it; the correction weighs what the branch's policy makes of it. So the weights are those of a run
@@ -51,7 +51,7 @@ from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.metrics.sinks import JsonLines
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry, damage
 from asyncrl.policies.groups import saved_table
-from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import Fate as FateName
 from asyncrl.policies.groups.states import PublishedPrompt
@@ -66,30 +66,37 @@ _COPIED: Final = ("files.jsonl", "tickets")
 class Trunk:
     """What a branch shares with its run.
 
-    state    of the run's newest checkpoint, up to which the branch is trained
-    history  present history up to that checkpoint
-    folder   the checkpoint's backend folder
+    history        present history of the run
+    step           last step of it, up to which the branch is trained
+    next_group_id  ids below it were published, as far as the history and the newest checkpoint say
+    prompts        of the newest checkpoint;  groups_per_batch: of every step
     """
 
     recorded: RecordedRun
-    state: LearnerState
     history: Sequence[HistoryEntry]
-    folder: Path
+    step: int
+    next_group_id: int
+    prompts: PromptState
+    groups_per_batch: int
 
 
 def trunk_of(recorded: RecordedRun, history: Sequence[HistoryEntry]) -> Trunk:
     """Return what can be branched off a run. ``history``: its present history. Raises ConfigError."""
-    found = recorded.checkpoint()
-    if found is None:
-        raise ConfigError(f"{recorded.directory}: has no checkpoint yet, which a branch goes on from")
-    state, folder = found
-    past = [entry for entry in history if entry.position < state.history]
-    if problems := damage(past):
+    if problems := damage(history):
         raise ConfigError(f"{recorded.directory}: {problems[0]}; so the record does not say what was trained")
-    trained = [entry.step for entry in past if entry.kind == "trained"]
-    if trained[-1:] != [state.step]:
-        raise ConfigError(f"{recorded.directory}: its newest checkpoint is of step {state.step}, which was rolled back")
-    return Trunk(recorded=recorded, state=state, history=past, folder=folder)
+    trained = [entry.step for entry in history if entry.kind == "trained"]
+    if not trained:
+        raise ConfigError(f"{recorded.directory}: has trained no step yet")
+    found = recorded.checkpoint()
+    prompts = PromptState() if found is None else found[0].prompts
+    return Trunk(
+        recorded=recorded,
+        history=history,
+        step=trained[-1],
+        next_group_id=max([prompts.next_group_id, *(1 + max(entry.groups) for entry in history if entry.groups)]),
+        prompts=prompts,
+        groups_per_batch=recorded.newest_settings().learner.groups_per_batch,
+    )
 
 
 async def copy_log(source: Bus, target: Bus, regraded: Regraded) -> dict[int, int]:
@@ -142,10 +149,8 @@ async def write_branch(
     for name in _COPIED:
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(trunk.recorded.directory / name, out / name)
-    first = regraded.first_step(trained=trunk.state.step)
+    first = regraded.first_step(trained=trunk.step)
     done, folder = trunk.recorded.checkpoint_before(first, trunk.history)
-    if done == trunk.state.step:
-        folder = trunk.folder
     retraining = _Retraining(trunk, regraded, run=run, sequences=sequences, position=position, done=done)
     loop = asyncio.get_running_loop()
     try:
@@ -171,7 +176,7 @@ async def write_branch(
                 found = await bus.log_state(TRAJECTORIES, mark=LogMark())
                 retraining.table.log = found.identity
                 state = retraining.finish()
-                save = functools.partial(_save, state, run, retraining.trainer, trained=folder, copied=trunk.folder)
+                save = functools.partial(_save, state, run, retraining.trainer, folder=folder)
                 await on_thread(save)
             finally:
                 await on_thread(retraining.trainer.close)
@@ -185,7 +190,7 @@ async def write_branch(
             "parent_history_sha256": parent,
             "branched_off_at_step": first - 1,
             "trained_again_from_step": done,
-            "parent_step": trunk.state.step,
+            "parent_step": trunk.step,
             "step": state.step,
             **lineage,
         },
@@ -214,14 +219,13 @@ class _Retraining:
         self.missing: tuple[int, int] | None = None
         """(group, step) that is needed next, and not read yet."""
         self.trainer = ReplayTrainer(out)
-        prompts = trunk.state.prompts
+        prompts, published = trunk.prompts, trunk.next_group_id
+        place = prompts.position if published == prompts.next_group_id else position(published - 1) + 1
         self.table = GroupTable(
-            next_group_id=prompts.next_group_id,
-            position=prompts.position,
-            overlong=prompts.overlong,
-            outstanding={
-                group_id: PublishedPrompt(position=position(group_id)) for group_id in range(prompts.next_group_id)
-            },
+            next_group_id=published,
+            position=place,
+            overlong=place - published,
+            outstanding={group_id: PublishedPrompt(position=position(group_id)) for group_id in range(published)},
         )
         for group_id, at in prompts.outstanding.items():
             start = prompts.oldest_start.get(group_id)
@@ -277,9 +281,7 @@ class _Retraining:
                 table.consumed.add(new)
         assert self._history is not None
         self._history.sync()
-        state = saved_table.save(
-            table, groups_per_batch=self._trunk.state.groups_per_batch, history=self._history.position
-        )
+        state = saved_table.save(table, groups_per_batch=self._trunk.groups_per_batch, history=self._history.position)
         return dataclasses.replace(state, log={"identity": table.log, "sequence": 0, "stored": 0})
 
     # -- the history, line by line -------------------------------------------------------------------------------------
@@ -375,7 +377,7 @@ class _Retraining:
 
     @property
     def _count(self) -> int:
-        return self._trunk.state.groups_per_batch
+        return self._trunk.groups_per_batch
 
     def _decide(self, group_id: int, group: TrajectoryGroup) -> None:
         """Buffer a group that was trained or filtered, unless its new rewards fail it or a filter rejects it."""
@@ -450,14 +452,16 @@ class _Retraining:
         return metrics
 
 
-def _save(state: LearnerState, run: RunConfig, trainer: ReplayTrainer, *, trained: Path | None, copied: Path) -> None:
-    """Write the branch's checkpoint and weights. Without a trained step the run's own checkpoint is copied."""
+def _save(state: LearnerState, run: RunConfig, trainer: ReplayTrainer, *, folder: Path | None) -> None:
+    """Write the branch's checkpoint and weights. Without a trained step the checkpoint in ``folder`` is copied."""
 
-    def save_backend(folder: Path) -> None:
+    def save_backend(target: Path) -> None:
         if trainer.has_trained:
-            trainer.save(folder)
+            trainer.save(target)
+        elif folder is not None:
+            shutil.copytree(folder, target, dirs_exist_ok=True)
         else:
-            shutil.copytree(trained or copied, folder, dirs_exist_ok=True)
+            raise ConfigError("--retract: no batch is left to train, so the branch would be a new run")
 
     unfinished = checkpoint.begin(run.run_directory / "checkpoints", state, save_backend=save_backend)
     checkpoint.finish(unfinished, finish_backend=dict, keep=1)

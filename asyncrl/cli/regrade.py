@@ -3,7 +3,7 @@
 A grader had a bug, labels were wrong, a worker was broken. The answers are the costly part, and with
 checkpoint.keep_log = true they are on the run's log. So nothing is sampled again: the answers are graded with --reward
 or --label-file, groups are left out with --retract, and the branch is trained again from the last checkpoint before the
-first difference, up to the run's newest checkpoint. `asyncrl run --resume` then goes on with it (audit/branch.py).
+first difference, up to the run's newest step. `asyncrl run --resume` then goes on with it (audit/branch.py).
 
 The run is only read, and may be up. A command that is interrupted goes on where it stopped when it is given again.
 """
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         if address is None:
             raise recorded.no_log_error(old)
         regraded = asyncio.run(work.grade(old, address))
-        trained = trunk.state.step
+        trained = trunk.step
         first = regraded.first_step(trained=trained)
         found: dict[str, Any] = _as_json(regraded, first=first, trained=trained)
         if not options.json:
@@ -183,7 +183,12 @@ class _Regrade:
         self._where, self._retract, self._parallel = where, retract, parallel
         self._regrades, self._label_file, self._command = regrades, label_file, command
         self._rows = open_rows(branch)
-        self._finder = PromptFinder(self._rows, branch, has_overlong=trunk.state.prompts.overlong > 0)
+        self._finder = PromptFinder(self._rows, branch, has_overlong=self._rows_may_be_skipped(trunk))
+
+    @staticmethod
+    def _rows_may_be_skipped(trunk: Trunk) -> bool:
+        """Whether a row may have been too long: unknown of the rows behind the newest checkpoint."""
+        return trunk.prompts.overlong > 0 or trunk.next_group_id > trunk.prompts.next_group_id
 
     async def grade(self, old: RunConfig, address: Address) -> Regraded:
         from asyncrl.audit.regrade import GRADES_FILE, GradesFile, regrade

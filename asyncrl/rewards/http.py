@@ -18,7 +18,7 @@ from asyncrl.config.secret_values import hide_credentials
 from asyncrl.errors import OUTAGES, ConfigError, Outage, RewardError
 from asyncrl.logs import printable
 from asyncrl.messages.control import ServerAddress
-from asyncrl.outage import AWAY, outage_kind, status_kind
+from asyncrl.outage import outage_kind, status_kind
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class JsonServer:
 
         servers  where the servers of [servers] are; looked at in each try, for one that was restarted is elsewhere
         before   called before each try
-        Raises RewardError; Outage if the server was away at the last try.
+        Raises RewardError; Outage if the server was away at the last try, or if the run knows that it is not up.
         """
         tries = self._options.retries + 1
         for number in range(tries):
@@ -117,8 +117,8 @@ class JsonServer:
                 address = servers[name]
             except KeyError:
                 raise self.error("there is no such server in [servers]") from None
-            except Outage as error:  # it may be up at the next try
-                raise Away(str(error), kind=AWAY) from error
+            except Outage as error:  # it takes longer than the tries here; the worker waits, and says for what
+                raise Outage(f"{self._name}: {error}") from error
             url, headers = address.url, {"Authorization": f"Bearer {address.key}"} if address.key else {}
             url = url.removesuffix("/v1") if self._is_at_root else url
         try:

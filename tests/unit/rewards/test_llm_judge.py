@@ -71,12 +71,12 @@ async def test_the_last_grade_is_the_reward_between_lowest_and_highest(server: S
 
 
 async def test_a_judge_of_the_run_is_asked_where_it_is_now_and_waited_for_by_its_name(server: Server) -> None:
-    reward = load("llm_judge", server="judge", retries=0)
+    reward = load("llm_judge", server="judge", backoff_seconds=1e6)  # it is not tried again while it is not up
     here = ServerAddress(name="judge", url=server.url, model="its name", key="its key")
     one = replace(sample("a"), servers={"judge": here})
     assert (await rewards(reward, [one]))[0].value == 1.0
     assert server.seen[0][0] == "Bearer its key" and server.seen[0][1]["model"] == "its name"
-    with pytest.raises(Outage, match="server judge: server judge is not up"):
+    with pytest.raises(Outage, match="reward llm_judge: server judge is not up"):
         await reward([replace(sample("b"), servers=ServerBook({"judge": None}))])
     with pytest.raises(RewardError, match="there is no such server in \\[servers\\]"):
         await reward([sample("b")])
@@ -84,7 +84,7 @@ async def test_a_judge_of_the_run_is_asked_where_it_is_now_and_waited_for_by_its
 
 
 @pytest.mark.parametrize("options", [{}, {"url": "http://h/v1", "server": "judge", "model": "m"}])
-def test_a_judge_has_an_address_or_is_a_server_of_the_run(options: dict[str, str]) -> None:
+def test_a_judge_has_an_address_or_is_a_server_of_the_run(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="either url, the address of a server, or server"):
         load("llm_judge", **options)
 
