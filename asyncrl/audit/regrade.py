@@ -85,16 +85,20 @@ class GradesFile:
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
         *lines, torn = self._file.read().split(b"\n")
-        if lines and json.loads(lines[0]) != {"graded_by": graded_by}:
+        try:
+            head, *tables = [json.loads(line) for line in lines] or [{"graded_by": graded_by}]
+            for table in tables:
+                rewards = tuple((value, parts) for value, parts in table.pop("rewards", ()))
+                self.grades[table["sequence"]] = Grade(rewards=rewards, **table)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            self._file.close()
+            raise ConfigError(f"{path}: is damaged; remove it, and its groups are graded again") from None
+        if head != {"graded_by": graded_by}:
             self._file.close()
             raise ConfigError(
                 f"{path}: has grades of another reward, other code, or other labels; remove {path.parent.parent}, or "
                 "name another folder with --out"
             )
-        for line in lines[1:]:
-            table = json.loads(line)
-            rewards = tuple((value, parts) for value, parts in table.pop("rewards", ()))
-            self.grades[table["sequence"]] = Grade(rewards=rewards, **table)
         if torn:  # of a killed command
             self._file.truncate(self._file.tell() - len(torn))
         if not lines:

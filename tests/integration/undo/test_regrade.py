@@ -22,13 +22,14 @@ from asyncrl.adapters import registry
 from asyncrl.audit.account import account_with
 from asyncrl.audit.branch import copy_log, lineage_of, trunk_of, write_branch
 from asyncrl.audit.recorded_groups import FIELDS, PromptFinder
-from asyncrl.audit.regrade import Grader, GradesFile, Regraded, regrade
+from asyncrl.audit.regrade import Grade, Grader, GradesFile, Regraded, regrade
 from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.launch.assembly.data import open_rows
@@ -239,6 +240,25 @@ def test_new_rewards_that_fail_or_a_filter_rejects_leave_the_batch(task: Path, t
         assert account.problems == ()
 
     asyncio.run(work())
+
+
+def test_grades_of_another_reward_or_in_a_damaged_file_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "branch" / "regrade" / "grades.jsonl"
+    grades = GradesFile(path, graded_by="one")
+    grades.add(Grade(sequence=1, group=0, rewards=((1.0, {"part": 0.5}), (0.0, {}))))
+    grades.add(Grade(sequence=2, group=1, error="no"))
+    made = dict(grades.grades)
+    grades.close()
+    with path.open("ab") as file:
+        file.write(b'{"sequence": 3')  # of a killed command
+    again = GradesFile(path, graded_by="one")
+    assert again.grades == made
+    again.close()
+    with pytest.raises(ConfigError, match="has grades of another reward"):
+        GradesFile(path, graded_by="two")
+    path.write_text(path.read_text().replace("sequence", "sequences"))
+    with pytest.raises(ConfigError, match="is damaged; remove it"):
+        GradesFile(path, graded_by="one")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
