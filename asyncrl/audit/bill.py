@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asyncrl.audit.recorded_groups import Fate, PromptFinder
+from asyncrl.audit.recorded_groups import Fate, PromptFinder, prompt_id
 from asyncrl.bus.port import Record
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import group_id_of, sender_of
@@ -38,7 +38,7 @@ class Interval:
     ended: float
     fate: str
     task: str = ""
-    row: int = -1
+    prompt: str = ""
     tokens: int = 0
     step: int = 0
 
@@ -51,7 +51,7 @@ class Item:
     fate: str
     gpu_seconds: float
     task: str = ""
-    row: int = -1
+    prompt: str = ""
     tokens: int = 0
 
 
@@ -116,10 +116,7 @@ def intervals_of(
         kind = AGAIN if group_id in seen or not is_it else "pending" if fate is None else fate.kind
         if is_it:
             seen.add(group_id)
-        place, task = -1, ""
-        if finder is not None:
-            place, row = finder.find(group)
-            task = finder.task(row)
+        task = "" if finder is None else finder.task(finder.find(group)[1])
         found.append(
             Interval(
                 worker=sender_of(record.key) or group.worker,
@@ -127,7 +124,7 @@ def intervals_of(
                 ended=group.began + max(0.0, group.seconds - group.reward_seconds),
                 fate=FATE_NAMES.get(kind, kind),
                 task=task,
-                row=place,
+                prompt=prompt_id(group),
                 tokens=sum(int(one.response_mask.sum()) for one in group.trajectories),
                 step=0 if fate is None else fate.step,
             )
@@ -161,7 +158,7 @@ def engine_items(intervals: Sequence[Interval], *, gpus: float) -> list[Item]:
                 fate=one.fate,
                 gpu_seconds=share * gpus,
                 task=one.task,
-                row=one.row,
+                prompt=one.prompt,
                 tokens=one.tokens,
             )
             for one, share in zip(ones, shares, strict=True)
@@ -202,7 +199,7 @@ def learner_items(
                 fate="trained",
                 gpu_seconds=seconds * gpus * one.tokens / total,
                 task=one.task,
-                row=one.row,
+                prompt=one.prompt,
                 tokens=one.tokens,
             )
             for one in trained

@@ -1,4 +1,4 @@
-"""What moved a metric, for `asyncrl explain`: which worker, engine, task, age, length or row, by the recorded groups.
+"""What moved a metric, for `asyncrl explain`: which worker, engine, task, age, length or prompt did.
 
 The steps up to the one in question are split where the metric changed most: *before* and *since*. A set of groups is
 **suspect** if it moved against the other groups of the same steps: what all of them did, such as learning, cancels.
@@ -35,7 +35,7 @@ SUSPECT: Final = 4.0
 LEAST_GROUPS: Final = 3
 """Groups of a value since the change, below which nothing is said about it."""
 STEPS_BEFORE: Final = 10
-FIELDS: Final = ("worker", "engine", "task", "age", "length", "row")
+FIELDS: Final = ("worker", "engine", "task", "age", "length", "prompt")
 """Fields that are looked at, in this order where two explain the same."""
 _FEWEST_STEPS: Final = 2
 _KS_TO_Z: Final = 1.45
@@ -83,7 +83,7 @@ def observe(
         answers = [one.reward_parts[part] for one in firsts]
     if metric.startswith("length/"):
         answers = [float(sum(int(one.response_mask.sum()) for one in parts)) for parts in group.rollouts]
-    named = {name: str(facts[name]) for name in ("worker", "engine", "task", "row") if facts.get(name, "") != ""}
+    named = {name: str(facts[name]) for name in ("worker", "engine", "task", "prompt") if facts.get(name, "") != ""}
     return Observed(
         group=group.group_id,
         step=fate.step,
@@ -249,9 +249,9 @@ async def bisect(values: Sequence[str], is_gone_without: Callable[[Collection[st
 
 def predicate_of(field: str, values: Collection[str], *, since: int) -> str:
     """Return the predicate that `asyncrl regrade --retract` takes for these groups; "" for a range of numbers."""
-    if field not in ("worker", "engine", "task", "row"):
+    if field not in ("worker", "engine", "task", "prompt"):
         return ""
-    quoted = [value if field == "row" else f'"{value}"' for value in values]
+    quoted = [f'"{value}"' for value in values]
     named = f"{field} == {quoted[0]}" if len(quoted) == 1 else f"{field} in ({', '.join(quoted)})"
     return f"{named} and step >= {since}"
 

@@ -21,6 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import group_id_of
 from asyncrl.policies.audit.entries import BEGUN, DAMAGED, HistoryEntry
+from asyncrl.policies.groups.validation import digest
 from asyncrl.policies.staleness.staleness import ResumePoints, oldest_version
 
 FIELDS: Final[Mapping[str, type]] = {
@@ -40,6 +41,7 @@ FIELDS: Final[Mapping[str, type]] = {
     "date": str,
     "epoch": float,
     "label": str,
+    "prompt": str,
     "row": float,
     "task": str,
 }
@@ -53,6 +55,7 @@ version, newest_version, incarnation  policy versions that sampled the oldest an
 age             staleness of the oldest token when it was trained; 0 if it was not
 reward          mean over its answers;  tokens: sampled, of all answers;  length: mean per answer
 date            when it was begun, as 2026-05-01T12:00:00 in UTC; a date alone can be compared with it
+prompt          first digits of the SHA-256 of its tokens: the same in every epoch
 row             position in the run's shuffled data;  task: data set of the row, or the name of its reward
 """
 
@@ -134,6 +137,11 @@ def is_answer(record: Record[TrajectoryGroup]) -> bool:
     return group is not None and not group.error and group_id_of(record.key) == group.group_id
 
 
+def prompt_id(group: TrajectoryGroup) -> str:
+    """Return a short name for the group's prompt, the beginning of what `asyncrl certify` says."""
+    return digest(group.prompt_tokens).hex()[:12]
+
+
 def fields_of(record: Record[TrajectoryGroup], fate: Fate, *, finder: PromptFinder | None = None) -> dict[str, Any]:
     """Return the fields of a group by name. Without ``finder``, row and task are left out."""
     group = record.message
@@ -162,6 +170,7 @@ def fields_of(record: Record[TrajectoryGroup], fate: Fate, *, finder: PromptFind
         "date": datetime.datetime.fromtimestamp(began, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S"),
         "epoch": group.epoch,
         "label": group.label,
+        "prompt": prompt_id(group),
     }
     if finder is not None:
         position, row = finder.find(group)

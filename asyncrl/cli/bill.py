@@ -1,4 +1,4 @@
-"""`asyncrl bill RUN_DIR`: GPU-seconds per trained token, and what they were spent on: by fate, task, row, and worker.
+"""`asyncrl bill RUN_DIR`: GPU-seconds per trained token, and what they were spent on: fates, tasks, prompts, workers.
 
 It is computed from the run's log, history and metrics (audit/bill.py), while the run is up or afterwards. Without
 checkpoint.keep_log = true the log has only the newest groups, and the bill says how many it covers. Prices are per
@@ -23,7 +23,7 @@ from asyncrl.policies.audit.entries import present
 if TYPE_CHECKING:
     from asyncrl.audit.bill import Bill
 
-MOST_ROWS: Final = 10
+MOST_PROMPTS: Final = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[WHO=]PRICE",
         help="price of a GPU-hour: of all, of a role (rollout, learner), or of a worker; repeatable",
     )
-    parser.add_argument("--rows", action="store_true", help="also list the rows of the data that cost most")
+    parser.add_argument("--prompts", action="store_true", help="also list the prompts that cost most")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     settings, history = recorded.newest_settings(), present(recorded.history())
     fates = fates_of(history)
     finder = None
-    if options.rows or settings.data.reward_key or len(settings.data.files) > 1:  # otherwise there is one task
+    if settings.data.reward_key or len(settings.data.files) > 1:  # otherwise there is one task
         from asyncrl.launch.assembly.data import open_rows
 
         found = recorded.checkpoint()
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         groups_without_time=silent,
     )
     missing = sum(len(entry.groups) for entry in trained) - sum(one.fate == "trained" for one in intervals)
-    said = _as_json(bill, prices=prices, missing=missing, has_rows=options.rows)
+    said = _as_json(bill, prices=prices, missing=missing, has_prompts=options.prompts)
     print(json.dumps(said)) if options.json else _print(said)
     return 0
 
@@ -98,10 +98,10 @@ def _prices(items: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def _as_json(bill: Bill, *, prices: Mapping[str, float], missing: int, has_rows: bool) -> dict[str, Any]:
+def _as_json(bill: Bill, *, prices: Mapping[str, float], missing: int, has_prompts: bool) -> dict[str, Any]:
     tokens = bill.trained_tokens
     parts: dict[str, Any] = {}
-    for name in ("fate", "actor", "task", *(("row",) if has_rows else ())):
+    for name in ("fate", "actor", "task", *(("prompt",) if has_prompts else ())):
         trained = bill.tokens_by(name)
         parts[name] = {
             str(key): {
@@ -110,7 +110,7 @@ def _as_json(bill: Bill, *, prices: Mapping[str, float], missing: int, has_rows:
                 "per_trained_token": seconds / trained[key] if trained.get(key) else None,
             }
             for key, seconds in bill.by(name).items()
-            if key not in ("", -1)
+            if key
         }
     cost = bill.cost(prices) if prices else None
     gains = {}
@@ -143,11 +143,11 @@ def _print(said: Mapping[str, Any]) -> None:
     if said["cost"] is not None:
         per_million = said["cost_per_million_trained_tokens"]
         print(f"cost {said['cost']:,.4g}" + ("" if per_million is None else f", {per_million:,.4g} per million"))
-    for name, title in (("fate", "fate"), ("actor", "process"), ("task", "task"), ("row", "row")):
+    for name, title in (("fate", "fate"), ("actor", "process"), ("task", "task"), ("prompt", "prompt")):
         if not (part := said.get(f"by_{name}")):
             continue
         print(f"\n{title:>16} {'GPU-seconds':>12} {'share':>7}  per trained token")
-        for key, row in list(part.items())[: MOST_ROWS if name == "row" else None]:
+        for key, row in list(part.items())[: MOST_PROMPTS if name == "prompt" else None]:
             per = "-" if row["per_trained_token"] is None else f"{row['per_trained_token']:.4g}"
             print(f"{key[-16:]:>16} {row['gpu_seconds']:12,.1f} {row['share']:7.1%}  {per}")
     for name, row in said["held_out"].items():

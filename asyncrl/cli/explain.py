@@ -1,8 +1,8 @@
 """`asyncrl explain RUN_DIR --metric reward/mean --step N`: what moved a metric that is wrong at step N.
 
 It finds the step since which the metric is as it is, and compares the groups of every worker, engine, task, age,
-length, and row with all other groups of the same steps, before and since (audit/explain.py). What all groups did alike,
-such as learning, cancels. Without a suspect it says so.
+length, and prompt with all other groups of the same steps, before and since (audit/explain.py). What all groups did
+alike, such as learning, cancels. Without a suspect it says so.
 
 --replay searches the smallest set of values whose absence removes the change, with at most two tests for each halving.
 For rewards and lengths a test looks at the recorded groups that are left. For all other metrics, such as grad_norm or
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metric", default="reward/mean", metavar="NAME", help="a number of metrics.jsonl")
     parser.add_argument("--step", type=int, metavar="N", help="step at which it is wrong (default: the last)")
     parser.add_argument("--since", type=int, default=0, metavar="M", help="first such step (default: it is looked for)")
-    parser.add_argument("--by", default="", metavar="FIELD", help="only this field, such as worker or row")
+    parser.add_argument("--by", default="", metavar="FIELD", help="only this field, such as worker or prompt")
     parser.add_argument("--replay", action="store_true", help="find the smallest set whose absence removes the change")
 
 
@@ -148,7 +148,7 @@ async def _explain(
 ) -> None:
     from asyncrl.audit.explain import bisect, is_quiet, predicate_of, scan
 
-    observed = await _observe(recorded, history, bus, settings, found, needs_rows={"task", "row"} & {*fields})
+    observed = await _observe(recorded, history, bus, settings, found, needs_rows="task" in fields)
     found.suspects = scan(observed, since=found.since, fields=fields)
     if not replays:
         return
@@ -169,8 +169,8 @@ async def _explain(
     best: tuple[float, list[str], str] | None = None
     for name in dict.fromkeys(one.field for one in found.suspects):
         ordered = [one.value for one in found.suspects if one.field == name]
-        if name == "row" and fields != ("row",):
-            continue  # some rows are always lower than others; --by row looks at them
+        if name == "prompt" and fields != ("prompt",):
+            continue  # a few of many prompts may move by chance; --by prompt looks at them
 
         async def is_gone(values: Collection[str], name: str = name) -> bool:
             found.tests += 1
@@ -201,7 +201,7 @@ async def _observe(
     settings: RunConfig,
     found: _Found,
     *,
-    needs_rows: Collection[str],
+    needs_rows: bool,
 ) -> list[Observed]:
     """Return the groups that were trained before and since the change. Raises ConfigError if they are trimmed."""
     from asyncrl.audit.explain import STEPS_BEFORE, observe
@@ -238,7 +238,7 @@ def _finder(recorded: RecordedRun, settings: RunConfig, found: _Found) -> Prompt
     try:
         rows = open_rows(settings)
     except ConfigError as error:
-        found.notes.append(f"task and row are not looked at: {error}")
+        found.notes.append(f"task is not looked at: {error}")
         return None
     return PromptFinder(rows, settings, has_overlong=newest is None or newest[0].prompts.overlong > 0)
 

@@ -22,7 +22,7 @@ def test_the_bill_adds_up_and_the_run_reports_its_cost(tmp_path: Path, capsys: p
     torch.set_num_threads(threads)
     capsys.readouterr()
     folder = tmp_path / "runs" / "run"
-    code, out, err = asyncrl("bill", folder, "--json", "--rows", "--price", "36", capsys=capsys)
+    code, out, err = asyncrl("bill", folder, "--json", "--prompts", "--price", "36", capsys=capsys)
     assert code == 0, err
     bill = json.loads(out)
     for name in ("by_fate", "by_actor"):
@@ -30,7 +30,7 @@ def test_the_bill_adds_up_and_the_run_reports_its_cost(tmp_path: Path, capsys: p
     assert bill["by_fate"]["trained"]["gpu_seconds"] > 0 and {"w0", "learner"} <= bill["by_actor"].keys()
     assert bill["trained_tokens"] == sum(row["length/trained_tokens"] for row in rows)
     assert bill["cost"] == pytest.approx(bill["gpu_seconds"] / 100)
-    assert len(bill["by_row"]) >= 12 and bill["groups_not_on_the_log"] == 0
+    assert len(bill["by_prompt"]) >= 12 and bill["groups_not_on_the_log"] == 0
     for row in rows:
         assert row["cost/gpu_seconds"] >= row["learner/elapsed_seconds"]
         assert row["cost/gpu_seconds_per_token"] == pytest.approx(

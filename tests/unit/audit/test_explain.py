@@ -110,5 +110,5 @@ def test_the_step_since_which_a_metric_is_another_is_found() -> None:
 
 def test_a_finding_is_said_as_what_regrade_retracts() -> None:
     assert predicate_of("worker", ["w5"], since=30) == 'worker == "w5" and step >= 30'
-    assert predicate_of("row", ["3", "4"], since=2) == "row in (3, 4) and step >= 2"
+    assert predicate_of("prompt", ["3a", "4b"], since=2) == 'prompt in ("3a", "4b") and step >= 2'
     assert predicate_of("age", ["2-3"], since=2) == ""
