@@ -11,6 +11,7 @@ import torch
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.packing import MicroBatch, pack_for_ranks
 from asyncrl.policies.losses.loss import Loss, never
 from tests.harness.backends import (
     KINDS,
@@ -24,6 +25,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
+from tests.harness.prefixes import trees
 
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1)
 TEMPERATURE = 0.7
@@ -54,10 +56,12 @@ class OfOutputs(Loss):
         return loss, never(loss)
 
 
-def trained(kind: str, folder: Path, loss: Loss) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def trained(
+    kind: str, folder: Path, loss: Loss, rows: list[list[MicroBatch]] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     algorithm: Algorithm = dataclasses.replace(resolve(ALGORITHMS["sft"]), loss=loss)
     with started(kind, folder, algorithm=algorithm, optimizer=GENTLE, temperature=TEMPERATURE) as backend:
-        result = backend.step(shares(kind, sequences()), learning_rate=0.1)
+        result = backend.step(rows or shares(kind, sequences()), learning_rate=0.1)
         return weights(backend), {name: result.metrics[name] for name in ("loss", "entropy", "grad_norm")}
 
 
@@ -75,3 +79,13 @@ def test_a_loss_of_the_logits_trains_as_the_same_loss_of_logprobs_and_entropy(ki
     made, metrics = trained(kind, folder, OfLogits())
     assert metrics == pytest.approx(its_metrics, rel=1e-4)
     assert distance(made, expected) < 1e-5
+
+
+def test_answers_that_share_tokens_have_the_logits_of_each_of_their_own(folder: Path) -> None:
+    made = trees(3)
+    rows = pack_for_ranks(made, ranks=1, max_tokens=1000, shares_prefixes=True)
+    assert len(rows[0][0].shared)
+    expected, its_metrics = trained("megatron-1", folder, OfOutputs(), rows)
+    got, metrics = trained("megatron-1", folder, OfLogits(), rows)
+    assert metrics == pytest.approx(its_metrics, rel=1e-4)
+    assert distance(got, expected) < 1e-5

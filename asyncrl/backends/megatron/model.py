@@ -151,9 +151,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             own = torch.stack([logprobs, entropy])
             both = own.new_zeros(2, row.num_targets).index_copy(1, row.places, own)
             logprobs, entropy = reduce_from_tensor_model_parallel_region(both, group=context_parallel_group()).unbind()
-        if row.shared is not None and row.shared.target_of is not None:
-            logprobs, entropy = (x.index_select(0, row.shared.target_of) for x in (logprobs, entropy))
-        return logprobs, entropy
+        return _of_each_sequence(row, logprobs), _of_each_sequence(row, entropy)
 
     def with_logits(self, hidden: torch.Tensor, row: RowPart, temperature: float) -> tuple[torch.Tensor, ...]:
         """Return ``logprobs`` and entropy, f32[M] each, and the logits / temperature f32[M, V] that they are of.
@@ -173,8 +171,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         entropy = -(distribution.exp() * distribution).sum(-1, keepdim=True)
         own = torch.cat([logprobs, entropy, logits], dim=1)
         if row.places is not None:
-            own = own.new_zeros(len(row.row.rows), own.shape[1]).index_copy(0, row.places, own)
+            own = own.new_zeros(row.num_targets, own.shape[1]).index_copy(0, row.places, own)
             own = reduce_from_tensor_model_parallel_region(own, group=context_parallel_group())
+        own = _of_each_sequence(row, own)
         return own[:, 0], own[:, 1], own[:, 2:]
 
     def values(self, hidden: torch.Tensor, row: RowPart) -> torch.Tensor:
@@ -194,6 +193,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden.flatten(0, 1)
+
+
+def _of_each_sequence(row: RowPart, outputs: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of the tokens at ``row.row.rows``, [M, ...], from those of ``row.targets`` of all ranks."""
+    if row.shared is None or row.shared.target_of is None:
+        return outputs
+    return outputs.index_select(0, row.shared.target_of)
 
 
 def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> Part:
