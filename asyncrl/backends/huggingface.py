@@ -51,7 +51,10 @@ def read_shape(folder: Path, *, where: str = "model.path", own: Family | None = 
         for key, supported in family.only.items():  # others would be silently ignored
             if (value := getattr(config, key, supported[0])) not in supported:
                 raise Unsupported(f"{key} = {value!r}")
-        shape = dataclasses.replace(family.shape(config), family=family)
+        made = family.shape(config)
+        if not isinstance(made, ModelShape):
+            raise TypeError(f"the family's shape returned {plugins.with_article(type(made))}, not a ModelShape")
+        shape = dataclasses.replace(made, family=family)
         _refuse_sizes(shape)
         return shape
     except Unsupported as error:

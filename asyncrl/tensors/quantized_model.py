@@ -37,6 +37,16 @@ def find_format(names: Iterable[str]) -> str:
     return "fp8" if any(fp8.is_scale(name) for name in names) else ""
 
 
+def find_scale(model: Path) -> str:
+    """Return the name of a scale of quantized weights in a folder; empty if there is none. Raises WeightsError."""
+    for file in weight_files.paths(model):
+        with safe_open(os.fspath(file), framework="pt") as stored:
+            names: list[str] = stored.keys()
+        if found := [name for name in names if fp8.is_scale(name) or int4.is_beside(name)]:
+            return found[0]
+    return ""
+
+
 def describe_quantization(config: Path, about: dict[str, Any] = fp8.CONFIG) -> None:
     """Add quantization_config to a config.json, to say that its weights are quantized."""
     settings = json.loads(config.read_text())

@@ -52,8 +52,10 @@ def quantize(source: Path, destination: Path, quantization: str, *, group: int =
         raise ConfigError(
             f"{source}: gpt-oss holds all experts of a layer in one tensor, which {quantization} does not"
         )
-    from asyncrl.tensors.quantized_model import write_folder  # imports torch
+    from asyncrl.tensors.quantized_model import find_scale, write_folder  # imports torch
 
+    if name := find_scale(source):
+        raise ConfigError(f"{source}: has {name}, so its weights are quantized, although config.json does not say so")
     with new_folder(destination) as folder:
         try:
             write_folder(source, folder, quantization, group=group)

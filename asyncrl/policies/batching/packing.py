@@ -135,7 +135,7 @@ def pack_for_ranks(
     chosen = _Plan.of(items, ranks=ranks, max_tokens=max_tokens, lengths=lengths, shared=np.zeros_like(lengths))
     order: Sequence[int] = range(len(sequences))
     if shares_prefixes:
-        sorted_order, shared = prefixes.sort([one.tokens for one in sequences], _split_experts(sequences, lengths))
+        sorted_order, shared = prefixes.sort([one.tokens for one in sequences], _experts_of_each(sequences))
         plans = _sharing_plans(lengths[sorted_order], shared, ranks=ranks, max_tokens=max_tokens)
         best = min(plans, key=lambda plan: plan.cost)
         if best.cost < chosen.cost:
@@ -361,18 +361,19 @@ def _temperatures(sequences: Sequence[TrainingSequence]) -> NDArray[np.float32]:
 
 def _experts(sequences: Sequence[TrainingSequence]) -> ExpertArray:
     """Return [N, layers, experts per token]; sequences without experts are marked as unrouted."""
-    known = next((sequence.experts for sequence in sequences if len(sequence.experts)), None)
-    if known is None:
-        return NO_EXPERTS
-    return np.concatenate(
-        [d.experts if len(d.experts) else unrouted_rows(len(d), like=known) for d in sequences], dtype=known.dtype
-    )
+    each = _experts_of_each(sequences)
+    return np.concatenate(each, dtype=each[0].dtype) if each and len(each[0]) else NO_EXPERTS
 
 
-def _split_experts(sequences: Sequence[TrainingSequence], lengths: NDArray[np.int64]) -> Sequence[ExpertArray]:
-    """Return the experts of each sequence, as they are when sequences with and without known experts share a row."""
-    experts = _experts(sequences)
-    return np.split(experts, np.cumsum(lengths)[:-1]) if len(experts) else [NO_EXPERTS] * len(sequences)
+def _experts_of_each(sequences: Sequence[TrainingSequence]) -> list[ExpertArray]:
+    """Return the experts of each sequence, all of one shape and type; all empty if none are known."""
+    known = next((sequence.experts for sequence in sequences if len(sequence.experts)), NO_EXPERTS)
+    if not len(known):
+        return [NO_EXPERTS] * len(sequences)
+    return [
+        d.experts.astype(known.dtype, copy=False) if len(d.experts) else unrouted_rows(len(d), like=known)
+        for d in sequences
+    ]
 
 
 _PER_TOKEN = ("tokens", "response_mask", "behavior_logprobs", "advantages", "loss_weights", "staleness")

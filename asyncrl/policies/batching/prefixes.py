@@ -34,23 +34,35 @@ def sort(tokens: Sequence[NDArray[np.int32]], experts: Sequence[ExpertArray]) ->
     tokens   i32[T] of each sequence
     experts  [T, layers, experts per token] of each sequence; empty for all of them if they are unknown
     """
-    keys = [_as_bytes(*one) for one in zip(tokens, experts, strict=True)]
+    keys = [_keys(*one) for one in zip(tokens, experts, strict=True)]
     order = sorted(range(len(keys)), key=lambda number: keys[number].tobytes())
     shared = np.zeros(len(keys), np.int64)
     for place in range(1, len(keys)):
-        shared[place] = _count_common(keys[order[place - 1]], keys[order[place]])
+        before, own = order[place - 1], order[place]
+        count = _count_equal(keys[before], keys[own])
+        if count and len(experts[own]):
+            count = _count_equal(*(experts[number][:count].reshape(count, -1) for number in (before, own)))
+        shared[place] = count
     return order, shared
 
 
-def _as_bytes(tokens: NDArray[np.int32], experts: ExpertArray) -> NDArray[np.uint8]:
-    """Return u8[T, bytes]: equal rows are equal tokens."""
+def _keys(tokens: NDArray[np.int32], experts: ExpertArray) -> NDArray[np.uint8]:
+    """Return u8[T, 4 or 12]: equal rows for equal tokens.
+
+    A token may have hundreds of bytes of experts, so they are in it as a sum of their words times odd numbers. If two
+    tokens of different experts ever have the same one, less is shared than could be (``sort`` compares the experts).
+    """
     columns = [np.ascontiguousarray(tokens, ">i4").view(np.uint8).reshape(len(tokens), -1)]
     if len(experts):
-        columns.append(np.ascontiguousarray(experts).view(np.uint8).reshape(len(tokens), -1))
+        own = np.ascontiguousarray(experts).reshape(len(tokens), -1).view(np.uint8)
+        words = np.pad(own, ((0, 0), (0, -own.shape[1] % 8))).view(np.uint64)
+        factors = np.random.default_rng(0).integers(0, 2**63, words.shape[1], np.uint64) * 2 + 1
+        columns.append((words @ factors)[:, None].view(np.uint8))
     return np.concatenate(columns, axis=1)
 
 
-def _count_common(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> int:
+def _count_equal(first: NDArray[Any], second: NDArray[Any]) -> int:
+    """Return how many rows two arrays have in common, from the first one on."""
     length = min(len(first), len(second))
     differs = (first[:length] != second[:length]).any(axis=1)
     return int(differs.argmax()) if differs.any() else length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,10 @@ def test_a_family_of_ones_own_is_named_in_the_run_file(arcee: Path) -> None:
     assert "model.layers.1.mlp.up_proj.weight" in {name for entry in weight_map(shape) for name in entry.huggingface}
     with pytest.raises(ConfigError, match=r"^model.family: '.*:layer' is a function, not a Family"):
         huggingface.load_family("tests.integration.extending.toy_family:layer")
+    nothing: Any = lambda config: None  # noqa: E731
+    no_shape = dataclasses.replace(FAMILY, shape=nothing)
+    with pytest.raises(ConfigError, match=r"the family's shape returned a NoneType, not a ModelShape"):
+        huggingface.read_shape(arcee, own=no_shape)
 
 
 SEEN: list[str] = []

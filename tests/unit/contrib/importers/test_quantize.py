@@ -104,3 +104,7 @@ def test_a_quantized_folder_is_not_quantized_again(
     assert main(["quantize", str(whole), str(tmp_path / "made"), "--format", "fp8"]) == 0
     assert main(["quantize", str(tmp_path / "made"), str(tmp_path / "again"), "--format", "fp8"]) == 2
     assert "quantized already; `asyncrl import-model` makes 16-bit ones" in capsys.readouterr().err
+    config = tmp_path / "made" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": None}))
+    assert main(["quantize", str(tmp_path / "made"), str(tmp_path / "again"), "--format", "fp8"]) == 2
+    assert "weight_scale_inv, so its weights are quantized, although config.json" in capsys.readouterr().err

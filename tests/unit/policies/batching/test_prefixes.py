@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages import codec
+from asyncrl.policies.batching import prefixes
 from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, cost, pack_for_ranks, sequence_slices
 from asyncrl.policies.batching.prefixes import MOST_COPIES, DistinctTokens, bundles
 from tests.harness.prefixes import Tokens, random_tree, trained, trees
@@ -124,6 +126,28 @@ def test_tokens_of_other_experts_are_not_shared() -> None:
     ((row,),) = packed(routed)
     assert sorted(row.shared.tolist()) == [0, 2, 6]
     assert sorted(packed(made)[0][0].shared.tolist()) == [0, 6, 6]
+
+
+@given(SEEDS, st.sampled_from([(1, 1), (5, 3), (4, 2)]), st.sampled_from([np.uint8, np.uint16]))
+def test_a_token_is_shared_by_all_that_were_routed_as_it_was_up_to_there(
+    seed: int, shape: tuple[int, int], dtype: type[np.unsignedinteger[Any]]
+) -> None:
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(0, 2, random.integers(1, 6)).astype(np.int32) for _ in range(12)]
+    experts = [np.zeros((len(one), *shape), dtype) for one in tokens]
+    for one in experts:  # at most one token goes to other experts
+        one[random.integers(len(one)), ..., -1] = random.choice([0, 1, 200])
+    order, shared = prefixes.sort(tokens, experts)
+    ways = [
+        tuple((token, tuple(of.ravel().tolist())) for token, of in zip(*one, strict=True))
+        for one in zip(tokens, experts, strict=True)
+    ]
+    assert sorted(order) == list(range(12))
+    for count, (before, own) in zip(shared[1:], pairwise(order), strict=True):
+        assert ways[own][:count] == ways[before][:count]
+        assert ways[own][: count + 1] != ways[before][: count + 1] or count == len(ways[own])
+    every = {way[: n + 1] for way in ways for n in range(len(way))}
+    assert sum(map(len, tokens)) - shared.sum() == len(every)
 
 
 def test_packing_is_the_same_again_and_travels_to_other_ranks() -> None:
