@@ -7,7 +7,7 @@ for any old token, and its metrics show how far the two have moved apart (offpol
     SHADOW/                  RUN/shadows/NAME
       settings.json          what it changes, and its process
       metrics.jsonl          a row for each step, under the run's names
-      states/step-N          newest states of its backend, to go on from
+      states/step-N          newest states of its backend, to go on from, named like the checkpoints of the run
       weights/INCARNATION-N  newest weights as a model folder, for `asyncrl evaluate`
 
 **It may lag.** A step whose groups are no longer on the log, or which lies further back than ``most_lag``, is passed
@@ -27,11 +27,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import os
 import shutil
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +79,38 @@ def settings_of(shadow: Path) -> dict[str, Any]:
     """Return what a shadow's folder says of it: "overrides" and "pid". Raises ConfigError."""
     try:
         found: dict[str, Any] = json.loads((shadow / SETTINGS_FILE).read_text())
-    except (OSError, ValueError):
+        if not (type(found["pid"]) is int and all(type(one) is str for one in [*found["overrides"]])):
+            raise TypeError
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise ConfigError(f"{shadow}: no shadow; `asyncrl shadow` makes one") from None
     return found
+
+
+def state_after(shadow: Path, entry: HistoryEntry) -> Path:
+    """Return the folder of a shadow's state after a step. The same step of two incarnations has two."""
+    return shadow / "states" / checkpoint.folder_name(entry.step, entry.incarnation)
+
+
+@contextlib.contextmanager
+def claim(shadow: Path, overrides: Sequence[str]) -> Iterator[None]:
+    """Hold the lock of a shadow's folder.
+
+    Raises ConfigError while another process holds it, and for other overrides than those of its states.
+    """
+    shadow.mkdir(parents=True, exist_ok=True)
+    with (shadow / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"{shadow}: a shadow of this name is up; choose another --name, or end that one"
+            ) from None
+        if (shadow / SETTINGS_FILE).exists() and (there := settings_of(shadow)["overrides"]) != list(overrides):
+            raise ConfigError(
+                f"{shadow}: was made with {' '.join(f'--set {one}' for one in there) or 'no --set'}; go on with that, "
+                "choose another --name, or remove the folder"
+            )
+        yield
 
 
 def changed_settings(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig:
@@ -120,6 +150,7 @@ class Shadow:
         self._is_up = is_up
         self._skipped = 0
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "promote").unlink(missing_ok=True)  # of an earlier start
         content = {"overrides": self._overrides, "pid": os.getpid()}
         (folder / SETTINGS_FILE).write_text(json.dumps(content))
 
@@ -149,7 +180,7 @@ class Shadow:
         """Train the steps of the present history. Ends when the run falls back behind the newest of them."""
         self._has_fallen_back = False
         loop = asyncio.get_running_loop()
-        done, state = self._starting_point()
+        newest_done, done, state = self._starting_point()
         log = _Log(bus, is_up=self._is_up)
         with ThreadPoolExecutor(1, thread_name_prefix="backend") as thread:
             on_thread = functools.partial(loop.run_in_executor, thread)
@@ -160,7 +191,7 @@ class Shadow:
                     history = present(await asyncio.to_thread(self._recorded.history))
                     todo = list(steps(history))
                     newest = todo[-1][0].step if todo else 0
-                    if newest < done:
+                    if newest < done or newest_done not in (None, *(entry for entry, _, _ in todo)):
                         self._has_fallen_back = True
                         return
                     last = self._last_step
@@ -169,7 +200,7 @@ class Shadow:
                             continue
                         lag = newest - entry.step
                         groups = await log.take(entry, reading) if self._is_near(lag, last) else None
-                        done = entry.step
+                        done, newest_done = entry.step, entry
                         if groups is None:
                             self._skipped += 1
                             continue
@@ -182,8 +213,8 @@ class Shadow:
                         yield ShadowStep(step=entry.step, metrics=metrics, skipped=self._skipped, lag=lag)
                     log.forget(history)
                     if (last is not None and done >= last) or await self._is_over(bus, done):
-                        if trainer.has_trained and not self._state(done).exists():
-                            await on_thread(functools.partial(self._keep_state, trainer, todo[-1][0]))
+                        if trainer.has_trained and newest_done is not None and not self._state(newest_done).exists():
+                            await on_thread(functools.partial(self._keep_state, trainer, newest_done))
                         return
                     await asyncio.sleep(LOOK_SECONDS)
             finally:
@@ -203,24 +234,25 @@ class Shadow:
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def _state(self, step: int) -> Path:
-        return self._folder / "states" / f"step-{step:08d}"
+    def _state(self, entry: HistoryEntry) -> Path:
+        return state_after(self._folder, entry)
 
-    def _starting_point(self) -> tuple[int, Path | None]:
-        """Return the step to go on from, and its state: the newest of ours, else that of the run's checkpoints."""
+    def _starting_point(self) -> tuple[HistoryEntry | None, int, Path | None]:
+        """Return the step to go on from, as an entry and a number, and its state: our newest, else a checkpoint's."""
         history = present(self._recorded.history())
-        trained = [entry.step for entry, _, _ in steps(history)]
-        newest = trained[-1] if trained else 0
-        states = {int(path.name.partition("-")[2]): path for path in (self._folder / "states").glob("step-*")}
-        for step in sorted(states, reverse=True):
-            if step <= newest:
-                return step, states[step]
-            shutil.rmtree(states[step])  # of steps that the run has rolled back
-        return self._recorded.checkpoint_before(newest + 1, history)
+        trained = [entry for entry, _, _ in steps(history)]
+        ours = {self._state(entry): entry for entry in trained}
+        for state in (self._folder / "states").glob("step-*"):
+            if state not in ours:
+                shutil.rmtree(state)  # of a step that the run has rolled back
+        if kept := [(entry, entry.step, state) for state, entry in ours.items() if state.exists()]:
+            return kept[-1]
+        done, folder = self._recorded.checkpoint_before(trained[-1].step + 1 if trained else 1, history)
+        return next((entry for entry in trained if entry.step == done), None), done, folder
 
     def _keep_state(self, trainer: ReplayTrainer, entry: HistoryEntry) -> None:
         """Save state and weights after a step. Blocks."""
-        final = self._state(entry.step)
+        final = self._state(entry)
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -309,10 +341,15 @@ async def promote(recorded: RecordedRun, shadow: Path, *, keep: int, say: Callab
     state, backend = found
     if not state.step:
         raise ConfigError(f"{recorded.directory}: has trained no step yet")
-    ready = shadow / "states" / f"step-{state.step:08d}"
-    (shadow / "promote").write_text(str(state.step))
+    trained = [entry for entry, _, _ in steps(present(recorded.history())) if entry.step == state.step]
+    if not trained:
+        raise ConfigError(f"{recorded.history_file}: the line of step {state.step} is gone")
+    ready = state_after(shadow, trained[-1])
+    wanted = shadow / "promote"
     while not ready.exists():
-        if not is_alive(int(settings_of(shadow)["pid"])):
+        if not wanted.exists():  # the shadow removes it if it starts again meanwhile
+            wanted.write_text(str(state.step))
+        if not is_alive(settings_of(shadow)["pid"]) and not ready.exists():
             raise ConfigError(f"{shadow}: is not up, and has no state of step {state.step}; start it again")
         await asyncio.sleep(LOOK_SECONDS)
     await asyncio.to_thread(_write_checkpoint, recorded, state, ready, folder=backend.parent.parent, keep=keep)

@@ -76,6 +76,7 @@ def run_learner(
     with single_learner.in_folder(run_config.run_directory):
         if shadow is not None:
             _promote(run_config, shadow)
+            ready_file(run_config.run_directory, standby).unlink(missing_ok=True)
         return in_event_loop(_learn(run_config, resume=resume, token=token))
 
 

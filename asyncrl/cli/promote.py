@@ -26,6 +26,6 @@ def run(options: argparse.Namespace) -> int:
 
     folder = folder_of(RecordedRun(options.where), options.shadow)
     said = settings_of(folder)
-    if not is_alive(int(said["pid"])):
+    if not is_alive(said["pid"]):
         raise ConfigError(f"{folder}: this shadow is not up; start it with `asyncrl shadow` on this machine")
     return swap.swap(options.where, said["overrides"], seconds=options.timeout, shadow=folder)

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.audit.shadow import Shadow, changed_settings, folder_of  # imports torch
+    from asyncrl.audit.shadow import Shadow, changed_settings, claim, folder_of  # imports torch
 
     if not re.fullmatch(r"[\w.-]+", options.name) or options.name.startswith("."):
         raise ConfigError(f"--name {options.name}: must be letters, digits, '-', '_' and '.'")
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     settings = recorded.newest_settings()
     changed_settings(recorded.last_start(), options.overrides)
     folder = folder_of(recorded, options.name)
-    with recorded.server(settings, token=arguments.bus_token()) as address:
+    with claim(folder, options.overrides), recorded.server(settings, token=arguments.bus_token()) as address:
         if address is None:
             raise recorded.no_log_error(settings)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from asyncrl.adapters.bus_file import may_be_up
 from asyncrl.adapters.registry import observe
 from asyncrl.audit import run_folder
 from asyncrl.audit.run_folder import RecordedRun
@@ -69,10 +70,12 @@ def swap(directory: Path, overrides: Sequence[str], *, seconds: float, shadow: P
     run_file.check(changed)
     resume_checks.check_settings(changed)
     write = functools.partial(SwapRequest.make, directory, overrides, shadow=shadow)
-    return asyncio.run(_swap(write, present, token=arguments.bus_token(present), seconds=seconds))
+    return asyncio.run(_swap(write, directory, present, token=arguments.bus_token(present), seconds=seconds))
 
 
-async def _swap(write: Callable[[], SwapRequest], run: RunConfig, *, token: str, seconds: float) -> int:
+async def _swap(
+    write: Callable[[], SwapRequest], directory: Path, run: RunConfig, *, token: str, seconds: float
+) -> int:
     began = time.monotonic()
     bus = await observe(run, token=token)
     request = None
@@ -82,10 +85,17 @@ async def _swap(write: Callable[[], SwapRequest], run: RunConfig, *, token: str,
             raise ConfigError(f"run {run.run.name} has no learner now; --resume it with these settings instead")
         request = write()
         async with asyncio.timeout(seconds):
-            if problem := await _follow(request, run.run.name):
-                print(f"run {run.run.name}: not swapped, the present learner goes on: {problem}")
+            if problem := await _follow(request, directory, run):
+                print(f"run {run.run.name}: not swapped: {problem}")
                 return 1
-            step = await _first_step(bus, after=progress.incarnation)
+            first = asyncio.ensure_future(_first_step(bus, after=progress.incarnation))
+            try:
+                while not first.done():
+                    _require_up(directory, run)
+                    await asyncio.wait({first}, timeout=LOOK_SECONDS)
+                step = first.result()
+            finally:
+                first.cancel()
         passed = in_words(time.monotonic() - began)
         print(f"run {run.run.name}: the new learner has taken over, and goes on from step {step}; {passed} in all")
         return 0
@@ -98,9 +108,14 @@ async def _swap(write: Callable[[], SwapRequest], run: RunConfig, *, token: str,
         await bus.close()
 
 
-async def _follow(request: SwapRequest, name: str) -> str:
-    """Print each phase until the present learner has left, and return ""; or why it goes on. Raises ConfigError."""
-    began, said = time.monotonic(), ""
+def _require_up(directory: Path, run: RunConfig) -> None:
+    if not run.bus.url and not may_be_up(directory):
+        raise ConfigError(f"run {run.run.name}: `asyncrl run` has ended meanwhile; --resume it with these settings")
+
+
+async def _follow(request: SwapRequest, directory: Path, run: RunConfig) -> str:
+    """Print each phase until the present learner has left, and return ""; or why it does not. Raises ConfigError."""
+    began, said, name = time.monotonic(), "", run.run.name
     while (status := request.status) is None or status.phase != "failed":
         if status is None and time.monotonic() - began > ANSWER_SECONDS:
             raise ConfigError(f"run {name}: no `asyncrl run` of this folder has answered in {ANSWER_SECONDS:g} s")
@@ -109,6 +124,7 @@ async def _follow(request: SwapRequest, name: str) -> str:
             print(f"run {name}: {_MEANING[said]}", flush=True)
         if said == "done":
             return ""
+        _require_up(directory, run)
         await asyncio.sleep(LOOK_SECONDS)
     return status.problem
 

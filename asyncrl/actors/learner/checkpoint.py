@@ -56,7 +56,7 @@ def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
     Raises CheckpointError naming the folder. The previous checkpoint is then untouched.
     """
-    final = directory / _name(state)
+    final = directory / folder_name(state.step, state.incarnation)
     unfinished = UnfinishedCheckpoint(partial=directory / f".{final.name}.partial", final=final)
     with _remove_on_failure(unfinished):
         for path in _entries(directory):
@@ -160,7 +160,7 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
             prompts[name] = {int(key): value for key, value in prompts[name].items()}
         table["resume_points"] = {int(key): value for key, value in table["resume_points"].items()}
         state = LearnerState(prompts=PromptState(**prompts), **table)
-        if folder.name != (name := _name(state)):
+        if folder.name != (name := folder_name(state.step, state.incarnation)):
             raise ValueError(f"it is of {name}")
     except (OSError, *manifest.UNREADABLE) as error:
         if isinstance(error, OSError) and not manifest.is_damage(error):
@@ -209,9 +209,9 @@ def _lacks_backend(folder: Path) -> str:
     return "" if found else "backend is gone or empty"
 
 
-def _name(state: LearnerState) -> str:
+def folder_name(step: int, incarnation: int) -> str:
     """Folder name of a checkpoint. An incarnation writes each step once, so no checkpoint ever replaces another."""
-    return f"step-{state.step:08d}" + (f"-epoch-{state.incarnation}" if state.incarnation else "")
+    return f"step-{step:08d}" + (f"-epoch-{incarnation}" if incarnation else "")
 
 
 def _sync_tree(folder: Path) -> None:

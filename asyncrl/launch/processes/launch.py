@@ -35,7 +35,7 @@ from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.launch.processes.fleet import FleetScaler
 from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
 from asyncrl.launch.processes.process_specs import ProcessSpecs
-from asyncrl.launch.processes.swap import LearnerSwapper, NewLearner, SwapRequest
+from asyncrl.launch.processes.swap import LearnerSwapper, NewLearner
 from asyncrl.logs import print_line
 from asyncrl.messages.control import FleetSize
 from asyncrl.messages.roles import LEARNER
@@ -105,10 +105,10 @@ async def launch(
             stack.enter_context(_handle_signals(manager.interrupt))
         numbers = itertools.count(1)
 
-        def new_learner(request: SwapRequest, more: Sequence[str], taken: frozenset[int]) -> ChildProcess:
+        def new_learner(more: Sequence[str], taken: frozenset[int], shadow: str) -> ChildProcess:
             changed = config.load(run_file, [*overrides, *more])
             name = f"{LEARNER}-swap{next(numbers)}"
-            return specs.new_learner(changed, more, name=name, taken=taken, shadow=request.shadow)
+            return specs.new_learner(changed, more, name=name, taken=taken, shadow=shadow)
 
         return await _run_processes(manager, run_config, new_learner=new_learner, token=token)
 

@@ -156,6 +156,7 @@ class ProcessManager:
         """
         was_over = self._over.is_set()
         if child.is_standby:  # the present learner goes on
+            child.is_kept_running = False
             return None
         if child.spec.role == LEARNER and not (child.is_leaving and ended.code):
             self._on_learner_exit(ended)
@@ -251,7 +252,9 @@ class ProcessManager:
                 self._cure(finding)
 
     def _cure(self, finding: Finding) -> None:
-        child = next((child for child in self.fleet.children if child.name == finding.actor), None)
+        child = next(
+            (one for one in self.fleet.children if finding.actor in {its.name for its in one.own_processes()}), None
+        )
         if finding.fault == "bus" and self._server is not None and self._server.pid:
             os.kill(self._server.pid, signal.SIGKILL)
         elif finding.cure == "restart" and child is not None:

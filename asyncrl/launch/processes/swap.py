@@ -8,8 +8,9 @@
 
 Workers see only a new incarnation, whose first version is the last one of the incarnation before. They go on with the
 groups that the window allows, so engines lose time only if a checkpoint and its reading take longer than the window.
-Until the present learner is told to leave, any failure of the new one leaves the run as it was; after that, the new one
-is restarted like any learner.
+Until the present learner is told to leave, any failure of the new one leaves the run as it was, and so does a request
+that is removed; after that, the new one is restarted like any learner. A shadow that fails to hand over its state then
+leaves the run a learner with the present settings.
 
 Requests are files, not messages: who may write to the run's folder may choose what code the run executes.
 
@@ -19,6 +20,7 @@ Tests: tests/unit/launch/processes/test_swap.py; with real processes, tests/inte
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
@@ -26,9 +28,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, HAND_OVER_SECONDS, Fleet
 from asyncrl.messages.roles import LEARNER
@@ -36,9 +38,11 @@ from asyncrl.messages.roles import LEARNER
 LOOK_SECONDS: Final = 0.2
 TAKE_OVER: Final = signal.SIGUSR1
 
-NewLearner = Callable[["SwapRequest", Sequence[str], frozenset[int]], ChildProcess]
-"""Creates the learner of a request, with all overrides so far, that uses none of these GPUs. Raises ConfigError,
-NoRoom."""
+NewLearner = Callable[[Sequence[str], frozenset[int], str], ChildProcess]
+"""Creates a learner that waits to take over, with these overrides, on none of these GPUs, with the state of the shadow
+in this folder ("": of none). Raises ConfigError, NoRoom."""
+
+Phase = Literal["starting", "draining", "done", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +50,11 @@ class SwapStatus:
     """How far a swap is.
 
     phase    starting (the new learner; the present one trains), draining (the present one ends its step and writes a
-             checkpoint), done (the present one has left), failed (the present one goes on)
-    problem  why it has failed, in one line
+             checkpoint), done (the present one has left), failed
+    problem  why it has failed and what goes on, in one line
     """
 
-    phase: Literal["starting", "draining", "done", "failed"]
+    phase: Phase
     problem: str = ""
 
 
@@ -60,6 +64,7 @@ class SwapRequest:
     def __init__(self, directory: Path, name: str) -> None:
         """directory: the run's folder"""
         folder = directory / "swap"
+        self.name = name
         self._request, self._status = folder / f"{name}.request", folder / f"{name}.status"
 
     @classmethod
@@ -78,24 +83,40 @@ class SwapRequest:
         requests = [cls(directory, file.stem) for file in sorted((directory / "swap").glob("*.request"))]
         return [one for one in requests if one.status is None]
 
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        return tuple(json.loads(self._request.read_text())["overrides"])
+    def read(self) -> tuple[tuple[str, ...], str]:
+        """Return the overrides, and the shadow's folder or "". Raises ConfigError if the file is not a request."""
+        try:
+            content = json.loads(self._request.read_text())
+            overrides, shadow = content["overrides"], content["shadow"]
+            if not (isinstance(overrides, list) and all(isinstance(one, str) for one in (*overrides, shadow))):
+                raise TypeError
+        except OSError as error:
+            raise ConfigError(f"{self._request}: cannot be read: {error.strerror}") from None
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise ConfigError(f"{self._request}: is not a request of this version of `asyncrl swap`") from None
+        return tuple(overrides), shadow
 
     @property
-    def shadow(self) -> str:
-        return str(json.loads(self._request.read_text())["shadow"])
+    def is_withdrawn(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return not self._request.exists()
 
     @property
     def status(self) -> SwapStatus | None:
-        """None until `asyncrl run` has seen the request."""
+        """None until `asyncrl run` has seen the request. A file of another version counts as failed."""
         try:
-            return SwapStatus(**json.loads(self._status.read_text()))
+            status = SwapStatus(**json.loads(self._status.read_text()))
+            if status.phase not in get_args(Phase):
+                raise ValueError
         except FileNotFoundError:
             return None
+        except (OSError, ValueError, TypeError, RecursionError):
+            return SwapStatus(phase="failed", problem=f"{self._status}: cannot be read, or is of another version")
+        return status
 
     def answer(self, status: SwapStatus) -> None:
-        _write(self._status, asdict(status))
+        if not self.is_withdrawn:
+            _write(self._status, asdict(status))
 
     def remove(self) -> None:
         self._request.unlink(missing_ok=True)
@@ -123,44 +144,96 @@ class LearnerSwapper:
         self._fleet = fleet
         self._new_learner = new_learner
         self._overrides: tuple[str, ...] = ()  # of earlier swaps
+        self._seen: set[str] = set()
+        """Names of requests: one that cannot be answered, as on a full disk, is not tried again."""
 
     async def run(self) -> None:
         """Run until cancelled."""
         shutil.rmtree(self._directory / "swap", ignore_errors=True)  # requests to an earlier `asyncrl run`
-        while True:
-            for request in SwapRequest.waiting(self._directory):
-                try:
-                    await self._swap(request)
-                except (AsyncRLError, OSError, ValueError) as error:
-                    request.answer(SwapStatus(phase="failed", problem=str(error)))
-            await asyncio.sleep(LOOK_SECONDS)
+        swap: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for request in SwapRequest.waiting(self._directory):
+                    if request.name in self._seen:
+                        continue
+                    self._seen.add(request.name)
+                    if swap is None or swap.done():
+                        swap = group.create_task(self._answer(request))
+                    else:
+                        self._refuse(request, "another swap is under way; try again when it is done")
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _answer(self, request: SwapRequest) -> None:
+        try:
+            await self._swap(request)
+        except (AsyncRLError, OSError) as error:
+            self._refuse(request, str(error))
+        except asyncio.CancelledError:
+            self._refuse(request, "the run ends")
+            raise
+
+    def _refuse(self, request: SwapRequest, problem: str) -> None:
+        self._fleet.say(f"not swapped: {problem}")
+        with contextlib.suppress(OSError):
+            request.answer(SwapStatus(phase="failed", problem=problem))
 
     async def _swap(self, request: SwapRequest) -> None:
         """Start a new learner, and let it take over once it is ready."""
-        overrides = (*self._overrides, *request.overrides)
-        new = self._new_learner(request, overrides, self._taken())
+        changed, shadow = request.read()
+        overrides = (*self._overrides, *changed)
+        new = self._new_learner(overrides, self._taken(), shadow)
+        own = self._new_learner(self._overrides, self._taken(), "") if shadow else None  # while the run file is sound
         self._fleet.say(f"{new.name} starts, to take over from the learner")
         request.answer(SwapStatus(phase="starting"))
         ready = ready_file(self._directory, new.name)
         self._fleet.add(new)
-        while not ready.exists():
-            if new.gone.is_set():
-                raise AsyncRLError(f"the new learner does not start; see {self._directory}/logs/{new.name}.log")
-            await asyncio.sleep(LOOK_SECONDS)
-        request.answer(SwapStatus(phase="draining"))
+        try:
+            await self._until(lambda: ready.exists() and not new.gone.is_set(), new, request)
+            request.answer(SwapStatus(phase="draining"))
+        except (AsyncRLError, OSError) as error:
+            await self._end(new)
+            raise AsyncRLError(f"{error}; the present learner goes on") from None
         for old in [one for one in self._fleet.children if one.spec.role == LEARNER and one is not new]:
             old.drain()
             later = asyncio.get_running_loop().call_later
             later(DRAIN_SECONDS, old.signal, signal.SIGTERM)
             later(DRAIN_SECONDS + HAND_OVER_SECONDS, old.signal, signal.SIGKILL)
             await old.gone.wait()
-        new.is_standby = False
         new.signal(TAKE_OVER)
-        if new.gone.is_set():  # it died just now: it starts again, as a learner that is resumed
-            self._fleet.add(new)
+        if own is not None:
+            try:  # it removes the file once the shadow's state is in a checkpoint
+                await self._until(lambda: not ready.exists(), new, request)
+            except AsyncRLError as error:
+                await self._end(new)
+                self._begin(own)
+                raise AsyncRLError(f"{error}; a learner with the run's own settings and state goes on") from None
         self._overrides = overrides
         self._fleet.say(f"{new.name} has taken over")
-        request.answer(SwapStatus(phase="done"))
+        if not new.is_kept_running:  # it died just now: it starts again, as a learner that is resumed
+            await new.gone.wait()
+        self._begin(new)
+        with contextlib.suppress(OSError):
+            request.answer(SwapStatus(phase="done"))
+
+    def _begin(self, new: ChildProcess) -> None:
+        """Make it the learner of the run."""
+        new.is_standby = False
+        if not new.is_kept_running:
+            self._fleet.add(new)
+
+    async def _until(self, condition: Callable[[], bool], new: ChildProcess, request: SwapRequest) -> None:
+        """Raises AsyncRLError if the new learner ends before, or nobody waits for the swap any more."""
+        while not condition():
+            if new.gone.is_set():
+                raise AsyncRLError(f"the new learner has ended; see {self._directory}/logs/{new.name}.log")
+            if request.is_withdrawn:
+                raise AsyncRLError("`asyncrl swap` was ended")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _end(self, new: ChildProcess) -> None:
+        new.no_restart.set()
+        new.signal(signal.SIGKILL)
+        await new.gone.wait()
 
     def _taken(self) -> frozenset[int]:
         return frozenset(gpu for one in self._fleet.children if one.spec.role != LEARNER for gpu in one.spec.gpus)

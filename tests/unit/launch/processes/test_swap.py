@@ -11,6 +11,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.launch.processes.swap import TAKE_OVER, LearnerSwapper, SwapRequest, ready_file
+from asyncrl.policies.health.faults import Finding
 from tests.harness.fleet import Launcher, Stage, settings_of
 
 NEW = "learner-swap1"
@@ -25,12 +26,12 @@ class Swapping:
         self._number = 0
         self.task = asyncio.create_task(LearnerSwapper(folder, stage.manager.fleet, new_learner=self._new).run())
 
-    def _new(self, request: SwapRequest, overrides: Sequence[str], taken: frozenset[int]) -> ChildProcess:
+    def _new(self, overrides: Sequence[str], taken: frozenset[int], shadow: str) -> ChildProcess:
         if self.problem:
             raise ConfigError(self.problem)
         self.overrides, self.taken, self._number = overrides, taken, self._number + 1
         name = f"learner-swap{self._number}"
-        return self.stage.specs.new_learner(settings_of(), overrides, name=name, taken=taken, shadow=request.shadow)
+        return self.stage.specs.new_learner(settings_of(), overrides, name=name, taken=taken, shadow=shadow)
 
     def ready(self, name: str = NEW) -> None:
         file = ready_file(self.folder, name)
@@ -132,3 +133,84 @@ async def test_later_swaps_keep_what_earlier_ones_changed(swapping: Swapping) ->
         await swapping.until(request, "done")
     assert swapping.overrides == ("learner.ranks=2", "learner.threads=3")
     assert set(it.names) == {"learner-swap2", "w0", "w1"}
+
+
+async def test_a_file_that_is_no_request_ends_neither_the_run_nor_later_swaps(swapping: Swapping) -> None:
+    folder = swapping.folder / "swap"
+    folder.mkdir(exist_ok=True)
+    for number, text in enumerate(
+        ("[]", "{", '{"overrides": 5, "shadow": ""}', '{"overrides": [1], "shadow": ""}', "{}")
+    ):
+        (folder / f"{number}.request").write_text(text)
+    (folder / "other.request").write_text("{}")
+    (folder / "other.status").write_text('{"phase": "flying"}')
+    assert "is not a request" in await swapping.until(SwapRequest(swapping.folder, "0"), "failed")
+    assert "another version" in await swapping.until(SwapRequest(swapping.folder, "other"), "failed")
+    await swapping.until(SwapRequest(swapping.folder, "4"), "failed")
+    await swapping.until(SwapRequest.make(swapping.folder, []), "starting")
+
+
+async def test_a_swap_that_nobody_waits_for_any_more_leaves_the_run_as_it_was(swapping: Swapping) -> None:
+    """The new learner hangs in its start; meanwhile another swap is refused, and afterwards one is not."""
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, ["learner.ranks=2"])
+    await it.until(lambda: NEW in it.names)
+    assert "another swap" in await swapping.until(SwapRequest.make(swapping.folder, []), "failed")
+    request.remove()
+    await it.until(lambda: NEW not in it.names)
+    assert (it.launcher.named("learner").signals, request.status) == ([], None)
+    await swapping.until(SwapRequest.make(swapping.folder, []), "starting")
+    assert swapping.overrides == ()
+
+
+async def test_a_shadow_that_fails_to_hand_over_leaves_the_run_a_learner_with_its_own_settings(
+    swapping: Swapping,
+) -> None:
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, ["learner.ranks=2"], shadow=swapping.folder / "shadows" / "one")
+    await it.until(lambda: NEW in it.names)
+    new = it.launcher.named(NEW)
+    assert "--promote" in new.spec.arguments
+    swapping.ready()
+    await it.until(lambda: TAKE_OVER in new.signals)
+    new.code.set_result(2)
+    assert "own settings" in await swapping.until(request, "failed")
+    await it.until(lambda: "learner-swap2" in it.names)
+    arguments = it.launcher.named("learner-swap2").spec.arguments
+    assert arguments[-1] == "--resume" and "learner.ranks=2" not in arguments
+    assert set(it.names) == {"learner-swap2", "w0", "w1"}
+
+
+async def test_a_promoted_learner_may_die_once_it_has_the_shadows_state(swapping: Swapping) -> None:
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, [], shadow=swapping.folder / "shadows" / "one")
+    await it.until(lambda: NEW in it.names)
+    new = it.launcher.named(NEW)
+    swapping.ready()
+    await it.until(lambda: TAKE_OVER in new.signals)
+    assert request.status is not None and request.status.phase == "draining"
+    ready_file(swapping.folder, NEW).unlink()
+    await swapping.until(request, "done")
+    new.code.set_result(1)
+    await it.until(lambda: NEW in it.names)
+    assert "--promote" not in it.launcher.named(NEW).spec.arguments
+
+
+async def test_a_run_that_ends_answers_the_swap(swapping: Swapping) -> None:
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, [])
+    await it.until(lambda: NEW in it.names)
+    swapping.task.cancel()
+    await asyncio.wait({swapping.task})
+    assert request.status is not None and request.status.problem == "the run ends"
+
+
+async def test_a_learner_that_took_over_is_restarted_when_it_is_stuck(swapping: Swapping) -> None:
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, [])
+    await it.until(lambda: NEW in it.names)
+    swapping.ready()
+    await swapping.until(request, "done")
+    it.manager._cure(Finding(fault="stuck", actor="learner", cause="it hangs", remedy="", cure="restart"))
+    assert it.launcher.named(NEW).signals == [TAKE_OVER, 9]
+    await it.until(lambda: NEW in it.names)

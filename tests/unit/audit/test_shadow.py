@@ -1,0 +1,57 @@
+"""What a shadow's folder holds, and from which of its states a shadow goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.actors.learner.history import HISTORY_FILE, History
+from asyncrl.audit.run_folder import RecordedRun
+from asyncrl.audit.shadow import Shadow, claim, settings_of
+from asyncrl.errors import ConfigError
+
+
+def test_a_shadow_goes_on_from_no_state_that_the_run_has_rolled_back(tmp_path: Path) -> None:
+    """The run has fallen back behind step 2 and trained it again while the shadow was away."""
+    first = History(tmp_path / HISTORY_FILE, incarnation=0)
+    first.begin(step=0, kept=0, max_staleness=1, settings={})
+    first.record_trained([1], step=1, max_staleness=0)
+    kept = first.position
+    first.record_trained([2], step=2, max_staleness=0)
+    first.close()
+    states = tmp_path / "shadows" / "one" / "states"
+    for step in (1, 2):
+        (states / f"step-{step:08d}").mkdir(parents=True)
+    shadow = Shadow(RecordedRun(tmp_path), states.parent, overrides=[], most_lag=0)
+    assert shadow._starting_point()[1:] == (2, states / "step-00000002")
+    second = History(tmp_path / HISTORY_FILE, incarnation=1)
+    second.begin(step=1, kept=kept, max_staleness=1, settings={})
+    second.record_trained([2], step=2, max_staleness=0)
+    second.close()
+    assert shadow._starting_point()[1:] == (1, states / "step-00000001")
+    assert [one.name for one in states.iterdir()] == ["step-00000001"]
+
+
+def test_a_shadows_folder_belongs_to_one_process_and_one_choice_of_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "shadows" / "one"
+    with claim(folder, ["learner.ranks=2"]):
+        Shadow(RecordedRun(tmp_path), folder, overrides=["learner.ranks=2"], most_lag=0)
+        with pytest.raises(ConfigError, match="a shadow of this name is up"), claim(folder, ["learner.ranks=2"]):
+            pass
+    with pytest.raises(ConfigError, match="was made with --set learner.ranks=2"), claim(folder, []):
+        pass
+    with claim(folder, ["learner.ranks=2"]):
+        pass
+
+
+def test_a_promotion_of_an_earlier_start_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "promote").write_text("3")
+    assert Shadow(RecordedRun(tmp_path), tmp_path, overrides=[], most_lag=0)._last_step is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "1", "overrides": []}', '{"pid": 1, "overrides": 5}'])
+def test_a_damaged_folder_of_a_shadow_gets_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "settings.json").write_text(text)
+    with pytest.raises(ConfigError, match="no shadow"):
+        settings_of(tmp_path)
