@@ -248,7 +248,7 @@ class ReplayTrainer:
             age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
             discard=section.discard,
         )
-        batch = hooks.batch(batch, groups)
+        batch = hooks.batch(batch, groups, has_advantages=not algorithm.outputs_for_advantage)
         mini_batches = pack_mini_batches(
             batch.sequences,
             sizes=batch.mini_batch_sizes,

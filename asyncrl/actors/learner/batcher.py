@@ -345,7 +345,9 @@ class Batcher:
             age_weight=self._age_weight,
             discard=self._selection.discard,
         )
-        batch = self._hooks.batch(batch, [one.group for one in groups])
+        batch = self._hooks.batch(
+            batch, [one.group for one in groups], has_advantages=not self._algorithm.outputs_for_advantage
+        )
         mini_batches = pack_mini_batches(
             batch.sequences,
             sizes=batch.mini_batch_sizes,

@@ -111,8 +111,12 @@ def toml(document: Any, *, say: Callable[[str], None]) -> str:
         say("delegate has no counterpart and is left out")
     lines = ["[evaluation]"]
     if every := found.get("eval_interval"):
-        lines.append(f"every_steps = {toml_text(every)}")
+        lines.append(f"every_steps = {_text(every, 'eval_interval')}")
+    names = set[str]()
     for name, table in _datasets(found["datasets"]):
+        if (ours := _name(name)) in names:
+            raise ConfigError(f"datasets: {name}: {ours!r} is the name of another data set here; rename one")
+        names.add(ours)
         lines += ["", *_dataset(name, {**defaults, **table}, say=lambda text, name=name: say(f"{name}: {text}"))]  # type: ignore[misc]
     return "\n".join(lines) + "\n"
 
@@ -145,7 +149,7 @@ def _require_known(table: Mapping[str, Any], where: str, known: Iterable[str]) -
 
 def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None]) -> list[str]:
     for key in ("name", "path"):
-        if not isinstance(table.get(key), str):
+        if not isinstance(table.get(key), str) or not table[key]:
             raise ConfigError(f"datasets: {name or 'one'} has no {key}")
     _require_known(table, f"datasets: {name}", (*_KEYS, "rm_type", *_REMEDIES, *_AS_HERE))
     made: dict[str, Any] = {}
@@ -157,13 +161,13 @@ def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None])
             if theirs == "skip_special_tokens" and value:
                 hides_special = True
             elif value != _AS_HERE[theirs]:
-                say(f"{theirs} = {toml_text(value)} is left out: an answer is every token that was sampled")
+                say(f"{theirs} = {_text(value, theirs)} is left out: an answer is every token that was sampled")
             continue
         if theirs in _REMEDIES:
             say(f"{theirs} has no counterpart and is left out: {_REMEDIES[theirs]}")
             continue
         made[_KEYS[theirs]] = value
-    made["name"] = re.sub("[^A-Za-z0-9_-]", "-", name)
+    made["name"] = _name(name)
     if made["name"] != name:
         say(f"is called {made['name']} here: the name is part of its metrics'")
     if variable := _VARIABLE.search(made["path"]):
@@ -173,13 +177,26 @@ def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None])
     for key in ("stop", "stop_token_ids"):
         if key in made and not isinstance(made[key], list):
             made[key] = [made[key]]
-    lines = ["[[evaluation.datasets]]", *(f"{key} = {toml_text(value)}" for key, value in made.items())]
+    lines = ["[[evaluation.datasets]]", *(f"{key} = {_text(value, f'datasets: {name}: {key}')}" for key, value in made.items())]
     kind = str(table.get("rm_type") or "")
     if kind in _REWARDS:
         plain = {"keep_special_tokens": False} if hides_special else {}
         lines.append(f"reward = {toml_text({**_REWARDS[kind], **plain})}")
-    elif hides_special:
+        return lines
+    if hides_special:
         say("skip_special_tokens is left out: it is reward = {keep_special_tokens = false} here, with a reward")
-    elif kind:
+    if kind:
         say(f'rm_type {kind!r} has no counterpart: name a reward of your own, reward = {{kind = "package.module:f"}}')
     return lines
+
+
+def _name(theirs: str) -> str:
+    return re.sub("[^A-Za-z0-9_-]", "-", theirs)
+
+
+def _text(value: Any, where: str) -> str:
+    """Return a value as TOML. Raises ConfigError for what YAML has and TOML or JSON has not, such as a key 1."""
+    try:
+        return toml_text(value)
+    except (TypeError, ValueError, RecursionError):
+        raise ConfigError(f"{where}: must be of texts, numbers, lists and tables, got {value!r:.60}") from None

@@ -115,14 +115,19 @@ def _metrics(measured: Measured, answered: Sequence[Answered], *, seed: int) -> 
     truncated = [cut for one in answered for cut in one.truncated]
     found["length_mean"] = sum(lengths) / len(lengths)
     found["truncated_fraction"] = sum(truncated) / len(truncated)
-    return found if measured.own is None else found | _own_metrics(measured.own, answered)
+    return found if measured.own is None else found | _own_metrics(measured.own, answered, taken=found)
 
 
-def _own_metrics(function: OwnMetrics, answered: Sequence[Answered]) -> dict[str, float]:
-    """Return the user's metrics; {"own_failed": 1} with a warning if their function raises."""
+def _own_metrics(
+    function: OwnMetrics, answered: Sequence[Answered], *, taken: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the user's metrics; {"own_failed": 1} with a warning if their function raises, or one is in ``taken``."""
     try:
         with plugins.contain_exits():
-            return {str(name): float(value) for name, value in function(answered).items()}
+            own = {str(name): float(value) for name, value in function(answered).items()}
+        if both := sorted(own.keys() & taken.keys()):
+            raise ValueError(f"{both[0]} is the name of another metric")
+        return own
     except Exception as error:  # user code may raise anything, and the other numbers are right
         log.warning("evaluation.datasets: metrics raised %s", plugins.describe_raised(error))
         return {"own_failed": 1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,6 +157,13 @@ def test_a_data_set_by_hand() -> None:
     assert found["sums/length_mean"] == 2.5
     assert found["sums/truncated_fraction"] == 1 / 8
     assert found["sums/mean@4/low"] <= found["sums/mean@4"] <= found["sums/mean@4/high"]
+
+
+@pytest.mark.parametrize("own", [{"missing": 3.0}, {"a": "x"}, None])
+def test_metrics_of_the_users_own_that_cannot_be_leave_the_others(own: Any) -> None:
+    measured = Measured(num_prompts=1, num_samples=1, own=lambda answered: own)
+    found = metrics("a", measured, [answered([1.0])], seed=0)
+    assert (found["a/own_failed"], found["a/missing"], found["a/mean@1"]) == (1.0, 0.0, 1.0)
 
 
 def test_what_counts_as_solved_is_the_data_sets_own() -> None:

@@ -127,6 +127,10 @@ def test_every_key_of_theirs_is_taken_or_said() -> None:
         ("{every: 3, datasets: {a: {path: b}}}", "unknown key 'every'; slime and Miles have datasets, defaults"),
         ("eval: {datasets: {a: {path: b, top_pp: 0.7}}}", "datasets: a: unknown key 'top_pp'; did you mean 'top_p'"),
         ("eval: {defaults: {temprature: 0}, datasets: {a: {path: b}}}", "unknown key 'temprature'; did you mean 'tem"),
+        ("eval: {datasets: {'': {path: b}}}", "one has no name"),
+        ("eval: {datasets: {a b: {path: b}, a-b: {path: c}}}", "a-b: 'a-b' is the name of another data set"),
+        ("eval: {datasets: {a: {path: b, metadata_overrides: {1: 2}}}}", "metadata: must be of texts.*got {1: 2}"),
+        ("eval: {datasets: {a: {path: b, stop: 2020-01-01}}}", "datasets: a: stop: must be of texts"),
     ],
 )
 def test_invalid_weights_and_slices_are_refused_in_one_line(text: str, problem: str) -> None:
@@ -151,3 +155,10 @@ def test_mistake_in_their_file_is_refused_in_one_line(tmp_path: Path, yaml_text:
         slime_evaluation.read(file, say=pytest.fail)
     assert problem in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_reward_that_is_left_out_is_named_also_beside_special_tokens() -> None:
+    said: list[str] = []
+    table = {"name": "a", "path": "b", "rm_type": "ours", "skip_special_tokens": True}
+    slime_evaluation.toml({"eval": {"datasets": [table]}}, say=said.append)
+    assert [line.split(":")[1].split()[0] for line in said] == ["skip_special_tokens", "rm_type"]

@@ -132,3 +132,93 @@ def test_a_hook_that_is_none_is_refused_and_a_row_that_fails_ends_the_run(monkey
     monkeypatch.setattr(Doubled, "row", lambda self, step, metrics: 1 / 0)
     with pytest.raises(AsyncRLError, match="Doubled.row raised ZeroDivisionError"):
         Hooks([f"{HERE}:Doubled"]).row(1, {})
+
+
+def built() -> Batch:
+    return batches.build(
+        [group()], algorithm=resolve(ALGORITHMS["grpo"]), policy_version=0, max_staleness=0, resume_points={}
+    )
+
+
+def with_first(batch: Batch, **changes: Any) -> Batch:
+    return replace(batch, sequences=[replace(batch.sequences[0], **changes), *batch.sequences[1:]])  # type: ignore[no-any-return]
+
+
+def write_mask(batch: Batch) -> None:
+    batch.sequences[0].response_mask[:] = True
+
+
+class OfBatch:
+    """Changes a batch as ``change`` does."""
+
+    change: ClassVar[Any] = None
+
+    def batch(self, batch: Batch, groups: Sequence[TrajectoryGroup]) -> Any:
+        return type(self).change(batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (write_mask, "read-only"),
+        (lambda batch: with_first(batch, tokens=batch.sequences[0].tokens + 1), "it changed tokens"),
+        (lambda batch: with_first(batch, temperature=0.5), "it changed temperature"),
+        (lambda batch: with_first(batch, advantages=np.full(5, np.nan)), "advantages must be 5 finite numbers"),
+        (lambda batch: with_first(batch, loss_weights=np.ones(4)), "loss_weights must be 5 finite numbers"),
+        (lambda batch: with_first(batch, response_mask=np.ones(5, np.int64)), r"must be bool\[5\], not int64"),
+        (lambda batch: replace(batch, advantage_inputs=replace(batch.advantage_inputs)), "changed advantage_inputs"),
+        (lambda batch: replace(batch, metrics={"a": "b"}), "'a': 'b' is no metric"),
+    ],
+)
+def test_what_a_hook_cannot_do_with_a_batch_is_named(
+    change: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OfBatch, "change", staticmethod(change))
+    with pytest.raises(FilterError, match=rf"OfBatch.batch raised .*{words}"):
+        Hooks([f"{HERE}:OfBatch"]).batch(built(), [group()])
+
+
+def test_a_mask_that_a_hook_shortens_takes_weights_and_counts_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = np.array([False, True, False, False, False])
+    monkeypatch.setattr(OfBatch, "change", staticmethod(lambda batch: with_first(batch, response_mask=mask)))
+    before = built()
+    made = Hooks([f"{HERE}:OfBatch"]).batch(before, [group()])
+    assert (before.num_tokens, made.num_tokens, made.metrics["length/trained_tokens"]) == (6, 4, 4.0)
+    assert np.flatnonzero(made.sequences[0].loss_weights).tolist() == [1]
+    assert before.metrics["length/trained_tokens"] == 6
+
+
+def test_advantages_that_the_step_would_compute_anew_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        OfBatch, "change", staticmethod(lambda batch: with_first(batch, advantages=np.ones(5, np.float32)))
+    )
+    with pytest.raises(FilterError, match="which this algorithm computes only at the step"):
+        Hooks([f"{HERE}:OfBatch"]).batch(built(), [group()], has_advantages=False)
+
+
+class Async:
+    async def batch(self, batch: Batch, groups: Sequence[TrajectoryGroup]) -> None: ...
+
+
+class OneArgument:
+    def row(self, metrics: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["Async"], r"must be def batch\(self, batch, groups\), it is async"),
+        (["OneArgument"], r"must be def row\(self, step, metrics\): too many"),
+        (["Watches", "Watches"], "Watches' is named twice"),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_refused_before_the_run(names: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Hooks([f"{HERE}:{name}" for name in names])
+
+
+@pytest.mark.parametrize("row", [{"a": "x"}, {"step": 3.0}, {1: 1.0}, {"a": None}])
+def test_a_row_of_what_is_no_metric_is_named(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Doubled, "row", lambda self, step, metrics: row)
+    with pytest.raises(AsyncRLError, match="is no metric"):
+        Hooks([f"{HERE}:Doubled"]).row(1, {"loss": 1.0})
