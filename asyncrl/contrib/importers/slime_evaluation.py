@@ -177,7 +177,10 @@ def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None])
     for key in ("stop", "stop_token_ids"):
         if key in made and not isinstance(made[key], list):
             made[key] = [made[key]]
-    lines = ["[[evaluation.datasets]]", *(f"{key} = {_text(value, f'datasets: {name}: {key}')}" for key, value in made.items())]
+    lines = [
+        "[[evaluation.datasets]]",
+        *(f"{key} = {_text(value, f'datasets: {name}: {key}')}" for key, value in made.items()),
+    ]
     kind = str(table.get("rm_type") or "")
     if kind in _REWARDS:
         plain = {"keep_special_tokens": False} if hides_special else {}

@@ -161,7 +161,9 @@ def _own_batch(batch: Batch) -> Batch:
     """Return the batch for a hook: with arrays that it cannot write to, and metrics of its own."""
     own: Batch = replace(
         batch,
-        sequences=[replace(one, **{name: read_only(getattr(one, name)) for name in _ARRAYS}) for one in batch.sequences],
+        sequences=[
+            replace(one, **{name: read_only(getattr(one, name)) for name in _ARRAYS}) for one in batch.sequences
+        ],
         metrics=dict(batch.metrics),
     )
     return own
@@ -181,7 +183,8 @@ def _changed_batch(made: Any, batch: Batch, *, has_advantages: bool) -> Batch:
     sequences = [_changed_sequence(one, before) for one, before in pairs]
     if not has_advantages and any(one.advantages.any() for one in sequences):
         raise ValueError(
-            "it set advantages, which this algorithm computes only at the step; change rewards in group(), or loss_weights"
+            "it set advantages, which this algorithm computes only at the step; change rewards in group(), or the "
+            "loss_weights"
         )
     count = sum(int(np.count_nonzero(one.response_mask)) for one in sequences)
     metrics = _changed_row(made.metrics) | {"length/trained_tokens": float(count)}

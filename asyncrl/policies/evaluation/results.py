@@ -118,9 +118,7 @@ def _metrics(measured: Measured, answered: Sequence[Answered], *, seed: int) -> 
     return found if measured.own is None else found | _own_metrics(measured.own, answered, taken=found)
 
 
-def _own_metrics(
-    function: OwnMetrics, answered: Sequence[Answered], *, taken: Mapping[str, float]
-) -> dict[str, float]:
+def _own_metrics(function: OwnMetrics, answered: Sequence[Answered], *, taken: Mapping[str, float]) -> dict[str, float]:
     """Return the user's metrics; {"own_failed": 1} with a warning if their function raises, or one is in ``taken``."""
     try:
         with plugins.contain_exits():

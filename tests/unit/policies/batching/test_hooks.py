@@ -170,9 +170,7 @@ class OfBatch:
         (lambda batch: replace(batch, metrics={"a": "b"}), "'a': 'b' is no metric"),
     ],
 )
-def test_what_a_hook_cannot_do_with_a_batch_is_named(
-    change: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_hook_cannot_do_with_a_batch_is_named(change: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OfBatch, "change", staticmethod(change))
     with pytest.raises(FilterError, match=rf"OfBatch.batch raised .*{words}"):
         Hooks([f"{HERE}:OfBatch"]).batch(built(), [group()])
