@@ -9,8 +9,9 @@ returned; None changes nothing.
                                                 advantages, loss weights (``Batch.without`` leaves out whole sequences)
     row(step, metrics) -> Mapping | None        what every sink writes for a step: names to numbers
 
-Arrays are read-only copies: a hook returns replace(...) of what it got. What a token left out of a mask had as advantage
-and loss weight becomes 0.
+Arrays are read-only copies: a hook returns replace(...) of what it got. Advantage and loss weight of a token that is
+left out of a mask become 0.
+
 They must give the same for the same input: a resumed learner and `asyncrl replay` ask ``group`` and ``batch`` again.
 What the log holds never changes, so `asyncrl audit` and `asyncrl samples` show what workers sent.
 
