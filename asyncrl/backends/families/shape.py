@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from asyncrl.backends.families.family import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +98,16 @@ class LinearAttention:
         return self.key_size, self.key_size, self.values_per_key * self.value_size
 
 
+class MadeBy(Protocol):
+    """What a shape knows of its family (family.py)."""
+
+    @property
+    def layer(self) -> Callable[..., Any]: ...
+
+    @property
+    def specification(self) -> Callable[[Any, ModelShape], Any] | None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """config.json of a decoder with rotary positions and a gated feed-forward part."""
@@ -144,7 +152,7 @@ class ModelShape:
     linear: LinearAttention | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
-    family: Family | None = None
+    family: MadeBy | None = None
     """The family that made the shape; set by read_shape."""
 
     def has_experts(self, layer: int) -> bool:

@@ -29,7 +29,7 @@ from asyncrl.backends import huggingface, weight_cuts, weight_places
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.reference import STATE_FILE
 from asyncrl.backends.weight_map import Mapping, Part, weight_map
-from asyncrl.data.model_folder import check_weights, copy_all_but_weights, new_folder
+from asyncrl.data.model_folder import check_weights, copy_all_but_weights, new_folder, require_supported
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.tensors import safetensors_file, torch_dist
 from asyncrl.tensors.model_tensors import Shapes
@@ -78,6 +78,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     try:
         with new_folder(destination) as folder:
             if saved is None:
+                require_supported("SOURCE", source)
                 check_weights(source)
                 (folder / "release").mkdir()
                 done = _to_megatron(source, folder / "release")
