@@ -172,8 +172,8 @@ async def _run(run_config: RunConfig, server: EmbeddedServer) -> None:
     learner, helpers = await build_learner(run_config, bus=buses[0], resume=False)
     lives = [[learner, *helpers, HeartbeatSender(learner)]]
     for number, bus in enumerate(buses[1:]):
-        worker, follower = await build_worker(run_config, bus=bus, name=f"worker-{number}")
-        lives.append([worker, follower, HeartbeatSender(worker)])
+        worker, *followers = await build_worker(run_config, bus=bus, name=f"worker-{number}")
+        lives.append([worker, *followers, HeartbeatSender(worker)])
     try:
         await live(lives)
     finally:

@@ -28,6 +28,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import aiohttp
@@ -40,6 +41,7 @@ from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.messages import SamplingParams
+from asyncrl.messages.control import ServerAddress
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
@@ -85,6 +87,7 @@ class Calls:
 
     attempt = 1
     context_tokens = 10**9
+    servers = MappingProxyType[str, ServerAddress]({})
 
     def __init__(self, engine: SGLangEngine, *, num_tokens: int) -> None:
         self._engine = engine
