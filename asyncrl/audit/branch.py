@@ -387,7 +387,8 @@ class _Retraining:
         if group_id in self._regraded.changed:
             since = self.table.lost_since_step("filtered")
             try:
-                is_kept = self._filters.keep(group, since_step=since, is_counted=False)
+                changed = self.trainer.hooks_of(self._settings).group(group)  # the trainer changes it again
+                is_kept = self._filters.keep(changed, since_step=since, is_counted=False)
             except FilterError:
                 self._lose("failed", group_id)
                 return

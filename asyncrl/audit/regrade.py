@@ -253,7 +253,7 @@ async def regrade(
 ) -> Regraded:
     """Grade the groups on the log for which ``where`` holds, and choose those to retract.
 
-    history    present history up to the newest checkpoint;  directory: of the run, for messages
+    history    present history;  directory: of the run, for messages
     grader     None: no group is graded;  finder: None if no predicate needs a row
     parallel   groups graded at once;  say: called with the number of groups graded so far
 

@@ -237,7 +237,7 @@ class ReplayTrainer:
         """
         backend = self._backend_for(run, folder)
         algorithm, section = registry.algorithm(run), run.staleness
-        hooks = self._hooks_of(run)
+        hooks = self.hooks_of(run)
         groups = [hooks.group(group) for group in groups]
         batch = batches.build(
             groups,
@@ -267,6 +267,8 @@ class ReplayTrainer:
             learning_rate=rate,
             critic_learning_rate=critic_rate,
             layout=run.learner.layout,
+            resets_optimizer=run.learner.reset_optimizer,
+            refresh_steps=run.reference.refresh_steps if run.reference else 0,
         )
         return batch, dict(batch.metrics) | dict(result.metrics)
 
@@ -290,7 +292,8 @@ class ReplayTrainer:
             self._backend.close()
         self._backend = None
 
-    def _hooks_of(self, run: RunConfig) -> Hooks:
+    def hooks_of(self, run: RunConfig) -> Hooks:
+        """Return the hooks of these settings, made once. Raises ConfigError."""
         if (names := run.algorithm.hooks) not in self._hooks:
             self._hooks[names] = Hooks(names)
         return self._hooks[names]

@@ -263,9 +263,8 @@ class _Regrade:
         labels = None if self._label_file is None else _labels(self._label_file, self._branch, self._rows)
         reward = registry.load_reward(self._branch)
         reward.check_machine()
-        return Grader(
-            old, reward=reward, tokenizer=load_tokenizer(Path(old.model.path)), finder=self._finder, labels=labels
-        )
+        tokenizer = load_tokenizer(Path(old.model.path), trusts_code=old.model.trust_remote_code)
+        return Grader(old, reward=reward, tokenizer=tokenizer, finder=self._finder, labels=labels)
 
     def _graded_by(self) -> str:
         """Return a digest of everything that decides a grade, as far as it can be seen."""

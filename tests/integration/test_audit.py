@@ -204,8 +204,10 @@ async def with_a_slow_tool(prompt: PromptGroup, generate: Generate, *, index: in
 def test_what_is_left_out_of_a_late_answer_is_left_out_of_its_replay_too(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """So is what comes between its steps: the optimizer starts anew, and the reference becomes the policy."""
     demo_task.write(tmp_path)
     common = ["run.steps=8", "checkpoint.every_steps=2", "checkpoint.keep_log=true", "weights.keep=9"]
+    common += ["learner.reset_optimizer=true", "reference.kl_coef=0.1", "reference.refresh_steps=3"]
     function = "rollout.function=tests.integration.test_audit:with_a_slow_tool"
     made = demo_run(tmp_path, *common, function, "staleness.max_staleness=2", "staleness.discard=tokens")
     threads = torch.get_num_threads()
