@@ -21,7 +21,7 @@ from asyncrl.config import RunConfig, ServerSection, plugins, tables
 from asyncrl.config.adapter import Adapter
 from asyncrl.config.addresses import without_secrets
 from asyncrl.data.model_folder import check_model
-from asyncrl.engines.port import Engine, ModelServer
+from asyncrl.engines.port import Engine, ModelServer, ServedTo
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.weights.port import WeightChannel
@@ -229,8 +229,6 @@ def gpus_of_servers(run: RunConfig) -> dict[str, int]:
 
 def model_server(run: RunConfig, name: str, *, host: str) -> ModelServer:
     """Return the server of [servers.NAME], without starting it.  host: address of this machine for the workers"""
-    from asyncrl.engines.port import ServedTo
-
     found, options = server_class(name, run.servers[name])
     folder = run.run_directory
     to = ServedTo(

@@ -37,7 +37,7 @@ def own_prompt(prompt: PromptGroup) -> PromptGroup:
 
 
 def own_trajectory(trajectory: Trajectory) -> Trajectory:
-    arrays = ("prompt_tokens", "tokens", "response_mask", "behavior_logprobs", "experts")
+    arrays = ("prompt_tokens", "tokens", "response_mask", "behavior_logprobs", "teacher_logprobs", "experts")
     copies = {name: read_only(getattr(trajectory, name)) for name in arrays}
     return _changed(
         trajectory, reward_parts=dict(trajectory.reward_parts), support=own_support(trajectory.support), **copies

@@ -110,6 +110,13 @@ class JsonServer:
         problem = f"after {tries} tries: {last}" if tries > 1 else str(last)
         raise self.error(problem, kind=OUTAGES.get(last.kind, RewardError) if isinstance(last, Away) else RewardError)
 
+    def model_of(self, servers: Mapping[str, ServerAddress]) -> str:
+        """Return the name of the model that options.server serves, which stays when it is restarted."""
+        try:
+            return servers[self._options.server].model
+        except (KeyError, Outage):  # the request says so, and is repeated
+            return self._options.server
+
     async def _post(self, body: Mapping[str, Any], servers: Mapping[str, ServerAddress]) -> Any:
         url, headers = self._options.url.rstrip("/") if self._path else self._options.url, {}
         if name := self._options.server:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from asyncrl.config.checks import compile_pattern
-from asyncrl.errors import ConfigError, Outage, RewardError
+from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages.control import ServerAddress
 from asyncrl.outage import status_kind
 from asyncrl.rewards.answers import after_thinking
@@ -152,7 +152,7 @@ class JudgeReward:
             self._grades.move_to_end(question)
             return self._grades[question]
         body = {
-            "model": self._options.model or self._model_of(servers),
+            "model": self._options.model or self._server.model_of(servers),
             "messages": [{"role": "user", "content": question}],
             "temperature": self._options.temperature,
             "max_tokens": self._options.max_tokens,
@@ -163,13 +163,6 @@ class JudgeReward:
         while len(self._grades) > self._options.cache:
             self._grades.popitem(last=False)
         return grade
-
-    def _model_of(self, servers: Mapping[str, ServerAddress]) -> str:
-        """Return the model that the server serves; its name does not change when the server is restarted."""
-        try:
-            return servers[self._options.server].model
-        except (KeyError, Outage):  # the request says so, and is repeated
-            return self._options.server
 
     def _spend(self) -> None:
         """Count a request against the budget. Raises RewardError if the budget is spent."""

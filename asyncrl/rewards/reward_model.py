@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncrl.errors import ConfigError, Outage
-from asyncrl.messages.control import ServerAddress
+from asyncrl.errors import ConfigError
 from asyncrl.rewards.http import HttpOptions, JsonServer
 from asyncrl.rewards.port import Sample
 
@@ -55,17 +54,12 @@ class RewardModel:
             for one in samples
         ]
         distinct = list(dict.fromkeys(texts))
-        body = {"model": self._model_of(samples[0].servers), "text": distinct}
+        servers = samples[0].servers
+        body = {"model": self._options.model or self._server.model_of(servers), "text": distinct}
         read = functools.partial(self._read, count=len(distinct))
-        scores = await self._server.ask(body, read, servers=samples[0].servers)
+        scores = await self._server.ask(body, read, servers=servers)
         of_text = dict(zip(distinct, scores, strict=True))
         return [of_text[text] for text in texts]
-
-    def _model_of(self, servers: Mapping[str, ServerAddress]) -> str:
-        try:
-            return self._options.model or servers[self._options.server].model
-        except (KeyError, Outage):  # without a server's name, or the request says so
-            return self._options.server
 
     def _read(self, answer: Any, *, count: int) -> list[float]:
         found: Any = answer.get("data") if isinstance(answer, dict) else answer

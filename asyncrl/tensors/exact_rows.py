@@ -24,8 +24,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 ATTENTION: Final = "asyncrl_exact"
-MODELS: Final = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
-"""Architectures whose every operation over a whole row is one of those below."""
 
 
 class ExactRows(TorchFunctionMode):

@@ -79,11 +79,11 @@ def train_batch(
 ) -> StepResult:
     """Train on ``batch``, packed as ``mini_batches``.
 
-    step           number of steps done before
-    learning_rate  of the policy; None: only the critic learns
-    layout         layout of the backend's ranks, for per-rank metrics
+    step              number of steps done before
+    learning_rate     of the policy; None: only the critic learns
+    layout            layout of the backend's ranks, for per-rank metrics
     resets_optimizer  forget the optimizers' state after the batch, so that the next one starts anew
-    refresh_steps  steps between two refreshes of the reference, as slime's --ref-update-interval; 0: never
+    refresh_steps     steps between two refreshes of the reference, as slime's --ref-update-interval; 0: never
     """
     if not batch.num_tokens:
         log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)

@@ -202,7 +202,7 @@ class Validator:
         if group.error or group.worker in self.quarantined:
             return CheckResult(group=group, is_counted=is_counted)
         try:
-            group = self._changed(group, is_counted=is_counted)
+            group = self._apply_hooks(group, is_counted=is_counted)
             if self.filters is None or self.filters.keep(
                 group, since_step=table.lost_since_step("filtered"), is_counted=is_counted
             ):
@@ -214,7 +214,7 @@ class Validator:
             return CheckResult(group=group, filter_error=str(error))
         return CheckResult(group=group, filtered_by=self.filters.rejected_by)
 
-    def _changed(self, group: TrajectoryGroup, *, is_counted: bool) -> TrajectoryGroup:
+    def _apply_hooks(self, group: TrajectoryGroup, *, is_counted: bool) -> TrajectoryGroup:
         """Return the group as hooks change it. Raises FilterError, and HopelessError after too many in a row."""
         try:
             return self.hooks.group(group)

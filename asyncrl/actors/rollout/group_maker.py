@@ -97,11 +97,11 @@ class GroupMaker:
     ) -> None:
         """
         own_rollouts  by data set, instead of ``rollout``
-        seed     seed of the run; combined with group, sample and call index to seed each generation
-        servers  the servers of [servers], for reward functions
+        seed          seed of the run; combined with group, sample and call index to seed each generation
         engine_build  name and version of the engine, for TrajectoryGroup.engine
-        teachers  served teachers, which score each answer; None: none do
-        need     the weights that generations of a group may start on
+        servers       the servers of [servers], for reward functions
+        teachers      served teachers, which score each answer; None: none do
+        need          the weights that generations of a group may start on
         """
         self.worker = worker
         self.engine = engine

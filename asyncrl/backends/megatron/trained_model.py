@@ -43,10 +43,9 @@ from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.tensors.torch_dist import Chunk
 
-_EMBEDDING: Final = "embedding.word_embeddings.weight"
-"""With tied embeddings, the weight that the output layer of a last stage is a copy of."""
-_MAIN: Final = "param."
 log = logging.getLogger("asyncrl.learner")
+
+_MAIN: Final = "param."
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 

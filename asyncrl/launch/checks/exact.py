@@ -9,7 +9,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
 _MODELS = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
-"""As in tensors/exact_rows.py, which imports torch."""
+"""Architectures whose every operation over a whole row is one of those in tensors/exact_rows.py."""
 
 
 def check(run: RunConfig) -> None:

@@ -274,6 +274,9 @@ def _sequence(
 
     of_tokens, sampled = np.zeros(len(mask), np.float32), trajectory.response_mask
     of_tokens[sampled] = advantages
+    known: dict[str, NDArray[np.float32]] = {}
+    if len(trajectory.teacher_logprobs):
+        known["teacher_logprobs"] = behind_prompt(np.where(sampled, trajectory.teacher_logprobs, np.float32(0)))  # type: ignore[assignment]
     return TrainingSequence(
         tokens=np.concatenate([prompt_tokens, trajectory.tokens]),
         response_mask=behind_prompt(mask),  # type: ignore[arg-type]
@@ -282,9 +285,7 @@ def _sequence(
         loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
         staleness=behind_prompt(np.where(sampled, staleness, np.int32(0))),  # type: ignore[arg-type]
         experts=trajectory.experts,
-        model_outputs={"teacher_logprobs": behind_prompt(np.where(sampled, given, np.float32(0)))}  # type: ignore[dict-item]
-        if len(given := trajectory.teacher_logprobs)
-        else {},
+        model_outputs=known,
         support=join([(prompt, WHOLE), (len(mask), trajectory.support)]),
         temperature=group.temperature,
     )
