@@ -210,6 +210,9 @@ def check_reward_machine(run: RunConfig) -> None:
 def server_class(name: str, section: ServerSection) -> tuple[Any, Any]:
     """Return the class that serves [servers.NAME], and its options. Raises ConfigError."""
     found = plugins.load(section.kind, where=f"servers.{name}.kind", table=SERVERS)
+    missing = [part for part in ("start", "answers", "wait", "close") if not hasattr(found, part)]
+    if missing and section.is_ours:
+        raise ConfigError(f"servers.{name}.kind: {section.kind!r} is no server: it has no {', '.join(missing)}")
     options_type, where = getattr(found, "options_type", None), f"servers.{name}.options"
     if options_type is not None:
         return found, tables.build(options_type, section.options, where)

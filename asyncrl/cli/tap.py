@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
+from asyncrl.config.secret_values import HIDDEN
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.logs import printable
 from asyncrl.messages.topics import ALL, Topic
@@ -168,10 +169,15 @@ def _word(value: Any) -> str:
 
 
 def plain(value: Any, *, most_items: int = 0) -> Any:
-    """Convert a message to JSON values. ``most_items``: maximum items of each array and list; 0 is all."""
+    """Convert a message to JSON values, without its secrets.
+
+    most_items  maximum items of each array and list; 0 is all
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            field.name: plain(getattr(value, field.name), most_items=most_items) for field in dataclasses.fields(value)
+            field.name: plain(its if field.repr or not its else HIDDEN, most_items=most_items)
+            for field in dataclasses.fields(value)
+            for its in (getattr(value, field.name),)
         }
     if isinstance(value, dict):
         return {str(name): plain(item, most_items=most_items) for name, item in value.items()}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+from asyncrl.config.secret_values import hide_credentials
 from asyncrl.errors import ConfigError
 
 MOST_WORKERS: Final = 65_536
@@ -29,6 +31,18 @@ def require(condition: bool, problem: str) -> None:
 def positive(section: Any, *names: str) -> None:
     for name in names:
         require(getattr(section, name) > 0, f"{name} must be > 0, got {getattr(section, name)}")
+
+
+def require_http(url: str) -> None:
+    """Raise ConfigError unless the key ``url`` is the address of a server."""
+    shown = hide_credentials(url)
+    require(url.startswith(("http://", "https://")), f"url must start with http:// or https://, got {shown!r}")
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port over 65535, or an unfinished IPv6 address
+        is_whole = False
+    require(is_whole, f"url must be http://HOST:PORT, got {shown!r}")
 
 
 def compile_pattern(pattern: str, name: str) -> re.Pattern[str]:

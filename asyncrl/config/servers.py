@@ -7,12 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from asyncrl.config.checks import require
-from asyncrl.config.secret_values import hide_credentials
+from asyncrl.config.checks import require, require_http
 
 ELSEWHERE: Final = "openai"
 """Kind of a server that speaks OpenAI's protocol and that the run does not start."""
-_OF_OTHERS: Final = re.compile(r"learner(-\d+)?|prompts|weights|[we]\d+")
+_OF_OTHERS: Final = re.compile(r"learner(-\d+|-swap\d+)?|prompts|weights|[we]\d+")
 """Names of a run's other processes and actors."""
 
 
@@ -49,10 +48,8 @@ class ServerSection:
             "set either path, the model of a server that the run starts, or url, a server that is up elsewhere",
         )
         require(self.kind != ELSEWHERE or bool(self.url), f'kind = "{ELSEWHERE}" needs the url of a server that is up')
-        require(
-            not self.url or self.url.startswith(("http://", "https://")),
-            f"url must start with http:// or https://, got {hide_credentials(self.url)!r}",
-        )
+        if self.url:
+            require_http(self.url)
         for key in ("gpus", "options", "dtype"):
             require(self.is_ours or not getattr(self, key), f"{key} is of a server that the run starts; remove it")
         require(not self.api_key or not self.is_ours, "api_key is of a server at url; remove it")

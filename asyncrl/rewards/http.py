@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 
+from asyncrl.config.checks import require_http
 from asyncrl.config.secret_values import hide_credentials
 from asyncrl.errors import OUTAGES, ConfigError, Outage, RewardError
 from asyncrl.logs import printable
@@ -43,8 +44,8 @@ class HttpOptions:
     def __post_init__(self) -> None:
         if bool(self.url) == bool(self.server):
             raise ConfigError("set either url, the address of a server, or server, the name of one of [servers]")
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url must start with http:// or https://, got {hide_credentials(self.url)!r}")
+        if self.url:
+            require_http(self.url)
         if self.retries < 0 or self.backoff_seconds < 0 or self.request_timeout_seconds <= 0:
             raise ConfigError("retries and backoff_seconds must be >= 0, request_timeout_seconds > 0")
 

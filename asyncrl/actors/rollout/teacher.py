@@ -78,7 +78,7 @@ class Teacher:
         def take(answer: Any) -> Scored:
             try:
                 return read(answer, num_prompt=len(prompt), count=len(tokens))
-            except (LookupError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError, OverflowError) as error:
                 raise self._server.error(
                     f"it gives no logprobs of a prompt ({type(error).__name__}: {error}); a teacher is SGLang, or a "
                     "server whose /completions takes echo = true with logprobs"
@@ -144,7 +144,7 @@ class Teachers:
 
     def _teacher_of(self, prompt: PromptGroup) -> Teacher:
         name = prompt.metadata.get(self._key, self._default) if self._key else self._default
-        if name not in self._teachers:
+        if not isinstance(name, str) or name not in self._teachers:
             raise RewardError(
                 f"teacher.key: the row names {str(name)[:40]!r} in {self._key!r}, and [servers] has no such server"
             )
@@ -198,7 +198,7 @@ def _read_sglang(answer: Any, *, num_prompt: int, count: int) -> Scored:
     return Scored(
         logprobs=np.array([float(entry[0]) for entry in entries], np.float32),
         tokens=tuple(int(entry[1]) for entry in entries),
-        texts=tuple(str(entry[2]) for entry in entries),
+        texts=tuple(str(entry[2] or "") for entry in entries),  # null from a server that gives none
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from asyncrl.config.checks import require_http
 from asyncrl.errors import ConfigError
 
 LOADER = "asyncrl.engines.sglang.loader.load"
@@ -72,8 +73,8 @@ class Options:
         for name in ("tensor_parallel", "start_seconds", "request_seconds", "stream_interval"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url must start with http:// or https://, got {self.url!r}")
+        if self.url:
+            require_http(self.url)
 
 
 _SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})

@@ -16,7 +16,9 @@ import pytest
 from asyncrl import __version__, config
 from asyncrl.audit import run_folder
 from asyncrl.cli import main as cli
+from asyncrl.cli.tap import plain
 from asyncrl.errors import ConfigError, EngineDied, HopelessError, NoAnswer
+from asyncrl.messages.control import ServerAddress
 from tests import ROOT
 from tests.harness.command import asyncrl
 
@@ -360,3 +362,8 @@ def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(
 def test_the_demo_run_file_names_every_section() -> None:
     made = config.load(ROOT / "examples" / "demo.toml")
     assert made.run.mode == "async"
+
+
+def test_tap_shows_where_a_server_is_and_not_its_key() -> None:
+    shown = plain(ServerAddress(name="judge", url="http://h:1/v1", key="hush"))
+    assert shown == {"name": "judge", "url": "http://h:1/v1", "model": "", "key": "***"}

@@ -38,6 +38,9 @@ def load(folder: Path, *overrides: str) -> config.RunConfig:
         (["servers.judge={path='a', url='http://h/v1'}"], "set either path"),
         (["servers.judge={kind='openai', path='a'}"], 'kind = "openai" needs the url'),
         (["servers.judge={url='h:1'}"], "url must start with http"),
+        (["servers.judge={url='http://me:hunter2@h:99999/v1'}"], "url must be http://HOST:PORT, got 'http://h:9"),
+        (["servers.judge={url='http:///v1'}"], "url must be http://HOST:PORT"),
+        (["servers.learner-swap1={path='a'}"], "'learner-swap1' is the name of another process"),
         (["servers.judge={url='http://h/v1', gpus=[1]}"], "gpus is of a server that the run starts"),
         (["servers.w0={path='a'}"], "servers: 'w0' is the name of another process"),
         (["servers.long-0={path='a'}", "rollout.groups.long={}"], "servers: 'long-0' is the name of another process"),
@@ -61,6 +64,7 @@ def test_a_section_that_means_nothing_is_refused(folder: Path, overrides: list[s
             ["servers.judge={path='FOLDER/model', kind='sglan'}"],
             "servers.judge.kind: 'sglan' is unknown; did you mean 'sglang'",
         ),
+        (["servers.judge={path='FOLDER/model', kind='json:dumps'}"], "servers.judge.kind: 'json:dumps' is no server"),
         (
             ["servers.judge={path='FOLDER/model', options={server_arguments={port=1}}}"],
             "servers.judge.options: server_arguments: 'port' is set by asyncrl",
