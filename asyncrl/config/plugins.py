@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import inspect
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -45,6 +46,18 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
         wanted = with_article(kind) if kind else "a function or class"
         raise ConfigError(f"{where}: {name!r} is {with_article(type(found))}, not {wanted}")
     return found
+
+
+def check_call(call: Any, arguments: Sequence[str], *, wanted: str) -> None:
+    """Raise ConfigError, which begins with ``wanted``, unless ``call`` is a plain function of these arguments."""
+    if not callable(call) or inspect.iscoroutinefunction(call):
+        raise ConfigError(f"{wanted}, it is {'async' if callable(call) else repr(call)[:50]}")
+    try:
+        inspect.signature(call).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{wanted}: {error}") from None
+    except ValueError:  # a built-in has no signature
+        return
 
 
 def load_subclass(name: str, *, where: str, kind: type[T]) -> type[T]:

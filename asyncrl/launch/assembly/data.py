@@ -27,7 +27,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.logs import print_line
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
-from asyncrl.policies.evaluation.results import Measured, metric_names
+from asyncrl.policies.evaluation.results import Measured, OwnMetrics, metric_names
 from asyncrl.rewards.load import label_check, needs_label, rewards_of_rows
 
 if TYPE_CHECKING:
@@ -270,10 +270,16 @@ def open_set(
             solved_at=dataset.solved_at,
             has_labels=all(row.label is not None for row in rows),
             tags=Counter(tag for one in tags for tag in one),
-            own=plugins.load(dataset.metrics, where=f"{where}: metrics") if dataset.metrics else None,
+            own=_own_metrics(dataset, where) if dataset.metrics else None,
         ),
         oddities=tuple(f"{where}: {line}" for line in looked.oddities),
     )
+
+
+def _own_metrics(dataset: EvaluationDataset, where: str) -> OwnMetrics:
+    found: OwnMetrics = plugins.load(dataset.metrics, where=f"{where}: metrics")
+    plugins.check_call(found, ("answered",), wanted=f"{where}: metrics: {dataset.metrics!r} must take (answered)")
+    return found
 
 
 def _section(dataset: EvaluationDataset) -> config.DataSection:

@@ -20,7 +20,6 @@ Tests: tests/unit/policies/batching/test_hooks.py, tests/integration/learning/te
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final
@@ -106,21 +105,9 @@ def _make(name: str) -> Any:
         raise ConfigError(f"{where}: {name!r} has none of {', '.join(f'{method}()' for method in METHODS)}")
     hook = plugins.make(kind, where=where, name=name)
     for method in methods:
-        _check_method(getattr(hook, method), f"{where}: {name!r}: it must be def {method}", METHODS[method])
+        wanted = f"{where}: {name!r} must have def {method}(self, {', '.join(METHODS[method])})"
+        plugins.check_call(getattr(hook, method), METHODS[method], wanted=wanted)
     return hook
-
-
-def _check_method(call: Any, wanted: str, arguments: Sequence[str]) -> None:
-    """Raise ConfigError unless ``call`` is a plain function of ``arguments``."""
-    wanted = f"{wanted}(self, {', '.join(arguments)})"
-    if not callable(call) or inspect.iscoroutinefunction(call):
-        raise ConfigError(f"{wanted}, it is {'async' if callable(call) else repr(call)[:50]}")
-    try:
-        inspect.signature(call).bind(*arguments)
-    except TypeError as error:
-        raise ConfigError(f"{wanted}: {error}") from None
-    except ValueError:  # a built-in has no signature
-        return
 
 
 def _changed_group(made: Any, group: TrajectoryGroup) -> TrajectoryGroup:

@@ -55,6 +55,7 @@ def own_order(name: str) -> Rank | None:
         return None
     table = {one: f"{__name__}:{one}" for one in ORDERS}
     found: Rank = plugins.load(name, where="staleness.order", table=table)
+    plugins.check_call(found, ("group", "version"), wanted=f"staleness.order: {name!r} must take (group, version)")
     return found
 
 

@@ -205,8 +205,8 @@ class OneArgument:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["Async"], r"must be def batch\(self, batch, groups\), it is async"),
-        (["OneArgument"], r"must be def row\(self, step, metrics\): too many"),
+        (["Async"], r"must have def batch\(self, batch, groups\), it is async"),
+        (["OneArgument"], r"must have def row\(self, step, metrics\): too many"),
         (["Watches", "Watches"], "Watches' is named twice"),
     ],
 )

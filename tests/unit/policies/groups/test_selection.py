@@ -132,3 +132,17 @@ def test_what_is_left_after_the_stale_are_dropped_is_within_the_bound(
     made = table(versions, step=step)
     made.drop(rule(max_staleness=bound).stale(made))
     assert {one.group_id for one in made.buffered.values()} == {i for i, v in versions.items() if step - v <= bound}
+
+
+async def later(group: object, version: int) -> int:
+    return version
+
+
+def of_group_alone(group: object) -> int:
+    return 0
+
+
+@pytest.mark.parametrize(("name", "words"), [("later", "it is async"), ("of_group_alone", "too many positional")])
+def test_an_order_that_cannot_be_called_is_refused_before_the_run(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"staleness.order: .*{name}' must take \(group, version\).*{words}"):
+        own_order(f"tests.unit.policies.groups.test_selection:{name}")
