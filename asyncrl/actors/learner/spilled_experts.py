@@ -42,6 +42,8 @@ def _map(arrays: list[ExpertArray], folder: Path) -> list[ExpertArray]:
                 file.write(array.data)
         size = sum(array.nbytes for array in arrays)
         whole = torch.from_file(name, shared=False, size=size, dtype=torch.uint8).numpy()  # mmap, without a descriptor
+    except RuntimeError as error:  # torch's for an mmap that fails, as with more than vm.max_map_count of them
+        raise OSError(str(error)) from error
     finally:
         os.unlink(name)
     whole.flags.writeable = False

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.actors.learner.spilled_experts import spill
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
@@ -64,6 +65,18 @@ def test_many_groups_need_no_open_files(tmp_path: Path) -> None:
     groups = [spill(group(np.full((3, 2, 1), number, np.uint8)), tmp_path) for number in range(50)]
     assert len(os.listdir("/proc/self/fd")) <= before + 1
     assert [int(one.trajectories[0].experts[0, 0, 0]) for one in groups] == list(range(50))
+
+
+def test_a_file_that_cannot_be_mapped_is_an_error_of_the_disk_and_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unable to mmap 6 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "from_file", fails)
+    with pytest.raises(OSError, match="unable to mmap"):
+        spill(group(np.zeros((3, 2, 1), np.uint8)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_group_without_experts_is_left_alone(tmp_path: Path) -> None:
