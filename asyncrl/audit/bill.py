@@ -3,7 +3,8 @@
 A worker's GPUs are shared at every instant by the groups that it was generating then, alike: with two groups in
 progress for ten seconds on one GPU, each costs five GPU-seconds. Between its first and its last group, time without any
 is "idle". The learner's step is shared by the groups that it trained, by their tokens; the time between steps is
-"waiting". A process without a GPU counts as one. Tests: tests/unit/audit/test_bill.py.
+"waiting". A process without a GPU counts as one. Servers of frozen models are not on the bill; cost/gpu_seconds of each
+step has them. Tests: tests/unit/audit/test_bill.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from asyncrl.audit.recorded_groups import Fate, PromptFinder, prompt_id
@@ -132,8 +134,10 @@ def intervals_of(
     return found, silent
 
 
-def engine_items(intervals: Sequence[Interval], *, gpus: float) -> list[Item]:
-    """Share the time of each worker's GPUs among its groups.  gpus: of a worker"""
+def engine_items(
+    intervals: Sequence[Interval], *, gpus: float, own: Mapping[str, float] = MappingProxyType({})
+) -> list[Item]:
+    """Share the time of each worker's GPUs among its groups.  gpus: of a worker;  own: of those that have others"""
     found: list[Item] = []
     of_workers: dict[str, list[Interval]] = defaultdict(list)
     for one in intervals:
@@ -156,14 +160,14 @@ def engine_items(intervals: Sequence[Interval], *, gpus: float) -> list[Item]:
             Item(
                 actor=worker,
                 fate=one.fate,
-                gpu_seconds=share * gpus,
+                gpu_seconds=share * own.get(worker, gpus),
                 task=one.task,
                 prompt=one.prompt,
                 tokens=one.tokens,
             )
             for one, share in zip(ones, shares, strict=True)
         ]
-        found.append(Item(actor=worker, fate=IDLE, gpu_seconds=idle * gpus))
+        found.append(Item(actor=worker, fate=IDLE, gpu_seconds=idle * own.get(worker, gpus)))
     return found
 
 

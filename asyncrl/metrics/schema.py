@@ -199,7 +199,7 @@ SCHEMA: dict[str, str] = {
     "length/dropped_mean": "mean number of tokens of these rollouts; absent if there are none",
     "data/epoch": "pass over the data of the newest trained prompt",
     "data/overlong_prompts": "prompts dropped because they exceed max_prompt_tokens, since the start",
-    "cost/gpu_seconds": "GPUs of the learner and of live workers, times the time since the last step; a process "
+    "cost/gpu_seconds": "GPUs of learner, live workers and servers, times the time since the last step; a process "
     "without a GPU counts as one",
     "cost/gpu_seconds_per_token": "cost/gpu_seconds per token that the step trains; `asyncrl bill` says what for",
     "time": "end of the step, in Unix seconds",

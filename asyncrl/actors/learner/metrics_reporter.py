@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from asyncrl.actors.activity import ActivityBetweenSteps
 from asyncrl.actors.learner.disk import Disk
@@ -42,11 +42,15 @@ MANY_ROWS = 32
 class Gpus:
     """What a run's cost is counted with: GPUs of a rollout worker and of the learner; 1 for a process without any.
 
-    are_shared  learner and engines take turns on the same GPUs
+    of_grouped  workers of rollout.groups, by name
+    of_servers  all servers that the run starts
+    are_shared  learner and engines take turns on the same GPUs; workers of groups have their own
     """
 
     of_worker: int
     of_learner: int
+    of_grouped: Mapping[str, int] = field(default_factory=dict)
+    of_servers: int = 0
     are_shared: bool = False
 
 
@@ -99,7 +103,7 @@ class MetricsReporter:
         workers = self._activity.update(workers)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, step)  # alarms need these
         if self._gpus is not None:
-            row |= cost_metrics(row, gpus=self._gpus, num_workers=len(workers))
+            row |= cost_metrics(row, gpus=self._gpus, workers=[beat.actor for beat in workers])
         rung = []
         for alarm in self._alarms:
             was_on = alarm.is_on
@@ -209,14 +213,15 @@ def step_metrics(step: int, row: Mapping[str, Metric]) -> StepMetrics:
     )
 
 
-def cost_metrics(row: Mapping[str, Metric], *, gpus: Gpus, num_workers: int) -> dict[str, Metric]:
-    """Return what the time since the last step cost, in all and per trained token."""
+def cost_metrics(row: Mapping[str, Metric], *, gpus: Gpus, workers: Sequence[str]) -> dict[str, Metric]:
+    """Return what the time since the last step cost, in all and per trained token.  workers: names of live ones"""
     elapsed, tokens = row.get("learner/elapsed_seconds"), row.get("length/trained_tokens")
     if not isinstance(elapsed, float | int):
         return {}
-    of_workers = num_workers * gpus.of_worker
+    of_workers = sum(gpus.of_worker for name in workers if name not in gpus.of_grouped)
+    apart = gpus.of_servers + sum(gpus.of_grouped[name] for name in workers if name in gpus.of_grouped)
     held = max(of_workers, gpus.of_learner) if gpus.are_shared else of_workers + gpus.of_learner
-    spent = elapsed * held
+    spent = elapsed * (held + apart)
     metrics: dict[str, Metric] = {"cost/gpu_seconds": spent}
     if isinstance(tokens, float | int) and tokens:
         metrics["cost/gpu_seconds_per_token"] = spent / tokens

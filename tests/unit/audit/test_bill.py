@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner.metrics_reporter import Gpus, cost_metrics
 from asyncrl.audit.bill import Bill, Interval, engine_items, gains_of, learner_items
 from asyncrl.cli.bill import _prices
 from asyncrl.errors import ConfigError
@@ -24,6 +26,19 @@ def test_groups_in_progress_at_the_same_time_share_the_gpus() -> None:
     assert Bill(items=items).by("task") == {"a": 15.0, "b": 15.0, "": 10.0, "c": 2.0}
     assert Bill(items=items).by("fate") == {"trained": 30.0, "idle": 10.0, "stale": 2.0}
     assert Bill(items=items).gpu_seconds == 2 * 21
+
+
+def test_workers_of_a_group_cost_the_gpus_of_their_own_engines() -> None:
+    items = engine_items(
+        [interval(0, 10), dataclasses.replace(interval(0, 10), worker="long-0")], gpus=1, own={"long-0": 4}
+    )
+    assert {one.actor: one.gpu_seconds for one in items if one.fate == "trained"} == {"w0": 10.0, "long-0": 40.0}
+    gpus = Gpus(of_worker=1, of_learner=2, of_grouped={"long-0": 4}, of_servers=3)
+    row = {"learner/elapsed_seconds": 10.0, "length/trained_tokens": 50.0}
+    made = cost_metrics(row, gpus=gpus, workers=["w0", "w1", "long-0"])
+    assert made == {"cost/gpu_seconds": 10.0 * (2 + 2 + 4 + 3), "cost/gpu_seconds_per_token": 2.2}
+    turns = cost_metrics(row, gpus=dataclasses.replace(gpus, are_shared=True), workers=["w0", "w1", "long-0"])
+    assert turns["cost/gpu_seconds"] == 10.0 * (2 + 4 + 3)  # learner and w0, w1 take turns on two
 
 
 def test_a_step_is_shared_by_its_tokens_and_one_that_was_rolled_back_is_named() -> None:
