@@ -25,7 +25,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.codec import encode
 from asyncrl.messages.topics import EVENTS, TRAJECTORIES
-from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, steps
+from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, promotions, steps
 from asyncrl.policies.groups.sample import reason_of
 from asyncrl.policies.groups.validation import digest
 from asyncrl.policies.staleness.staleness import ResumePoints, effective_version, sampled_spans
@@ -62,6 +62,7 @@ async def certificate(
         "incarnation": made[-1].incarnation,
         "weights": _weights(recorded.directory, settings, made[-1]),
         "parent": lineage_of(recorded.directory),
+        **({"promoted_after": shadows} if (shadows := promotions(past)) else {}),  # another state took this one's place
         "incarnations": [
             {
                 "incarnation": entry.incarnation,

@@ -30,7 +30,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import TRAJECTORIES, group_id_of
 from asyncrl.metrics.sinks import JsonLines
-from asyncrl.policies.audit.entries import HistoryEntry, damage, steps
+from asyncrl.policies.audit.entries import HistoryEntry, damage, promotions, steps
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.hooks import Hooks
@@ -81,6 +81,12 @@ def plan_of(
             f"{recorded.directory}: {'; '.join(damage(history))}; only steps behind a checkpoint that was made after "
             "that can be replayed, with --from-step"
         )
+    for step in promotions(history):
+        if done < step < last:
+            raise ConfigError(
+                f"{recorded.directory}: step {step + 1} went on from the state of a shadow (`asyncrl promote`), not "
+                f"from that of step {step}; only steps behind it can be replayed, with --from-step {step + 1}"
+            )
     plan: list[Planned] = []
     for entry, begun, resume_points in trained:
         run = recorded.settings(begun)

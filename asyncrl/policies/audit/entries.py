@@ -107,6 +107,20 @@ def steps(history: Sequence[HistoryEntry]) -> Iterator[tuple[HistoryEntry, Histo
             yield entry, begun, resume_points
 
 
+def promotions(history: Sequence[HistoryEntry]) -> list[int]:
+    """Return the steps after which a shadow's state took the place of the run's (audit/shadow.py: promote).
+
+    Its incarnation begins one version before the newest step: any other begins at that step.
+    """
+    found, newest = [], 0
+    for entry in history:
+        if entry.kind == "trained":
+            newest = entry.step
+        elif entry.kind == BEGUN and entry.step == newest - 1:
+            found.append(newest)
+    return found
+
+
 def damage(
     history: Sequence[HistoryEntry], *, until: tuple[int, int] | None = None, size: int | None = None
 ) -> list[str]:

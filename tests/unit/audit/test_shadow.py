@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.actors.learner.history import HISTORY_FILE, History
+from asyncrl.audit.replay import plan_of
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.audit.shadow import Shadow, claim, settings_of
 from asyncrl.errors import ConfigError
+from asyncrl.policies.audit.entries import present, promotions
 
 
 def test_a_shadow_goes_on_from_no_state_that_the_run_has_rolled_back(tmp_path: Path) -> None:
@@ -55,3 +57,17 @@ def test_a_damaged_folder_of_a_shadow_gets_one_line(tmp_path: Path, text: str) -
     (tmp_path / "settings.json").write_text(text)
     with pytest.raises(ConfigError, match="no shadow"):
         settings_of(tmp_path)
+
+
+def test_steps_before_a_promotion_do_not_lead_to_those_behind_it(tmp_path: Path) -> None:
+    for incarnation, (step, trained) in enumerate([(0, [1, 2]), (1, []), (2, [3])]):
+        history = History(tmp_path / HISTORY_FILE, incarnation=incarnation)
+        history.begin(step=step, kept=history.position, max_staleness=1, settings={})
+        for number in trained:
+            history.record_trained([number], step=number, max_staleness=0)
+        history.close()
+    recorded = RecordedRun(tmp_path)
+    found = present(recorded.history())
+    assert promotions(found) == [2]
+    with pytest.raises(ConfigError, match="step 3 went on from the state of a shadow .* --from-step 3"):
+        plan_of(recorded, found, from_step=1, overrides=[])
