@@ -102,13 +102,8 @@ def _range(number: float) -> str:
     return f"{low}-{2 * low - 1}"
 
 
-def change_point(values: Mapping[int, float], *, step: int, first: int = 0) -> int:
-    """Return the step since which the metric is as it is at ``step``: where its mean changed most, in standard errors.
-
-    first  if it is known; 0 looks for it
-    """
-    if first:
-        return first
+def change_point(values: Mapping[int, float], *, step: int) -> int:
+    """Return since when the metric is as it is at ``step``: where its mean changed most, in standard errors."""
     steps = [one for one in sorted(values) if one <= step and math.isfinite(values[one])]
     best, strongest = step, -1.0
     for place in range(_FEWEST_STEPS, len(steps)):

@@ -124,7 +124,7 @@ def _change(
         raise ConfigError(f"--step {last}: {recorded.directory} has {metric} of steps {min(values)} to {max(values)}")
     if not 0 <= since <= last:
         raise ConfigError(f"--since {since}: must be 1 to {last}, the step that is wrong")
-    begun = change_point(values, step=last, first=since)
+    begun = since or change_point(values, step=last)
     before = [value for number, value in values.items() if begun - STEPS_BEFORE <= number < begun]
     if not before:
         raise ConfigError(f"--step {last}: no step before {begun} has {metric}, with which it could be compared")

@@ -130,6 +130,10 @@ class SamplingParams:
         """Most tokens to sample from; 0: all. In training a nucleus is cut to MOST_KEPT."""
         return self.top_k or (MOST_KEPT if self.reports_support else 0)
 
+    def own_temperature(self, default: float) -> float:
+        """Return the temperature, or 0 if it is ``default``: a trajectory group names only another one."""
+        return 0.0 if self.temperature == default else self.temperature
+
     def at_most(self, max_new_tokens: int) -> SamplingParams:
         """Return a copy with another ``max_new_tokens``; min_new_tokens is lowered to it if necessary."""
         low = max(0, min(self.min_new_tokens, max_new_tokens))

@@ -288,7 +288,7 @@ class PromptSource(Actor):
             max_prompt_tokens=len(row.tokens),
             prompt_digest=digest(row.tokens),
             epoch=row.epoch,
-            temperature=sampling.temperature if sampling.temperature != self._sampling.temperature else 0.0,
+            temperature=sampling.own_temperature(self._sampling.temperature),
             reports_support=self._are_sampled and sampling.reports_support,
         )
 

@@ -164,13 +164,8 @@ class GroupMaker:
             reward_seconds=time.monotonic() - generated,
             label=label_text(prompt.label),
             engine=self._engine_build,
-            temperature=self._own_temperature(prompt),
+            temperature=prompt.sampling.own_temperature(self._rules.temperature),
         )
-
-    def _own_temperature(self, prompt: PromptGroup) -> float:
-        """Return the temperature of a row that has one of its own, else 0."""
-        temperature = prompt.sampling.temperature
-        return temperature if temperature != self._rules.temperature else 0.0
 
     # -- samples -------------------------------------------------------------------------------------------------------
 

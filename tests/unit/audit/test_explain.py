@@ -103,7 +103,6 @@ def test_the_step_since_which_a_metric_is_another_is_found() -> None:
     values = {step: (0.8 if step < 30 else 0.5) + float(draw.normal(0, 0.02)) for step in range(1, 41)}
     assert change_point(values, step=40) == SINCE
     assert change_point(values, step=33) == SINCE
-    assert change_point(values, step=40, first=12) == 12
     exploded = dict(enumerate([1.7, 2.1, 2.3, 1.8, 1.7, 1.4, 110.0, 198.0, 179.0, 273.0], 1))
     assert change_point(exploded, step=10) == 7
 
