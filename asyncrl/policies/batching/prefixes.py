@@ -34,20 +34,20 @@ def sort(tokens: Sequence[NDArray[np.int32]], experts: Sequence[ExpertArray]) ->
     tokens   i32[T] of each sequence
     experts  [T, layers, experts per token] of each sequence; empty for all of them if they are unknown
     """
-    keys = [_keys(*one) for one in zip(tokens, experts, strict=True)]
-    order = sorted(range(len(keys)), key=lambda number: keys[number].tobytes())
+    keys = [_key(*one) for one in zip(tokens, experts, strict=True)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = np.zeros(len(keys), np.int64)
     for place in range(1, len(keys)):
         before, own = order[place - 1], order[place]
-        count = _count_equal(keys[before], keys[own])
+        count = _count_equal(tokens[before][:, None], tokens[own][:, None])
         if count and len(experts[own]):
             count = _count_equal(*(experts[number][:count].reshape(count, -1) for number in (before, own)))
         shared[place] = count
     return order, shared
 
 
-def _keys(tokens: NDArray[np.int32], experts: ExpertArray) -> NDArray[np.uint8]:
-    """Return u8[T, 4 or 12]: equal rows for equal tokens.
+def _key(tokens: NDArray[np.int32], experts: ExpertArray) -> bytes:
+    """Return 4 or 12 bytes for each token, the same for equal ones, in the order of the sequence.
 
     A token may have hundreds of bytes of experts, so they are in it as a sum of their words times odd numbers. If two
     tokens of different experts ever have the same one, less is shared than could be (``sort`` compares the experts).
@@ -58,7 +58,7 @@ def _keys(tokens: NDArray[np.int32], experts: ExpertArray) -> NDArray[np.uint8]:
         words = np.pad(own, ((0, 0), (0, -own.shape[1] % 8))).view(np.uint64)
         factors = np.random.default_rng(0).integers(0, 2**63, words.shape[1], np.uint64) * 2 + 1
         columns.append((words @ factors)[:, None].view(np.uint8))
-    return np.concatenate(columns, axis=1)
+    return np.concatenate(columns, axis=1).tobytes()
 
 
 def _count_equal(first: NDArray[Any], second: NDArray[Any]) -> int:
