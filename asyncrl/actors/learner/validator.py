@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.bus.port import Bus, Record
 from asyncrl.errors import FilterError, HopelessError
+from asyncrl.logs import REASON
 from asyncrl.messages import Quarantine, TrajectoryGroup, replace
 from asyncrl.messages.roles import WORKER
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
@@ -108,14 +109,17 @@ class Validator:
         filters: GroupFilters | None = None,
         tickets: Tickets | None = None,
         hooks: Hooks | None = None,
+        temperatures: Sequence[float] = (),
     ) -> None:
-        """filters: None keeps every group;  tickets: None for answers without tickets"""
+        """filters: None keeps every group;  tickets: None for answers without tickets
+        temperatures: rollout.temperature of every incarnation, this one last"""
         self._bus = bus
         self._validation = validation or GroupValidation()
         self._logprob_check = logprob_check or LogprobMismatch(bound=0.0, every=1)
         self.filters = filters
         self.hooks = hooks or Hooks()
         self.tickets = tickets or Tickets()
+        self._temperatures = temperatures
         self._explained = ""
         """The last error of a filter; its traceback is in the log already."""
         self._impossible: dict[str, tuple[int, str]] = {}
@@ -163,10 +167,27 @@ class Validator:
         if problem or group is None:
             return self._impossible_group(record, group_id=group_id, problem=problem, is_inherited=is_inherited)
         if is_inherited:
+            if problem := self._other_temperature(group):
+                log.warning("group %d is not trained: %s", group_id, problem, extra={REASON: problem})
+                return CheckResult(
+                    group=failed_group(group_id, worker=group.worker, error=problem), problem=problem, is_counted=False
+                )
             self._inherited.add(group_id)
         if len(group.error) > LONGEST_ERROR:
             group = replace(group, error=group.error[:LONGEST_ERROR])
         return self._filter(group, table, is_inherited=is_inherited)
+
+    def _other_temperature(self, group: TrajectoryGroup) -> str:
+        """Return why a group that an earlier incarnation left cannot be trained; "" if it can.
+
+        A group without a temperature of its own was sampled at the rollout.temperature of then, and the trainer divides
+        its logits by that of now.
+        """
+        if group.temperature or group.error or not self._temperatures:
+            return ""
+        newest = max(span.incarnation for one in group.trajectories for span in one.version_spans)
+        was, now = self._temperatures[min(newest, len(self._temperatures) - 1)], self._temperatures[-1]
+        return "" if was == now else f"it was sampled at rollout.temperature {was:g}, and is trained at {now:g}"
 
     def _not_asked_for(self, record: Record[TrajectoryGroup], table: GroupTable) -> CheckResult:
         problem = f"key {record.key!r} names no group that this run requested"

@@ -341,6 +341,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
         ),
         tickets=Tickets(secret_files.ticket_secret(run)),
         hooks=Hooks(run.algorithm.hooks),
+        temperatures=[one["rollout"]["temperature"] for one in run_files] if _are_sampled(run) else (),
     )
 
 

@@ -16,17 +16,20 @@ from numpy.typing import NDArray
 from asyncrl.actors.learner.group_remover import MOST_FAILED_OF_WORKER
 from asyncrl.actors.learner.validator import MOST_IMPOSSIBLE, Validator
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.bus.port import Bus
+from asyncrl.bus.port import Bus, Record
 from asyncrl.engines.generation import Generation
 from asyncrl.errors import EngineError, HopelessError, RewardError
-from asyncrl.messages import SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages import SamplingParams, Trajectory, TrajectoryGroup, VersionSpan, replace
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES, answer_key
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.groups.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.groups.validation import GroupValidation
 from asyncrl.rewards.port import Reward, Sample
 from tests.conftest import BUS_SIZES
 from tests.harness.fakes import Backend, Engine, Judge, Loop, run_worker, token_sum, worker
+from tests.harness.groups import group
+from tests.harness.learning import memory_bus
 
 
 class Trainer(Backend):
@@ -322,3 +325,25 @@ async def test_too_many_skipped_steps_in_a_row_end_the_run_and_leave_their_group
 
 
 # -- prompts that kill -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "temperatures", "is_inherited", "why"),
+    [
+        (0.0, [1.0, 0.5], True, "it was sampled at rollout.temperature 1, and is trained at 0.5"),
+        (0.0, [1.0, 0.5], False, ""),
+        (0.0, [0.5, 0.5], True, ""),
+        (0.7, [1.0, 0.5], True, ""),
+    ],
+)
+def test_a_group_that_a_resumed_run_would_train_at_another_temperature_is_not_trained(
+    own: float, temperatures: list[float], is_inherited: bool, why: str
+) -> None:
+    table = GroupTable(incarnation=1)
+    table.publish(0, position=0)
+    validator = Validator(memory_bus(), temperatures=temperatures)
+    record: Record[TrajectoryGroup] = Record(sequence=1, key="w0/0", message=replace(group(0), temperature=own))
+    checked = validator.check(record, table, is_inherited=is_inherited)
+    assert (checked.problem, checked.is_counted) == (why, not why)
+    assert checked.group is not None
+    assert checked.group.error == why
