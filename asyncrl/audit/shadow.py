@@ -346,8 +346,9 @@ async def promote(recorded: RecordedRun, shadow: Path, *, keep: int, say: Callab
         raise ConfigError(f"{recorded.history_file}: the line of step {state.step} is gone")
     ready = state_after(shadow, trained[-1])
     wanted = shadow / "promote"
+    wanted.write_text(str(state.step))  # even if its state is there already: the shadow ends then
     while not ready.exists():
-        if not wanted.exists():  # the shadow removes it if it starts again meanwhile
+        if not wanted.exists():  # the shadow has started again meanwhile
             wanted.write_text(str(state.step))
         if not is_alive(settings_of(shadow)["pid"]) and not ready.exists():
             raise ConfigError(f"{shadow}: is not up, and has no state of step {state.step}; start it again")
