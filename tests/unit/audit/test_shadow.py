@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from asyncrl.actors.learner.history import HISTORY_FILE, History
+from asyncrl.audit import shadow as shadows
 from asyncrl.audit.replay import plan_of
 from asyncrl.audit.run_folder import RecordedRun
-from asyncrl.audit.shadow import Shadow, claim, settings_of
+from asyncrl.audit.shadow import Shadow, claim, promote, settings_of
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present, promotions
 
@@ -71,3 +74,20 @@ def test_steps_before_a_promotion_do_not_lead_to_those_behind_it(tmp_path: Path)
     assert promotions(found) == [2]
     with pytest.raises(ConfigError, match="step 3 went on from the state of a shadow .* --from-step 3"):
         plan_of(recorded, found, from_step=1, overrides=[])
+
+
+async def test_a_promotion_tells_the_shadow_to_end_even_if_its_state_is_there_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(tmp_path / HISTORY_FILE, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=1, settings={})
+    history.record_trained([1], step=1, max_staleness=0)
+    history.close()
+    folder, recorded = tmp_path / "shadows" / "one", RecordedRun(tmp_path)
+    shadow = Shadow(recorded, folder, overrides=[], most_lag=0)
+    (folder / "states" / "step-00000001").mkdir(parents=True)
+    newest: Any = SimpleNamespace(step=1), tmp_path / "checkpoints" / "step-00000001" / "backend"
+    monkeypatch.setattr(recorded, "checkpoint", lambda: newest)
+    monkeypatch.setattr(shadows, "_write_checkpoint", lambda *args, **named: None)
+    assert await promote(recorded, folder, keep=1, say=lambda line: None) == 1
+    assert shadow._last_step == 1
