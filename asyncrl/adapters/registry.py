@@ -230,9 +230,9 @@ def gpus_of_servers(run: RunConfig) -> dict[str, int]:
     }
 
 
-def gpus_of_grouped_workers(run: RunConfig) -> dict[str, int]:
-    """Return the number of GPUs of each worker of rollout.groups, by its name; 1 for one without any."""
-    return {name: engine_class(run).num_gpus(run.of_group(group)) or 1 for name, group in run.grouped_workers.items()}
+def gpus_of_pool_workers(run: RunConfig) -> dict[str, int]:
+    """Return the number of GPUs of each worker of rollout.pools, by its name; 1 for one without any."""
+    return {name: engine_class(run).num_gpus(run.of_pool(pool)) or 1 for name, pool in run.pool_workers.items()}
 
 
 def model_server(run: RunConfig, name: str, *, host: str) -> ModelServer:

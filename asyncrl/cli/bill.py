@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     of_learner = registry.backend_class(settings).num_gpus(settings) or 1
     trained = [entry for entry in history if entry.kind == "trained"]
     bill = Bill(
-        items=engine_items(intervals, gpus=per_worker, own=registry.gpus_of_grouped_workers(settings))
+        items=engine_items(intervals, gpus=per_worker, own=registry.gpus_of_pool_workers(settings))
         + learner_items(rows, intervals, present_steps={one.step: one.incarnation for one in trained}, gpus=of_learner),
         gains=gains_of(rows_of_newest_history(rows)),
         groups_without_time=silent,

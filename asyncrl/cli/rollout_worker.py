@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evaluate", action="store_true", help="only answer evaluations (evaluation.place = dedicated)"
     )
-    parser.add_argument("--group", default="", metavar="NAME", help="the engine is that of rollout.groups.NAME")
+    parser.add_argument("--pool", default="", metavar="NAME", help="the engine is that of rollout.pools.NAME")
     parser.add_argument(
         "--own-gpus", action="store_true", help="with run.colocated: this worker's GPUs are not the learner's"
     )
@@ -41,11 +41,9 @@ def run(options: argparse.Namespace) -> int:
     is_launched = end_with_parent()
     run_config = arguments.with_bus_address(arguments.load(options))
     name = worker_process.name_of(options, run_config)
-    if options.group and options.group not in run_config.rollout.groups:
-        raise ConfigError(
-            f"rollout-worker --group {options.group}: the run file has no [rollout.groups.{options.group}]"
-        )
-    run_config = run_config.of_group(options.group)
+    if options.pool and options.pool not in run_config.rollout.pools:
+        raise ConfigError(f"rollout-worker --pool {options.pool}: the run file has no [rollout.pools.{options.pool}]")
+    run_config = run_config.of_pool(options.pool)
     check_worker(run_config)
     if options.evaluate and not run_config.num_evaluation_workers:
         raise ConfigError(

@@ -90,7 +90,7 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSection:
+class PoolSection:
     """Rollout workers whose engines are of another size or have other settings than those of [engine]."""
 
     workers: int = 1
@@ -116,7 +116,7 @@ class RolloutSection:
     get too old. `asyncrl scale` still works; a size it sets outside this range stays."""
     gpus: tuple[int, ...] = ()
     """GPUs for these workers, assigned round-robin; empty: the GPUs after the learner's."""
-    groups: Mapping[str, GroupSection] = field(default_factory=dict)
+    pools: Mapping[str, PoolSection] = field(default_factory=dict)
     """More workers, whose engines are of another size or have other settings, by name."""
     group_size: int = 8
     """Number of samples per prompt."""
@@ -401,7 +401,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode)
-        check_names(self.servers, groups={name: one.workers for name, one in self.rollout.groups.items()})
+        check_names(self.servers, pools={name: one.workers for name, one in self.rollout.pools.items()})
         self.evaluation.check(best=self.checkpoint.best, workers=self.rollout.workers)
         late = [step for step in self.learner.profile_steps if step > self.run.steps]
         require(not late, f"learner: profile_steps: step {late[:1]} is behind the last, run.steps = {self.run.steps}")
@@ -431,28 +431,28 @@ class RunConfig:
         paths |= {"teacher.path": self.teacher.path} if self.teacher else {}
         return {key: Path(path) for key, path in paths.items() if path}
 
-    def of_group(self, name: str) -> RunConfig:
-        """Return the run as the workers of rollout.groups.NAME see it: with their engine; "" is every other worker."""
+    def of_pool(self, name: str) -> RunConfig:
+        """Return the run as the workers of rollout.pools.NAME see it: with their engine; "" is every other worker."""
         if not name:
             return self
-        group, options = self.rollout.groups[name], dict(self.engine.options)
-        for key, value in group.options.items():
+        pool, options = self.rollout.pools[name], dict(self.engine.options)
+        for key, value in pool.options.items():
             before = options.get(key)
             both = isinstance(value, Mapping) and isinstance(before, Mapping)
             options[key] = dict(before or {}) | dict(value) if both else value
-        engine = replace(self.engine, device=group.device or self.engine.device, options=options)
+        engine = replace(self.engine, device=pool.device or self.engine.device, options=options)
         return replace(self, engine=engine)
 
     @property
-    def grouped_workers(self) -> dict[str, str]:
-        """Name of each worker of a group -> the group."""
-        groups = self.rollout.groups.items()
-        return {f"{name}-{number}": name for name, group in groups for number in range(group.workers)}
+    def pool_workers(self) -> dict[str, str]:
+        """Name of each worker of a pool -> the pool."""
+        pools = self.rollout.pools.items()
+        return {f"{name}-{number}": name for name, pool in pools for number in range(pool.workers)}
 
     @property
     def num_workers(self) -> int:
-        """Number of rollout workers that `asyncrl run` starts, those of groups included."""
-        return self.rollout.workers + len(self.grouped_workers)
+        """Number of rollout workers that `asyncrl run` starts, those of pools included."""
+        return self.rollout.workers + len(self.pool_workers)
 
     @property
     def started_servers(self) -> dict[str, ServerSection]:

@@ -55,13 +55,13 @@ class ServerSection:
         require(not self.api_key or not self.is_ours, "api_key is of a server at url; remove it")
 
 
-def check_names(servers: Collection[str], *, groups: Mapping[str, int]) -> None:
-    """Raise ConfigError for the name of a server or of a group of workers that no process of a run can have.
+def check_names(servers: Collection[str], *, pools: Mapping[str, int]) -> None:
+    """Raise ConfigError for the name of a server or of a pool of workers that no process of a run can have.
 
-    groups  number of workers of each group, which are called NAME-0, NAME-1, ...
+    pools  number of workers of each pool, which are called NAME-0, NAME-1, ...
     """
-    of_workers = {f"{name}-{number}" for name, count in groups.items() for number in range(count)}
-    for where, name in (*(("servers", name) for name in servers), *(("rollout.groups", name) for name in groups)):
+    of_workers = {f"{name}-{number}" for name, count in pools.items() for number in range(count)}
+    for where, name in (*(("servers", name) for name in servers), *(("rollout.pools", name) for name in pools)):
         is_plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", name) is not None
         require(is_plain, f"{where}: a name must be letters, digits, - and _, and begin with a letter, got {name!r}")
         is_taken = _OF_OTHERS.fullmatch(name) is not None or (where == "servers" and name in of_workers)

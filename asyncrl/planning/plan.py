@@ -167,10 +167,8 @@ def _require_split(run: RunConfig) -> None:
     for name, kind in (("engine.kind", run.engine.kind), ("learner.backend", run.learner.backend)):
         if kind == "none":
             raise ConfigError(f'{name}: "none" takes no GPUs, so there is no split to plan')
-    if run.rollout.groups:
-        raise ConfigError(
-            "rollout.groups: plan splits GPUs between engines of one size; remove them, and add them back"
-        )
+    if run.rollout.pools:
+        raise ConfigError("rollout.pools: plan splits GPUs between engines of one size; remove them, and add them back")
     if run.learner.machines > 1 and gpus_of_learner(run) > num_gpus():
         raise ConfigError("learner.machines: plan on a machine that holds a copy of the model, with machines = 1")
 

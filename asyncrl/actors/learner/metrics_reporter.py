@@ -42,14 +42,14 @@ MANY_ROWS = 32
 class Gpus:
     """What a run's cost is counted with: GPUs of a rollout worker and of the learner; 1 for a process without any.
 
-    of_grouped  workers of rollout.groups, by name
+    of_pools  workers of rollout.pools, by name
     of_servers  all servers that the run starts
-    are_shared  learner and engines take turns on the same GPUs; workers of groups have their own
+    are_shared  learner and engines take turns on the same GPUs; workers of pools have their own
     """
 
     of_worker: int
     of_learner: int
-    of_grouped: Mapping[str, int] = field(default_factory=dict)
+    of_pools: Mapping[str, int] = field(default_factory=dict)
     of_servers: int = 0
     are_shared: bool = False
 
@@ -218,8 +218,8 @@ def cost_metrics(row: Mapping[str, Metric], *, gpus: Gpus, workers: Sequence[str
     elapsed, tokens = row.get("learner/elapsed_seconds"), row.get("length/trained_tokens")
     if not isinstance(elapsed, float | int):
         return {}
-    of_workers = sum(gpus.of_worker for name in workers if name not in gpus.of_grouped)
-    apart = gpus.of_servers + sum(gpus.of_grouped[name] for name in workers if name in gpus.of_grouped)
+    of_workers = sum(gpus.of_worker for name in workers if name not in gpus.of_pools)
+    apart = gpus.of_servers + sum(gpus.of_pools[name] for name in workers if name in gpus.of_pools)
     held = max(of_workers, gpus.of_learner) if gpus.are_shared else of_workers + gpus.of_learner
     spent = elapsed * (held + apart)
     metrics: dict[str, Metric] = {"cost/gpu_seconds": spent}

@@ -57,7 +57,7 @@ class NatsAdapter(BusAdapter):
             run=run.run.name,
             workers=[
                 *(f"w{number}" for number in range(run.rollout.workers)),
-                *run.grouped_workers,
+                *run.pool_workers,
                 *(f"e{number}" for number in range(run.num_evaluation_workers)),
             ],
             host=host,

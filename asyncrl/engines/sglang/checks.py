@@ -48,12 +48,12 @@ def check_attached(run: RunConfig) -> None:
     """Raise ConfigError for what a server that we did not launch cannot do."""
     if run.run.colocated:
         raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
-    grouped = len(run.grouped_workers)
+    grouped = len(run.pool_workers)
     workers = max(run.rollout.workers, run.rollout.most_workers) + grouped + run.num_evaluation_workers
     if workers > 1:  # they would load their weights into the same server
         raise ConfigError(
             f"engine.options.url: one server serves one worker, and this run may start {workers} (rollout.workers, "
-            "rollout.most_workers, rollout.groups, evaluation.workers); use one, or remove url"
+            "rollout.most_workers, rollout.pools, evaluation.workers); use one, or remove url"
         )
 
 

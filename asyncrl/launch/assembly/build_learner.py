@@ -116,7 +116,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             gpus=Gpus(
                 of_worker=registry.engine_class(run).num_gpus(run) or 1,
                 of_learner=registry.backend_class(run).num_gpus(run) or 1,
-                of_grouped=registry.gpus_of_grouped_workers(run),
+                of_pools=registry.gpus_of_pool_workers(run),
                 of_servers=sum(registry.gpus_of_servers(run).values()),
                 are_shared=run.run.colocated,
             ),

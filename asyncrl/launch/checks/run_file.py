@@ -58,8 +58,8 @@ def check(run: RunConfig) -> None:
         its, options = registry.server_class(name, section)
         if hasattr(its, "check_machine"):
             its.check_machine(run, name, section, options)
-    for group in run.rollout.groups:
-        registry.engine_class(run).check_machine(run.of_group(group))
+    for pool in run.rollout.pools:
+        registry.engine_class(run).check_machine(run.of_pool(pool))
     if run.num_workers:
         if run.rollout.workers:
             registry.engine_class(run).check_machine(run)
@@ -155,8 +155,8 @@ def check_before_torch(run: RunConfig) -> None:
     launcher = launcher_class(run)
     _check_servers(run)
     of_servers = ((f"servers.{name}", one.gpus) for name, one in run.servers.items())
-    of_groups = ((f"rollout.groups.{name}", one.gpus) for name, one in run.rollout.groups.items())
-    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus), *of_servers, *of_groups):
+    of_pools = ((f"rollout.pools.{name}", one.gpus) for name, one in run.rollout.pools.items())
+    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus), *of_servers, *of_pools):
         if gpus and launcher.places:
             raise ConfigError(
                 f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
@@ -290,13 +290,13 @@ def _as_single_worker(run: RunConfig) -> RunConfig:
 def _check_engine_and_channel(run: RunConfig) -> None:
     engine, channel = registry.engine_class(run), registry.channel_class(run)
     engine.check(run)
-    for group in run.rollout.groups:
+    for pool in run.rollout.pools:
         try:
-            engine.check(run.of_group(group))
+            engine.check(run.of_pool(pool))
             if channel.sends_from_memory:
-                engine.check_weight_updater(run.of_group(group))
+                engine.check_weight_updater(run.of_pool(pool))
         except ConfigError as error:
-            raise ConfigError(f"rollout.groups.{group}: {error}") from None
+            raise ConfigError(f"rollout.pools.{pool}: {error}") from None
     if run.weights.every_steps > 1 and rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
             f'weights: every_steps {run.weights.every_steps} needs rollout.function = "given": each prompt is sampled '

@@ -4,7 +4,7 @@ GPUs are numbered from 0, as this machine's processes see them. The learner's ra
 next. When no GPU is left, workers share: assignment starts again at the first worker GPU, or at GPU 0 if the learner
 has all. `learner.gpus` and `rollout.gpus` override this. Processes on the CPU get no GPUs.
 
-Servers of frozen models, then groups of workers with engines of their own, get their GPUs before the other workers and
+Servers of frozen models, then pools of workers with engines of their own, get their GPUs before the other workers and
 share none unless the run file names them.
 """
 
@@ -35,22 +35,22 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """learner: the GPU of each rank.  servers: the GPUs of each server.  workers, groups, evaluation_workers: the GPUs
+    """learner: the GPU of each rank.  servers: the GPUs of each server.  workers, pools, evaluation_workers: the GPUs
     of each worker."""
 
     learner: Gpus
     workers: tuple[Gpus, ...]
     evaluation_workers: tuple[Gpus, ...] = ()
     servers: Mapping[str, Gpus] = field(default_factory=dict)
-    groups: Mapping[str, tuple[Gpus, ...]] = field(default_factory=dict)
+    pools: Mapping[str, tuple[Gpus, ...]] = field(default_factory=dict)
 
     @property
     def processes(self) -> dict[str, Gpus]:
         """GPUs by the process names that `asyncrl run` uses: learner, w0, w1, …, e0, e1, … and those of the run file"""
         workers = {f"w{number}": gpus for number, gpus in enumerate(self.workers)}
         evaluating = {f"e{number}": gpus for number, gpus in enumerate(self.evaluation_workers)}
-        grouped = {f"{name}-{i}": gpus for name, every in self.groups.items() for i, gpus in enumerate(every)}
-        return {"learner": self.learner} | dict(self.servers) | workers | grouped | evaluating
+        of_pools = {f"{name}-{i}": gpus for name, every in self.pools.items() for i, gpus in enumerate(every)}
+        return {"learner": self.learner} | dict(self.servers) | workers | of_pools | evaluating
 
     def __str__(self) -> str:
         shown = [f"{name} {numbers(gpus)}" for name, gpus in self.processes.items() if gpus]
@@ -68,7 +68,7 @@ def place(
     evaluation_workers: int = 0,
     evaluation_gpus: Sequence[int] = (),
     servers: Mapping[str, Asked] = MappingProxyType({}),
-    groups: Mapping[str, Asked] = MappingProxyType({}),
+    pools: Mapping[str, Asked] = MappingProxyType({}),
 ) -> Placement:
     """Assign the GPUs. ``ranks`` or ``gpus_per_worker`` 0: the learner or the workers compute on the CPU.
 
@@ -79,7 +79,7 @@ def place(
     _check_exist(learner_gpus, num_gpus, "learner.gpus")
     _check_exist(rollout_gpus, num_gpus, "rollout.gpus")
     _check_exist(evaluation_gpus, num_gpus, "evaluation.gpus")
-    for asked in (*servers.values(), *groups.values()):
+    for asked in (*servers.values(), *pools.values()):
         _check_exist(asked.given, num_gpus, f"{asked.where}.gpus")
     if num_gpus == 0:
         return Placement(
@@ -87,12 +87,12 @@ def place(
             workers=((),) * workers,
             evaluation_workers=((),) * evaluation_workers,
             servers=dict.fromkeys(servers, ()),
-            groups={name: ((),) * asked.count for name, asked in groups.items()},
+            pools={name: ((),) * asked.count for name, asked in pools.items()},
         )
     learner = _learner(num_gpus, ranks, learner_gpus)
     total = workers + evaluation_workers
-    taken = {*learner, *(gpu for asked in (*servers.values(), *groups.values()) for gpu in asked.given)}
-    own = {name: _own(num_gpus, asked, taken) for name, asked in (*servers.items(), *groups.items())}
+    taken = {*learner, *(gpu for asked in (*servers.values(), *pools.values()) for gpu in asked.given)}
+    own = {name: _own(num_gpus, asked, taken) for name, asked in (*servers.items(), *pools.items())}
     placed = frozenset(gpu for name in own for its in own[name] for gpu in its)
     pool = _pool(num_gpus, learner, gpus_per_worker, rollout_gpus, placed=placed) if total and gpus_per_worker else ()
     dealt = tuple(_deal(pool, worker * gpus_per_worker, gpus_per_worker) for worker in range(total))
@@ -107,7 +107,7 @@ def place(
         workers=dealt[:workers],
         evaluation_workers=evaluating,
         servers={name: own[name][0] for name in servers},
-        groups={name: own[name] for name in groups},
+        pools={name: own[name] for name in pools},
     )
 
 
@@ -169,7 +169,7 @@ def _pool(
     where: str = "rollout.gpus",
     placed: Collection[int] = (),
 ) -> Gpus:
-    """Return the GPUs that workers share: at least enough for one worker.  placed: GPUs of servers and groups"""
+    """Return the GPUs that workers share: at least enough for one worker.  placed: GPUs of servers and pools"""
     if given:
         if len(set(given)) < len(given):
             raise ConfigError(f"{where}: names a GPU twice: {list(given)}; workers share GPUs automatically")
@@ -184,7 +184,7 @@ def _pool(
     shared = tuple(gpu for gpu in range(num_gpus) if gpu not in placed)
     if len(shared) < needed:
         raise ConfigError(
-            f"rollout.gpus: a worker needs {needed} GPU{'s' * (needed > 1)}, and servers and groups of workers leave "
+            f"rollout.gpus: a worker needs {needed} GPU{'s' * (needed > 1)}, and servers and pools of workers leave "
             f"{len(shared)} of this machine's {num_gpus}; name GPUs that it shares"
         )
     return shared

@@ -29,14 +29,14 @@ def placement(run: RunConfig) -> Placement:
             name: Asked(where=f"servers.{name}", each=each, given=run.servers[name].gpus)
             for name, each in registry.gpus_of_servers(run).items()
         },
-        groups={
+        pools={
             name: Asked(
-                where=f"rollout.groups.{name}",
-                each=gpus_per_worker(run.of_group(name)),
-                count=group.workers,
-                given=group.gpus,
+                where=f"rollout.pools.{name}",
+                each=gpus_per_worker(run.of_pool(name)),
+                count=pool.workers,
+                given=pool.gpus,
             )
-            for name, group in run.rollout.groups.items()
+            for name, pool in run.rollout.pools.items()
         },
     )
 
@@ -50,9 +50,9 @@ def nowhere(run: RunConfig) -> Placement:
         gpus_per_worker=0,
         evaluation_workers=run.num_evaluation_workers,
         servers={name: Asked(where=f"servers.{name}", each=0) for name in run.started_servers},
-        groups={
-            name: Asked(where=f"rollout.groups.{name}", each=0, count=group.workers)
-            for name, group in run.rollout.groups.items()
+        pools={
+            name: Asked(where=f"rollout.pools.{name}", each=0, count=pool.workers)
+            for name, pool in run.rollout.pools.items()
         },
     )
 

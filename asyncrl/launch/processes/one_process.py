@@ -46,9 +46,7 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
         try:
             with single_learner.in_folder(run.run_directory):
                 workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
-                workers += [
-                    await _worker(run.of_group(group), bus, name=name) for name, group in run.grouped_workers.items()
-                ]
+                workers += [await _worker(run.of_pool(pool), bus, name=name) for name, pool in run.pool_workers.items()]
                 evaluating = [
                     await _worker(run, bus, name=f"e{number}", is_dedicated=True)
                     for number in range(run.num_evaluation_workers)

@@ -66,8 +66,8 @@ class ProcessSpecs:
             if its:
                 print_line(f"{name:10s}GPU {numbers(its)}")
         self._learner_gpus = gpus.learner
-        grouped = run.grouped_workers
-        of_engines = (*gpus.workers, *gpus.evaluation_workers, *(gpus.processes[name] for name in grouped))
+        of_pools = run.pool_workers
+        of_engines = (*gpus.workers, *gpus.evaluation_workers, *(gpus.processes[name] for name in of_pools))
         self._beside = Counter(gpu for its in of_engines for gpu in its)
         return [
             *self._learner(gpus.learner, resume=resume),
@@ -76,7 +76,7 @@ class ProcessSpecs:
                 for name, each in gpus_of_servers(run).items()
             ),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
-            *(self._worker(name, gpus.processes[name], group=group) for name, group in grouped.items()),
+            *(self._worker(name, gpus.processes[name], pool=pool) for name, pool in of_pools.items()),
             *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
         ]
 
@@ -169,15 +169,15 @@ class ProcessSpecs:
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
 
-    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False, group: str = "") -> ChildProcess:
-        """evaluates: it only evaluates;  group: its group of rollout.groups, if any"""
+    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False, pool: str = "") -> ChildProcess:
+        """evaluates: it only evaluates;  pool: its pool of rollout.pools, if any"""
         is_together = not self._run.run.colocated or self._run.run.offload != "both"  # else it has all of the memory
         beside = max((self._beside[gpu] for gpu in gpus if gpu in self._learner_gpus), default=0)
         own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
-        has_own = self._run.run.colocated and bool(group) and not set(gpus) & set(self._learner_gpus)
+        has_own = self._run.run.colocated and bool(pool) and not set(gpus) & set(self._learner_gpus)
         flags = [
             *(["--evaluate"] if evaluates else []),
-            *(["--group", group] if group else []),
+            *(["--pool", pool] if pool else []),
             *(["--own-gpus"] if has_own else []),
             *(["--beside-learner", str(beside)] if beside and is_together else []),
         ]
@@ -185,8 +185,8 @@ class ProcessSpecs:
             name=name,
             role=EVALUATION_WORKER if evaluates else WORKER,
             arguments=("rollout-worker", *self._common, *flags, "--name", name),
-            num_gpus=gpus_per_worker(self._run.of_group(group)),
+            num_gpus=gpus_per_worker(self._run.of_pool(pool)),
             gpus=gpus,
             environment={**self._environment, **own},
         )
-        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts), is_scaled=not group)
+        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts), is_scaled=not pool)

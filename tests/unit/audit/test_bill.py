@@ -33,7 +33,7 @@ def test_workers_of_a_group_cost_the_gpus_of_their_own_engines() -> None:
         [interval(0, 10), dataclasses.replace(interval(0, 10), worker="long-0")], gpus=1, own={"long-0": 4}
     )
     assert {one.actor: one.gpu_seconds for one in items if one.fate == "trained"} == {"w0": 10.0, "long-0": 40.0}
-    gpus = Gpus(of_worker=1, of_learner=2, of_grouped={"long-0": 4}, of_servers=3)
+    gpus = Gpus(of_worker=1, of_learner=2, of_pools={"long-0": 4}, of_servers=3)
     row = {"learner/elapsed_seconds": 10.0, "length/trained_tokens": 50.0}
     made = cost_metrics(row, gpus=gpus, workers=["w0", "w1", "long-0"])
     assert made == {"cost/gpu_seconds": 10.0 * (2 + 2 + 4 + 3), "cost/gpu_seconds_per_token": 2.2}

@@ -1,4 +1,4 @@
-"""What is refused of [servers.NAME], of what asks them by name, and of groups of workers, before anything starts."""
+"""What is refused of [servers.NAME], of what asks them by name, and of pools of workers, before anything starts."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def load(folder: Path, *overrides: str) -> config.RunConfig:
         (["servers.learner-swap1={path='a'}"], "'learner-swap1' is the name of another process"),
         (["servers.judge={url='http://h/v1', gpus=[1]}"], "gpus is of a server that the run starts"),
         (["servers.w0={path='a'}"], "servers: 'w0' is the name of another process"),
-        (["servers.long-0={path='a'}", "rollout.groups.long={}"], "servers: 'long-0' is the name of another process"),
+        (["servers.long-0={path='a'}", "rollout.pools.long={}"], "servers: 'long-0' is the name of another process"),
         (["servers.'a b'={path='a'}"], "servers: a name must be letters"),
-        (["rollout.groups.long={workers=0}"], "workers must be in 1"),
-        (["rollout.groups.learner={}"], "rollout.groups: 'learner' is the name of another process"),
+        (["rollout.pools.long={workers=0}"], "workers must be in 1"),
+        (["rollout.pools.learner={}"], "rollout.pools: 'learner' is the name of another process"),
         (["teacher.path=a", "teacher.server=b"], "set either path, .* or server"),
         (["teacher.server="], "set either path, .* or server"),
     ],
@@ -102,7 +102,7 @@ def test_a_section_that_means_nothing_is_refused(folder: Path, overrides: list[s
             [*OPD, "teacher.server=big", "servers.big.path=FOLDER/other"],
             "servers.big.path: the tokenizer in .*other is not",
         ),
-        (["rollout.groups.long.options={nothing=1}"], "rollout.groups.long: engine.options: unknown key 'nothing'"),
+        (["rollout.pools.long.options={nothing=1}"], "rollout.pools.long: engine.options: unknown key 'nothing'"),
     ],
 )
 def test_a_server_that_cannot_work_is_refused_in_one_line(folder: Path, overrides: list[str], says: str) -> None:

@@ -35,20 +35,20 @@ def test_processes_on_the_cpu_get_no_gpu() -> None:
     assert placed(2, gpus_per_worker=0) == Placement(learner=(0,), workers=((), ()))
 
 
-def test_servers_and_groups_of_workers_get_gpus_that_nothing_else_has() -> None:
+def test_servers_and_pools_of_workers_get_gpus_that_nothing_else_has() -> None:
     servers = {"judge": Asked(where="servers.judge", each=2), "small": Asked(where="servers.small", each=0)}
-    groups = {"long": Asked(where="rollout.groups.long", each=2, count=1)}
-    found = placed(8, servers=servers, groups=groups)
+    pools = {"long": Asked(where="rollout.pools.long", each=2, count=1)}
+    found = placed(8, servers=servers, pools=pools)
     assert found == Placement(
         learner=(0,),
         servers={"judge": (1, 2), "small": ()},
-        groups={"long": ((3, 4),)},
+        pools={"long": ((3, 4),)},
         workers=((5,), (6,)),
     )
     assert str(found) == "learner 0; judge 1, 2; w0 5; w1 6; long-0 3, 4"
     on_its_gpu = {"judge": Asked(where="servers.judge", each=1, given=(0,))}
     assert placed(2, servers=on_its_gpu, workers=1) == Placement(learner=(0,), servers={"judge": (0,)}, workers=((1,),))
-    assert placed(0, servers=servers, groups=groups).processes["long-0"] == ()
+    assert placed(0, servers=servers, pools=pools).processes["long-0"] == ()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_servers_and_groups_of_workers_get_gpus_that_nothing_else_has() -> None:
         ),
         (2, Asked(where="servers.judge", each=1, given=(7,)), "servers.judge.gpus: there is no GPU 7"),
         (4, Asked(where="servers.judge", each=2, given=(1, 2, 3)), "are not the GPUs of processes that take 2 each"),
-        (1, Asked(where="servers.judge", each=1, given=(0,)), "servers and groups of workers leave 0"),
+        (1, Asked(where="servers.judge", each=1, given=(0,)), "servers and pools of workers leave 0"),
     ],
 )
 def test_a_server_without_room_is_refused(num_gpus: int, asked: Asked, says: str) -> None:

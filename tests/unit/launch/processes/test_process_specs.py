@@ -61,7 +61,7 @@ def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
     assert [one[one.index("--beside-learner") + 1] if "--beside-learner" in one else "" for one in words] == beside
 
 
-def test_servers_and_groups_of_workers_are_processes_of_their_own_kind(
+def test_servers_and_pools_of_workers_are_processes_of_their_own_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demo_task.write(tmp_path)
@@ -75,7 +75,7 @@ def test_servers_and_groups_of_workers_are_processes_of_their_own_kind(
         f"servers.judge.path={tmp_path / 'model'}",
         "servers.judge.options={tensor_parallel=2}",
         "servers.far.url=http://h/v1",
-        "rollout.groups.long={options={tensor_parallel=2}}",
+        "rollout.pools.long={options={tensor_parallel=2}}",
     ]
     run = config.load(tmp_path / "run.toml", overrides)
     monkeypatch.setattr(gpus, "num_gpus", lambda: 8)
@@ -86,7 +86,7 @@ def test_servers_and_groups_of_workers_are_processes_of_their_own_kind(
     assert (specs["judge"].gpus, specs["judge"].num_gpus) == ((1, 2), 2)
     assert specs["w0"].gpus == (0,) and "--own-gpus" not in specs["w0"].arguments
     assert (specs["long-0"].gpus, specs["long-0"].num_gpus) == ((3, 4), 2)
-    assert specs["long-0"].arguments[2:] == ("--group", "long", "--own-gpus", "--name", "long-0")
+    assert specs["long-0"].arguments[2:] == ("--pool", "long", "--own-gpus", "--name", "long-0")
     assert [child.name for child in made if child.spec.role == "rollout-worker" and child.is_scaled] == ["w0"]
 
 
