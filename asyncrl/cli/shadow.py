@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from asyncrl.audit.shadow import ShadowStep
 
+_END_BYTES: Final = 2**21
+"""Bytes of metrics.jsonl, from its end, in which a step's row is looked for."""
 SHOWN: Final = ("loss", "offpolicy/ess", "mismatch/mean")
 """Metrics of each step to print, of the run and of the shadow."""
 
@@ -84,7 +87,10 @@ def _line(one: ShadowStep, recorded: RecordedRun) -> str:
 def _row(recorded: RecordedRun, step: int) -> Mapping[str, Any]:
     """Return the run's newest row of a step; empty if it is not written yet."""
     with contextlib.suppress(OSError):
-        for line in reversed((recorded.directory / "metrics.jsonl").read_text().splitlines()[-1000:]):
+        with (recorded.directory / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+            lines = file.read().splitlines()
+        for line in reversed(lines):
             with contextlib.suppress(ValueError):
                 if (row := json.loads(line)).get("step") == step:
                     found: Mapping[str, Any] = row
