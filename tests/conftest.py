@@ -57,7 +57,7 @@ KINDS = {
     ),
     "acceptance": ("tests/integration/learning",),
     "integration": ("tests/integration",),
-    "unit": ("tests/unit", "tests/actors", "tests/contracts", "tests/oracles"),
+    "unit": ("tests/unit", "tests/actors", "tests/contracts", "tests/oracles", "benchmarks/tests"),
     "docs": ("tests/docs",),
 }
 """The marker that each test has by its place; the first that fits."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from asyncrl import config
+from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.adapters import learner_models, registry
 from asyncrl.audit.run_folder import RecordedRun, log_records
@@ -31,12 +32,10 @@ from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import TRAJECTORIES, group_id_of
 from asyncrl.metrics.sinks import JsonLines
 from asyncrl.policies.audit.entries import HistoryEntry, damage, promotions, steps
-from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.hooks import Hooks
-from asyncrl.policies.batching.packing import pack_mini_batches
 from asyncrl.policies.metric import Metric
-from asyncrl.policies.staleness.staleness import ResumePoints, age_weight
+from asyncrl.policies.staleness.staleness import ResumePoints
 from asyncrl.weights.files import FilesChannel
 
 CHANGEABLE: Final = (
@@ -242,25 +241,16 @@ class ReplayTrainer:
         The first step starts from ``folder`` (of a checkpoint), or from the run's model if ``folder`` is None.
         """
         backend = self._backend_for(run, folder)
-        algorithm, section = registry.algorithm(run), run.staleness
-        hooks = self.hooks_of(run)
-        groups = [hooks.group(group) for group in groups]
-        batch = batches.build(
-            groups,
+        algorithm, hooks = registry.algorithm(run), self.hooks_of(run)
+        batch, mini_batches = prepare(
+            [hooks.group(group) for group in groups],
+            run=run,
             algorithm=algorithm,
+            hooks=hooks,
+            shares_prefixes=registry.shared_prefixes(run).is_on,
             policy_version=step - 1,
             max_staleness=max_staleness,
             resume_points=resume_points,
-            age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
-            discard=section.discard,
-        )
-        batch = hooks.batch(batch, groups, has_advantages=not algorithm.outputs_for_advantage)
-        mini_batches = pack_mini_batches(
-            batch.sequences,
-            sizes=batch.mini_batch_sizes,
-            ranks=run.learner.data_parallel,
-            max_tokens=run.learner.micro_batch_tokens,
-            shares_prefixes=registry.shared_prefixes(run).is_on,
         )
         done = (number or step) - 1
         rate, critic_rate = learning_rates(run, done)

@@ -5,6 +5,7 @@ It trains on groups that an engine sampled.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.adapters import registry
 from asyncrl.backends.port import Backend
@@ -19,8 +21,7 @@ from asyncrl.config import RunConfig
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.planning.simulation import TrainReading
 from asyncrl.policies.algorithms.algorithm import Algorithm
-from asyncrl.policies.batching import batch as batches
-from asyncrl.policies.batching.packing import pack_mini_batches
+from asyncrl.policies.batching.hooks import Hooks
 
 WARM_UP_STEPS: Final = 2
 """The first steps compile kernels and allocate memory."""
@@ -98,15 +99,16 @@ class _Probe:
     def step(self, size: int, *, rows: int) -> TrainReading:
         """Train ``size`` groups, with ``rows`` packed tokens per forward pass."""
         groups = list(itertools.islice(itertools.cycle(self._groups), size))
-        batch = batches.build(
-            groups, algorithm=self._algorithm, policy_version=0, max_staleness=self._run.max_staleness, resume_points={}
-        )
-        mini_batches = pack_mini_batches(
-            batch.sequences,
-            sizes=batch.mini_batch_sizes,
-            ranks=self._run.learner.data_parallel,
-            max_tokens=rows,
+        learner = dataclasses.replace(self._run.learner, micro_batch_tokens=rows)
+        batch, mini_batches = prepare(
+            groups,
+            run=dataclasses.replace(self._run, learner=learner),
+            algorithm=self._algorithm,
+            hooks=Hooks(),
             shares_prefixes=registry.shared_prefixes(self._run).is_on,
+            policy_version=0,
+            max_staleness=self._run.max_staleness,
+            resume_points={},
         )
         began = time.monotonic()
         _, critic_rate = learning_rates(self._run, self._step)

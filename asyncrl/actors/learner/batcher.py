@@ -30,21 +30,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.learner.live_workers import LiveWorkers
+from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
-from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.hooks import Hooks
-from asyncrl.policies.batching.packing import MicroBatch, pack_mini_batches, recording
+from asyncrl.policies.batching.packing import MicroBatch, recording
 from asyncrl.policies.groups.selection import Selection, own_order
 from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.waits import BEAT_SECONDS, STRAGGLERS
-from asyncrl.policies.staleness.staleness import age_weight
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -140,6 +139,7 @@ class Batcher:
         """picks: maps a step's group count and number to the groups to record; None records no groups
         workers: None if it is unknown which groups workers have started
         shares_prefixes: whether the backend computes tokens once that sequences begin with"""
+        self._run = run
         self._table = table
         self._picks = picks
         self._progress = progress
@@ -153,8 +153,6 @@ class Batcher:
             discard=run.staleness.discard,
         )
         self._count = run.learner.groups_per_batch
-        self._num_dp_shards = run.learner.data_parallel
-        self._micro_batch_tokens = run.learner.micro_batch_tokens
         self._shares_prefixes = shares_prefixes
         self._waits_for_stragglers = run.staleness.waits
         self._longest_wait = run.staleness.wait_seconds or math.inf
@@ -162,9 +160,6 @@ class Batcher:
         """How long the batch taken last was full and waited for older groups."""
         # Groups that start at this version or before are not waited for: too old, or a wait ended without them.
         self._given_up = table.policy_version - run.max_staleness - 1
-        self._age_weight = age_weight(
-            run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
-        )
         self._workers, self._started, self._may_ask = workers, StartedGroups(), True
         self._draining = False
         self._preparation: _Preparation | None = None
@@ -336,24 +331,15 @@ class Batcher:
 
     def _prepare(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> PreparedBatch:
         started = time.monotonic()
-        batch = batches.build(
+        batch, mini_batches = prepare(
             [one.group for one in groups],
+            run=self._run,
             algorithm=self._algorithm,
+            hooks=self._hooks,
+            shares_prefixes=self._shares_prefixes,
             policy_version=policy_version,
             max_staleness=self._selection.max_staleness,
             resume_points=self._table.resume_points,
-            age_weight=self._age_weight,
-            discard=self._selection.discard,
-        )
-        batch = self._hooks.batch(
-            batch, [one.group for one in groups], has_advantages=not self._algorithm.outputs_for_advantage
-        )
-        mini_batches = pack_mini_batches(
-            batch.sequences,
-            sizes=batch.mini_batch_sizes,
-            ranks=self._num_dp_shards,
-            max_tokens=self._micro_batch_tokens,
-            shares_prefixes=self._shares_prefixes,
         )
         mini_batches = recording(
             mini_batches,

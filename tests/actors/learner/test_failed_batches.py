@@ -111,16 +111,16 @@ async def test_two_batches_in_a_row_end_the_run_in_one_line(tmp_path: Path) -> N
 
 
 async def test_a_batch_that_cannot_be_prepared_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.actors.learner import batcher
+    from asyncrl.actors.learner import preparation
 
-    real = batcher.pack_mini_batches
+    real = preparation.pack_mini_batches
 
     def pack(sequences: Any, **settings: Any) -> Any:
         if any(int(sequence.tokens[1]) == 5 for sequence in sequences):
             raise AssertionError("packed wrong")
         return real(sequences, **settings)
 
-    monkeypatch.setattr(batcher, "pack_mini_batches", pack)
+    monkeypatch.setattr(preparation, "pack_mini_batches", pack)
     loop = new_loop(Picky(lambda prompts: None), tmp_path)
     assert await run(loop) == ""
     assert (loop.backend.steps, loop.table.counts["failed"]) == (4, 2)

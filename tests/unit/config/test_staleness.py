@@ -95,9 +95,7 @@ async def test_the_run_file_reaches_the_loop(tmp_path: Path) -> None:
     learner, _ = await build_learner(run, bus=bus, resume=False)
     await learner.stop()
     assert learner._batcher._selection.order == "in_order"
-    weight = learner._batcher._age_weight
-    assert weight is not None
-    assert weight([0, 4]).tolist() == pytest.approx([1.0, 0.2])
+    assert learner._batcher._run.staleness.weight == "linear"
 
 
 def test_ranks_are_tensor_parallel_neighbours_then_context_then_data_then_stages() -> None:
