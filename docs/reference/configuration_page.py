@@ -17,7 +17,7 @@ from choices import DEMO, TABLES, rows
 
 from asyncrl import config
 
-_NAMED: Final = ("parts", "groups")
+_NAMED: Final = ("parts", "pools")
 """Keys of tables by a name that the user chooses."""
 _NAMES: Final = {int: "whole number", float: "number", str: "text", bool: "true, false"}
 

@@ -3,7 +3,7 @@
 **Only the history of the newest weights counts.** A learner that is killed after step n and resumes from the checkpoint
 of step k < n has weights that never saw steps k + 1 to n. The groups of these steps are trained again, and they are not
 duplicates. Each incarnation of the learner begins with a line that says how long the file was when its checkpoint was
-made. The lines between that length and this line are rolled back (``present``).
+made. The lines between that length and this line are rolled back (``present``). Its number is higher than all before.
 
 **A damaged record is not a lost group.** An unreadable line becomes an entry of kind "damaged". Missing lines are
 detected too: an incarnation begins on a checkpoint that had seen more of the file than exists, or has no first line.
@@ -75,8 +75,15 @@ class HistoryEntry:
 def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:
     """Return the history of the newest weights, without the lines that were rolled back."""
     history: list[HistoryEntry] = []
-    incarnation = -1
+    incarnation, is_repeated = -1, False
     for entry in entries:
+        if entry.kind == BEGUN:
+            is_repeated = entry.incarnation <= incarnation
+            if is_repeated:
+                problem = f"incarnation {entry.incarnation} begins a second time, as if lines were copied"
+                history.append(_damaged(entry, problem=problem, position=entry.position))
+        if is_repeated:
+            continue
         if entry.kind == BEGUN:
             _fall_back(history, kept=entry.kept)
             if entry.kept > entry.position:
