@@ -32,7 +32,7 @@ def as_table(run: RunConfig, *, has_defaults: bool = False) -> dict[str, Any]:
     for name in RunConfig.__dataclass_fields__:
         if name not in (*_LEFT_OUT, "servers") and (section := getattr(run, name)) is not None:
             table[name] = json.loads(json.dumps(dataclasses.asdict(section)))
-            for key in ("options", "parts", "groups"):
+            for key in ("options", "parts", "pools"):
                 if isinstance(table[name].get(key), dict):
                     table[name][key] = hide_secrets(table[name][key])
     if run.servers:

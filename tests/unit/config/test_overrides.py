@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import only_overrides, override, override_items, tables
+from asyncrl import config
+from asyncrl.config import only_overrides, override, override_items, record, secret_values, tables
 from asyncrl.config.secret_values import HIDDEN, hide_credentials, hide_secrets
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.remote import Options
+from tests import ROOT
 
 TEXT = st.text(st.characters(codec="utf-8"))
 VALUES = st.recursive(
@@ -126,3 +128,11 @@ def test_error_about_an_option_hides_its_secret() -> None:
     with pytest.raises(ConfigError, match="url must start with http:// or https://, got 'ftp://host'"):
         tables.build(Options, {"url": "ftp://me:hunter2@host"}, "reward.options")
     assert "hunter2" not in repr(Options(url="http://me:hunter2@a", headers={"a": "hunter2"}))
+
+
+def test_secrets_of_the_engine_of_a_pool_are_in_no_record() -> None:
+    pools = 'rollout.pools={long = {options = {server_arguments = {api-key = "hush"}}}}'
+    run = config.load(ROOT / "examples" / "demo.toml", [pools])
+    assert run.rollout.pools["long"].options["server_arguments"] == {"api-key": "hush"}
+    assert "hush" not in str(record.as_table(run))
+    assert "hush" not in repr(secret_values.settings_without_secrets(run))
