@@ -31,6 +31,8 @@ async def test_learner_continues_from_its_checkpoint_when_a_rank_is_killed_and_t
             await run.until(lambda steps=steps: run.steps >= steps + 4 and checkpoint.latest(saved), "four steps")
             os.kill(megatron_forks.children_of(run.pid)[struck], signal.SIGKILL)
             await run.until(lambda times=times: run.said.count("resumed at step") == times, "the learner is back")
+        last = run.steps
+        await run.until(lambda: run.steps != last, "a step: both ranks are back")  # a drain before that ends in minutes
         gone = r"learner rank 1 on \S+ \(pid \d+\) is gone: its connection has ended"
         assert re.search(gone, run.said), run.said
         assert await asyncio.to_thread(run.drain) == 130, run.said
