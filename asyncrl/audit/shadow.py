@@ -128,7 +128,7 @@ def changed_settings(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig
 
 
 class Shadow:
-    """Follows one run. ``follow`` trains; ``finish`` may be called meanwhile."""
+    """Follows one run, in a folder that this process has claimed."""
 
     def __init__(
         self,

@@ -84,8 +84,10 @@ async def test_a_server_ends_with_its_run(bus: Bus) -> None:
     serving = asyncio.create_task(supervise(actor, owns_process=False))
     while not await bus.states(SERVERS):
         await asyncio.sleep(0)
+    assert not serving.done()
     await bus.put(PROGRESS, Progress(incarnation=0, step=1, policy_version=1, finished=True))
     await serving
+    assert serving.exception() is None
 
 
 def test_an_address_that_is_not_renewed_is_that_of_a_server_that_is_away() -> None:

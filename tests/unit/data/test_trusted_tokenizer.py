@@ -75,12 +75,14 @@ def test_a_folders_own_tokenizer_runs_only_if_it_is_trusted(kimi: Path) -> None:
 def test_code_beside_a_tokenizer_json_is_not_run_either(kimi: Path, tmp_path: Path) -> None:
     whole = make_tiny_model(tmp_path / "whole", num_layers=1)
     (kimi / "tokenizer.json").write_bytes((whole / "tokenizer.json").read_bytes())
-    (kimi / "tokenization_own.py").write_text("raise SystemExit('it ran')")
+    ran = tmp_path / "ran"
+    (kimi / "tokenization_own.py").write_text(f"open({str(ran)!r}, 'w')")
     (kimi / "config.json").write_text(
         json.dumps(json.loads((kimi / "config.json").read_text()) | {"model_type": "unknown"})
     )
     with contextlib.suppress(ConfigError):
         load_tokenizer(kimi)
+    assert not ran.exists()
 
 
 def test_a_trusted_run_tells_sglang_too(kimi: Path, tmp_path: Path) -> None:

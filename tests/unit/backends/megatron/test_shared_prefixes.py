@@ -226,7 +226,7 @@ def gradients_of(backend: Any) -> dict[str, torch.Tensor]:
     return {name: one.main_grad.clone() for name, one in parameters.items() if hasattr(one, "main_grad")}
 
 
-def compare(
+def assert_same_as_whole(
     folder: Path,
     tmp_path: Path,
     sequences: list[TrainingSequence],
@@ -234,7 +234,7 @@ def compare(
     auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     **settings: Any,
 ) -> Results:
-    """Compare sharing with whole sequences on one backend. Return the results of sharing."""
+    """Assert that sharing gives what whole sequences give, on one backend. Return the results of sharing."""
     models = ("policy", *(auxiliary or {}))
     with started("megatron-1", folder, **({"optimizer": GENTLE, "auxiliary": auxiliary or {}} | settings)) as backend:
         shared, whole = (
@@ -258,7 +258,7 @@ def compare(
 )
 def test_every_family_learns_the_same(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", architecture=architecture)
-    shared = compare(folder, tmp_path, trees(num_sequences=20))
+    shared = assert_same_as_whole(folder, tmp_path, trees(num_sequences=20))
     assert max(float(one.abs().max()) for one in shared.gradients.values()) > 0.01
 
 
@@ -268,7 +268,7 @@ def test_critic_and_reference_say_the_same_of_every_sequence(tmp_path: Path) -> 
         "critic": dataclasses.replace(critic(folder), optimizer=GENTLE),
         "reference": AuxiliaryModel(path=folder),
     }
-    shared = compare(folder, tmp_path, trees(1, num_sequences=20), auxiliary=auxiliary)
+    shared = assert_same_as_whole(folder, tmp_path, trees(1, num_sequences=20), auxiliary=auxiliary)
     assert max(np.abs(values).max() for (model, _), values in shared.outputs.items() if model == "critic") > 0.01
 
 
@@ -276,7 +276,7 @@ def test_adapters_learn_the_same_with_recomputation(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
     lora = Lora(rank=4, alpha=8.0, modules=("all-linear",), is_merged=False)
     optimizer = dataclasses.replace(GENTLE, lora=lora)
-    compare(folder, tmp_path, trees(2), optimizer=optimizer, options={"recompute": "full"})
+    assert_same_as_whole(folder, tmp_path, trees(2), optimizer=optimizer, options={"recompute": "full"})
 
 
 def test_replayed_experts_are_those_of_each_sequence_and_the_balance_counts_every_copy(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_replayed_experts_are_those_of_each_sequence_and_the_balance_counts_ever
         experts[..., 1] = (experts[..., 0] + 1) % 8  # two different experts
         (one,) = trained([tokens], seed=i)
         made.append(one if i == 5 else dataclasses.replace(one, experts=experts))
-    compare(folder, tmp_path, made, options={"aux_loss_coefficient": 0.3})
+    assert_same_as_whole(folder, tmp_path, made, options={"aux_loss_coefficient": 0.3})
 
 
 def test_a_shared_token_has_the_logprob_of_how_each_sequence_sampled_it(tmp_path: Path) -> None:
@@ -303,11 +303,11 @@ def test_a_shared_token_has_the_logprob_of_how_each_sequence_sampled_it(tmp_path
     for i, changes in enumerate(({}, {"temperature": 0.6}, {"support": support}, {})):
         (one,) = trained([tokens], seed=i)
         own.append(dataclasses.replace(one, **changes))  # type: ignore[arg-type]
-    shared = compare(folder, tmp_path, own)
+    shared = assert_same_as_whole(folder, tmp_path, own)
     first, *others = (shared.outputs["policy", i] for i in range(4))
     assert [bool(np.allclose(first, other)) for other in others] == [False, False, True]
 
 
 def test_a_model_with_linear_attention_computes_every_sequence_whole(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", architecture="qwen3_next")
-    compare(folder, tmp_path, trees(4))
+    assert_same_as_whole(folder, tmp_path, trees(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -141,3 +142,12 @@ def test_a_damaged_place_is_never_called_clean_though_no_group_is_missing() -> N
     assert (made.unrecorded, made.has_no_fault, made.is_clean) == (0, True, False)
     assert made.damaged_places == len(made.damage) == 1
     assert run.account(run.entries).damaged_places == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_history_that_is_there_twice_says_so_and_counts_once(seed: int) -> None:
+    run = Run(seed)
+    copied = [replace(entry, position=entry.position + run.size) for entry in run.entries]
+    history = present([*run.entries, *copied])
+    assert [entry for entry in history if entry.kind != DAMAGED] == present(run.entries)
+    assert "incarnation 0 begins a second time" in damage(history)[0]
