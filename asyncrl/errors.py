@@ -23,6 +23,7 @@
     │   └── Outage         also a RolloutError: a service is away; the worker waits for it
     │       └── MaybeOutage  or it fails for this answer alone
     ├── FilterError        a group filter raised on a group; the group is failed with the reason
+    ├── ImageError         an image cannot be read or shown; its row, answer or group is failed with the reason
     ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
     ├── BackendError       a training step could not be done; the learner ends
     │   └── StepFailed     a step failed and changed nothing: the learner fails its groups
@@ -171,6 +172,10 @@ OUTAGES: Final[Mapping[str, type[Outage]]] = {AWAY: Outage, MAYBE: MaybeOutage}
 
 class FilterError(AsyncRLError):
     """A user's group filter raised. The group is failed with the reason; the process continues."""
+
+
+class ImageError(AsyncRLError, ValueError):
+    """An image cannot be read, is too large, or is not here. Its row, answer or group is failed with the reason."""
 
 
 class WeightsError(AsyncRLError):

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.checks import MOST_KEPT
+from asyncrl.messages.images import ImageRef, check_images
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, check_experts
 from asyncrl.messages.support import WHOLE, Support, check_support
 from asyncrl.messages.validation import check_array, check_counts, replace, require
@@ -169,6 +170,7 @@ class PromptGroup:
                         single_turn and given
     recorded_place      for an evaluation's prompt whose answers are recorded for people to read: its index in its data
                         set (EvaluationAnswers.group); -1: not recorded
+    images              images that the prompt shows, in order; their files are on the object store (images/store.py)
     """
 
     group_id: int
@@ -189,8 +191,10 @@ class PromptGroup:
     ticket: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     recorded_place: int = -1
+    images: tuple[ImageRef, ...] = ()
 
     def __post_init__(self) -> None:
+        check_images(self.images, num_tokens=len(self.prompt_tokens))
         check_array(self, "prompt_tokens", np.int32)
         check_array(self, "response_tokens", np.int32)
         check_array(self, "response_mask", np.bool_)
@@ -256,6 +260,7 @@ class Trajectory:
                        trajectory is a whole rollout, and its index in the group is the number of the rollout
     turn_rewards       rewards of single turns in addition to ``reward``, sorted by start
     teacher_logprobs   f32[T], what a served teacher gives each token, at temperature 1; empty without one
+    images             all images of prompt and answer, in order; ``start`` counts from the prompt's first token
     """
 
     tokens: NDArray[np.int32]
@@ -273,6 +278,7 @@ class Trajectory:
     part: int = 0
     turn_rewards: tuple[TurnReward, ...] = ()
     teacher_logprobs: NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
+    images: tuple[ImageRef, ...] = ()
 
     def __post_init__(self) -> None:
         check_array(self, "tokens", np.int32)
@@ -303,6 +309,8 @@ class Trajectory:
         require(self.part >= 0, f"part must be >= 0, got {self.part}")
         if len(self.teacher_logprobs):
             self._check_teacher(length)
+        if self.images:
+            check_images(self.images, num_tokens=2**31)  # a prompt of the group's is not known here
         if self.turn_rewards:
             turns = [turn.start for turn in self.turn_rewards]
             require(
@@ -334,6 +342,7 @@ class TrajectoryGroup:
     reward_seconds  the part of ``seconds`` that the reward took
     temperature     of the row, if it has one of its own; 0: rollout.temperature
     engine          name and version of the engine that sampled it, as "sglang 0.5.16"; empty if unknown
+    image_files     by digest, the files of images that an environment showed; those of the data are not sent
     """
 
     group_id: int
@@ -351,6 +360,7 @@ class TrajectoryGroup:
     label: str = ""
     temperature: float = 0.0
     engine: str = ""
+    image_files: dict[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_array(self, "prompt_tokens", np.int32)

@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.bus.port import Bus, ObjectStore
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import BusError, ConfigError, WeightsError
+from asyncrl.images.store import PREFIX as OF_IMAGES
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.tensors import safetensors_file, weight_files
 from asyncrl.tensors.snapshot import Snapshot
@@ -174,7 +175,8 @@ class ObjectsChannel(ChannelAdapter):
         self._stored = {version: one for version, one in self._stored.items() if version in {*newest, *self._retained}}
         needed = set[str]().union(*(description.objects for description in self._stored.values()))
         for name in self._objects.names() - needed:
-            self._objects.remove(name)
+            if not name.startswith(OF_IMAGES):
+                self._objects.remove(name)
 
     def _blocks(self, stream: IO[bytes]) -> Iterator[bytes]:
         while block := stream.read(_BLOCK_BYTES):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import WHOLE, Support, join
 from asyncrl.policies.batching import prefixes
+from asyncrl.policies.batching.images import NO_IMAGES, PackedImages, Picture, pack_images
 
 _NOTHING_SHARED: Final[NDArray[np.int32]] = np.empty(0, np.int32)
 
@@ -39,6 +40,7 @@ class TrainingSequence:
                        ("teacher_logprobs" of a served teacher)
     support            tokens that each was sampled from (messages/support.py); empty: the whole vocabulary
     temperature        at which it was sampled; 0: rollout.temperature
+    pictures           images that it shows, in order
     """
 
     tokens: NDArray[np.int32]
@@ -51,6 +53,7 @@ class TrainingSequence:
     model_outputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     support: Support = WHOLE
     temperature: float = 0.0
+    pictures: tuple[Picture, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -70,6 +73,7 @@ class MicroBatch:
     recorded       the ``sequences`` whose per-token results the step must report (StepResult.tokens)
     shared         i32[D]: sequence d begins with the first shared[d] tokens of sequence d - 1, which a backend may
                    compute once; empty if all are computed
+    images         the row's images, and then its positions (images.py); NO_IMAGES in a row of text
     """
 
     tokens: NDArray[np.int32]
@@ -86,6 +90,7 @@ class MicroBatch:
     support: Support = WHOLE
     temperatures: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     shared: NDArray[np.int32] = field(default_factory=lambda: _NOTHING_SHARED)
+    images: PackedImages = NO_IMAGES
 
     @property
     def num_tokens(self) -> int:
@@ -134,7 +139,7 @@ def pack_for_ranks(
     items = [_Item(members=(i,), size=n, cost=cost(n)) for i, n in enumerate(lengths.tolist())]
     chosen = _Plan.of(items, ranks=ranks, max_tokens=max_tokens, lengths=lengths, shared=np.zeros_like(lengths))
     order: Sequence[int] = range(len(sequences))
-    if shares_prefixes:
+    if shares_prefixes and not any(one.pictures for one in sequences):  # equal tokens may stand for other pixels
         sorted_order, shared = prefixes.sort([one.tokens for one in sequences], _experts_of_each(sequences))
         plans = _sharing_plans(lengths[sorted_order], shared, ranks=ranks, max_tokens=max_tokens)
         best = min(plans, key=lambda plan: plan.cost)
@@ -345,6 +350,7 @@ def _concatenate(
         support=join([(len(sequence), sequence.support) for sequence in sequences]),
         temperatures=_temperatures(sequences),
         shared=shared if shared.any() else _NOTHING_SHARED,
+        images=pack_images([(len(sequence), sequence.pictures) for sequence in sequences]),
         **per_token,
     )
 

@@ -1,0 +1,131 @@
+"""Make a Qwen2.5-VL or Qwen3-VL folder small enough to train on one CPU core: random weights, one token per character.
+
+As tiny_model.py, with a vision tower of patches of 4 x 4 pixels, of which 2 x 2 become a token, and the processor's
+file. Images are resized to a multiple of 8 pixels a side, and are not made smaller or larger otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+import transformers
+
+from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer
+
+VisionArchitecture = Literal["qwen2_5_vl", "qwen3_vl"]
+
+IMAGE: Final = "<|image_pad|>"
+VISION_TOKENS: Final = ("<|vision_start|>", IMAGE, "<|vision_end|>", "<|video_pad|>")
+PATCH: Final = 4
+MERGE: Final = 2
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{% else %}<user>{% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tiny_vision_model(
+    folder: Path,
+    *,
+    architecture: VisionArchitecture = "qwen2_5_vl",
+    seed: int = 0,
+    characters: str = CHARACTERS,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    vision_layers: int = 2,
+    vision_size: int = 32,
+    max_positions: int = 512,
+    initializer_range: float = 0.02,
+) -> Path:
+    """Write config, float32 weights, tokenizer, chat template and processor to ``folder``, and return ``folder``.
+
+    Equal arguments write equal bytes. The vocabulary is SPECIAL_TOKENS, ``characters`` and VISION_TOKENS.
+    """
+    tokenizer = make_tokenizer(characters, max_positions=max_positions)
+    tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *VISION_TOKENS]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    start, image, end, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    half = hidden_size // num_heads // 2
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+    }
+    text: dict[str, Any] = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=max_positions,
+        initializer_range=initializer_range,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    vision: dict[str, Any] = dict(
+        depth=vision_layers,
+        hidden_size=vision_size,
+        intermediate_size=2 * vision_size,
+        num_heads=2,
+        patch_size=PATCH,
+        spatial_merge_size=MERGE,
+        temporal_patch_size=2,
+        out_hidden_size=hidden_size,
+        initializer_range=initializer_range,
+    )
+    if architecture == "qwen2_5_vl":
+        text |= {"rope_parameters": rope}
+        vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [vision_layers - 1]}
+        config_type: Any = transformers.Qwen2_5_VLConfig
+    else:
+        text |= {"rope_parameters": rope | {"mrope_interleaved": True}, "head_dim": hidden_size // num_heads}
+        vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
+        config_type = transformers.Qwen3VLConfig
+    config = config_type(
+        architectures=[config_type.__name__.removesuffix("Config") + "ForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision,
+        vision_start_token_id=start,
+        image_token_id=image,
+        vision_end_token_id=end,
+        video_token_id=video,
+        tie_word_embeddings=False,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        with torch.no_grad():  # as in tiny_model.py
+            model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=initializer_range)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 2**20},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    return folder

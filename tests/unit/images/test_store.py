@@ -1,0 +1,61 @@
+"""Images by digest: once on the bus, and never others than those that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from asyncrl.bus.memory.stores import Objects
+from asyncrl.bus.port import ObjectInfo
+from asyncrl.errors import ImageError
+from asyncrl.images.store import PREFIX, ImageStore, digest_of
+
+
+def test_a_worker_reads_what_the_learner_published(tmp_path: Path) -> None:
+    objects = Objects()
+    learner, worker = ImageStore(objects=objects, folder=tmp_path), ImageStore(objects=objects)
+    digest = learner.add(b"a picture")
+    with pytest.raises(ImageError, match="is nowhere"):
+        worker.get(digest)
+    learner.publish([digest])
+    assert worker.get(digest) == b"a picture"
+    learner.withdraw([digest])
+    assert not objects.names()
+    assert worker.get(digest) == b"a picture"  # from memory
+    assert ImageStore(folder=tmp_path).get(digest) == b"a picture"  # an auditor reads the run's folder
+
+
+class Counted(Objects):
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts: list[str] = []
+
+    def put(self, name: str, blocks: Iterable[bytes | memoryview], *, metadata: Mapping[str, str]) -> ObjectInfo:
+        self.puts.append(name)
+        return super().put(name, blocks, metadata=metadata)
+
+
+def test_an_image_travels_once() -> None:
+    objects = Counted()
+    learner = ImageStore(objects=objects)
+    digest = learner.add(b"a picture")
+    for _ in range(3):
+        learner.publish([digest, digest])
+    ImageStore(objects=objects).publish([digest])  # a restarted learner finds it there
+    assert objects.puts == [PREFIX + digest]
+
+
+def test_an_image_that_is_another_is_refused() -> None:
+    objects = Objects()
+    objects.put(PREFIX + digest_of(b"a cat"), [b"a dog"], metadata={})
+    with pytest.raises(ImageError, match="another SHA-256"):
+        ImageStore(objects=objects).get(digest_of(b"a cat"))
+
+
+def test_memory_keeps_the_newest_images(tmp_path: Path) -> None:
+    store = ImageStore(folder=tmp_path, cache_bytes=10)
+    digests = [store.add(bytes([n]) * 4) for n in range(5)]
+    assert len(store._cache) == 2
+    assert [store.get(digest)[0] for digest in digests] == [0, 1, 2, 3, 4]  # the others are in the folder
