@@ -129,7 +129,7 @@ def optimizer_settings(run: RunConfig) -> OptimizerSettings:
         betas=(learner.betas[0], learner.betas[1]),
         eps=learner.eps,
         max_grad_norm=learner.max_grad_norm,
-        freeze=learner.freeze,
+        freeze=learner.frozen,
         train_only=learner.train_only,
         lora=lora if adapters.rank else None,
         is_stateless=learner.reset_optimizer and learner.steps_per_batch == 1,

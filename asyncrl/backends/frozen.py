@@ -26,9 +26,12 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
                none; the experts of a layer are fused in every backend
     """
     learner = run.learner
-    if not (learner.freeze or learner.train_only):
+    if not (learner.freeze or learner.train_only or learner.train_vision):
         return
-    maps = weight_map(huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family)))
+    shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
+    if learner.train_vision and not shape.vision:
+        raise ConfigError("learner.train_vision: the model has no vision tower; remove the key")
+    maps = weight_map(shape)
     maps = [entry for entry in maps if not entry.is_router_bias]
     names = [name for entry in maps for name in entry.huggingface]
     for key, patterns in (("freeze", learner.freeze), ("train_only", learner.train_only)):
@@ -38,13 +41,14 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
                 raise ConfigError(
                     f"learner.{key}: {pattern!r} matches no parameter of the model; names look like {near[0]}"
                 )
-    trained = {name for name in names if is_trained(name, freeze=learner.freeze, train_only=learner.train_only)}
+    trained = {name for name in names if is_trained(name, freeze=learner.frozen, train_only=learner.train_only)}
     if not trained:
         raise ConfigError("learner.freeze and learner.train_only leave no parameter to train")
     for pattern in learner.train_only:
         if not any(re.search(pattern, name) for name in trained):
             raise ConfigError(
-                f"learner.train_only: {pattern!r} trains nothing, as learner.freeze freezes all its matches; remove one"
+                f"learner.train_only: {pattern!r} trains nothing, as learner.freeze freezes all its matches; remove "
+                "one, or set learner.train_vision = true for the vision tower"
             )
     for entry in maps:
         fused = entry.huggingface

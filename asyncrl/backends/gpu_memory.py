@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any, Final
 from asyncrl.backends.frozen import is_trained
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.layout import Layout
+from asyncrl.config.learner import VISION_TOWER
+from asyncrl.data.model_folder import decoder_config
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching import prefixes
 from asyncrl.tensors.adapter_names import module_name
@@ -94,7 +97,7 @@ def phases(
     """
     folder = Path(run.model.path)
     state = _state(run, read_shapes(folder), run.learner.layout)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config = decoder_config(json.loads((folder / "config.json").read_text()))
     copied = _copied_keys(run, config) if shares_prefixes else 0.0
     passes = _FRAGMENTED * (_passes(run, config, recomputes_all=recomputes_all) + copied + _HEAD_BYTES)
     loaded, versions = state.loaded + _CONTEXT_BYTES, COPIES * state.copy + _is_kept(run) * _RING_BYTES
@@ -197,10 +200,16 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
         if not _shares_optimizer(run):
             replicas = 1
         own += numbers
-        trained = numbers if is_trained(name, freeze=learner.freeze, train_only=learner.train_only) else 0.0
+        trained = numbers if is_trained(name, freeze=learner.frozen, train_only=learner.train_only) else 0.0
         if lora.rank:
             module = module_name(name)
-            is_adapted = len(shape) == 2 and bool(module) and ("all-linear" in lora.modules or module in lora.modules)
+            is_decoder = not re.match(VISION_TOWER, name)
+            is_adapted = (
+                is_decoder
+                and len(shape) == 2
+                and bool(module)
+                and ("all-linear" in lora.modules or module in lora.modules)
+            )
             trained = lora.rank * sum(shape) * _share(name, shapes, layout) if is_adapted else 0.0
             adapters += trained
         gradients += trained * (4 + main / replicas)
@@ -238,6 +247,8 @@ def _share(name: str, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> 
         return 1 / (layout.expert * layout.expert_tensor * layout.pipeline)
     if ".layers." in name:
         return 1 / (layout.tensor * layout.pipeline)
+    if re.match(VISION_TOWER, name):  # every rank of the first stage has all of it
+        return 1.0
     is_second = layout.pipeline > 1 and "lm_head" in name and any("embed_tokens" in other for other in shapes)
     return 0.0 if is_second else 1 / layout.tensor  # the first stage has the embedding, the last one the output layer
 

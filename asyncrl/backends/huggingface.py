@@ -21,7 +21,6 @@ from asyncrl.errors import ConfigError
 SAME_ARCHITECTURE: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 """Model types that only the model's own code reads, and the same architecture's type in transformers."""
 _OUTPUT: Final = "lm_head.weight"
-_EMBEDDING: Final = "model.embed_tokens.weight"
 
 
 def load_family(name: str) -> Family | None:
@@ -49,7 +48,7 @@ def read_shape(folder: Path, *, where: str = "model.path", own: Family | None = 
         )
     try:
         for key, supported in family.only.items():  # others would be silently ignored
-            if (value := getattr(config, key, supported[0])) not in supported:
+            if (value := _read_key(config, key, supported[0])) not in supported:
                 raise Unsupported(f"{key} = {value!r}")
         made = family.shape(config)
         if not isinstance(made, ModelShape):
@@ -65,6 +64,11 @@ def read_shape(folder: Path, *, where: str = "model.path", own: Family | None = 
         raise ConfigError(
             f"{where}: {folder / 'config.json'} does not describe a {architecture}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _read_key(config: Any, key: str, default: object) -> Any:
+    """Return a key of config.json, or of the decoder's part of it where a model has a vision tower."""
+    return getattr(config, key, getattr(getattr(config, "text_config", None), key, default))
 
 
 def _read_config(folder: Path, where: str) -> Any:
@@ -146,18 +150,20 @@ def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callabl
         yield read
 
 
-def require_tied(folder: Path, *, where: str = "model.path") -> None:
+def require_tied(folder: Path, *, embedding: str, where: str = "model.path") -> None:
     """Raise ConfigError if the folder has an output layer of its own although config.json ties it to the embedding.
 
     Training would ignore that layer, as some engines do and others do not.
+
+    embedding: its name in the folder
     """
     with _reading(folder, where):
         if _OUTPUT not in weight_names(folder):
             return
     with open_weights(folder, where=where) as read:
-        if not torch.equal(read(_OUTPUT), read(_EMBEDDING)):
+        if not torch.equal(read(_OUTPUT), read(embedding)):
             raise ConfigError(
-                f"{where}: {folder}: {_OUTPUT} differs from {_EMBEDDING}, but config.json has tie_word_embeddings = "
+                f"{where}: {folder}: {_OUTPUT} differs from {embedding}, but config.json has tie_word_embeddings = "
                 "true; set it to false, or remove the tensor"
             )
 

@@ -114,13 +114,15 @@ def check(run: RunConfig) -> None:
         return
     if run.learner.freeze or run.learner.train_only:
         raise ConfigError("learner.lora: only adapters are trained; remove learner.freeze and train_only, name modules")
+    if run.learner.train_vision:
+        raise ConfigError("learner.lora: only adapters of the decoder are trained; remove learner.train_vision")
     shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
     if settings.rank > shape.hidden_size:
         raise ConfigError(
             f"learner.lora.rank: {settings.rank} is more than the model's hidden_size, {shape.hidden_size}, and no "
             "matrix of its layers needs more; use a smaller rank"
         )
-    maps = weight_map(shape)
+    maps = [entry for entry in weight_map(shape) if not entry.is_of_vision]
     known = sorted({module for entry in maps for name in entry.huggingface if (module := module_name(name))})
     for module in settings.modules:
         if module not in (ALL, *known):
@@ -159,5 +161,8 @@ def _described(entry: Mapping) -> str:
 
 
 def _is_adapted(entry: Mapping, modules: Sequence[str]) -> bool:
+    """Return whether the parameter gets an adapter; none of the vision tower does."""
+    if entry.is_of_vision:
+        return False
     names = [module_name(name) for name in entry.huggingface]
     return all(names) and (ALL in modules or any(name in modules for name in names))

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.policies.algorithms.objective import ValueInputs
+from asyncrl.policies.batching.images import NO_IMAGES, PackedImages
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
 
@@ -86,6 +87,7 @@ class PackedRow:
     rows               i64[M]: tokens that need a logprob
     distribution       how the tokens of ``rows`` were sampled
     layout             the sequences as rectangles, for attention without variable-length support
+    images             the pictures that it shows, on the host
     """
 
     tokens: torch.Tensor
@@ -97,6 +99,7 @@ class PackedRow:
     distribution: Distribution
     _loss: Mapping[str, torch.Tensor]
     _model_outputs: Mapping[str, torch.Tensor]
+    images: PackedImages = NO_IMAGES
 
     @classmethod
     def from_micro_batch(
@@ -123,6 +126,7 @@ class PackedRow:
             distribution=Distribution.from_arrays(moved),
             _loss={name: moved[name] for name in loss},
             _model_outputs={name: moved[f"output {name}"] for name in micro_batch.model_outputs},
+            images=micro_batch.images,
         )
 
     def loss_inputs(

@@ -12,9 +12,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.data.model_folder import decoder_config
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
 from asyncrl.policies.algorithms.objective import Objective
 
@@ -86,8 +87,7 @@ def _require_tokens(policy: Path, other: Path, *, name: str) -> None:
 
 def _vocabulary_size(folder: Path, name: str) -> int:
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])
+        return int(decoder_config(json.loads((folder / "config.json").read_text()))["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{where(name)}: {folder} is not a Hugging Face model folder: {error}") from None
 

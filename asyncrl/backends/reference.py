@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from asyncrl.backends import micro_batches, models
+from asyncrl.backends import micro_batches, models, vision
 from asyncrl.backends.adapter import BackendAdapter
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.kernels.support import exclude
@@ -48,7 +48,7 @@ from asyncrl.policies.corrections import diagnostics
 from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
+from asyncrl.tensors.transformers_models import by_names_in_files, has_vision, load_model
 
 STATE_FILE: Final = "state.safetensors"
 log = logging.getLogger("asyncrl.learner")
@@ -182,18 +182,20 @@ class LoadedModel:
         dtype: torch.dtype,
         is_exact: bool = False,
     ) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         self._temperature = temperature
         self._device = device
         self._is_exact_on_gpu = is_exact and device.type == "cuda"
         dtype = torch.float32 if self._is_exact_on_gpu else dtype  # values of 16 bits in tensors of 32
         try:
-            self.folder_dtype: torch.dtype = AutoConfig.from_pretrained(model.path).dtype or torch.float32
-            with LOADING:
-                causal: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype).to(device)
+            config = AutoConfig.from_pretrained(model.path)
+            self.folder_dtype: torch.dtype = config.dtype or torch.float32
+            causal: Any = load_model(model.path, dtype=dtype).to(device)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
+        if is_exact and has_vision(config):
+            raise ConfigError(f"run.exact: {models.where(name)} has a vision tower, whose sums depend on the whole row")
         causal.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding
         causal.eval()  # no dropout: trainer logprobs must be the policy's
         self._rows_alone: Callable[[], AbstractContextManager[Any]] = ExactRows if is_exact else nullcontext
@@ -215,7 +217,9 @@ class LoadedModel:
         named = dict(causal.named_parameters(remove_duplicate=False))
         self.buffers = {name: one for name, one in causal.state_dict(keep_vars=True).items() if name not in named}
         if model.head == "values":
-            self._value_head = torch.nn.Parameter(torch.zeros(1, causal.config.hidden_size, device=device, dtype=dtype))
+            self._value_head = torch.nn.Parameter(
+                torch.zeros(1, causal.config.get_text_config().hidden_size, device=device, dtype=dtype)
+            )
             decoder = self._decoder.named_parameters(prefix=causal.base_model_prefix)
             self.parameters = {**dict(decoder), models.VALUE_HEAD: self._value_head}
 
@@ -246,11 +250,14 @@ class LoadedModel:
         """Return the last hidden state of every token, [N, H]."""
         assert row.layout is not None
         with self._rows_alone():
-            rectangles = [
-                self._decoder(input_ids=row.tokens[indices], use_cache=False).last_hidden_state.flatten(0, 1)
-                for indices in row.layout.indices
-            ]
+            decode = _Pictured.from_row(self._decoder, row) if len(row.images) else self._decode_text
+            rectangles = [decode(row, indices).flatten(0, 1) for indices in row.layout.indices]
         return torch.cat(rectangles)[row.layout.order]
+
+    def _decode_text(self, row: PackedRow, indices: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states of some of the row's tokens, sequences [B, L] -> [B, L, H]."""
+        hidden: torch.Tensor = self._decoder(input_ids=row.tokens[indices], use_cache=False).last_hidden_state
+        return hidden
 
     def _values(self, row: PackedRow) -> torch.Tensor:
         """Return the value after each token, f32[N]."""
@@ -273,6 +280,54 @@ class LoadedModel:
         logprobs = distribution.gather(-1, row.tokens[row.rows][:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
         return logprobs, entropy, logits.float() / temperature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pictured:
+    """A row that shows pictures, as the text model of a transformers model with a vision tower takes it.
+
+    embeddings  f[N, H], with the features of pictures in their places
+    positions   i64[3, N]
+    shown       i64[N]: which of the placeholder tokens each token is; -1 for text
+    of_layers   f[placeholder tokens, H] for each of the first layers
+    """
+
+    model: Any
+    embeddings: torch.Tensor
+    positions: torch.Tensor
+    shown: torch.Tensor
+    of_layers: list[torch.Tensor]
+
+    @classmethod
+    def from_row(cls, model: Any, row: PackedRow) -> _Pictured:
+        device, images = row.tokens.device, row.images
+        features, places = torch.from_numpy(images.feature_rows).to(device), torch.from_numpy(images.token_rows)
+        own, *of_layers = (one.index_select(0, features) for one in vision.features(model.visual, images))
+        shown = torch.full(row.tokens.shape, -1)
+        shown[places] = torch.arange(len(places))
+        embeddings = model.get_input_embeddings()(row.tokens)
+        return cls(
+            model=model.language_model,
+            embeddings=embeddings.index_copy(0, places.to(device), own.to(embeddings.dtype)),
+            positions=torch.from_numpy(images.positions).long().to(device),
+            shown=shown.to(device),
+            of_layers=of_layers,
+        )
+
+    def __call__(self, row: PackedRow, indices: torch.Tensor) -> torch.Tensor:
+        """See LoadedModel._decode_text."""
+        shown = self.shown[indices]
+        of_layers: dict[str, Any] = {}
+        if self.of_layers:
+            of_layers["visual_pos_masks"] = shown >= 0
+            of_layers["deepstack_visual_embeds"] = [one[shown[shown >= 0]] for one in self.of_layers]
+        hidden: torch.Tensor = self.model(
+            inputs_embeds=self.embeddings[indices],
+            position_ids=self.positions[:, indices],
+            use_cache=False,
+            **of_layers,
+        ).last_hidden_state
+        return hidden
 
 
 class RefreshedModel(LoadedModel):

@@ -14,8 +14,9 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.families.table import FAMILIES
 from asyncrl.backends.models import Head
 
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "output_layer.weight"
+_VISION = "vision."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,12 @@ class Mapping:
     @property
     def is_copy_of_embedding(self) -> bool:
         """Whether the parameter is the output layer of tied embeddings, on another stage than the embedding."""
-        return self.megatron == _OUTPUT and self.huggingface == (_EMBEDDING,)
+        return self.megatron == _OUTPUT and self.huggingface[0].endswith(_EMBEDDING)
+
+    @property
+    def is_of_vision(self) -> bool:
+        """Whether the parameter belongs to the vision tower."""
+        return self.megatron.startswith(_VISION)
 
     @property
     def is_router_bias(self) -> bool:
@@ -76,16 +82,19 @@ def weight_map(shape: ModelShape, *, head: Head = "logprobs", part: Part | None 
     """Map every parameter of ``part`` (None: the whole model) except a value head, which is in no model folder."""
     part = part or Part.whole(shape)
     layer_weights = (shape.family or FAMILIES[shape.architecture]).layer
-    maps = [_mapping("", "", _row("embedding.word_embeddings.weight", _EMBEDDING))] if part.has_embedding else []
+    embedding = shape.prefix + _EMBEDDING
+    maps = [_mapping("", "", _row("embedding.word_embeddings.weight", embedding))] if part.has_embedding else []
+    if shape.vision and part.has_embedding:
+        maps += [_mapping(_VISION, shape.vision.prefix, (name, "whole", (name,))) for name in shape.vision.weights]
     for ours, theirs in enumerate(part.layers):
         rows = layer_weights(shape, theirs, part.experts)
-        maps += [_mapping(f"decoder.layers.{ours}.", f"model.layers.{theirs}.", row) for row in rows]
+        maps += [_mapping(f"decoder.layers.{ours}.", f"{shape.prefix}layers.{theirs}.", row) for row in rows]
     if part.has_output:
-        maps.append(_mapping("", "", ("decoder.final_layernorm.weight", "whole", ("model.norm.weight",))))
+        maps.append(_mapping("", shape.prefix, ("decoder.final_layernorm.weight", "whole", ("norm.weight",))))
         if head == "logprobs" and not shape.is_tied:
             maps.append(_mapping("", "", _row(_OUTPUT, "lm_head.weight")))
         elif head == "logprobs" and not part.has_embedding:  # a copy: its gradients are added to the embedding's
-            maps.append(_mapping("", "", _row(_OUTPUT, _EMBEDDING)))
+            maps.append(_mapping("", "", _row(_OUTPUT, embedding)))
     return maps
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from asyncrl.config.checks import MOST_THREADS, compile_pattern, positive, require
 from asyncrl.config.layout import Layout
+
+VISION_TOWER: Final = r"^(model\.)?visual\."
+"""Matches the names of a vision tower's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,8 @@ class LearnerSection:
     train_only: tuple[str, ...] = ()
     """Regular expressions: train only the parameters whose name matches one of them, except those of freeze; empty:
     all."""
+    train_vision: bool = False
+    """Train the vision tower of a model that reads images, too. false: it is frozen."""
     lora: LoraSection = field(default_factory=LoraSection)
     """Train low-rank adapters instead of the policy's own weights."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -181,6 +186,11 @@ class LearnerSection:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas must be two numbers in [0, 1), got {list(self.betas)}",
         )
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Regular expressions of all that is not trained: ``freeze``, and the vision tower."""
+        return self.freeze if self.train_vision else (*self.freeze, VISION_TOWER)
 
     @property
     def layout(self) -> Layout:

@@ -31,6 +31,9 @@ SUPPORTED_ARCHITECTURES = (
     "Glm4MoeLiteForCausalLM",
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
 """The architectures of backends/families. Repeated here because that package imports torch."""
 
@@ -131,11 +134,11 @@ def _end_tokens(table: Mapping[str, Any]) -> frozenset[int]:
 
 
 def check_weights(path: Path, shapes: Shapes | None = None) -> dict[str, Any]:
-    """Check that config.json in ``path`` fits the weights, and return its content. Raises ConfigError.
+    """Check that config.json in ``path`` fits the weights, and return its ``decoder_config``. Raises ConfigError.
 
     shapes  shapes by Hugging Face names of weights that are elsewhere; None: of the files in ``path``
     """
-    config = _read_config(path)
+    config = decoder_config(_read_config(path))
     _architecture(path, config)
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -147,8 +150,15 @@ def check_weights(path: Path, shapes: Shapes | None = None) -> dict[str, Any]:
     return config
 
 
+def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the keys of text_config, where a model with a vision tower has those of its decoder."""
+    text = config.get("text_config")
+    return {**text, **config} if isinstance(text, dict) else dict(config)
+
+
 def experts_of(config: Mapping[str, Any]) -> ExpertCounts | None:
     """Return the sizes of the model of this config.json; None for a model without experts."""
+    config = decoder_config(config)
     num_experts = next((config[name] for name in EXPERTS if config.get(name)), None)
     per_token, num_layers = config.get("num_experts_per_tok"), config.get("num_hidden_layers")
     if not (num_experts and per_token and num_layers):
@@ -295,7 +305,20 @@ _MAY_BE_NONE: Final = (*EXPERTS, "num_experts_per_tok", "num_nextn_predict_layer
 _UNBOUNDED: Final = ("vocab_size", "max_position_embeddings")
 _LARGEST: Final = 2**20
 """No model has more of the others. What follows counts layers and experts one by one."""
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER: Final = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
+
+_MATRICES: Final = (
+    ("lm_head.weight", ("vocab_size", "hidden_size")),
+    *(
+        (prefix + weight, keys)
+        for prefix in ("model.", "model.language_model.")
+        for weight, keys in (
+            ("embed_tokens.weight", ("vocab_size", "hidden_size")),
+            ("layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size")),
+        )
+    ),
+)
+"""Matrices, and the keys of config.json that say their sizes."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -315,9 +338,7 @@ def find_size_problem(config: Mapping[str, Any], shapes: Shapes) -> str:
             return f"{name} is {value:,}, and no model has more than {_LARGEST:,}"
     return (
         _end_problem(config)
-        or _matrix_problem(config, shapes, "model.embed_tokens.weight", ("vocab_size", "hidden_size"))
-        or _matrix_problem(config, shapes, "lm_head.weight", ("vocab_size", "hidden_size"))
-        or _matrix_problem(config, shapes, "model.layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size"))
+        or next(filter(None, (_matrix_problem(config, shapes, weight, keys) for weight, keys in _MATRICES)), "")
         or _layers_problem(config, {int(found[1]) for name in shapes if (found := _LAYER.match(name))})
     )
 

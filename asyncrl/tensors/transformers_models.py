@@ -6,7 +6,8 @@ good; from then on no embedding is tied to its output layer (test_models_loaded_
 transformers keeps all experts of a layer in two tensors:
 gate_up_proj [experts, 2 F, H]  becomes ``0.gate_proj.weight`` [F, H], ``0.up_proj.weight`` [F, H], ``1.gate_proj...``
 down_proj [experts, H, F]       becomes ``0.down_proj.weight`` [H, F], ...
-In files, Mixtral has other words for a mixture and for the matrices of an expert. gpt-oss has fused tensors there, too.
+In files, Mixtral has other words for a mixture and for the matrices of an expert. gpt-oss has fused tensors there, too,
+and so has Qwen3-VL, turned.
 Test: test_experts_have_the_names_of_the_folder.
 """
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
@@ -35,6 +37,12 @@ class _Words:
 
 _OTHERS: Final[Mapping[str, _Words]] = {"mixtral": _Words(mixture="block_sparse_moe", gate="w1", up="w3", down="w2")}
 _FUSED_IN_FILES: Final = ("gpt_oss",)
+_TURNED_IN_FILES: Final = ("qwen3_vl_moe",)
+"""Files have the matrix of an expert the other way round: [inputs, outputs]."""
+_PREFIXES: Final[Mapping[str, Mapping[str, str]]] = {
+    "qwen2_5_vl": {"model.language_model.": "model.", "model.visual.": "visual."}
+}
+"""What names begin with in transformers, and in files."""
 
 
 def by_names_in_files(tensors: Mapping[str, torch.Tensor], *, model_type: str) -> dict[str, torch.Tensor]:
@@ -42,8 +50,11 @@ def by_names_in_files(tensors: Mapping[str, torch.Tensor], *, model_type: str) -
 
     model_type: as in config.json
     """
+    tensors = {_renamed(name, _PREFIXES.get(model_type, {})): tensor for name, tensor in tensors.items()}
+    if model_type in _TURNED_IN_FILES:
+        return {name: one.transpose(1, 2) if ".experts." in name else one for name, one in tensors.items()}
     if model_type in _FUSED_IN_FILES:
-        return dict(tensors)
+        return tensors
     words = _OTHERS.get(model_type, _Words())
     fused = {"gate_up_proj": (words.gate, words.up), "down_proj": (words.down,)}
     found = {}
@@ -58,3 +69,25 @@ def by_names_in_files(tensors: Mapping[str, torch.Tensor], *, model_type: str) -
         else:
             found[in_file] = tensor
     return found
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    return next((theirs + name.removeprefix(ours) for ours, theirs in prefixes.items() if name.startswith(ours)), name)
+
+
+def has_vision(config: Any) -> bool:
+    """Return whether a model of this config has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """Return the model in ``folder`` with its output layer: of text, or of text and images.
+
+    options   of from_pretrained.  Raises what transformers raises: OSError, ValueError, KeyError
+    """
+    import transformers  # takes seconds
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+    with LOADING:
+        return kind.from_pretrained(folder, **options)

@@ -98,6 +98,28 @@ class LinearAttention:
         return self.key_size, self.key_size, self.values_per_key * self.value_size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionTower:
+    """The vision tower in front of a decoder: transformers' own module, whose outputs replace placeholder tokens.
+
+    module            its class in transformers, "package.module:Class"
+    config            vision_config of config.json, from which it is built
+    weights           names of its weights in the module
+    prefix            what they begin with in files
+    patch_size        numbers of a patch: channels x time x height x width
+    merged            patches that become one token
+    num_layer_features  first layers that each add features of their own to these tokens (DeepStack, arXiv:2406.04334)
+    """
+
+    module: str
+    config: Any
+    weights: tuple[str, ...]
+    prefix: str
+    patch_size: int
+    merged: int
+    num_layer_features: int = 0
+
+
 class MadeBy(Protocol):
     """What a shape knows of its family (family.py)."""
 
@@ -152,6 +174,12 @@ class ModelShape:
     linear: LinearAttention | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    vision: VisionTower | None = None
+    rope_axes: torch.Tensor | None = None
+    """i64[size / 2]: which of a token's positions (0 time, 1 height, 2 width) turns each frequency (M-RoPE,
+    arXiv:2409.12191); None: tokens have one position."""
+    prefix: str = "model."
+    """What the decoder's tensors begin with in the folder's files, those of the output layer excepted."""
     family: MadeBy | None = None
     """The family that made the shape; set by read_shape."""
 

@@ -16,10 +16,13 @@ from asyncrl.backends.families import (
     mistral,
     mixtral,
     qwen2,
+    qwen2_5_vl,
     qwen2_moe,
     qwen3,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
+    qwen3_vl_moe,
 )
 from asyncrl.backends.families.family import Family
 
@@ -38,6 +41,9 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     glm4_moe_lite,
     deepseek_v3,
     gpt_oss,
+    qwen2_5_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
 )
 
 FAMILIES: Final[dict[str, Family]] = {module.FAMILY.architecture: module.FAMILY for module in MODULES}

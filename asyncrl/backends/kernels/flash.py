@@ -54,6 +54,21 @@ def attention(
     return _of_torch(query, key, value, *runs, window)
 
 
+def both_ways(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, boundaries: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """query, key and value [n, heads, d] -> [n, heads, d]: within each run, every token sees every other.
+
+    boundaries  i32[runs + 1];  longest: tokens of the longest run.  Scores are scaled by 1 / sqrt(d).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    attended: Any = varlen_attn(
+        query.contiguous(), key.contiguous(), value.contiguous(), boundaries, boundaries, longest, longest
+    )
+    return attended  # type: ignore[no-any-return]
+
+
 def _of_torch(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -140,8 +140,9 @@ def scored_clamped_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor
 
 
 def rotary(positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [N], radians per position f32[d / 2] -> cosines and sines f32[N, d / 2] for ``heads``."""
-    angles = positions[:, None] * frequencies
+    """positions [N], or [N, d / 2] if each frequency has its own, radians per position f32[d / 2] -> cosines and sines
+    f32[N, d / 2] for ``heads``."""
+    angles = positions[:, None] * frequencies if positions.ndim == 1 else positions * frequencies
     return (angles.cos(), angles.sin()) if scale == 1.0 else (angles.cos() * scale, angles.sin() * scale)
 
 

@@ -40,6 +40,16 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
     """Rotary embeddings of layers with local attention, if they have their own."""
     chunks: Chunks | None = None
     """The sequences of the row, for layers with linear attention."""
+    layer_features: tuple[torch.Tensor, ...] = ()
+    """f[m, H] for each of the first layers, which adds them to the tokens of ``row`` that show a picture."""
+
+    def with_features(self, hidden: torch.Tensor, layer_number: int) -> torch.Tensor:
+        """Return what a layer has computed, with its features added.  layer_number: from 1"""
+        if layer_number > len(self.layer_features):
+            return hidden
+        assert self.row is not None
+        assert self.row.images is not None
+        return hidden.index_add(0, self.row.images.places, self.layer_features[layer_number - 1][:, None])
 
 
 def recompute_selectively(
@@ -136,7 +146,7 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         hidden_states = hidden_states + attended
         mixed, left = self.mlp(self.pre_mlp_layernorm(hidden_states))
         assert left is None
-        return hidden_states + mixed, None
+        return packed_seq_params.with_features(hidden_states + mixed, self.layer_number), None
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]

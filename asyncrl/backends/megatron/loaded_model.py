@@ -196,6 +196,7 @@ class LoadedModel:
             rows,
             layout=self._layout,
             context_rank=self._layout.context_rank(self._rank),
+            tensor_rank=self._tensor_parallel.rank(),
             device=self._device,
             dtype=self._dtype,
             is_routed=is_routed,

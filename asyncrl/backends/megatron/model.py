@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.backends import vision
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.delta_rule import Chunks
@@ -88,6 +89,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self._frequencies, self._rope_scale = shape.rope_frequencies.to(device), shape.rope_scale
         of_local = shape.local.rope_frequencies if shape.local else None
         self._local_frequencies = None if of_local is None else of_local.to(device)
+        self._rope_axes = None if shape.rope_axes is None else shape.rope_axes.to(device)
+        self._vision = shape.vision
         self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
         self._has_linear_attention = any(map(shape.has_linear_attention, self.part.layers))
         self._vocabulary_size = shape.vocabulary_size
@@ -113,23 +116,58 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def forward(self, row: RowPart) -> torch.Tensor:
         """Return hidden states of the row's part after these layers, [n, 1, H], split over sequence-parallel ranks."""
         hidden = None
+        layer_features: tuple[torch.Tensor, ...] = ()
         if self.pre_process:
             hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
             if self._embedding_scale != 1.0:
                 hidden = hidden * self._embedding_scale
+            hidden, layer_features = self._with_pictures(hidden, row)
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden.requires_grad_()  # frozen embeddings: recomputed layers need a gradient at their input
-        rotary = fused.rotary(row.positions, self._frequencies, self._rope_scale)
+        rotary = self._rotary(row)
         local = None if self._local_frequencies is None else fused.rotary(row.positions, self._local_frequencies)
         chunks = Chunks.from_boundaries(row.boundaries, row.tokens.device) if self._has_linear_attention else None
         after: torch.Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             packed_seq_params=RowParameters(
-                qkv_format="sbhd", row=row, rotary=rotary, local_rotary=local, chunks=chunks
+                qkv_format="sbhd",
+                row=row,
+                rotary=rotary,
+                local_rotary=local,
+                chunks=chunks,
+                layer_features=layer_features,
             ),
         )
         return after
+
+    def add_tower(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Add the vision tower to the model's first part, in front of which it stands."""
+        if self._vision and self.part.has_embedding:
+            self.vision = vision.build_tower(self._vision, device=device, dtype=dtype)
+            for weight in self.vision.parameters():
+                weight.sequence_parallel = self.config.sequence_parallel  # a rank's gradients are of its own tokens
+
+    def _rotary(self, row: RowPart) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._rope_axes is None or row.images is None:  # tokens of text have one position in all axes
+            return fused.rotary(row.positions, self._frequencies, self._rope_scale)
+        of_frequency = row.images.positions.t().index_select(1, self._rope_axes)
+        return fused.rotary(of_frequency, self._frequencies, self._rope_scale)
+
+    def _with_pictures(self, hidden: torch.Tensor, row: RowPart) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the embeddings [n, 1, H] with the features of pictures in their places, and those of the first layers.
+
+        Tensor-parallel and context-parallel ranks each run the tower on all pictures of the row, and take what the
+        tokens of their hidden states show.
+        """
+        if self._vision is None:
+            return hidden, ()
+        if row.images is None:  # ranks that share gradients need one of every weight
+            is_trained = vision.is_trained(self.vision)
+            return (hidden + vision.zero_of_weights(self.vision, self._vision) if is_trained else hidden), ()
+        found = vision.features(self.vision, row.images.images)
+        own, *of_layers = (one.index_select(0, row.images.features) for one in found)
+        return hidden.index_copy(0, row.images.places, own[:, None].to(hidden.dtype)), tuple(of_layers)
 
     def logprobs(self, hidden: torch.Tensor, row: RowPart, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob and entropy of the tokens at ``row.row.rows``, f32[M] each, from last-stage hidden states.
@@ -222,6 +260,7 @@ def build_stages(job: Job, shape: ModelShape, device: torch.device, *, head: Hea
     stages = [PackedGPT(config, shape, device, head=head, chunk=chunk) for chunk in chunks]
     for stage in stages:
         stage.to(device, job.torch_dtype)
+        stage.add_tower(device, job.torch_dtype)
     return stages
 
 

@@ -71,7 +71,7 @@ def require_trainable(
     """
     shape = huggingface.read_shape(folder, where=where, own=own)
     if shape.is_tied:
-        huggingface.require_tied(folder, where=where)
+        huggingface.require_tied(folder, embedding=f"{shape.prefix}embed_tokens.weight", where=where)
     weight_cuts.require_divisible(shape, layout.tensor, where=where)
     whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
     parts = layout.pipeline * layout.virtual_pipeline
@@ -88,7 +88,29 @@ def require_trainable(
             f"{layout.context} ranks cannot share a row; remove the key"
         )
     _require_experts(shape, layout, whose)
+    if shape.vision:
+        _require_first_layers(shape, layout, transformer, whose)
     return shape
+
+
+def _require_first_layers(shape: ModelShape, layout: Layout, transformer: Mapping[str, Any], whose: str) -> None:
+    """Raise ConfigError if a layer that adds features of the vision tower is not behind it, on the same stage."""
+    first, last, beside_embedding, _ = (transformer.get(field) or 0 for field in _UNEVEN)
+    on_first = shape.num_layers // layout.pipeline
+    if first:
+        on_first = first
+    elif last:
+        on_first = (shape.num_layers - last) // max(1, layout.pipeline - 1)
+    elif beside_embedding:
+        on_first -= 1
+    on_first //= layout.virtual_pipeline
+    assert shape.vision is not None
+    if on_first < shape.vision.num_layer_features:
+        raise ConfigError(
+            f"learner.pipeline_parallel: {whose}'s first {shape.vision.num_layer_features} layers get features of the "
+            f"vision tower, and its stage would hold {on_first}; use fewer stages, or set learner.megatron = "
+            f"{{ {_UNEVEN[0]} = n }}"
+        )
 
 
 def require_aligned_experts(shape: ModelShape, dtype: str, *, where: str) -> None:

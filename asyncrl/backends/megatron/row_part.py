@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.backends.megatron import shared_prefixes
 from asyncrl.backends.megatron.packed_attention import Piece, Pieces, uses_varlen
+from asyncrl.backends.megatron.row_images import RowImages
 from asyncrl.backends.megatron.shared_prefixes import Runs, SharedTokens
 from asyncrl.backends.micro_batches import (
     Distribution,
@@ -68,6 +69,7 @@ class RowPart:
     micro_batch        the same data on the host
     num_targets        M, or less if sequences share tokens of ``row.rows``
     shared             what the row's sequences share; None if they share nothing
+    images             what the rank's tokens show; None if the row shows no picture
     """
 
     tokens: torch.Tensor
@@ -87,6 +89,7 @@ class RowPart:
     num_targets: int
     shared: SharedTokens | None = None
     routing: Routing | None = None
+    images: RowImages | None = None
 
     @classmethod
     def from_micro_batch(
@@ -98,11 +101,13 @@ class RowPart:
         context_rank: int,
         device: torch.device,
         dtype: torch.dtype,
+        tensor_rank: int = 0,
         is_routed: bool = False,
         batch_tokens: int = 0,
     ) -> RowPart:
         """
         rows          i64[M]: tokens that need a logprob
+        tensor_rank   which tensor-parallel rank this is
         is_routed     whether to use the engine's experts, if the micro-batch has them
         batch_tokens  tokens of the batch that is trained; 0 if none is
         """
@@ -154,6 +159,7 @@ class RowPart:
             runs = shared_prefixes.Runs.from_row(micro_batch, distinct, length=length)
             attention = _pieces(runs, layout, context_rank, device)
         is_cut = layout.context > 1
+        piece = (tensor_rank, layout.tensor) if layout.is_sequence_parallel else (0, 1)
         return cls(
             tokens=moved["tokens"],
             positions=moved["positions"],
@@ -171,6 +177,11 @@ class RowPart:
             micro_batch=micro_batch,
             num_targets=len(targets),
             shared=SharedTokens.from_arrays(moved) if is_shared else None,
+            images=RowImages.of_part(
+                micro_batch.images, first=distinct.first, length=length, kept=kept, piece=piece, device=device
+            )
+            if len(micro_batch.images)
+            else None,
         )
 
     @property
@@ -222,6 +233,15 @@ def _whole_row(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | 
         row=row,
         micro_batch=micro_batch,
         num_targets=len(row.rows),
+        images=_all_images(micro_batch, device=row.tokens.device) if len(micro_batch.images) else None,
+    )
+
+
+def _all_images(micro_batch: MicroBatch, *, device: torch.device) -> RowImages:
+    """Return the images of a part that holds the whole row."""
+    every = np.arange(micro_batch.num_tokens)
+    return RowImages.of_part(
+        micro_batch.images, first=every, length=len(every), kept=every, piece=(0, 1), device=device
     )
 
 

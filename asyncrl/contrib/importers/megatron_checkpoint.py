@@ -169,7 +169,7 @@ def _to_megatron(source: Path, destination: Path) -> Converted:
     """
     shape = huggingface.read_shape(source, where="source")
     if shape.is_tied:
-        huggingface.require_tied(source, where="source")
+        huggingface.require_tied(source, embedding=f"{shape.prefix}embed_tokens.weight", where="source")
     used = {name for one in _parameters(shape) for name in one.entry.huggingface}
     left_out = sorted(set(huggingface.weight_names(source)) - used)
     _refuse_layers_of_others(source, (name for name in left_out if not name.endswith("inv_freq")), shape)

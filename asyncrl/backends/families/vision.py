@@ -1,0 +1,68 @@
+"""What families with a vision tower share: the decoder's part of config.json, and which position turns which frequency.
+
+The tower itself is transformers' module (backends/vision.py); a family lists its weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from asyncrl.backends.families.family import Unsupported
+from asyncrl.backends.families.shape import VisionTower
+
+
+def decoder_config(config: Any) -> Any:
+    """Return text_config with what config.json says of the whole model: its name, dtype and tied embeddings."""
+    own = copy.copy(config.text_config)
+    own.architectures, own.dtype, own.tie_word_embeddings = (
+        config.architectures,
+        config.dtype,
+        config.tie_word_embeddings,
+    )
+    return own
+
+
+def tower(vision: Any, weights: Iterator[str], *, module: str, prefix: str, num_layer_features: int = 0) -> VisionTower:
+    """Return the tower of a vision_config with Qwen's keys.  weights: names of its weights"""
+    of_patch = vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size
+    return VisionTower(
+        module=f"transformers.models.{module}",
+        config=vision,
+        weights=tuple(weights),
+        prefix=prefix,
+        patch_size=math.prod(of_patch),
+        merged=vision.spatial_merge_size**2,
+        num_layer_features=num_layer_features,
+    )
+
+
+def sections(sizes: Sequence[int], size: int) -> torch.Tensor:
+    """Return ``ModelShape.rope_axes`` where each axis has a section of its own (Qwen2-VL).
+
+    sizes   frequencies of time, height and width;  size: their sum
+
+    >>> sections([2, 1, 1], 4).tolist()
+    [0, 0, 1, 2]
+    """
+    if len(sizes) != 3 or sum(sizes) != size:
+        raise Unsupported(f"mrope_section = {list(sizes)} of {size} frequencies")
+    return torch.arange(3).repeat_interleave(torch.tensor(sizes))
+
+
+def interleaved(sizes: Sequence[int], size: int) -> torch.Tensor:
+    """Return ``ModelShape.rope_axes`` where the axes take turns, and time has the frequencies that remain (Qwen3-VL).
+
+    >>> interleaved([4, 2, 2], 8).tolist()
+    [0, 1, 2, 0, 1, 2, 0, 0]
+    """
+    if len(sizes) != 3 or sum(sizes) != size:
+        raise Unsupported(f"mrope_section = {list(sizes)} of {size} frequencies")
+    axes = torch.zeros(size, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sizes[axis] : 3] = axis
+    return axes

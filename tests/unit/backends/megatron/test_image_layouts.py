@@ -1,0 +1,70 @@
+"""Models that read images train the same in every layout of ranks as in one process.
+
+Rows show pictures at the borders of what ranks hold, and some ranks and micro-batches have no picture at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.config.learner import VISION_TOWER
+from asyncrl.policies.batching.packing import sequence_slices
+from tests.harness.backends import SETTINGS, distance, forward, learned, shares, started, weights
+from tests.harness.packing import pack
+from tests.harness.pictures import expected_of, pictured_sequences, tiny_vision_model, vision_model
+
+GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
+FROZEN = dataclasses.replace(GENTLE, freeze=(VISION_TOWER,))
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "settings", "options"),
+    [
+        ("megatron-cp2-tp2", "qwen2_5_vl", GENTLE, {}),
+        ("megatron-pp2-dp2", "qwen3_vl", GENTLE, {}),
+        ("megatron-tp2", "qwen3_vl", GENTLE, {"recompute": "selective"}),
+        ("megatron-4", "qwen2_5_vl", GENTLE, {"distributed_optimizer": False}),
+        ("megatron-vpp2", "qwen2_5_vl", FROZEN, {"recompute": "full"}),
+        ("megatron-tp2-ep2", "qwen3_vl_moe", FROZEN, {"recompute": "full"}),
+    ],
+)
+def test_a_layout_says_what_transformers_says_and_trains_as_one_process(
+    tmp_path: Path, kind: str, architecture: str, settings: Any, options: dict[str, Any]
+) -> None:
+    folder = tiny_vision_model(tmp_path / "model", architecture=architecture, num_layers=4)
+    batch = pictured_sequences(folder)
+    (packed,) = pack(batch, max_tokens=1000)
+    found = []
+    for one in ("reference", kind):
+        with started(one, folder, optimizer=settings, **({"options": options} if one == kind else {})) as backend:
+            if one == kind:
+                logprobs, exported = forward(backend, kind, packed), weights(backend)
+            metrics = []
+            for number in range(2):
+                cut = shares(one, pictured_sequences(folder, seed=number), max_tokens=45)
+                metrics.append(learned(backend.step(cut, learning_rate=0.05).metrics))
+            found.append((metrics, weights(backend)))
+    expected = expected_of(vision_model(folder), batch)
+    for where, number in zip(sequence_slices(packed), packed.sequences, strict=True):
+        np.testing.assert_allclose(logprobs[where], expected[number], atol=2e-5)
+    original = load_file(folder / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+    (wanted_metrics, wanted), (got_metrics, got) = found
+    for one_got, one_wanted in zip(got_metrics, wanted_metrics, strict=True):
+        assert one_got == pytest.approx(one_wanted, rel=1e-4, abs=1e-5)
+    of_tower = {name for name in wanted if "visual." in name}
+    for names in (of_tower, wanted.keys() - of_tower):
+        moved, apart = (
+            distance({n: a[n] for n in names}, {n: b[n] for n in names}) for a, b in ((original, wanted), (got, wanted))
+        )
+        assert apart <= 3e-4 * moved
+        assert (moved > 0) == (names != of_tower or settings is GENTLE)
