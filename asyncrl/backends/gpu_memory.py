@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from asyncrl.backends.frozen import is_trained
 from asyncrl.config.adapter import RunConfig
@@ -28,8 +28,11 @@ from asyncrl.policies.batching import prefixes
 from asyncrl.tensors.adapter_names import module_name
 from asyncrl.tensors.model_tensors import read_shapes
 
-COPIES: Final = 3
-"""Versions of what is trained, at most: the newest, the one being made, and an older one still being written."""
+_COPIES: Final = 3
+"""Versions of adapters, or of everything with run.colocated, at most: the newest, the one being made, and an older one
+still being written. Full training has one on the device, and the others on the host."""
+_HOST_COPIES: Final = 2
+"""Versions on the host, at most: one being written, and one that engines take."""
 _CONTEXT_BYTES: Final = 5 * 2**30
 """CUDA context, NCCL's buffers, kernels' workspaces."""
 _FRAGMENTED: Final = 1.1
@@ -37,7 +40,7 @@ _FRAGMENTED: Final = 1.1
 _HEAD_BYTES: Final = 2 * 2**30
 """Logits in float32, a chunk at a time."""
 _RING_BYTES: Final = 5 * 2**29
-"""Blocks for what is not copied for an export: for engines (weights/ring.py) and for the writer of folders."""
+"""Blocks for what an export does not copy on the device: for engines (weights/ring.py) and for writers of folders."""
 _PIECES_BYTES: Final = 2**30
 """Offloaded moments that are on the device during an update (megatron/optimizer.py)."""
 MOMENT_BYTES: Final = 8
@@ -45,12 +48,18 @@ MOMENT_BYTES: Final = 8
 _COPIED_KEY_BYTES: Final = 12
 """Of each number of a key that sequences share, and of its value: both copies and their gradients in 16 bits, and one
 gradient in float32."""
+_FILLED: Final = 0.9
+"""Of a GPU, by state, in a layout that is recommended: a row's passes need the rest."""
 _MOST_RANKS: Final = 1024
+
+
+ExportsTo = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Most bytes of one rank in a phase.  device: on its GPU.  host: besides, for a checkpoint and offloaded moments"""
+    """Most bytes of one rank in a phase.  device: on its GPU.  host: besides, for a checkpoint, versions and offloaded
+    moments"""
 
     name: str
     device: int
@@ -88,29 +97,41 @@ def phases(
     offloads_moments: bool = False,
     moment_bytes: int = MOMENT_BYTES,
     shares_prefixes: bool = False,
+    exports_to: ExportsTo = "device",
 ) -> tuple[Phase, ...]:
     """Return what a rank needs. Raises WeightsError.
 
     recomputes_all   only one activation per layer is kept
     moment_bytes     in which AdamW's moments of a parameter are kept between updates
     shares_prefixes  a layer copies keys and values of tokens that sequences share
+    exports_to       where a version of full training is copied
     """
     folder = Path(run.model.path)
     state = _state(run, read_shapes(folder), run.learner.layout)
     config = decoder_config(json.loads((folder / "config.json").read_text()))
     copied = _copied_keys(run, config) if shares_prefixes else 0.0
     passes = _FRAGMENTED * (_passes(run, config, recomputes_all=recomputes_all) + copied + _HEAD_BYTES)
-    loaded, versions = state.loaded + _CONTEXT_BYTES, COPIES * state.copy + _is_kept(run) * _RING_BYTES
+    loaded = state.loaded + _CONTEXT_BYTES
+    versions, host_versions = _versions(run, state, exports_to)
     kept = state.moments * moment_bytes / MOMENT_BYTES
-    host, in_passes = (kept, 0.0) if offloads_moments else (0.0, kept)
+    at_load, in_passes = (kept, 0.0) if offloads_moments else (0.0, kept)
+    host = at_load + host_versions
     in_update = in_passes + _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
     saved = state.saved - (state.moments if not run.checkpoint.optimizer else state.moments - kept)
     return (
-        Phase(name="load", device=int(loaded), host=int(host)),
+        Phase(name="load", device=int(loaded), host=int(at_load)),
         Phase(name="step", device=int(loaded + versions + in_passes + passes), host=int(host)),
         Phase(name="update", device=int(loaded + versions + in_update), host=int(host)),
         Phase(name="checkpoint", device=int(loaded + versions + in_passes), host=int(host + saved)),
     )
+
+
+def has_room_for_copy(run: RunConfig, *, total: int, **settings: Any) -> bool:
+    """Return whether a rank with ``total`` bytes of a GPU can copy a version there. Raises WeightsError.
+
+    settings  see phases
+    """
+    return max(phase.device for phase in phases(run, exports_to="device", **settings)) <= total
 
 
 def learner_bytes(
@@ -120,6 +141,7 @@ def learner_bytes(
     offloads_moments: bool = False,
     moment_bytes: int = MOMENT_BYTES,
     shares_prefixes: bool = False,
+    exports_to: ExportsTo = "device",
 ) -> int:
     """Return the peak bytes of one rank whose GPU an engine shares."""
     found = phases(
@@ -128,24 +150,36 @@ def learner_bytes(
         offloads_moments=offloads_moments,
         moment_bytes=moment_bytes,
         shares_prefixes=shares_prefixes,
+        exports_to=exports_to,
     )
     handed_over = 0.0  # an engine beside it maps a whole version
-    if _is_kept(run):
+    if _is_kept(run) or (exports_to == "host" and not _copies_beside(run)):
         handed_over = _state(run, read_shapes(Path(run.model.path)), run.learner.layout).weights
     return int(max(phase.device for phase in found) + handed_over)
 
 
-def refuse(run: RunConfig, *, total: int, offloads_moments: bool, moment_bytes: int = MOMENT_BYTES) -> None:
-    """Raise ConfigError if weights, optimizer and one version cannot be in ``total`` bytes of a GPU, whatever the row.
+def refuse(
+    run: RunConfig,
+    *,
+    total: int,
+    offloads_moments: bool,
+    moment_bytes: int = MOMENT_BYTES,
+    exports_to: ExportsTo = "host",
+) -> None:
+    """Raise ConfigError if weights, optimizer and, unless it can be on the host, one version cannot be in ``total``
+    bytes of a GPU, whatever the row.
 
     The error names the smallest layout that would fit.
     """
     shapes = read_shapes(Path(run.model.path))
-    least = functools.partial(_least, moment_bytes=moment_bytes)
+    versions = 0 if exports_to == "host" and not _copies_beside(run) else 1
+    least = functools.partial(_least, moment_bytes=moment_bytes, versions=versions)
     needed = least(_state(run, shapes, run.learner.layout), offloads_moments=offloads_moments)
     if needed <= total:
         return
     remedies = [] if run.learner.lora.rank else ["learner.lora"]
+    if versions and not _copies_beside(run) and needed - _state(run, shapes, run.learner.layout).copy <= total:
+        remedies.append('learner.options.exports = "host"')
     if not offloads_moments and least(_state(run, shapes, run.learner.layout), offloads_moments=True) <= total:
         remedies.append("learner.options.offload_optimizer = true")
     has_experts = any(".experts." in name for name in shapes)
@@ -158,21 +192,34 @@ def refuse(run: RunConfig, *, total: int, offloads_moments: bool, moment_bytes: 
             learner = dataclasses.replace(run.learner, **changes)
         except ConfigError:
             break
-        if least(_state(run, shapes, learner.layout), offloads_moments=offloads_moments) <= total:
+        if least(_state(run, shapes, learner.layout), offloads_moments=offloads_moments) <= _FILLED * total:
             remedies.append(f"learner.ranks = {ranks} with {key} = {split}")
             break
         ranks *= 2
+    what = "weights, optimizer and one version" if versions else "weights, gradients and optimizer"
     raise ConfigError(
-        f"learner: a rank needs {needed / 2**30:.0f} GiB for weights, optimizer and one version without any "
-        f"activation, and its GPU has {total / 2**30:.0f} GiB; use {' or '.join(remedies) or 'a smaller model'}"
+        f"learner: a rank needs {needed / 2**30:.0f} GiB for {what} without any activation, and its GPU has "
+        f"{total / 2**30:.0f} GiB; use {' or '.join(remedies) or 'a smaller model'}"
     )
 
 
-def _least(state: _State, *, offloads_moments: bool, moment_bytes: int) -> float:
+def _least(state: _State, *, offloads_moments: bool, moment_bytes: int, versions: int) -> float:
     kept = 0.0 if offloads_moments else state.moments * moment_bytes / MOMENT_BYTES
-    return (
-        state.loaded + state.copy + kept + _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
-    )
+    pieces = _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
+    return state.loaded + versions * state.copy + kept + pieces
+
+
+def _versions(run: RunConfig, state: _State, exports_to: ExportsTo) -> tuple[float, float]:
+    """Return the bytes of versions on the device, with blocks for what passes through it, and on the host."""
+    if _copies_beside(run):
+        return _COPIES * state.copy + _is_kept(run) * _RING_BYTES, 0.0
+    on_device = int(exports_to == "device")
+    return on_device * state.copy + _RING_BYTES, (_HOST_COPIES - on_device) * state.copy
+
+
+def _copies_beside(run: RunConfig) -> bool:
+    """Whether all versions are on the device: the copies of adapters, and everything where models leave it in turns."""
+    return bool(run.learner.lora.rank) or run.run.colocated
 
 
 def _pieces(state: _State, *, offloads_moments: bool, moment_bytes: int) -> float:

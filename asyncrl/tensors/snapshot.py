@@ -5,7 +5,8 @@ a safetensors file. An engine that receives weights over the network takes each 
 "flattened_bucket"); buckets that are too large for the engine are cut further.
 
 What no step changes (frozen weights, and sums of frozen weights and copied adapters) is not copied for a snapshot: its
-buckets are filled while they are sent or written (KeptBucket).
+buckets are filled while they are sent or written (KeptBucket). What the next update changes is copied on the device, or
+to the host (HostBucket, host_copies.py).
 Test: tests/unit/tensors/test_snapshot.py.
 """
 
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import torch
 
@@ -109,12 +110,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A tensor that is not copied for a snapshot.  source: itself, which no step changes, or how to make it"""
+    """A tensor that is not copied for a snapshot.
+
+    source        itself, which no step changes, or how to make it
+    until_update  the next update changes it, so its bucket is copied to the host before (host_copies.py)
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     source: torch.Tensor | Fill
+    until_update: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,10 +163,55 @@ class KeptBucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostBucket:
+    """A bucket in host memory.
+
+    data    u8[sum of the tensors' bytes], pinned if it came from a GPU
+    device  from which it is sent
+    done    when it has been copied to the host; None: it has
+    """
+
+    entries: tuple[TensorEntry, ...]
+    data: torch.Tensor
+    device: torch.device
+    done: torch.cuda.Event | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel()
+
+    @property
+    def is_kept(self) -> bool:
+        return True
+
+    def filled(self, block: torch.Tensor | None = None) -> Bucket:
+        """Return the bucket on ``device``; see KeptBucket."""
+        if block is None:
+            block = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        if self.done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.done)
+        return Bucket(entries=self.entries, data=block[: self.num_bytes].copy_(self.data, non_blocking=True))
+
+    def on_host(self) -> Bucket:
+        """Return the bucket in host memory. Waits until it is there."""
+        if self.done is not None:
+            self.done.synchronize()
+        return Bucket(entries=self.entries, data=self.data)
+
+    def cut(self, bucket_bytes: int) -> Iterator[HostBucket]:
+        """See Bucket.cut."""
+        for part in Bucket(entries=self.entries, data=self.data).cut(bucket_bytes):
+            yield replace(self, entries=part.entries, data=part.data)
+
+
+AnyBucket: TypeAlias = "Bucket | KeptBucket | HostBucket"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The weights at one instant, which later steps do not change: the whole model, or this rank's part of it."""
 
-    buckets: tuple[Bucket | KeptBucket, ...]
+    buckets: tuple[AnyBucket, ...]
     others: tuple[Part, ...] = ()
     """Handles of the parts that other ranks hold. All other members describe only our own part."""
 
@@ -173,8 +224,11 @@ class Snapshot:
         dtype: torch.dtype | None = None,
         kept: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
+        to_host: Callable[[Bucket | KeptBucket], HostBucket] | None = None,
     ) -> Snapshot:
         """Copy ``tensors`` on their device. Floating-point tensors become ``dtype``, except those named in ``kept``.
+
+        to_host: copies to the host what the next update changes, bucket by bucket, instead of on the device
 
         Tensors are consumed one at a time. Besides the copies, memory holds for each dtype the sources of a bucket that
         is not full yet, and one more tensor. A tensor larger than ``bucket_bytes`` gets a bucket of its own. What is
@@ -183,26 +237,33 @@ class Snapshot:
         On CUDA, waits for the queued copies. Raises ValueError when two tensors have the same name.
         """
         names = set[str]()
-        waiting: dict[tuple[torch.dtype, bool], list[tuple[TensorEntry, torch.Tensor | Kept]]] = {}
-        waiting_bytes = Counter[tuple[torch.dtype, bool]]()
-        buckets: list[Bucket | KeptBucket] = []
+        waiting: dict[tuple[torch.dtype, bool, bool], list[tuple[TensorEntry, torch.Tensor | Kept]]] = {}
+        waiting_bytes = Counter[tuple[torch.dtype, bool, bool]]()
+        buckets: list[AnyBucket] = []
+
+        def add(group: Sequence[tuple[TensorEntry, torch.Tensor | Kept]]) -> None:
+            bucket, (_, first) = _bucket(group), group[0]
+            lasts = isinstance(first, Kept) and not first.until_update
+            buckets.append(bucket if lasts or to_host is None else to_host(bucket))
+
         for name, tensor in tensors:
             if name in names:
                 raise ValueError(f"two tensors are named {name!r}")
             names.add(name)
             kind = tensor.dtype if isinstance(tensor, Kept) else _dtype(tensor, None if name in kept else dtype)
             entry = TensorEntry(name=name, dtype=kind, shape=tuple(tensor.shape))
-            key = kind, isinstance(tensor, Kept)
+            key = kind, isinstance(tensor, Kept), isinstance(tensor, Kept) and tensor.until_update
             group = waiting.setdefault(key, [])
             if group and waiting_bytes[key] + entry.num_bytes > bucket_bytes:
-                buckets.append(_bucket(group))
+                add(group)
                 group.clear()
                 waiting_bytes[key] = 0
             group.append((entry, tensor))
             waiting_bytes[key] += entry.num_bytes
-        buckets += [_bucket(group) for group in waiting.values()]
+        for group in waiting.values():
+            add(group)
         buckets.sort(key=lambda bucket: -bucket.entries[0].dtype.itemsize)
-        if any(bucket.device.type == "cuda" for bucket in buckets):
+        if any(bucket.device.type == "cuda" for bucket in buckets if not isinstance(bucket, HostBucket)):
             torch.cuda.current_stream().synchronize()  # other threads read the copies on their own streams
         return cls(buckets=tuple(buckets))
 
@@ -226,7 +287,8 @@ class Snapshot:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, view) in file order. Of kept buckets, only the one whose views are used takes memory."""
         for bucket in self.buckets:
-            yield from bucket.filled().tensors()
+            there = bucket.on_host() if isinstance(bucket, HostBucket) else bucket.filled()
+            yield from there.tensors()
 
     def run_on_parts(self, worker: PartWorker, commands: Sequence[bytes]) -> list[bytes]:
         """Run ``worker`` on our part and on all other parts in parallel. Returns their answers, our own first.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from asyncrl.messages.weight_transfer import BucketLayout
-from asyncrl.tensors.snapshot import Bucket, KeptBucket, TensorEntry
+from asyncrl.tensors.snapshot import AnyBucket, TensorEntry
 
 
-def layout_of(bucket: Bucket | KeptBucket) -> BucketLayout:
+def layout_of(bucket: AnyBucket) -> BucketLayout:
     return BucketLayout(
         names=tuple(entry.name for entry in bucket.entries),
         dtypes=tuple(str(entry.dtype).removeprefix("torch.") for entry in bucket.entries),

@@ -30,7 +30,7 @@ from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
 from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
-from asyncrl.tensors.snapshot import PartWorker, Snapshot
+from asyncrl.tensors.snapshot import HostBucket, PartWorker, Snapshot
 from asyncrl.tensors.weight_files import WeightFile
 from asyncrl.weights.adapter import ChannelAdapter
 
@@ -206,20 +206,24 @@ class PartWriter(PartWorker):
     def _blocks(self, snapshot: Snapshot) -> Iterator[memoryview]:
         """Yield the part's bytes, each valid until the next. Kept buckets are filled one after the other."""
         buckets = snapshot.cut(_STAGING_BYTES).buckets
-        largest = max((bucket.num_bytes for bucket in buckets if bucket.device.type == "cuda"), default=0)
+        on_device = [bucket for bucket in buckets if not isinstance(bucket, HostBucket)]
+        largest = max((bucket.num_bytes for bucket in on_device if bucket.device.type == "cuda"), default=0)
         staging = torch.empty(largest, dtype=torch.uint8, pin_memory=largest > 0)  # torch keeps pinned memory for reuse
         if largest and self._stream is None:
             self._stream = torch.cuda.Stream(snapshot.device)  # type: ignore[no-untyped-call]
         block = None
         for bucket in buckets:
-            with torch.cuda.stream(self._stream):
-                if bucket.is_kept and block is None:
-                    size = max(one.num_bytes for one in buckets if one.is_kept)
-                    block = torch.empty(size, dtype=torch.uint8, device=bucket.device)
-                data = bucket.filled(block).data
-                if self._stream is not None:
-                    data = staging[: data.numel()].copy_(data, non_blocking=True)
-                    self._stream.synchronize()
+            if isinstance(bucket, HostBucket):
+                data = bucket.on_host().data
+            else:
+                with torch.cuda.stream(self._stream):
+                    if bucket.is_kept and block is None:
+                        size = max(one.num_bytes for one in on_device if one.is_kept)
+                        block = torch.empty(size, dtype=torch.uint8, device=bucket.device)
+                    data = bucket.filled(block).data
+                    if self._stream is not None:
+                        data = staging[: data.numel()].copy_(data, non_blocking=True)
+                        self._stream.synchronize()
             yield memoryview(data.numpy())  # type: ignore[arg-type]
             self.progress += bucket.num_bytes
 

@@ -31,7 +31,7 @@ from asyncrl.errors import MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode, is_encoded
 from asyncrl.messages.validation import require
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, KeptBucket, PartWorker, Snapshot
+from asyncrl.tensors.snapshot import BUCKET_BYTES, AnyBucket, PartWorker, Snapshot
 from asyncrl.weights import ipc
 from asyncrl.weights.bucket_layout import layout_of
 from asyncrl.weights.ipc import IPCRequest
@@ -52,6 +52,8 @@ _QUEUED: Final = 4
 stream: only the first takes part of the GPU while it waits for the engine."""
 _QUEUED_KEPT: Final = 2
 """The same for kept buckets: one is filled while another is sent. Engines share the memory for them (ring.py)."""
+_EXPORT_SECONDS: Final = 8.0
+"""An engine's request waits for an export that is being made, a little less long than the engine for an answer."""
 _HANDOVER_SECONDS: Final = 1.0
 """An engine may ask again just before our thread notices that the last transfer is complete."""
 _GIVEN_UP: Final = "it was given up: the engine was restarted"
@@ -136,12 +138,18 @@ class Sender:
         self._bucket_bytes = bucket_bytes
         self._patience = patience_seconds
         self._own = PartSender()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._newest: tuple[tuple[int, int], Snapshot] | None = None
+        self._is_withdrawn = False
 
     def set_weights(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
-        with self._lock:
-            self._newest = ((incarnation, policy_version), snapshot)
+        with self._changed:
+            self._newest, self._is_withdrawn = ((incarnation, policy_version), snapshot), False
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        with self._changed:
+            self._newest, self._is_withdrawn = None, self._newest is not None
 
     def begin(self, request: TransferRequest) -> Transfer:
         (incarnation, policy_version), snapshot = self._held()
@@ -175,7 +183,9 @@ class Sender:
             self._run(snapshot, [PartCommand(action="forget", engines=tuple(engines))] * (1 + len(snapshot.others)))
 
     def _held(self) -> tuple[tuple[int, int], Snapshot]:
-        with self._lock:
+        """Return the newest weights. Waits for an export. Raises WeightsError if there are none yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_withdrawn, _EXPORT_SECONDS)
             if self._newest is None:
                 raise WeightsError("the learner has no weights to send yet")
             return self._newest
@@ -370,7 +380,7 @@ class _Group:
                 if block is not None:
                     ring.forget(block)
 
-    def _most_queued(self, bucket: Bucket | KeptBucket) -> int:
+    def _most_queued(self, bucket: AnyBucket) -> int:
         """How many broadcasts may be queued before one of ``bucket``: so that one can begin as soon as another ends."""
         if self._kind == "gloo":
             return 1

@@ -76,6 +76,13 @@ class Sender(Protocol):
         """Set the weights to send."""
         ...
 
+    def withdraw(self) -> None:
+        """Let go of the weights, as new ones are being exported: their copy may take the memory of the old ones.
+
+        ``begin`` waits for the new ones. Transfers that have begun go on.
+        """
+        ...
+
     def begin(self, request: TransferRequest) -> Transfer:
         """Accept an engine's request. Return the transfer to run after replying with its offer. Raises WeightsError."""
         ...

@@ -77,6 +77,9 @@ class Sender:
     def set_weights(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         self.held = (incarnation, policy_version)
 
+    def withdraw(self) -> None:
+        pass
+
     def begin(self, request: TransferRequest) -> Transfer:
         if self.held is None:
             raise WeightsError("nothing yet")

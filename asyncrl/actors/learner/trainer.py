@@ -135,6 +135,7 @@ class Trainer:
         """Take a snapshot now. Tasks of ``group`` send, write, hash and announce it while the next step runs."""
         await self.take_gpus()
         started = time.monotonic()
+        self._weights.withdraw()
         snapshot = await self.call(self._backend.export, what="a copy of the weights")
         self._export_seconds = time.monotonic() - started
         await self._weights.publish(

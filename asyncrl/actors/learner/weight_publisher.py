@@ -80,6 +80,13 @@ class WeightPublisher:
         """Whether engines can receive weights from memory."""
         return self._channel.sender is not None
 
+    def withdraw(self) -> None:
+        """Let go of weights that the next snapshot replaces, so that it may take their memory: what engines may still
+        ask for, and what was to be written next."""
+        self._next = None
+        if self._channel.sender is not None:
+            self._channel.sender.withdraw()
+
     async def publish(
         self, snapshot: Snapshot, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
     ) -> None:
@@ -113,15 +120,18 @@ class WeightPublisher:
     async def _write(self) -> None:
         while (first := self._next) is not None:
             self._next = None
-            stored, version = await self._disk.write(functools.partial(self._store, first), what="weights")
+            since, version = await self._disk.write(functools.partial(self._store, first), what="weights")
             if self._evaluator is not None:
                 await self._evaluator.begin_if_due(version)
             await self._announce(version)
             self.num_bytes = self._channel.published_bytes
-            self.seconds = time.monotonic() - stored.since
+            self.seconds = time.monotonic() - since
 
-    async def _store(self, first: _Version) -> tuple[_Version, WeightVersion]:
-        """Write ``first``, or a newer version if one has arrived: after a full disk, the newest version is written."""
+    async def _store(self, first: _Version) -> tuple[float, WeightVersion]:
+        """Write ``first``, or a newer version if one has arrived: after a full disk, the newest version is written.
+
+        Return when it was published, and what was written.
+        """
         taken, self._next = self._next or first, None
         store = functools.partial(
             self._channel.publish,
@@ -137,7 +147,7 @@ class WeightPublisher:
                 note=note,
                 progress=lambda: self._channel.progress,
             ):
-                return taken, await asyncio.get_running_loop().run_in_executor(self._thread, store)
+                return taken.since, await asyncio.get_running_loop().run_in_executor(self._thread, store)
         except BaseException:
             self._next = self._next or taken
             raise

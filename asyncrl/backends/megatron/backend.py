@@ -90,6 +90,7 @@ class MegatronBackend(BackendAdapter):
             transformer=run.learner.megatron,
             quantization=run.weights.quantization,
             takes_turns=run.run.colocated,
+            exports_to=cls._exports_to(run),
             family=huggingface.load_family(run.model.family),
         )
 
@@ -108,7 +109,25 @@ class MegatronBackend(BackendAdapter):
         return gpu_memory.learner_bytes(run, **cls._memory_settings(run))
 
     @classmethod
-    def _memory_settings(cls, run: RunConfig) -> dict[str, bool]:
+    def _exports_to(cls, run: RunConfig) -> gpu_memory.ExportsTo:
+        """Return where a version is copied: on the device unless its GPU is known to be too small."""
+        options: Options = cls.options(run)
+        if options.exports != "auto":
+            return options.exports
+        if resolve_device(run.learner.device, section="learner") == "cpu":
+            return "device"
+        try:
+            total = read_gpu_memory().total
+        except ConfigError:
+            return "device"
+        return "device" if gpu_memory.has_room_for_copy(run, total=total, **cls._state_settings(run)) else "host"
+
+    @classmethod
+    def _memory_settings(cls, run: RunConfig) -> dict[str, Any]:
+        return {"exports_to": cls._exports_to(run), **cls._state_settings(run)}
+
+    @classmethod
+    def _state_settings(cls, run: RunConfig) -> dict[str, Any]:
         options: Options = cls.options(run)
         return {
             "recomputes_all": options.recompute == "full",
@@ -145,7 +164,8 @@ class MegatronBackend(BackendAdapter):
                 total = read_gpu_memory().total
             except ConfigError:  # the driver's tool is not there: nothing is known, so nothing is refused
                 return
-            gpu_memory.refuse(run, total=total, **_moments(run, options))
+            exports_to: gpu_memory.ExportsTo = "device" if options.exports == "device" else "host"
+            gpu_memory.refuse(run, total=total, exports_to=exports_to, **_moments(run, options))
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:

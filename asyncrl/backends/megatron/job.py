@@ -34,6 +34,11 @@ class Options:
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Format in which AdamW's moments are kept between updates. bfloat16 saves 4 bytes a parameter and rounds them
     after every update, as Megatron's precision-aware optimizer; with offload_optimizer, half as much is copied."""
+    exports: Literal["auto", "device", "host"] = "auto"
+    """Where the weights of a new version are copied, for the engines to take while training goes on. device: beside the
+    weights; while an older version is still in use there, to the host. host: to pinned host memory, beside the next
+    step's passes; engines get it at the speed of the bus. auto: device, if a copy fits there. Frozen weights are not
+    copied."""
     overlap_tensor_parallel: bool = True
     """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
     aux_loss_coefficient: float = 0.0
@@ -68,6 +73,7 @@ class Job:
     quantization  format of exports (tensors/quantized_model.py); empty: the folder's dtype
     family        the run's own family of models (model.family)
     takes_turns   the models leave the device while engines read an export, which is then a copy of everything
+    exports_to    memory for copies of exports: device or host
     """
 
     models: Mapping[str, AuxiliaryModel]
@@ -80,6 +86,7 @@ class Job:
     transformer: Mapping[str, Any] = field(default_factory=dict)
     quantization: str = ""
     takes_turns: bool = False
+    exports_to: Literal["device", "host"] = "device"
     family: Family | None = None
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncrl.backends import huggingface, lora, micro_batches, models, weight_cuts
 from asyncrl.backends.frozen import is_trained
@@ -29,7 +30,9 @@ from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.batching.packing import MicroBatch, compute_all
 from asyncrl.tensors import quantized_model
-from asyncrl.tensors.snapshot import Fill, Kept, Rows, Snapshot
+from asyncrl.tensors.host_copies import BUCKET_BYTES as HOST_BUCKET_BYTES
+from asyncrl.tensors.host_copies import HostCopies
+from asyncrl.tensors.snapshot import Bucket, Fill, Kept, Rows, Snapshot
 
 
 class LoadedModel:
@@ -56,6 +59,9 @@ class LoadedModel:
         self._lora = self._model.optimizer.lora if self._model.optimizer else None
         self._adapters: dict[str, adapters.Adapter] = {}
         self._kept: dict[str, tuple[Kept, ...]] = {}  # by parameter; a mixture has tens of thousands
+        self._exports_to = job.exports_to
+        self._host_copies = HostCopies(device)
+        self._on_device: list[StorageWeakRef] = []  # the copies of the last export that was copied on the device
         for stage in self._stages:
             stage.requires_grad_(self._model.is_trained)
             self._name_parameters(stage)
@@ -215,16 +221,41 @@ class LoadedModel:
     def export(self) -> Snapshot:
         """Export this rank's part; see Backend.
 
-        Memory besides the copy: a bucket of gathered tensors and one parameter. Frozen parameters that this rank has
-        whole are not copied, only their adapters, unless they leave the device while engines read them.
+        Frozen parameters that this rank has whole are not copied, only their adapters, unless they leave the device
+        while engines read them. The rest is copied: on the device if it has room for one copy and the one before is not
+        in use any more, else to the host, beside what the device does next (HostCopies). Memory besides the copy: a
+        bucket of gathered tensors and one parameter.
         """
-        if self._quantization or self._takes_turns:
-            tensors = ((name, tensor) for name, tensor in self._exported(keeps=False) if not isinstance(tensor, Kept))
-            return Snapshot.from_tensors(quantized_model.quantize_tensors(tensors, self._quantization))
-        return Snapshot.from_tensors(self._exported(keeps=True))
+        to_host = self._goes_to_host()
+        copies_all = bool(self._quantization) or self._takes_turns
+        exported: Iterable[tuple[str, torch.Tensor | Kept]] = self._exported(
+            keeps=not copies_all, until_update=to_host and not copies_all
+        )
+        if copies_all:
+            tensors = ((name, tensor) for name, tensor in exported if not isinstance(tensor, Kept))
+            exported = quantized_model.quantize_tensors(tensors, self._quantization)
+        if to_host:
+            return Snapshot.from_tensors(exported, to_host=self._host_copies.copy, bucket_bytes=HOST_BUCKET_BYTES)
+        snapshot = Snapshot.from_tensors(exported)
+        copies = [bucket.data for bucket in snapshot.buckets if isinstance(bucket, Bucket)]
+        self._on_device = [StorageWeakRef(data.untyped_storage()) for data in copies]  # type: ignore[no-untyped-call]
+        return snapshot
 
-    def _exported(self, *, keeps: bool) -> Iterator[tuple[str, torch.Tensor | Kept]]:
+    def _goes_to_host(self) -> bool:
+        if self._takes_turns:
+            return False
+        is_in_use = not all(copy.expired() for copy in self._on_device)  # type: ignore[no-untyped-call]
+        return self._exports_to == "host" or (is_in_use and self._device.type == "cuda")
+
+    def finish_exports(self) -> None:
+        """Let the device wait for copies of exports before it changes the weights."""
+        self._host_copies.fence()
+
+    def _exported(self, *, keeps: bool, until_update: bool = False) -> Iterator[tuple[str, torch.Tensor | Kept]]:
         """Yield (Hugging Face name, tensor in the folder's dtype) of what this rank exports, one parameter at a time.
+
+        keeps         frozen parameters as they are
+        until_update  others as well: the next update changes them
 
         One rank of a stage exports each of its parameters. Experts are exported by a rank that has them. Other
         parameters are exported by the rank in ``_exporters``, which gathers them from its tensor-parallel ranks, and
@@ -233,7 +264,7 @@ class LoadedModel:
         exporters = self._exporters()
         for name, entry in self._maps.items():
             exporter = exporters.get(name, -1)
-            if keeps and self._can_be_kept(entry, name):
+            if keeps and self._can_be_kept(entry, name, until_update=until_update):
                 if exporter == self._rank - self._first_of_stage:
                     yield from zip(entry.huggingface, self._keep(entry, name), strict=True)
                 continue
@@ -290,18 +321,20 @@ class LoadedModel:
         adapter = self._adapters.get(name)
         return parameter if adapter is None else adapter.merge(parameter)
 
-    def _can_be_kept(self, entry: Mapping, name: str) -> bool:
-        """Return whether no step changes the parameter, apart from its adapter, and no rank has a part of it."""
+    def _can_be_kept(self, entry: Mapping, name: str, *, until_update: bool) -> bool:
+        """Return whether no step, or nothing before the next update, changes the parameter apart from its adapter, and
+        no rank has a part of it."""
         parameter = self._parameters[name]
-        is_frozen = isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad  # a buffer may change
-        return is_frozen and self._is_whole(entry)
+        if not isinstance(parameter, torch.nn.Parameter) or entry.is_adapter:  # a buffer may change at any time
+            return False
+        return (until_update or not parameter.requires_grad) and self._is_whole(entry)
 
     def _keep(self, entry: Mapping, name: str) -> Iterable[Kept]:
         """Return the folder's tensors that a parameter consists of, without copying it."""
         if name in self._adapters:
             return self._keep_sums(entry, name)
         if name not in self._kept:  # the same for every export
-            self._kept[name] = tuple(self._keep_frozen(entry, name))
+            self._kept[name] = tuple(self._keep_whole(entry, name))
         return self._kept[name]
 
     def _keep_sums(self, entry: Mapping, name: str) -> Iterator[Kept]:
@@ -320,23 +353,32 @@ class LoadedModel:
                     source = functools.partial(sums.write_rows, rows=rows.to(parameter.device))
                 yield self._kept_as(parameter, shape=(len(rows), inputs), source=source)
 
-    def _keep_frozen(self, entry: Mapping, name: str) -> Iterator[Kept]:
-        parameter = self._parameters[name].detach()
+    def _keep_whole(self, entry: Mapping, name: str) -> Iterator[Kept]:
+        whole = self._parameters[name]
+        parameter, is_trained = whole.detach(), whole.requires_grad
         layout = parameter.to("meta")
         tensors = weight_cuts.unfuse([layout], entry.cut, self._shape)
         if all(one is layout or one._base is layout for one in tensors):
             for view in weight_cuts.unfuse([parameter], entry.cut, self._shape):
-                yield self._kept_as(parameter, shape=view.shape, source=view)
+                yield self._kept_as(parameter, shape=view.shape, source=view, is_trained=is_trained)
             return
         for number, one in enumerate(tensors):  # its rows are mixed in Megatron: made when they are needed
 
             def write(into: torch.Tensor, number: int = number) -> None:
                 into.copy_(weight_cuts.unfuse([parameter], entry.cut, self._shape)[number])
 
-            yield self._kept_as(parameter, shape=one.shape, source=write)
+            yield self._kept_as(parameter, shape=one.shape, source=write, is_trained=is_trained)
 
-    def _kept_as(self, parameter: torch.Tensor, *, shape: Sequence[int], source: torch.Tensor | Fill) -> Kept:
-        return Kept(shape=tuple(shape), dtype=self._shape.dtype, device=parameter.device, source=source)
+    def _kept_as(
+        self, parameter: torch.Tensor, *, shape: Sequence[int], source: torch.Tensor | Fill, is_trained: bool = False
+    ) -> Kept:
+        return Kept(
+            shape=tuple(shape),
+            dtype=self._shape.dtype,
+            device=parameter.device,
+            source=source,
+            until_update=is_trained,
+        )
 
     def _is_whole(self, entry: Mapping) -> bool:
         """Return whether this rank has all of a parameter, or of its own experts."""

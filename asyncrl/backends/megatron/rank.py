@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from asyncrl.backends import models
 from asyncrl.backends.megatron import cpu_shim, process_groups
 from asyncrl.backends.megatron.background_save import BackgroundSave
-from asyncrl.backends.megatron.hooks import load_hooks
+from asyncrl.backends.megatron.hooks import Hooks, load_hooks
 from asyncrl.backends.megatron.job import Command, Job
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
@@ -77,6 +77,8 @@ class MegatronRank:
         match command.name:
             case "step":
                 model = self._trained[command.model]
+                if type(self._hooks) is not Hooks:  # it may change the weights
+                    model.finish_exports()
                 self._hooks.before_step(command.model, model.stages, model.adamws)
                 return model.step(
                     command.micro_batches, batch_tokens=command.batch_tokens, learning_rate=command.learning_rate

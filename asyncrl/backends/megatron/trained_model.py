@@ -189,6 +189,7 @@ class TrainedModel(SavedWeights):
                 torch._foreach_mul_(gradients, scale)
 
     def _update(self, grad_norm: float, learning_rate: float) -> None:
+        self.finish_exports()
         settings = self._settings
         if grad_norm > settings.max_grad_norm:
             self._scale_gradients(settings.max_grad_norm / (grad_norm + 1e-6))
@@ -229,6 +230,7 @@ class TrainedModel(SavedWeights):
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
         """Restore a checkpoint written by ranks in any layout. Raises CheckpointError, ConfigError."""
+        self.finish_exports()
         saved = SavedModel(folder)
         self._require_no_more(saved)
         for held in self._local_parameters():

@@ -90,6 +90,21 @@ async def test_the_newest_version_is_written_next_and_those_between_never() -> N
     assert bus.announced == [("sent", 1), ("sent", 2), ("sent", 3), ("sent", 4), ("folder", 1), ("folder", 4)]
 
 
+async def test_a_version_that_is_withdrawn_for_the_next_one_is_never_written() -> None:
+    channel = Channel(Sender())
+    async with publishing(channel) as (bus, publisher, publish):
+        await publish(1)
+        await until(lambda: channel.writing == [1])
+        await publish(2)
+        publisher.withdraw()
+        channel.may_write.release(2)
+        await publisher.wait()
+        await publish(3)
+        await publisher.wait()
+    assert channel.writing == [1, 3]
+    assert bus.announced == [("sent", 1), ("sent", 2), ("folder", 1), ("sent", 3), ("folder", 3)]
+
+
 async def test_who_waits_waits_for_the_newest_version() -> None:
     channel = Channel(None)
     async with publishing(channel) as (bus, publisher, publish):

@@ -70,6 +70,9 @@ class SocketSender:
     def set_weights(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         self._held = snapshot, incarnation, policy_version
 
+    def withdraw(self) -> None:
+        """The old weights are sent until the new ones are there."""
+
     def begin(self, request: TransferRequest) -> Transfer:
         if self._held is None:
             raise WeightsError("the learner has no weights to send yet")

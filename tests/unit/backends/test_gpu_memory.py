@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_adapters_need_no_optimizer_for_the_model(tmp_path: Path, monkeypatch: p
     assert gpu_memory.learner_bytes(run, recomputes_all=True) < 85 * GIB
 
 
-def phases_of(run: RunConfig, **options: bool) -> dict[str, gpu_memory.Phase]:
+def phases_of(run: RunConfig, **options: Any) -> dict[str, gpu_memory.Phase]:
     return {phase.name: phase for phase in gpu_memory.phases(run, **{"recomputes_all": True, **options})}
 
 
@@ -98,11 +99,26 @@ def test_offloaded_moments_leave_ten_bytes_a_parameter_and_one_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, parameters = run_of("8B", tmp_path, monkeypatch), num_parameters(SHAPES["8B"])
-    beside = gpu_memory._CONTEXT_BYTES + gpu_memory.COPIES * 2 * parameters
+    beside = gpu_memory._CONTEXT_BYTES + gpu_memory._RING_BYTES + 2 * parameters
     plain, offloaded = (phases_of(run, offloads_moments=offloads) for offloads in (False, True))
     assert plain["update"].device - beside == pytest.approx(18 * parameters, rel=0.01)
     assert offloaded["update"].device - beside == pytest.approx(10 * parameters + 2**30, rel=0.01)
-    assert offloaded["update"].host == pytest.approx(8 * parameters, rel=0.01)
+    assert offloaded["update"].host == pytest.approx((8 + 2) * parameters, rel=0.01)
+
+
+def test_full_training_needs_its_state_and_a_twentieth_more_beside_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides a row's passes, and what CUDA takes. On the host there is no version on the device at all."""
+    run, parameters = run_of("8B", tmp_path, monkeypatch), num_parameters(SHAPES["8B"])
+    device, host = (phases_of(run, exports_to=where)["update"] for where in ("device", "host"))
+    assert device.device - gpu_memory._CONTEXT_BYTES < 1.05 * (18 + 2) * parameters
+    assert host.device == pytest.approx(device.device - 2 * parameters, rel=1e-6)
+    assert host.host == pytest.approx(device.host + 2 * parameters, rel=1e-6)
+    largest = max(phase.device for phase in phases_of(run).values())
+    has_room = functools.partial(gpu_memory.has_room_for_copy, run, recomputes_all=True)
+    assert has_room(total=largest)
+    assert not has_room(total=largest - 1)
 
 
 def test_adapters_of_30_b_parameters_copy_nothing_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +138,10 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch:
     refuse = functools.partial(gpu_memory.refuse, total=140 * GIB)
     refuse(run_of("4B", tmp_path, monkeypatch), offloads_moments=False)
     refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=True)
-    with pytest.raises(ConfigError, match=r"a rank needs 1\d\d GiB .* has 140 GiB; use learner.lora or .*offload_opt"):
-        refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False)
+    refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False)
+    remedies = r"learner.lora or learner.options.exports = \"host\" or .*offload_optimizer = true"
+    with pytest.raises(ConfigError, match=rf"a rank needs 1\d\d GiB .* has 140 GiB; use {remedies}"):
+        refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False, exports_to="device")
     mixture = run_of("30B-A3B:48", tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"use learner.lora or learner.ranks = 8 with expert_parallel = 8$") as caught:
         refuse(mixture, offloads_moments=False)

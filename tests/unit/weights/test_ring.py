@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.messages.weight_transfer import TransferRequest
+from asyncrl.tensors.host_copies import HostCopies
 from asyncrl.tensors.snapshot import Kept, KeptBucket, Rows, Snapshot
 from asyncrl.weights import files
 from asyncrl.weights.nccl import Sender
@@ -34,6 +36,18 @@ def kept(count: int, *, factor: float = 1.0) -> Snapshot:
         return Kept(shape=(NUMBERS,), dtype=torch.float32, device=CPU, source=source)
 
     return Snapshot.from_tensors([(str(number), made(number)) for number in range(count)], bucket_bytes=4 * NUMBERS)
+
+
+def on_host(count: int) -> Snapshot:
+    """Return the same tensors, copied to the host."""
+    tensors = [
+        (name, Kept(shape=(NUMBERS,), dtype=torch.float32, device=CPU, source=one, until_update=True))
+        for name, one in kept(count).tensors()
+    ]
+    return Snapshot.from_tensors(tensors, bucket_bytes=4 * NUMBERS, to_host=HostCopies(CPU).copy)
+
+
+SNAPSHOTS = pytest.mark.parametrize("snapshot_of", [kept, on_host])
 
 
 class Engine:
@@ -92,15 +106,17 @@ def sender_of(snapshot: Snapshot, *, ring_buckets: int) -> Sender:
     return sender
 
 
-def test_engines_receive_what_is_filled_while_it_is_sent() -> None:
+@SNAPSHOTS
+def test_engines_receive_what_is_filled_while_it_is_sent(snapshot_of: Callable[[int], Snapshot]) -> None:
     """No block is filled again before its broadcast has ended: the engine reads as late as it can."""
     engine = Engine(looks=3)
-    over_nccl(sender_of(kept(20), ring_buckets=2), engine)
+    over_nccl(sender_of(snapshot_of(20), ring_buckets=2), engine)
     assert engine.received == list(range(20))
 
 
-def test_engines_share_one_ring_however_many_they_are() -> None:
-    sender, engines = sender_of(kept(20), ring_buckets=3), [Engine(looks=2) for _ in range(8)]
+@SNAPSHOTS
+def test_engines_share_one_ring_however_many_they_are(snapshot_of: Callable[[int], Snapshot]) -> None:
+    sender, engines = sender_of(snapshot_of(20), ring_buckets=3), [Engine(looks=2) for _ in range(8)]
     ring, most = sender._own.ring, []
     for engine in engines:
         engine.on_broadcast = lambda: most.append(ring.num_bytes)
@@ -111,14 +127,29 @@ def test_engines_share_one_ring_however_many_they_are() -> None:
     assert ring.num_bytes <= 3 * 4 * NUMBERS
 
 
-def test_an_engine_killed_between_two_buckets_leaves_the_ring_whole() -> None:
-    sender = sender_of(kept(20), ring_buckets=2)
+@SNAPSHOTS
+def test_an_engine_killed_between_two_buckets_leaves_the_ring_whole(snapshot_of: Callable[[int], Snapshot]) -> None:
+    sender = sender_of(snapshot_of(20), ring_buckets=2)
     with pytest.raises(WeightsError, match="connection reset by peer"):
         over_nccl(sender, Engine(most=5))
     assert sender._own.ring._taken_bytes == 0
     other = Engine()
     over_nccl(sender, other, "w1")
     assert other.received == list(range(20))
+
+
+def test_an_engine_that_asks_during_an_export_gets_the_new_weights() -> None:
+    """And nothing holds the old ones, whose memory the export may take."""
+    sender, engine, old = sender_of(kept(20), ring_buckets=2), Engine(), kept(1)
+    sender.set_weights(old, incarnation=0, policy_version=1)
+    held = sys.getrefcount(old)
+    sender.withdraw()
+    assert sys.getrefcount(old) == held - 1
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(over_nccl, sender, engine)
+        sender.set_weights(kept(5), incarnation=0, policy_version=2)
+        sending.result()
+    assert engine.received == list(range(5))
 
 
 def test_a_bucket_that_is_larger_than_the_ring_passes_alone() -> None:
