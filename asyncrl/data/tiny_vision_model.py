@@ -10,12 +10,14 @@ import json
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import safetensors.torch
 import torch
 import transformers
 
 from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer
+from asyncrl.tensors.transformers_models import by_names_in_files
 
-VisionArchitecture = Literal["qwen2_5_vl", "qwen3_vl"]
+VisionArchitecture = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 
 IMAGE: Final = "<|image_pad|>"
 VISION_TOKENS: Final = ("<|vision_start|>", IMAGE, "<|vision_end|>", "<|video_pad|>")
@@ -33,6 +35,15 @@ CHAT_TEMPLATE: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+def write_weights(model: Any, folder: Path) -> None:
+    """Write weights as published files hold them: save_pretrained turns the matrices of Qwen3-VL's experts."""
+    named = by_names_in_files(model.state_dict(), model_type=model.config.model_type)
+    if model.config.tie_word_embeddings:
+        del named["lm_head.weight"]
+    weights = {name: tensor.contiguous() for name, tensor in named.items()}
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_tiny_vision_model(
@@ -96,6 +107,9 @@ def make_tiny_vision_model(
         text |= {"rope_parameters": rope | {"mrope_interleaved": True}, "head_dim": hidden_size // num_heads}
         vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
         config_type = transformers.Qwen3VLConfig
+    if architecture == "qwen3_vl_moe":  # a token uses two of eight experts
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 4}
+        config_type = transformers.Qwen3VLMoeConfig
     config = config_type(
         architectures=[config_type.__name__.removesuffix("Config") + "ForConditionalGeneration"],
         text_config=text,
@@ -113,7 +127,8 @@ def make_tiny_vision_model(
         with torch.no_grad():  # as in tiny_model.py
             model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=initializer_range)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    config.save_pretrained(folder)
+    write_weights(model, folder)
     transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(folder)

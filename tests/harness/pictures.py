@@ -12,7 +12,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from asyncrl.data.tiny_vision_model import make_tiny_vision_model
+from asyncrl.data.tiny_vision_model import make_tiny_vision_model, write_weights
 from asyncrl.messages.images import ImageRef
 from asyncrl.policies.batching.images import Picture
 from asyncrl.policies.batching.packing import TrainingSequence
@@ -32,7 +32,7 @@ def tiny_vision_model(folder: Path, *, architecture: str, **options: Any) -> Pat
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(folder)
+    write_weights(model, folder)
     return folder
 
 

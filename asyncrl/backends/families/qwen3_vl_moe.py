@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.backends.families import qwen3_vl
-from asyncrl.backends.families.family import DENSE_ONLY, Family, refuse_one_expert
+from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, refuse_one_expert
 from asyncrl.backends.families.layer_weights import Row, attention, feed_forward
 from asyncrl.backends.families.shape import Experts, ModelShape
 
@@ -14,6 +14,8 @@ from asyncrl.backends.families.shape import Experts, ModelShape
 def shape(config: Any) -> ModelShape:
     text = config.text_config
     refuse_one_expert(text.num_experts_per_tok)
+    if text.hidden_size == 2 * text.moe_intermediate_size:  # transformers tells by the shape how a file holds experts
+        raise Unsupported(f"moe_intermediate_size = {text.moe_intermediate_size}, half of hidden_size")
     dense = {layer for layer in range(text.num_hidden_layers) if (layer + 1) % text.decoder_sparse_step}
     experts = Experts(
         num_experts=text.num_experts,
