@@ -5,13 +5,15 @@ memory is a file without a name, which the engine opens under /proc. NCCL cannot
 
     worker -- request --> learner       begin: shares the snapshot, and listens
     worker <--- offer --- learner       handles of the memory, and the address of a socket
-    worker connects, and is let in; its engine maps and copies (take_shared); worker disconnects
+    worker connects, and is let in; its engine maps and copies (take_shared); worker says so and disconnects
                           learner       Transfer.send returns: the memory may be used again
 
 Invariants (tests/unit/weights/test_ipc.py):
   C1 memory that an engine may still read is kept until its worker has disconnected, whichever way that happens. After
      too long a time its files end, so that it fails; a GPU's memory stays until the engine lets go of it.
-  C2 a worker that never comes, or dies, leaves no memory behind.
+  C2 no transfer leaves memory behind, neither one that ends well nor one whose worker never comes, or dies. Torch frees
+     shared memory when its counter, unsigned and 1 at first, is exactly 0: the engine counts it down, or we do, never
+     both.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 _PATIENCE_SECONDS: Final = 120.0
 _COME_IN: Final = b"\1"
 """What the learner says first; who finds the connection's end instead came too late."""
+_TAKEN: Final = b"\1"
+"""What the worker says last, once its engine has copied everything."""
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -146,7 +150,7 @@ class _Handover:
 
     def run(self) -> None:
         """Block until the worker has disconnected. Raises WeightsError if it never connects or stays for too long."""
-        is_reading = False
+        is_reading = has_taken = False
         try:
             with self._ends:
                 self._listener.settimeout(_CONNECT_SECONDS)
@@ -156,20 +160,19 @@ class _Handover:
                     with contextlib.suppress(ConnectionError):  # its process is gone
                         connection.sendall(_COME_IN)
                         is_reading = True
-                        connection.recv_into(bytearray(1))  # until the other end is closed
+                        has_taken = connection.recv(1) == _TAKEN  # nothing, if the other end was closed
                     is_reading = False
         except TimeoutError:
             raise WeightsError("the engine did not take its weights in time") from None
         except OSError as error:
             raise WeightsError(f"the connection of the transfer failed: {error}") from error
         finally:
-            if not is_reading:
+            if not is_reading and not has_taken:
                 self._let_go()
             self._on_gpu.clear()
 
     def _let_go(self) -> None:
-        """Count down for an engine that may have mapped nothing, or died: torch keeps shared memory as long as its
-        counter is above 0, and one that reads and ends brings it to 0 itself."""
+        """Count down for an engine that has mapped nothing, or died; one that has taken all has counted down itself."""
         storage_type: Any = torch.UntypedStorage
         for handle in self._handles:
             storage_type._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
@@ -242,7 +245,11 @@ class IPCReceiver:
                 (one.file for one in shared.buckets if one.file and not os.access(one.file, os.R_OK)), ""
             ):
                 raise WeightsError(f"cannot take the learner's weights: {closed} cannot be opened")
-            return await self._updater.update(offer.version, take_shared, offer.payload)
+            report = await self._updater.update(offer.version, take_shared, offer.payload)
+            with contextlib.suppress(OSError):  # the learner is gone
+                connection.write(_TAKEN)
+                await connection.drain()
+            return report
 
     def _request(self, *, has_joined: bool) -> TransferRequest:
         asks = IPCRequest(space=process_space(), gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""))

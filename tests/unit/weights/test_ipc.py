@@ -88,6 +88,35 @@ async def test_the_memory_is_kept_until_the_worker_has_disconnected(channel: NCC
     assert not count_shared(files)
 
 
+@pytest.mark.parametrize("last", ["taken", "closed"])
+async def test_shared_memory_is_counted_down_once_by_the_engine_that_took_it_or_by_the_learner(
+    channel: NCCLChannel, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    counted = list[ipc._Handover]()
+    monkeypatch.setattr(ipc._Handover, "_let_go", lambda self: counted.append(self))
+    transfer = channel.sender.begin(request())
+    sending = asyncio.create_task(asyncio.to_thread(transfer.send))
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(decode(transfer.offer.payload, IPCOffer).address)
+        assert await asyncio.to_thread(worker.recv, 1)
+        if last == "taken":
+            worker.send(ipc._TAKEN)
+    await sending
+    assert len(counted) == (last == "closed")
+
+
+async def test_a_receiver_says_that_its_engine_took_the_weights(
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = list[ipc._Handover]()
+    monkeypatch.setattr(ipc._Handover, "_let_go", lambda self: counted.append(self))
+    receiver = channel.receiver(engine.weight_updater, engine="w0")
+    assert receiver is not None
+    await join(receiver, channel.sender)
+    await receive(receiver, channel.sender)
+    assert not counted
+
+
 def test_a_worker_that_never_comes_costs_nothing_but_time(
     channel: NCCLChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
