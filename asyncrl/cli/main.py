@@ -30,6 +30,7 @@ VERBS: Final = {
     "run": "Start a whole run on this machine and keep it up until it is done.",
     "learner": "Start the learner of a run; it connects to the run's bus.",
     "rollout-worker": "Start one rollout worker of a run, on any machine, at any time.",
+    "engine-node": "Start another machine's part of a rollout worker's engine (engine.options.machines).",
     "model-server": "Start the server of a frozen model of a run, such as a judge: [servers.NAME] of its run file.",
     "check": "Print what a run file changes and what follows from it, and refuse what cannot work.",
     "plan": "Measure an engine and the learner, and recommend how to split GPUs between them.",

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 from collections.abc import Callable
 
 from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.adapters import registry
 from asyncrl.cli import arguments, worker_process
 from asyncrl.cli.actor_process import in_event_loop, supervise_process
 from asyncrl.config import RunConfig
+from asyncrl.config.addresses import host_and_port
+from asyncrl.engines.port import Meeting
 from asyncrl.errors import INTERRUPTED, ConfigError
 from asyncrl.launch.checks.run_file import check_worker
 from asyncrl.launch.checks.shared_settings import settings_checksum
@@ -24,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evaluate", action="store_true", help="only answer evaluations (evaluation.place = dedicated)"
     )
-    parser.add_argument("--pool", default="", metavar="NAME", help="the engine is that of rollout.pools.NAME")
+    add_pool(parser)
+    add_meeting(parser)
     parser.add_argument(
         "--own-gpus", action="store_true", help="with run.colocated: this worker's GPUs are not the learner's"
     )
@@ -37,14 +42,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_pool(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pool", default="", metavar="NAME", help="the engine is that of rollout.pools.NAME")
+
+
+def add_meeting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--meet",
+        default="",
+        metavar="HOST:PORT",
+        help="where the machines of an engine meet (engine.options.machines): a free port of the worker's machine "
+        "(default: MASTER_ADDR:MASTER_PORT of the environment)",
+    )
+
+
+def of_pool(run_config: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """Return the run as the pool of --pool sees it. Raises ConfigError."""
+    if options.pool and options.pool not in run_config.rollout.pools:
+        raise ConfigError(f"{options.verb} --pool {options.pool}: the run file has no [rollout.pools.{options.pool}]")
+    return run_config.of_pool(options.pool)
+
+
+def meeting_of(options: argparse.Namespace, *, worker: str) -> Meeting | None:
+    """Return where the machines of the worker's engine meet, if anything says so. Raises ConfigError."""
+    given = options.meet or ":".join(filter(None, map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))))
+    if not given:
+        return None
+    try:
+        host, port = host_and_port(given)
+    except ConfigError as error:
+        raise ConfigError(f"{options.verb} --meet: {error}") from None
+    return Meeting(host=host, port=port, worker=worker)
+
+
 def run(options: argparse.Namespace) -> int:
     is_launched = end_with_parent()
     run_config = arguments.with_bus_address(arguments.load(options))
     name = worker_process.name_of(options, run_config)
-    if options.pool and options.pool not in run_config.rollout.pools:
-        raise ConfigError(f"rollout-worker --pool {options.pool}: the run file has no [rollout.pools.{options.pool}]")
-    run_config = run_config.of_pool(options.pool)
+    run_config = of_pool(run_config, options)
     check_worker(run_config)
+    meeting = meeting_of(options, worker=name) if registry.engine_class(run_config).machines(run_config) > 1 else None
     if options.evaluate and not run_config.num_evaluation_workers:
         raise ConfigError(
             'rollout-worker --evaluate: the run file has no evaluation.place = "dedicated" with data sets'
@@ -58,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
             is_dedicated=bool(options.evaluate),
             beside_learner=options.beside_learner,
             takes_turns=not options.own_gpus,
+            meeting=meeting,
             say=_ignore if is_launched else print_line,
         )
     )
@@ -76,6 +114,7 @@ async def _sample(
     is_dedicated: bool,
     beside_learner: int,
     takes_turns: bool,
+    meeting: Meeting | None,
     say: Callable[[str], object],
 ) -> int:
     """Sample until the worker is drained or the run is finished, and return the exit code: INTERRUPTED if drained.
@@ -83,7 +122,7 @@ async def _sample(
     Raises ConfigError while another worker has its name.
 
     is_dedicated    only evaluate
-    beside_learner, takes_turns  see build_worker
+    beside_learner, takes_turns, meeting  see build_worker
     say             called with a line when the worker joins and leaves
     """
     # imports torch; errors in the settings are reported before
@@ -99,6 +138,7 @@ async def _sample(
             is_dedicated=is_dedicated,
             beside_learner=beside_learner,
             takes_turns=takes_turns,
+            meeting=meeting,
         )
         gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
         about = settings_checksum(run_config)

@@ -76,6 +76,11 @@ class EngineAdapter(Adapter):
     def num_gpus(cls, run: RunConfig) -> int:
         return int(run.engine.device != "cpu")
 
+    @classmethod
+    def machines(cls, run: RunConfig) -> int:
+        """Return over how many machines one engine runs. With several it is SpansMachines."""
+        return 1
+
     @property
     def weight_updater(self) -> WeightUpdater | None:
         """None: the engine only loads folders. See Engine."""

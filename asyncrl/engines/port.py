@@ -135,6 +135,32 @@ class LimitsMemory(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the machines of one engine meet.  host, port: its worker listens there;  worker: the worker's name"""
+
+    host: str
+    port: int
+    worker: str
+
+
+@runtime_checkable
+class SpansMachines(Protocol):
+    """An engine that may run over several machines (EngineAdapter.machines)."""
+
+    def meet_at(self, meeting: Meeting) -> None:
+        """Wait there for the other machines when started. For the worker's engine."""
+        ...
+
+    async def join(self, meeting: Meeting, *, seconds: float) -> str:
+        """Be one of those other machines, and not start: run a part of the worker's engine until it ends.
+
+        Return why it ended; "" if it was closed in order. Raises EngineDied if the worker cannot be reached within
+        ``seconds``, ConfigError if it refuses this machine.
+        """
+        ...
+
+
 @runtime_checkable
 class HasServerMetrics(Protocol):
     """An engine, or the server of a frozen model, whose server has metrics of its own."""

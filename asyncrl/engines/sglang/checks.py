@@ -57,6 +57,22 @@ def check_attached(run: RunConfig) -> None:
         )
 
 
+def check_machines(run: RunConfig, machines: int) -> None:
+    """Raise ConfigError for what a run with engines of several machines cannot do."""
+    if machines == 1:
+        return
+    where = "engine.options.machines"
+    if run.run.colocated:
+        raise ConfigError(
+            f"{where}: engines that take turns with the learner (run.colocated) are on one machine; use 1"
+        )
+    if run.weights.channel == "objects":
+        raise ConfigError(
+            f'{where}: with weights.channel = "objects" a version is in a folder of the worker, which the other '
+            'machines do not see; use "files" on a disk that all see, or "nccl"'
+        )
+
+
 def check_installed() -> None:
     """Raise ConfigError, with instructions, if SGLang is not installed. Does not import it."""
     if importlib.util.find_spec("sglang") is None:

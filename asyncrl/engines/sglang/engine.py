@@ -9,6 +9,7 @@ reuses keys of older weights. Only one engine may use a server: it notices the w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -19,6 +20,7 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +31,7 @@ from asyncrl.config.adapter import RunConfig
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
-from asyncrl.engines.port import EngineStats
+from asyncrl.engines.port import EngineStats, Meeting
 from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.adapters import Adapters
 from asyncrl.engines.sglang.adapters import server_arguments as lora_arguments
@@ -38,6 +40,7 @@ from asyncrl.engines.sglang.checks import (
     check_attached,
     check_dtype,
     check_installed,
+    check_machines,
     check_memory_saver,
     check_on_cpu,
     check_version,
@@ -47,6 +50,7 @@ from asyncrl.engines.sglang.checks import (
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
+from asyncrl.engines.sglang.machines import FOLLOWING_PORTS, Nodes, Part, address_of, join_engine
 from asyncrl.engines.sglang.options import (
     EXACT,
     MEMORY_SAVER,
@@ -66,6 +70,7 @@ from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.tensors.device import read_gpu_memory, resolve_device
 from asyncrl.tensors.model_tensors import read_shapes
+from asyncrl.version import VERSION
 from asyncrl.weights.port import LoadReport
 
 log = logging.getLogger(__name__)
@@ -125,6 +130,7 @@ class SGLangEngine(EngineAdapter):
             check_attached(run)
         else:
             check_arguments(options.server_arguments)
+        check_machines(run, options.machines)
 
     @classmethod
     def check_weight_updater(cls, run: RunConfig) -> None:
@@ -150,6 +156,11 @@ class SGLangEngine(EngineAdapter):
     def num_gpus(cls, run: RunConfig) -> int:
         options: Options = cls.options(run)
         return 0 if options.url or run.engine.device == "cpu" else options.tensor_parallel
+
+    @classmethod
+    def machines(cls, run: RunConfig) -> int:
+        options: Options = cls.options(run)
+        return options.machines
 
     @classmethod
     def context_tokens(cls, run: RunConfig, *, of_model: int) -> int:
@@ -211,6 +222,9 @@ class SGLangEngine(EngineAdapter):
         self._are_weights_there = self._has_cache = True
         """What of the server's memory is on the GPUs; it leaves and comes in these two parts."""
         self._memory_bytes = 0  # 0: SGLang's own share
+        self._nodes: Nodes | None = None
+        self._ending: asyncio.Task[None] | None = None
+        """Ends the server once another machine's part of it is lost."""
 
     def limit_memory(self, num_bytes: int) -> None:
         """See LimitsMemory. A share that the user has set stays."""
@@ -227,6 +241,23 @@ class SGLangEngine(EngineAdapter):
             )
         self._memory_bytes = num_bytes
 
+    def meet_at(self, meeting: Meeting) -> None:
+        """See SpansMachines."""
+        self._nodes = Nodes(meeting, count=self._options.machines - 1, settings=self._settings())
+
+    async def join(self, meeting: Meeting, *, seconds: float) -> str:
+        """See SpansMachines."""
+        try:
+            return await join_engine(
+                meeting,
+                parts=self._options.machines,
+                settings=self._settings(),
+                start=self._start_part,
+                seconds=seconds,
+            )
+        finally:
+            await self.close()
+
     async def start(self) -> None:
         """Start or attach. Raises ConfigError, or EngineDied with the end of the server's log."""
         try:
@@ -236,14 +267,11 @@ class SGLangEngine(EngineAdapter):
             raise
 
     async def _start(self) -> None:
-        read = functools.partial(
-            read_model, self._model, quantized=self._quantized, reports_experts=self._reports_experts
-        )
-        self._model = await asyncio.get_running_loop().run_in_executor(self._reader, read)
+        await self._read_model()
         is_ours = not self.url
         self._client.open(is_ours=is_ours)
         if is_ours:
-            await self._launch()
+            await self._launch(await self._gather())
         await wait_until_healthy(self._client, seconds=self._options.start_seconds)
         await self._ask_server()
 
@@ -347,18 +375,67 @@ class SGLangEngine(EngineAdapter):
         )
 
     async def close(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        its = self._client.server
+        if self._nodes is not None:
+            await self._nodes.close(is_over=its is not None and its.is_alive and self._nodes.are_whole)
         await self._settled.close()
         await self._client.close()
-        if self._client.server:
-            await self._client.server.close()
+        if its:
+            await its.close()
         self._stops.close()
         self._reader.shutdown(wait=False)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    async def _launch(self) -> None:
-        """Start a server, which responds half a minute later, or more. Another server may take its port before, so
-        ``_ask_server`` looks for our stamp. Raises ConfigError."""
+    async def _read_model(self) -> None:
+        read = functools.partial(
+            read_model, self._model, quantized=self._quantized, reports_experts=self._reports_experts
+        )
+        self._model = await asyncio.get_running_loop().run_in_executor(self._reader, read)
+
+    async def _gather(self) -> Part | None:
+        """Wait for the engine's other machines. Return this one's part, or None if it is alone. Raises EngineDied."""
+        parts = self._options.machines
+        if parts == 1:
+            return None
+        if self._nodes is None:
+            raise ConfigError(
+                "engine.options.machines: engines of several machines are for the workers of a run (`asyncrl run`, or "
+                "`asyncrl rollout-worker --meet HOST:PORT`); use machines = 1 here"
+            )
+        await self._nodes.gather(seconds=self._options.start_seconds)
+        address = self._nodes.address
+        meet = address_of(address, server.find_free_port(address, following=FOLLOWING_PORTS))
+        await self._nodes.begin(meet)
+        return Part(number=0, parts=parts, meet=meet, address=address)
+
+    async def _start_part(self, part: Part) -> server.ServerProcess:
+        await self._read_model()
+        return await self._launch(part)
+
+    def _settings(self) -> dict[str, str]:
+        """Return what all machines of the engine must share."""
+        options = self._options
+        ours = {
+            "asyncrl": VERSION,
+            "model.dtype": self._dtype,
+            "engine.device": self._device,
+            "engine.options.machines": str(options.machines),
+            "engine.options.tensor_parallel": str(options.tensor_parallel),
+            "engine.options.server_arguments": json.dumps(options.server_arguments, sort_keys=True, default=str),
+            "weights.quantization": self._model.quantization,
+            "rollout.routing_replay": str(self._reports_experts),
+            "learner.lora": str(self._lora),
+        }
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            ours["sglang"] = metadata.version("sglang")
+        return ours
+
+    async def _launch(self, part: Part | None = None) -> server.ServerProcess:
+        """Start a server, which responds half a minute later, or more, or a part of one. Another server may take its
+        port before, so ``_ask_server`` looks for our stamp. Raises ConfigError."""
         options = self._options
         check_installed()
         check_arguments(options.server_arguments)
@@ -383,14 +460,27 @@ class SGLangEngine(EngineAdapter):
                 **lora_arguments(self._lora, self._model.shapes, device=self._device),
                 **memory,
                 **options.server_arguments,
+                **(part.arguments if part else {}),
             },
             reports_experts=self._reports_experts,
         )
         log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
         environment = server.server_environment(os.environ, device=self._device, options=options)
+        if part:
+            environment = part.environment | environment
         self._client.url = f"http://127.0.0.1:{port}"
-        self._client.server = server.ServerProcess(command, environment=environment, log_path=self._log_path)
-        await self._client.server.start()
+        its = server.ServerProcess(command, environment=environment, log_path=self._log_path)
+        self._client.server = its
+        await its.start()
+        if self._nodes is not None:
+            self._ending = asyncio.create_task(self._end_with(self._nodes, its))
+        return its
+
+    async def _end_with(self, nodes: Nodes, its: server.ServerProcess) -> None:
+        """waits for: the loss of another machine's part of the server"""
+        reason = await nodes.wait_for_loss()
+        log.error("%s; the engine ends", reason)
+        its.end_because(reason)
 
     async def _ask_server(self) -> None:
         """Query the server's version, its scheduler, and how it reports weight versions. Also warms it up."""

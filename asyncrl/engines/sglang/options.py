@@ -47,6 +47,9 @@ class Options:
     on a free port."""
     tensor_parallel: int = 1
     """GPUs of the launched server."""
+    machines: int = 1
+    """Machines of the launched server, which tensor_parallel is divided among. With launcher "ray" each part runs on
+    another machine, with "local" all on this one. By hand: `asyncrl engine-node`."""
     server_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Any options of `python -m sglang.launch_server`, such as {mem-fraction-static = 0.85}; true sets a flag."""
     start_seconds: float = 600.0
@@ -70,11 +73,28 @@ class Options:
         return max(1, self.tensor_parallel // parts) if isinstance(parts, int) and parts > 0 else self.tensor_parallel
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "start_seconds", "request_seconds", "stream_interval"):
+        for name in ("tensor_parallel", "machines", "start_seconds", "request_seconds", "stream_interval"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
         if self.url:
             require_http(self.url)
+        if self.machines > 1:
+            self._check_machines()
+
+    def _check_machines(self) -> None:
+        """Raise ConfigError for what no server over several machines can be."""
+        if self.url:
+            raise ConfigError("machines: a server of your own (url) is on its machines already; remove one of the two")
+        if self.tensor_parallel % self.machines:
+            raise ConfigError(
+                f"tensor_parallel: {self.tensor_parallel} GPUs cannot be divided among machines = {self.machines}"
+            )
+        given = {option_name(key): value for key, value in self.server_arguments.items()}
+        if given.get("dp-size", given.get("data-parallel-size", 1)) != 1 and "enable-dp-attention" not in given:
+            raise ConfigError(
+                "machines: SGLang keeps replicas (dp-size) on one machine; use rollout.workers for replicas, or "
+                "enable-dp-attention in server_arguments"
+            )
 
 
 _SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})
@@ -83,6 +103,7 @@ _SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})
 
 _OURS: Final = {"model-path": "model.path", "model": "model.path", "port": "", "weight-version": ""}
 """Options that asyncrl sets, with the run file key that controls the value, or "" if there is no such key."""
+_OF_MACHINES: Final = ("nnodes", "node-rank", "dist-init-addr")
 EXACT: Final[Mapping[str, Any]] = {
     "enable-deterministic-inference": True,
     "rl-on-policy-target": "fsdp",
@@ -104,6 +125,11 @@ def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = Fa
             raise ConfigError(
                 f"engine.options: server_arguments: {name!r} is set by asyncrl; remove it"
                 + (f" and use {_OURS[name]}" if _OURS[name] else "")
+            )
+        if name in _OF_MACHINES and not is_frozen:
+            raise ConfigError(
+                f"engine.options: server_arguments: {name!r} is set by asyncrl; remove it and use machines, or start "
+                "the server yourself and name it in url"
             )
     _refuse_unserved({option_name(name): value for name, value in server_arguments.items()}, is_frozen=is_frozen)
     known = known_arguments()

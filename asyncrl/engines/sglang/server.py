@@ -184,12 +184,16 @@ def _shares_of_cores(ranks: int) -> str:
     return "|".join(",".join(map(str, cores[start : start + count])) for start in starts)
 
 
-def find_free_port() -> int:
-    """Return a port outside the system's ephemeral range: the server binds it half a minute later, or more."""
+def find_free_port(host: str = "127.0.0.1", *, following: int = 0) -> int:
+    """Return a port outside the system's ephemeral range: the server binds it half a minute later, or more.
+
+    following  how many ports behind it must be free as well
+    """
     while True:
         port = _RANDOM.choice(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for one in range(port, port + following + 1):
+                probes.enter_context(socket.socket()).bind((host, one))
             return port
 
 
@@ -202,6 +206,7 @@ class ServerProcess:
         self.log_path = log_path
         self._program: Program | None = None
         self._start = 0  # of what this process wrote to the log
+        self._reason = ""
 
     async def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,6 +229,12 @@ class ServerProcess:
         assert self._program is not None
         return await self._program.wait()
 
+    def end_because(self, reason: str) -> None:
+        """Kill the server, for a reason that its log does not know. Returns at once."""
+        self._reason = reason
+        if self._program is not None:
+            self._program.kill()
+
     async def close(self) -> None:
         """Kill the server and all its children. The next start removes the 16 KiB that they leave in /dev/shm."""
         if self._program is not None:
@@ -231,6 +242,8 @@ class ServerProcess:
 
     def problem(self) -> str:
         """Return why the server ended, or what it said last, in one line with the name of its log."""
+        if self._reason:
+            return f"{self._reason} (log: {self.log_path})"
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(self._start, log.seek(0, os.SEEK_END) - _LOG_BYTES))

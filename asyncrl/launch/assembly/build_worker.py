@@ -23,6 +23,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.engines.port import Meeting, SpansMachines
 from asyncrl.environments import load as rollout_functions
 from asyncrl.environments.port import Tokenizer
 from asyncrl.launch import colocated
@@ -38,14 +39,18 @@ async def build_worker(
     is_dedicated: bool = False,
     beside_learner: int = 0,
     takes_turns: bool = True,
+    meeting: Meeting | None = None,
 ) -> tuple[RolloutWorker, *tuple[Actor, ...]]:
     """Return the worker and the actors that follow the weights and the servers of the run, ready to be supervised.
 
     is_dedicated    it only evaluates
     beside_learner  number of engines on its GPU, if the learner is on it at the same time
     takes_turns     with run.colocated: it shares the learner's GPUs
+    meeting         where the other machines of its engine come to, if it has any
     """
     engine = registry.engine(run, name=name)
+    if meeting is not None and isinstance(engine, SpansMachines):
+        engine.meet_at(meeting)
     if run.run.colocated and takes_turns:
         engine = colocated.engine(run, engine)
     if beside_learner:

@@ -135,6 +135,14 @@ def check_worker(run: RunConfig) -> None:
     rollout_functions.check_machine(run.rollout)
 
 
+def check_engine_node(run: RunConfig) -> None:
+    """Same as ``check``, for a machine that runs only a part of an engine: neither rewards nor data."""
+    registry.check_names(run)
+    check_model_at("model.path", Path(run.model.path))
+    _check_engine_and_channel(_as_single_worker(run))
+    registry.engine_class(run).check_machine(run)
+
+
 def check_before_torch(run: RunConfig) -> None:
     """Check what is possible without torch, whose import takes many seconds on a busy machine."""
     _check_data(run)
@@ -290,6 +298,11 @@ def _as_single_worker(run: RunConfig) -> RunConfig:
 def _check_engine_and_channel(run: RunConfig) -> None:
     engine, channel = registry.engine_class(run), registry.channel_class(run)
     engine.check(run)
+    if engine.machines(run) > 1 and run.rollout.most_workers > run.rollout.workers:
+        raise ConfigError(
+            "engine.options.machines: engines of several machines start with the run, and rollout.most_workers cannot "
+            "add any; set rollout.workers"
+        )
     for pool in run.rollout.pools:
         try:
             engine.check(run.of_pool(pool))

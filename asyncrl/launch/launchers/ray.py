@@ -128,8 +128,10 @@ class RayLauncher(LauncherAdapter):
         self._places: dict[str, _Place] = {}
         self._running: dict[str, RayProcess] = {}
         self._turn = asyncio.Lock()
+        self._met: set[str] = set()
+        """Processes whose address others are told."""
         self._unplaced: set[str] = set()
-        """Processes of the learner without a machine."""
+        """Processes of the learner, and of ``_met``, without a machine."""
         self._placed = asyncio.Condition()
         self._lives = itertools.count(1)
 
@@ -155,7 +157,8 @@ class RayLauncher(LauncherAdapter):
         machines = self._machines()
         self._planned = [self._need(spec, machines) for spec in specs]
         self._require_room(self._planned, machines)
-        self._unplaced = {spec.name for spec in specs if spec.role in _LEARNERS}
+        self._met = {spec.meets for spec in specs if spec.meets}
+        self._unplaced = {spec.name for spec in specs if spec.role in _LEARNERS} | self._met
 
     async def start(self, spec: ProcessSpec) -> RayProcess:
         place = await self._find_place(spec)
@@ -215,8 +218,9 @@ class RayLauncher(LauncherAdapter):
             self._ray.kill(actor, no_restart=True)
 
     def on_exit(self, name: str) -> None:
-        """Note the end of a process. The learner's next one may have another place, which its ranks must learn."""
-        if name == LEARNER:
+        """Note the end of a process. The next learner, or worker of an engine of several machines, may have another
+        place, which its ranks or nodes must learn."""
+        if name == LEARNER or name in self._met:
             self._unplaced.add(name)
 
     def print(self, name: str, news: OutputChunk) -> None:
@@ -239,7 +243,7 @@ class RayLauncher(LauncherAdapter):
         says so."""
         await self._wait_for_those_before(spec)
         while (place := self._places.get(spec.name)) is None or not await self._is_there(spec, place):
-            if spec.role in _LEARNERS:
+            if spec.role in _LEARNERS or spec.name in self._met:
                 self._unplaced.add(spec.name)
             await self.release(spec.name)
             async with self._turn:  # the next process should see where this one went
@@ -252,17 +256,23 @@ class RayLauncher(LauncherAdapter):
             self._unplaced.discard(spec.name)
             self._placed.notify_all()
         if spec.meets:
-            await self._wait_for_those_before(spec)  # again: the address of the learner is told now
+            await self._wait_for_those_before(spec)  # again: the address of the one that it meets is told now
         return place
 
     async def _wait_for_those_before(self, spec: ProcessSpec) -> None:
         """Workers wait until all of the learner is placed: they would be in its way. A rank waits for the learner's
-        first process and for the rank whose machine it shares."""
+        first process and for the rank whose machine it shares; an engine's node for its worker."""
         if spec.role == LEARNER:
             return
-        before = {LEARNER, spec.beside} if spec.role == LEARNER_RANK else None
+        workers_of_others = self._met - {LEARNER, spec.meets}
+
+        def is_before(name: str) -> bool:
+            if spec.role == LEARNER_RANK:
+                return name in (LEARNER, spec.beside)
+            return name != spec.name and name not in workers_of_others
+
         async with self._placed:
-            await self._placed.wait_for(lambda: not (self._unplaced if before is None else self._unplaced & before))
+            await self._placed.wait_for(lambda: not any(map(is_before, self._unplaced)))
 
     def _reserve(self, spec: ProcessSpec, machines: list[Machine]) -> _Place:
         """Ask Ray for a place. Raises NoRoom if the process could never fit next to our other processes."""
@@ -346,7 +356,7 @@ class RayLauncher(LauncherAdapter):
             resources=resources | {key: float(amount) for key, amount in role.resources.items()},
             labels={key: str(value) for key, value in role.labels.items()},
             beside=spec.beside,
-            is_apart=bool(spec.apart),
+            apart=spec.apart,
         )
 
     def _machines(self) -> list[Machine]:

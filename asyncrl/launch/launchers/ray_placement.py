@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from asyncrl.messages.roles import LEARNER
+
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Resources = Mapping[str, float]
 
@@ -35,14 +37,14 @@ class Need:
 
     labels    values may use ``!``, ``in()`` and ``!in()`` as in Ray
     beside    process whose machine it must share, whatever the strategy
-    is_apart  as ProcessSpec.apart
+    apart     processes whose machines it must not share
     """
 
     name: str
     resources: Resources
     labels: Mapping[str, str] = field(default_factory=dict)
     beside: str = ""
-    is_apart: bool = False
+    apart: tuple[str, ...] = ()
 
     @property
     def party(self) -> str:
@@ -125,18 +127,17 @@ def refusal(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Mac
 
 def _refusal_of_those_apart(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Machine]) -> str:
     """As ``refusal``, for processes that need separate machines, each with the processes that share its machine."""
-    leaders = [need for need in needs if need.is_apart]
-    if len(leaders) < 2:
-        return ""
-    if strategy == "STRICT_PACK":
-        return f"STRICT_PACK: learner.machines = {len(leaders)} are to be as many machines"
-    whole = total(need for need in needs if need.party == leaders[0].party)
-    fitting = [one for one in machines if leaders[0].fits(one) and is_within(whole, one.capacity)]
-    if len(fitting) < len(leaders):
-        return (
-            f"learner.machines = {len(leaders)} need as many machines with {amounts(whole)}; the cluster has "
-            f"{len(fitting)}"
-        )
+    for leader in needs:
+        count = 1 + len(leader.apart)
+        key = f"{'learner' if leader.name.startswith(LEARNER) else 'engine.options'}.machines = {count}"
+        if count == 1:
+            continue
+        if strategy == "STRICT_PACK":
+            return f"STRICT_PACK: {key} are to be as many machines"
+        whole = total(need for need in needs if need.party == leader.party)
+        fitting = [one for one in machines if leader.fits(one) and is_within(whole, one.capacity)]
+        if len(fitting) < count:
+            return f"{key} need as many machines with {amounts(whole)}; the cluster has {len(fitting)}"
     return ""
 
 

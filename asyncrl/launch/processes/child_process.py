@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from asyncrl.actors.presence import OwnProcess
 from asyncrl.errors import INTERRUPTED, AsyncRLError, NoRoom
 from asyncrl.launch.port import LaunchedProcess, Launcher, ProcessSpec
-from asyncrl.messages.roles import LEARNER, LEARNER_RANK
+from asyncrl.messages.roles import ENGINE_NODE, LEARNER, LEARNER_RANK
 
 BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 30.0
@@ -114,9 +114,9 @@ class ChildProcess:
     def own_processes(self) -> list[OwnProcess]:
         """Return the process for the health monitor.
 
-        Empty once it is no longer kept running, and for ranks, which are not actors.
+        Empty once it is no longer kept running, and for ranks and engine nodes, which are not actors.
         """
-        if not self.is_kept_running or self.is_standby or self.spec.role == LEARNER_RANK:
+        if not self.is_kept_running or self.is_standby or self.spec.role in (LEARNER_RANK, ENGINE_NODE):
             return []
         pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")
         seconds = time.monotonic() - self.since

@@ -105,6 +105,9 @@ class Fleet:
         ]
         return sorted(workers, key=lambda child: child.name in self.quarantined)
 
+    def is_kept_running(self, name: str) -> bool:
+        return any(child.name == name and child.is_kept_running for child in self.children)
+
     def refuse_size(self, reason: str) -> None:
         """Keep the present size, and report the reason."""
         size = self._size = len(self.workers())

@@ -3,6 +3,7 @@
 A learner that dies is restarted with --resume, a rollout worker with its original command (RestartPolicy says when); a
 process without restarts left ends the run. Exit code 2 (a wrong configuration, or a failure that a restart would
 repeat) is never retried. The learner and its other ranks end together; the learner's restarts count for all of them.
+Likewise a worker and the other machines of its engine.
 The health monitor (actors/health_monitor.py) finds stuck processes; a stuck process of this run that does not recover
 is killed, and then restarted like any other. So is the run's own nats-server.
 
@@ -34,7 +35,7 @@ from asyncrl.launch.processes.child_process import ChildProcess, Exit, RestartPo
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, FleetScaler, NewWorker
 from asyncrl.launch.processes.swap import LearnerSwapper
 from asyncrl.logs import as_typed, in_a_line, in_words, printable
-from asyncrl.messages.roles import LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
+from asyncrl.messages.roles import ENGINE_NODE, LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
 from asyncrl.policies.health.conditions import ALARMS
 from asyncrl.policies.health.faults import Finding
 
@@ -164,7 +165,10 @@ class ProcessManager:
             has_left = ended.code in (0, INTERRUPTED)
             self.say(f"{child.name} has left" if has_left else f"{ended.reason} while it left; others have its work")
             return None
-        if was_over or self._over.is_set() or (ended.code == 0 and child.spec.role != LEARNER_RANK):
+        is_part = child.spec.role in (LEARNER_RANK, ENGINE_NODE)
+        if was_over or self._over.is_set() or (ended.code == 0 and not is_part):
+            return None
+        if child.spec.role == ENGINE_NODE and not self.fleet.is_kept_running(child.spec.meets):
             return None
         # NoRoom has code 2 too. A process that ran before may find room again: its machine comes back, or another.
         is_hopeless = ended.code == ConfigError.exit_code and not (ended.has_no_room and child.starts)
@@ -172,8 +176,8 @@ class ProcessManager:
             child.is_kept_running = False
             self.fleet.refuse_size(ended.reason)
             return None
-        if child.spec.role == LEARNER_RANK and not is_hopeless:
-            self.say(f"{ended.reason}; it joins the next learner")
+        if is_part and not is_hopeless:
+            self.say(f"{ended.reason}; it joins the next {child.spec.meets}")
             return RANK_PAUSE_SECONDS
         is_free = ended.has_no_room or time.monotonic() - self._bus_was_away < BUS_SECONDS
         has_worked = self._monitor.has_worked(ended.node, ended.pid)
@@ -286,9 +290,9 @@ class ProcessManager:
         await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
 
     def _work(self) -> set[asyncio.Task[None]]:
-        """The tasks of all processes but the servers of frozen models."""
-        servers = {child.name for child in self.fleet.children if child.spec.role == MODEL_SERVER}
-        return {task for task in self._tasks if task.get_name() not in servers and not task.done()}
+        """The tasks of all processes but the servers of frozen models and parts of engines."""
+        others = {child.name for child in self.fleet.children if child.spec.role in (MODEL_SERVER, ENGINE_NODE)}
+        return {task for task in self._tasks if task.get_name() not in others and not task.done()}
 
     async def _wait_for_work(self, seconds: float) -> None:
         if work := self._work():
@@ -335,7 +339,8 @@ class ProcessManager:
             self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:
-        """Signal all processes; the servers of frozen models only to kill them, for others need them as they drain."""
+        """Signal all processes; servers of frozen models and parts of engines only to kill them, for others need them
+        as they drain."""
         for child in self.fleet.children:
-            if number == signal.SIGKILL or child.spec.role != MODEL_SERVER:
+            if number == signal.SIGKILL or child.spec.role not in (MODEL_SERVER, ENGINE_NODE):
                 child.signal(number)

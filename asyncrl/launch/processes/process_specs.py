@@ -12,14 +12,14 @@ from asyncrl.adapters import registry
 from asyncrl.adapters.registry import gpus_of_servers
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launch.launchers.placement import Gpus, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
 from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, nowhere, num_gpus, placement
 from asyncrl.logs import print_line
 from asyncrl.messages.control import FleetSize
-from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
+from asyncrl.messages.roles import ENGINE_NODE, EVALUATION_WORKER, LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
 
 
 class ProcessSpecs:
@@ -75,16 +75,25 @@ class ProcessSpecs:
                 self._model_server(name, gpus.servers[name], num_gpus=each)
                 for name, each in gpus_of_servers(run).items()
             ),
-            *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
-            *(self._worker(name, gpus.processes[name], pool=pool) for name, pool in of_pools.items()),
-            *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
+            *(one for number, its in enumerate(gpus.workers) for one in self._worker(f"w{number}", its)),
+            *(one for name, pool in of_pools.items() for one in self._worker(name, gpus.processes[name], pool=pool)),
+            *(
+                one
+                for number, its in enumerate(gpus.evaluation_workers)
+                for one in self._worker(f"e{number}", its, evaluates=True)
+            ),
         ]
 
     def new_worker(self, name: str, taken: frozenset[int]) -> ChildProcess:
         """Create another rollout worker, on none of the GPUs ``taken``. Raises NoRoom."""
+        if registry.engine_class(self._run).machines(self._run) > 1:
+            raise NoRoom("engine.options.machines: engines of several machines are started with the run")
         needed = gpus_per_worker(self._run)
         given = self._run.rollout.gpus
-        return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
+        (worker,) = self._worker(
+            name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given)
+        )
+        return worker
 
     def new_learner(
         self, run: RunConfig, overrides: Sequence[str], *, name: str, taken: frozenset[int], shadow: str = ""
@@ -120,9 +129,7 @@ class ProcessSpecs:
         )
 
     def _learner(self, gpus: Gpus, *, resume: bool) -> list[ChildProcess]:
-        with socket.create_server(("", 0)) as listener:
-            port = listener.getsockname()[1]
-        environments = registry.backend_class(self._run).environments(self._run, port=port)
+        environments = registry.backend_class(self._run).environments(self._run, port=_free_port())
         if self._run.learner.machines == 1:
             return [self._rank(LEARNER, gpus, environments[0], num_gpus=gpus_of_learner(self._run), resume=resume)]
         names = [f"{LEARNER}-{rank}" if rank else LEARNER for rank in range(len(environments))]
@@ -169,24 +176,46 @@ class ProcessSpecs:
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
 
-    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False, pool: str = "") -> ChildProcess:
-        """evaluates: it only evaluates;  pool: its pool of rollout.pools, if any"""
+    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False, pool: str = "") -> list[ChildProcess]:
+        """Return a worker, and the other machines of its engine.
+
+        evaluates: it only evaluates;  pool: its pool of rollout.pools, if any
+        """
         is_together = not self._run.run.colocated or self._run.run.offload != "both"  # else it has all of the memory
         beside = max((self._beside[gpu] for gpu in gpus if gpu in self._learner_gpus), default=0)
         own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
         has_own = self._run.run.colocated and bool(pool) and not set(gpus) & set(self._learner_gpus)
+        of_pool = ["--pool", pool] if pool else []
         flags = [
             *(["--evaluate"] if evaluates else []),
-            *(["--pool", pool] if pool else []),
+            *of_pool,
             *(["--own-gpus"] if has_own else []),
             *(["--beside-learner", str(beside)] if beside and is_together else []),
         ]
-        spec = ProcessSpec(
-            name=name,
-            role=EVALUATION_WORKER if evaluates else WORKER,
-            arguments=("rollout-worker", *self._common, *flags, "--name", name),
-            num_gpus=gpus_per_worker(self._run.of_pool(pool)),
-            gpus=gpus,
-            environment={**self._environment, **own},
-        )
-        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts), is_scaled=not pool)
+        run = self._run.of_pool(pool)
+        machines, needed = registry.engine_class(run).machines(run), gpus_per_worker(run)
+        each = needed // machines
+        names = [name, *(f"{name}-node{number}" for number in range(1, machines))]
+        met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if machines > 1 else {}
+        specs = [
+            ProcessSpec(
+                name=one,
+                role=(EVALUATION_WORKER if evaluates else WORKER) if one == name else ENGINE_NODE,
+                arguments=("rollout-worker", *self._common, *flags, "--name", name)
+                if one == name
+                else ("engine-node", *self._common, *of_pool, "--worker", name, "--name", one),
+                num_gpus=each,
+                gpus=gpus[number * each : (number + 1) * each],
+                environment={**self._environment, **own, **met},
+                apart=tuple(other for other in names if other != one),
+                meets=name if met else "",
+            )
+            for number, one in enumerate(names)
+        ]
+        restarts = self._run.run.restarts
+        return [ChildProcess(spec=spec, restarts=RestartPolicy(restarts), is_scaled=not pool) for spec in specs]
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -259,3 +259,27 @@ def test_accepts_stop_strings_stop_tokens_and_a_shortest_answer(run_file: Path) 
     check(run)
     sampling = run.rollout
     assert (sampling.stop, sampling.stop_token_ids, sampling.min_new_tokens) == (("12", "\n"), (5,), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "others", "problem"),
+    [
+        ("tensor_parallel=3", [], "tensor_parallel: 3 GPUs cannot be divided among machines = 2"),
+        ("tensor_parallel=2, url='http://127.0.0.1:1'", [], r"a server of your own \(url\) is on its machines already"),
+        ("tensor_parallel=2, server_arguments={dp-size=2}", [], r"SGLang keeps replicas \(dp-size\) on one machine"),
+        (
+            "tensor_parallel=2, server_arguments={nnodes=2}",
+            [],
+            "'nnodes' is set by asyncrl; remove it and use machines",
+        ),
+        ("tensor_parallel=2", ["weights.channel=objects"], "which the other machines do not see"),
+        ("tensor_parallel=2", ["rollout.most_workers=3"], "rollout.most_workers cannot add any"),
+        ("tensor_parallel=2", ["run.mode=sync", "run.colocated=true"], "engines that take turns with the learner"),
+    ],
+)
+def test_refuses_engines_that_cannot_span_machines(
+    run_file: Path, options: str, others: list[str], problem: str
+) -> None:
+    overrides = ["engine.kind=sglang", f"engine.options={{machines=2, {options}}}", *others]
+    with pytest.raises(ConfigError, match=problem):
+        check(config.load(run_file, overrides))

@@ -14,7 +14,7 @@ from asyncrl.launch.launchers.process_agent import OutputChunk, StartResult
 from asyncrl.launch.launchers.ray import Options, RayLauncher, RayProcess, Role
 from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need, Strategy
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.messages.roles import LEARNER, LEARNER_RANK, MODEL_SERVER
+from asyncrl.messages.roles import ENGINE_NODE, LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
 
 A = Machine(id="a", address="10.0.0.1", capacity={"CPU": 4.0, "GPU": 2.0}, labels={"kind": "H100"})
 B = Machine(id="b", address="10.0.0.2", capacity={"CPU": 4.0})
@@ -91,10 +91,10 @@ def test_beside_and_apart_win_over_the_strategy() -> None:
 def machines_of_a_learner(count: int, *, each: int, resources: dict[str, float]) -> list[Need]:
     return [
         Need(
-            name=f"{machine}.{rank}",
+            name=f"learner-{machine}.{rank}",
             resources=resources,
-            beside=f"{machine}.0" if rank else "",
-            is_apart=not rank,
+            beside=f"learner-{machine}.0" if rank else "",
+            apart=tuple(f"learner-{other}.0" for other in range(count) if other != machine and not rank),
         )
         for machine in range(count)
         for rank in range(each)
@@ -111,6 +111,19 @@ def test_each_machine_of_a_learner_has_room_for_all_its_ranks() -> None:
         "learner.machines = 3 need as many machines with 1 CPU; the cluster has 2"
     )
     assert refusal(two_of_two, "STRICT_PACK") == "STRICT_PACK: learner.machines = 2 are to be as many machines"
+
+
+def test_engines_of_several_machines_may_share_theirs_with_each_other() -> None:
+    """Machines A and B have 2 CPUs each."""
+    parts = [
+        Need(name=name, resources={"CPU": 1.0}, apart=(other,))
+        for worker in ("w0", "w1")
+        for name, other in ((worker, f"{worker}-node1"), (f"{worker}-node1", worker))
+    ]
+    assert refusal(parts) == ""
+    three = [Need(name="w0", resources={"CPU": 1.0}, apart=("w0-node1", "w0-node2"))]
+    assert refusal(three) == "engine.options.machines = 3 need as many machines with 1 CPU; the cluster has 2"
+    assert refusal(parts, "STRICT_PACK") == "STRICT_PACK: engine.options.machines = 2 are to be as many machines"
 
 
 class Ended:
@@ -149,3 +162,19 @@ def test_a_server_takes_the_gpus_of_its_own_model_and_the_resources_of_its_role(
     spec = ProcessSpec(name="judge", role=MODEL_SERVER, arguments=(), num_gpus=2)
     need = launcher._need(spec, [machine])
     assert (dict(need.resources), dict(need.labels)) == ({"CPU": 2, "GPU": 2.0}, {"pool": "judges"})
+
+
+async def test_another_machine_of_an_engine_waits_for_the_place_of_its_worker(tmp_path: Path) -> None:
+    """Other workers do not wait for it."""
+    launcher = RayLauncher(run_name="test", log_directory=tmp_path, options=Options())
+    launcher._met = launcher._unplaced = {"w0"}
+    await launcher._wait_for_those_before(ProcessSpec(name="w1", role=WORKER, arguments=()))
+    await launcher._wait_for_those_before(ProcessSpec(name="w0", role=WORKER, arguments=(), meets="w0"))
+    node = ProcessSpec(name="w0-node1", role=ENGINE_NODE, arguments=(), meets="w0")
+    waiting = asyncio.ensure_future(launcher._wait_for_those_before(node))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    async with launcher._placed:
+        launcher._unplaced.discard("w0")
+        launcher._placed.notify_all()
+    await waiting

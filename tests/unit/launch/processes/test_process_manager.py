@@ -218,3 +218,25 @@ async def test_ranks_end_and_restart_with_their_learner(
     assert rank.signals == [signal.SIGKILL]
     assert launcher.named("learner-1").signals == []
     assert await it.end() == 0
+
+
+async def test_parts_of_an_engine_come_back_for_nothing_as_long_as_their_worker_does(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_manager, "RANK_PAUSE_SECONDS", 0.0)
+    launcher = Launcher()
+    options = ("engine.kind=sglang", "engine.device=cpu", "engine.options={tensor_parallel=2, machines=2}")
+    one = stage(launcher, *options, "rollout.workers=1", "run.restarts=1")
+    await one.until_up("w0", "w0-node1")
+    for _ in range(3):  # more often than run.restarts
+        before = launcher.named("w0-node1")
+        before.signal(9)
+        await one.until(lambda before=before: launcher.named("w0-node1") is not before)
+    await one.until_up("w0", "w0-node1")
+    assert not one.manager.own_processes()[1].name.startswith("w0-node")
+    await one.ask(0)  # the worker drains and ends its engine, as which its other machine ends too
+    await one.until(lambda: "w0" not in one.names)
+    assert 15 not in launcher.named("w0-node1").signals
+    launcher.named("w0-node1").code.set_result(0)
+    await one.until(lambda: not one.manager.fleet.is_kept_running("w0-node1"))
+    assert await one.end() == 0

@@ -12,7 +12,7 @@ from asyncrl.adapters import registry
 from asyncrl.backends.megatron.rank_group import rank_from_environment
 from asyncrl.bus.port import Bus
 from asyncrl.data import demo_task
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launch.processes import gpus
 from asyncrl.launch.processes.child_process import HEALTHY_SECONDS, RestartPolicy
 from asyncrl.launch.processes.one_process import run_in_one_process
@@ -36,6 +36,27 @@ def test_ranks_on_several_machines_have_placement_constraints(tmp_path: Path) ->
         ("learner-2", "", ("learner",), "learner"),
         ("learner-3", "learner-2", (), "learner"),
     ]
+
+
+def test_an_engine_of_several_machines_has_a_process_on_each_with_its_share_of_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    overrides = ["engine.kind=sglang", "engine.device=auto", "engine.options={tensor_parallel=4, machines=2}"]
+    run = config.load(tmp_path / "run.toml", overrides)
+    monkeypatch.setattr(gpus, "num_gpus", lambda: 4)
+    specs = ProcessSpecs(run, launcher=Launcher(), common=("run.toml",), environment={})
+    made = [child.spec for child in specs.initial(size=None, resume=False) if child.name.startswith("w")]
+    assert [(spec.name, spec.role, spec.gpus, spec.num_gpus, spec.apart, spec.meets) for spec in made] == [
+        ("w0", "rollout-worker", (0, 1), 2, ("w0-node1",), "w0"),
+        ("w0-node1", "engine-node", (2, 3), 2, ("w0",), "w0"),
+    ]
+    assert made[1].arguments == ("engine-node", "run.toml", "--worker", "w0", "--name", "w0-node1")
+    assert made[0].environment["MASTER_ADDR"] == "127.0.0.1"  # Ray sets that of the worker's machine
+    assert made[0].environment["MASTER_PORT"] == made[1].environment["MASTER_PORT"]
+    with pytest.raises(NoRoom, match="are started with the run"):
+        specs.new_worker("w1", frozenset())
 
 
 @pytest.mark.parametrize(
