@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +15,10 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.backends.families.family import Family, Unsupported
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.families.table import FAMILIES
+from asyncrl.backends.published import PUBLISHED
 from asyncrl.config import plugins
 from asyncrl.errors import ConfigError
 
-SAME_ARCHITECTURE: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
-"""Model types that only the model's own code reads, and the same architecture's type in transformers."""
 _OUTPUT: Final = "lm_head.weight"
 
 
@@ -96,8 +95,8 @@ def _refuse_unreadable(folder: Path, where: str) -> None:
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ConfigError(f"{where}: {folder} holds quantized weights (quantization_config: {method}); {mend}")
-    if model_type in SAME_ARCHITECTURE:
-        raise ConfigError(f"{where}: {folder} is read only by the model's own code, which asyncrl does not run; {mend}")
+    if model_type in PUBLISHED:
+        raise ConfigError(f"{where}: {folder} {PUBLISHED[model_type].why}; {mend}")
 
 
 def _refuse_sizes(shape: ModelShape) -> None:

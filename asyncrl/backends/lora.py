@@ -99,7 +99,7 @@ def require_base(saved: Path, model: AuxiliaryModel, *, base: str) -> None:
 
 def matrix_of_rows(entry: Mapping, shape: ModelShape, *, rows: int) -> torch.Tensor:
     """Return i64[rows]: for each of a rank's rows of a parameter or expert, the Hugging Face matrix it belongs to."""
-    if entry.cut in ("qkv", "gated_qkv", "delta_heads"):
+    if entry.cut in ("qkv", "gated_qkv", "delta_heads", "delta_parts"):
         _, sizes = weight_cuts.groups_of(entry.cut, shape)
         return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).repeat(rows // sum(sizes))
     if entry.cut in ("gate_up", "expert_gate_up"):

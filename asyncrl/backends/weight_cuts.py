@@ -70,11 +70,11 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
     if cut == "expert_fused_gate_up":
         mixed = _transpose(parts[0])
         return [torch.cat([mixed[:, ::2], mixed[:, 1::2]], dim=1)]
-    groups, sizes = groups_of(cut, shape)
+    groups, _ = groups_of(cut, shape)
     if cut == "gated_qkv":
         parts = [_swap_order(parts[0], shape, (-1, 2)), *parts[1:]]
-    elif cut == "delta_kernels":
-        parts = torch.split(parts[0], [groups * size for size in sizes])
+    elif cut in ("delta_parts", "delta_kernels"):
+        parts = [_by_key_head(parts[0], shape), *parts[1:]]
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tensor_parallel))
 
@@ -113,16 +113,23 @@ def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[
     tensors = [part.flatten(0, 1) for part in parts]
     if cut == "gated_qkv":
         return [_swap_order(tensors[0], shape, (2, -1)), *tensors[1:]]
-    return [torch.cat(tensors)] if cut == "delta_kernels" else tensors
+    if cut in ("delta_parts", "delta_kernels"):
+        return [_by_kind(tensors[0], shape), *tensors[1:]]
+    return tensors
 
 
 def groups_of(cut: Cut, shape: ModelShape) -> tuple[int, list[int]]:
     """Return how many groups of heads a parameter has, and how many rows of each tensor there are in a group."""
-    if cut in ("delta_heads", "delta_kernels"):
+    if cut in ("delta_heads", "delta_parts", "delta_kernels"):
         assert shape.linear is not None
-        query, key, values = shape.linear.convolved_sizes
-        of_inputs = [query + key + 2 * values, 2 * shape.linear.values_per_key]
-        return shape.linear.num_key_heads, of_inputs if cut == "delta_heads" else [query, key, values]
+        convolved, values = sum(shape.linear.convolved_sizes), shape.linear.convolved_sizes[-1]
+        numbers = shape.linear.values_per_key
+        sizes = {
+            "delta_heads": [convolved + values, 2 * numbers],
+            "delta_parts": [convolved, values, numbers, numbers],
+            "delta_kernels": [convolved],
+        }
+        return shape.linear.num_key_heads, sizes[cut]
     queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
     queries *= 2 if cut == "gated_qkv" else 1
     return shape.num_key_value_heads, [queries, shape.head_size, shape.head_size]
@@ -132,6 +139,21 @@ def _swap_order(queries: torch.Tensor, shape: ModelShape, order: tuple[int, int]
     """Swap the order of queries and gates within each group: (-1, 2) by head, (2, -1) all queries before all gates."""
     by_group = queries.view(shape.num_key_value_heads, *order, shape.head_size, *queries.shape[1:])
     return by_group.transpose(1, 2).reshape(queries.shape)
+
+
+def _by_key_head(whole: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Put the rows of all queries, all keys, all values of linear attention in the order of key heads."""
+    assert shape.linear is not None
+    heads = shape.linear.num_key_heads
+    parts = torch.split(whole, [heads * size for size in shape.linear.convolved_sizes])
+    return torch.cat([part.reshape(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+
+
+def _by_kind(whole: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Invert ``_by_key_head``."""
+    assert shape.linear is not None
+    grouped = whole.reshape(shape.linear.num_key_heads, -1, *whole.shape[1:])
+    return torch.cat([part.flatten(0, 1) for part in torch.split(grouped, list(shape.linear.convolved_sizes), dim=1)])
 
 
 def _transpose(experts: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def place(
             )
             for part in (0, 1)
         )
-    elif cut in ("heads", "qkv", "gated_qkv", "delta_heads", "delta_kernels"):
+    elif cut in ("heads", "qkv", "gated_qkv", "delta_heads", "delta_parts", "delta_kernels"):
         start, whole = (rank * size, *zeros[1:]), (ranks * size, *rest)
     blocks = blocks or (Block(local=zeros, start=start, sizes=tuple(local)),)
     return Place(key=key(name), local=tuple(local), whole=whole, blocks=blocks)

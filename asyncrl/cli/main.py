@@ -53,7 +53,7 @@ VERBS: Final = {
     "bill": "Show what a run's GPUs were spent on: by fate, task, prompt and worker, and per trained token.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
     "import-eval": "Print the [evaluation] of a run file from the evaluation YAML of slime or Miles.",
-    "import-model": "Convert a GGUF file, or a folder with FP8, INT4 or MXFP4 weights, to a folder for training.",
+    "import-model": "Convert a GGUF file, or a folder as it is published (FP8, INT4, MXFP4), to a folder for training.",
     "quantize": "Write a Hugging Face model folder in FP8 or INT4, for engines.",
     "convert": "Convert a Hugging Face model folder to a Megatron checkpoint, or back.",
 }

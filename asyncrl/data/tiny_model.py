@@ -27,9 +27,12 @@ Architecture = Literal[
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
     "glm4_moe",
     "glm4_moe_lite",
     "deepseek_v3",
+    "minimax_m2",
     "gpt_oss",
 ]
 
@@ -51,9 +54,12 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "qwen2_moe": "Qwen2MoeConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen3_next": "Qwen3NextConfig",
+    "qwen3_5": "Qwen3_5TextConfig",
+    "qwen3_5_moe": "Qwen3_5MoeTextConfig",
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "minimax_m2": "MiniMaxM2Config",
     "gpt_oss": "GptOssConfig",
 }
 """Class names. Importing the classes here would load the code of all these models, which takes three seconds."""
@@ -130,30 +136,33 @@ def _family_entries(architecture: Architecture, hidden_size: int, num_heads: int
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
     if architecture == "qwen3_moe":
         return {**experts, "num_experts": 8}
+    alone = {"num_experts_per_tok": 2, "num_local_experts": 8, "intermediate_size": hidden_size // 2}
     if architecture == "mixtral":
-        return {"num_experts_per_tok": 2, "num_local_experts": 8, "intermediate_size": hidden_size // 2}
+        return alone
+    if architecture == "minimax_m2":  # half of every head is rotated: SGLang reads rotary_dim
+        rotated = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        engine = {"rotary_dim": hidden_size // num_heads // 2, "use_qk_norm": True, "use_routing_bias": True}
+        return {**alone, **engine, "scoring_func": "sigmoid", "rope_parameters": rotated}
     if architecture == "qwen2_moe":
         return {**experts, "num_experts": 8, "shared_expert_intermediate_size": hidden_size, "norm_topk_prob": False}
-    if architecture == "qwen3_next":  # every second layer has linear attention, with two values for each of two keys
-        return {
-            **experts,
-            "rms_norm_eps": 1e-3,  # the DeltaNet's norm amplifies rounding errors where a token reads next to nothing
-            "num_experts": 8,
-            "shared_expert_intermediate_size": hidden_size,
-            "full_attention_interval": 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": hidden_size // 4,
-            "linear_value_head_dim": hidden_size // 2,
-        }
+    hybrid = {  # every second layer has linear attention, with two values for each of two keys
+        "rms_norm_eps": 1e-3,  # the DeltaNet's norm amplifies rounding errors where a token reads next to nothing
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": hidden_size // 4,
+        "linear_value_head_dim": hidden_size // 2,
+    }
+    if architecture == "qwen3_5":
+        return hybrid
+    if architecture in ("qwen3_next", "qwen3_5_moe"):
+        return {**hybrid, **experts, "num_experts": 8, "shared_expert_intermediate_size": hidden_size}
     shared = {**experts, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     if architecture == "mistral":
         return {"sliding_window": None}
     if architecture == "gpt_oss":  # every second layer sees 8 tokens; SGLang reads swiglu_limit, transformers has 7
         return {
-            "num_experts_per_tok": 2,
-            "num_local_experts": 8,
-            "intermediate_size": hidden_size // 2,
+            **alone,
             "sliding_window": 8,
             "swiglu_limit": 7.0,
             "rope_parameters": {

@@ -36,8 +36,18 @@ from tests.harness.backends import (
 )
 from tests.harness.packing import pack
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "gpt_oss")
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", *MIXTURES)
+MIXTURES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "minimax_m2",
+    "gpt_oss",
+)
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", "qwen3_5", *MIXTURES)
 KINDS = ("reference", "megatron-1")
 
 
@@ -187,7 +197,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(
 
 
 def test_experts_and_router_that_are_frozen_stay(kind: str, mixture: Path) -> None:
-    frozen = (".experts.", ".gate.", ".router.")
+    frozen = (".experts.", ".gate.", ".router.", "e_score_correction_bias")
     settings = dataclasses.replace(SETTINGS, freeze=tuple(map(re.escape, frozen)))
     with started(kind, mixture, optimizer=settings) as backend:
         before = weights(backend)

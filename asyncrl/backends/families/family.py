@@ -70,7 +70,7 @@ def decoder_shape(
         architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        feed_forward_size=config.intermediate_size,
+        feed_forward_size=getattr(config, "intermediate_size", 0),  # none if all layers have experts
         num_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
         head_size=head_size(config),

@@ -15,6 +15,7 @@ Cut = Literal[
     "qkv",
     "gated_qkv",
     "delta_heads",
+    "delta_parts",
     "delta_kernels",
     "gate_up",
     "gate_then_up",
@@ -35,6 +36,7 @@ heads           by rows, which are grouped by head
 qkv             by key-value groups; each group is its queries, its key, its value
 gated_qkv       like qkv, with the gates of a group's queries behind them; in files a gate is behind its own query
 delta_heads     by key heads of linear attention, from two tensors that are grouped by key head
+delta_parts     the same, from four: of all queries, all keys, all values; gates; steps; rates
 delta_kernels   the same, from one tensor that holds those of all queries, all keys, all values
 gate_up         gate and up by rows; a shard is its gate rows, then its up rows
 gate_then_up    like gate_up, from one tensor that holds gate, then up
@@ -80,6 +82,9 @@ def attention(shape: ModelShape) -> Iterator[Row]:
     if shape.has_qk_norm:
         yield ("self_attention.q_layernorm.weight", "whole", ("self_attn.q_norm.weight",))
         yield ("self_attention.k_layernorm.weight", "whole", ("self_attn.k_norm.weight",))
+    if shape.has_qk_norm_of_all_heads:
+        yield ("self_attention.q_layernorm.weight", "heads", ("self_attn.q_norm.weight",))
+        yield ("self_attention.k_layernorm.weight", "heads", ("self_attn.k_norm.weight",))
 
 
 def latent_attention(latent: LatentAttention) -> Iterator[Row]:

@@ -19,6 +19,8 @@ def layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
     yield from attention(shape)
     yield ("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",))
     yield ("mlp.router.weight", "whole", (f"{mixture}.gate.weight",))
+    if shape.experts and shape.experts.has_bias:
+        yield ("mlp.router.expert_bias", "whole", (f"{mixture}.e_score_correction_bias",))
     gate_up = tuple(f"{mixture}.experts.{expert}.{x}.weight" for expert in experts for x in ("w1", "w3"))
     yield ("mlp.experts.gate_up", "expert_gate_up", gate_up)
     yield ("mlp.experts.down", "expert_rows", tuple(f"{mixture}.experts.{expert}.w2.weight" for expert in experts))

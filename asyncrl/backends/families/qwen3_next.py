@@ -16,10 +16,15 @@ import dataclasses
 from typing import Any
 
 from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, decoder_shape, softmax_experts
-from asyncrl.backends.families.shape import LinearAttention, ModelShape
+from asyncrl.backends.families.shape import Experts, LinearAttention, ModelShape
 
 
 def shape(config: Any) -> ModelShape:
+    return hybrid(config, softmax_experts(config, gated_size=config.shared_expert_intermediate_size))
+
+
+def hybrid(config: Any, experts: Experts | None) -> ModelShape:
+    """Return the shape of a decoder with both kinds of attention. Raises Unsupported."""
     linear = LinearAttention(
         layers=frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"),
         num_key_heads=config.linear_num_key_heads,
@@ -33,7 +38,6 @@ def shape(config: Any) -> ModelShape:
             f"linear_num_value_heads = {linear.num_value_heads}, no multiple of linear_num_key_heads = "
             f"{linear.num_key_heads}"
         )
-    experts = softmax_experts(config, gated_size=config.shared_expert_intermediate_size)
     made = decoder_shape(config, has_qk_norm=True, is_partly_rotated=True, experts=experts)
     return dataclasses.replace(made, linear=linear, has_zero_centered_norms=True, has_output_gate=True)
 

@@ -154,6 +154,8 @@ class ModelShape:
     """Factor for cosines and sines; YaRN sets it."""
     is_interleaved: bool = False
     """Whether rotation pairs (2 i, 2 i + 1) instead of (i, i + size / 2)."""
+    has_qk_norm_of_all_heads: bool = False
+    """Whether the queries of all heads have one norm, and all keys another, instead of one for each head."""
     has_post_norms: bool = False
     """Whether attention and feed-forward part also have a norm after them."""
     has_zero_centered_norms: bool = False

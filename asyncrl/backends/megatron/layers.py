@@ -20,11 +20,16 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.packed_attention import attention
+from asyncrl.backends.megatron.process_groups import tensor_parallel_group
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.megatron.sink_attention import attention_with_sinks
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+    )
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -80,6 +85,23 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return fused.rms_norm(x, self.weight, self.eps, self.is_zero_centered)
+
+
+class NormOfAllHeads(torch.nn.Module):
+    """RMSNorm over numbers that tensor-parallel ranks share, [N, own numbers]. A rank has the weights of its own."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        """size: numbers of all ranks"""
+        super().__init__()
+        own = size // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
+        self._size, self._eps = size, config.layernorm_epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide, group = x.float(), tensor_parallel_group()
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=group)  # every rank's loss depends on all of them
+        return self.weight * (wide * torch.rsqrt(squares / self._size + self._eps)).to(x.dtype)
 
 
 class NormedLinear(ColumnLinear):
@@ -156,6 +178,10 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         super().__init__(config, *arguments, **options)
         self._window = shape.window(self.layer_number - 1)
         self._query_scale = shape.query_scale
+        self._norms_all_heads = shape.has_qk_norm_of_all_heads
+        if self._norms_all_heads:
+            self.q_layernorm = NormOfAllHeads(config, shape.num_heads * shape.head_size)
+            self.k_layernorm = NormOfAllHeads(config, shape.num_key_value_heads * shape.head_size)
         self.sinks: torch.nn.Parameter | None = None
         if shape.has_sinks:
             self.sinks = torch.nn.Parameter(
@@ -169,6 +195,8 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         assert rotary is not None
         mixed, _bias = self.linear_qkv(hidden)
         mixed, gate = self._without_gate(mixed.flatten(0, 1))
+        if self._norms_all_heads:
+            mixed = self._normalize_all_heads(mixed)
         query, key, value = fused.heads(
             mixed,
             *rotary,
@@ -187,6 +215,14 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         else:
             attended = attention_with_sinks(query, key, value, self.sinks, how, window=self._window).flatten(1)
         return self.linear_proj((attended if gate is None else attended * gate.sigmoid())[:, None])
+
+    def _normalize_all_heads(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Normalise the queries of all heads together, and all keys, in [N, groups x (queries, key, value) x d]."""
+        groups, size = self.num_query_groups_per_partition, self.config.kv_channels
+        query, key, value = mixed.view(len(mixed), groups, -1).tensor_split([-2 * size, -size], dim=2)
+        query = self.q_layernorm(query.flatten(1)).view_as(query)
+        key = self.k_layernorm(key.flatten(1)).view_as(key)
+        return torch.cat([query, key, value], dim=2).flatten(1)
 
     def _without_gate(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Split the gates [N, heads x d] from each group's queries, gates, key and value; None if there are none."""

@@ -1,9 +1,10 @@
-"""Converts a Hugging Face folder with 8-bit or 4-bit matrices to bfloat16 (`asyncrl import-model FOLDER NEW_FOLDER`).
+"""Converts a Hugging Face folder as it is published to one that can be trained (`asyncrl import-model FOLDER
+NEW_FOLDER`): 8-bit or 4-bit matrices to bfloat16, and other names for what transformers does not read as text model.
 
 DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with 8-bit matrices, gpt-oss with 4-bit experts (MXFP4),
 Kimi-K2-Thinking with 4-bit experts of compressed-tensors, and runs with weights.quantization keep 8-bit models. The new
-folder gets the model type that transformers reads without the model's own code. One matrix is in memory at a time, or
-one tensor with a layer's 4-bit experts.
+folder has the model type that transformers reads without the model's own code, or the text part of a model that reads
+images, too (backends/published.py). One tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, Final, Protocol
 import torch
 from tqdm import tqdm
 
-from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights, read_shape
+from asyncrl.backends.huggingface import open_weights, read_shape
+from asyncrl.backends.published import AS_IT_IS, PUBLISHED, Published, partial_rotary_factor
 from asyncrl.contrib.importers import mxfp4
 from asyncrl.data.model_folder import check_model, copy_all_but_weights, new_folder
 from asyncrl.errors import ConfigError
@@ -40,7 +42,8 @@ def import_folder(source: Path, destination: Path) -> int:
     Raises ConfigError for weights quantized in another way, a model that is not supported or needs no import, and a
     destination that exists.
     """
-    check_model(source)
+    if not _published(source).part:  # else the new folder alone is one of a text model
+        check_model(source)
     if not is_needed(json.loads((source / "config.json").read_text())):
         raise ConfigError(
             f"{source}: its weights are not quantized, so there is nothing to import; name it as model.path"
@@ -56,7 +59,16 @@ def import_folder(source: Path, destination: Path) -> int:
 
 def is_needed(config: dict[str, Any]) -> bool:
     """Return whether a model with this config.json must be converted by ``to_bfloat16`` before training."""
-    return bool(config.get("quantization_config")) or config.get("model_type") in SAME_ARCHITECTURE
+    is_of_other_names = config.get("model_type") in PUBLISHED or bool(partial_rotary_factor(config))
+    return bool(config.get("quantization_config")) or is_of_other_names
+
+
+def _published(source: Path) -> Published:
+    """Return what the folder becomes. A folder whose config.json cannot be read is refused elsewhere."""
+    try:
+        return PUBLISHED.get(json.loads((source / "config.json").read_text())["model_type"], AS_IT_IS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return AS_IT_IS
 
 
 def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None]) -> int:
@@ -67,27 +79,28 @@ def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None])
     Raises ConfigError, also for scales that are missing or do not fit their matrix.
     """
     config = json.loads((source / "config.json").read_text())
-    kind = _kind(source, config)
+    kind, published = _kind(source, config), _published(source)
     num_parameters, weight_map = 0, dict[str, str]()
     with open_weights(source, where=str(source)) as read:
         for file in _weight_files(source):
             try:
                 with file.open("rb") as stream:
                     stored, _ = safetensors_file.read_header(stream)
-                matrices = [(whole, entry) for entry in stored if (whole := kind.whole(entry)) is not None]
+                wholes = [(whole, entry) for entry in stored if (whole := kind.whole(entry)) is not None]
+                matrices = [(made, entry) for whole, entry in wholes if (made := list(published.tensors(whole)))]
                 with (destination / file.name).open("wb") as stream:
                     safetensors_file.write(stream, _blocks(matrices, kind, read))
             except ValueError as error:
                 raise ConfigError(f"{file}: {error}") from None
-            num_parameters += sum(torch.Size(whole.shape).numel() for whole, _ in matrices)
-            weight_map |= {whole.name: file.name for whole, _ in matrices}
+            made_here = [one for made, _ in matrices for one in made]
+            num_parameters += sum(torch.Size(one.shape).numel() for one in made_here)
+            weight_map |= {one.name: file.name for one in made_here}
             note(file.name)
     if (source / _INDEX).is_file():
         (destination / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
-    kept = {key: value for key, value in config.items() if key not in _OF_OWN_CODE}
-    model_type = SAME_ARCHITECTURE.get(config.get("model_type", ""), config.get("model_type"))
+    kept = {key: value for key, value in published.config(config).items() if key not in _OF_OWN_CODE}
     dtype = {} if kept.get("dtype") or kept.get("torch_dtype") else {"torch_dtype": "bfloat16"}  # gpt-oss names none
-    (destination / "config.json").write_text(json.dumps(kept | {"model_type": model_type, **dtype}, indent=2))
+    (destination / "config.json").write_text(json.dumps(kept | partial_rotary_factor(kept) | dtype, indent=2))
     return num_parameters
 
 
@@ -203,11 +216,12 @@ def _is_size(number: Any) -> bool:
 
 
 def _blocks(
-    matrices: Sequence[tuple[TensorEntry, TensorEntry]], kind: _Kind, read: Read
+    matrices: Sequence[tuple[Sequence[TensorEntry], TensorEntry]], kind: _Kind, read: Read
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file.  matrices: entries of the new folder, and of the old one"""
-    yield safetensors_file.header([whole for whole, _ in matrices])
-    for _whole, entry in matrices:
+    """Yield the bytes of a safetensors file.  matrices: entries of the new folder, and the one of the old folder whose
+    bytes they share"""
+    yield safetensors_file.header([one for made, _ in matrices for one in made])
+    for _made, entry in matrices:
         try:
             tensor = kind.read(entry, read)
         except ValueError as error:

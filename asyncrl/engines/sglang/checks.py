@@ -119,11 +119,14 @@ _NOT_ON_A_CPU: Final = {
     "DeepseekV3ForCausalLM": "does not start",
     "Glm4MoeLiteForCausalLM": "does not start",
     "GptOssForCausalLM": "has no attention with sinks",
+    "MiniMaxM2ForCausalLM": "ends at the first prompt",
     "Qwen3NextForCausalLM": "does not start",
+    "Qwen3_5ForCausalLM": "does not start",
+    "Qwen3_5MoeForCausalLM": "does not start",
 }
 """Failures of SGLang 0.5.23's CPU server with tiny models, by architecture. GPUs have kernels for these models."""
-_ON_GPUS_ALONE: Final = "Qwen3NextForCausalLM"
-"""The in-process engine does not support it, either."""
+_ON_GPUS_ALONE: Final = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""The in-process engine does not support them, either."""
 
 
 def check_architecture(model_path: Path, *, device: str, quantization: str = "", options: Options = _OPTIONS) -> None:
@@ -138,7 +141,7 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
     if device != "cpu":  # the CPU server splits any number of heads
         _check_heads(config, tensor_parallel=options.attention_parallel)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
-        other = "" if architectures[0] == _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
+        other = "" if architectures[0] in _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
         raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
 
 

@@ -34,7 +34,8 @@ def shape_of(folder: Path, architecture: str) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen2", "glm4", "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss"]
+    "architecture",
+    ["qwen2", "glm4", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v3", "minimax_m2", "gpt_oss"],
 )
 def test_parts_of_all_ranks_reassemble_the_whole(tmp_path: Path, architecture: str) -> None:
     """For every kind of cut, any number of cuts, and any split of the elements among copies of the model."""

@@ -18,7 +18,7 @@ from asyncrl.config.layout import Layout
 from asyncrl.data import model_folder
 from asyncrl.errors import ConfigError
 from asyncrl.tensors.transformers_models import by_names_in_files
-from tests.harness.backends import tiny_model
+from tests.harness.backends import started, tiny_model, weights
 
 
 def edited(folder: Path, **changes: Any) -> Path:
@@ -39,8 +39,17 @@ def test_a_mixture_says_which_of_its_layers_are_dense(tmp_path: Path) -> None:
     assert [shape.has_experts(layer) for layer in range(6)] == [False, True, False, False, False, True]
 
 
+def test_a_config_of_experts_alone_needs_no_size_of_dense_layers(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, architecture="qwen3_5_moe")
+    config = json.loads((folder / "config.json").read_text())
+    del config["intermediate_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with started("megatron-1", folder) as backend:
+        assert weights(backend).keys() == load_file(folder / "model.safetensors").keys()
+
+
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "minimax_m2"])
 def test_weights_of_a_mixture_survive_being_cut_into_shards(tmp_path: Path, shards: int, architecture: str) -> None:
     tiny_model(tmp_path, architecture=architecture)
     shape, original = huggingface.read_shape(tmp_path), load_file(tmp_path / "model.safetensors")
@@ -152,6 +161,8 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         ("mixtral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
         ("qwen3_next", {"linear_num_value_heads": 3}, ["linear_num_value_heads = 3, no multiple of"]),
         ("qwen3_next", {"output_gate_type": "sigmoid"}, ["output_gate_type = 'sigmoid'"]),
+        ("minimax_m2", {"rotary_dim": 16}, ["rotary_dim = 16", "`asyncrl import-model` writes both"]),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, ["a 0 in attn_type_list"]),
         ("deepseek_v3", {"v_head_dim": 25}, ["v_head_dim = 25, more than qk_nope_head_dim + qk_rope_head_dim = 24"]),
         ("gemma3", {"sliding_window": None}, ["sliding_window = None and layers of sliding_attention"]),
         ("qwen3", {"num_attention_heads": 5}, ["num_attention_heads = 5, no multiple of num_key_value_heads = 2"]),
@@ -173,6 +184,8 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         "mixtral-window",
         "heads",
         "gate",
+        "rotary",
+        "lightning",
         "values",
         "no window",
         "shared keys",

@@ -49,7 +49,7 @@ ALL, PARTS = adapters("all-linear"), dataclasses.replace(SETTINGS, freeze=("mlp"
         *[(architecture, ALL, "float32") for architecture in FAMILIES],
         *[("qwen3_moe", adapters(*ATTENTION), dtype) for dtype in ("float32", "bfloat16")],
         *[(architecture, ALL, "bfloat16") for architecture in ("qwen3", "qwen2_moe")],
-        *[(architecture, PARTS, "float32") for architecture in ("qwen3_next", "mixtral", "gpt_oss")],
+        *[(architecture, PARTS, "float32") for architecture in ("qwen3_next", "qwen3_5", "mixtral", "gpt_oss")],
     ],
 )
 def test_a_kept_export_is_the_copied_one(

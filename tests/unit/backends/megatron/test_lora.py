@@ -84,7 +84,7 @@ def gradients(folder: Path, number: int) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3", "qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"]
+    "architecture", ["qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"]
 )
 def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)

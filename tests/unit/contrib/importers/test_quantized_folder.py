@@ -1,8 +1,9 @@
-"""Convert a folder in FP8 or MXFP4, or with a model type that needs its own code, into a folder that can be trained."""
+"""Convert a published folder, quantized or of a model type that transformers does not read so, into one to train."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from asyncrl.backends import huggingface
 from asyncrl.cli.main import main
 from asyncrl.contrib.importers import mxfp4
 from asyncrl.contrib.importers.quantized_folder import import_folder
+from asyncrl.data.model_folder import copy_all_but_weights, require_supported
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import fp8, quantized_model
@@ -76,6 +78,65 @@ def test_a_model_type_of_its_own_code_is_refused_with_what_mends_it_and_imported
         huggingface.read_shape(folder)
     import_folder(folder, tmp_path / "imported")
     assert str(huggingface.read_shape(tmp_path / "imported")) == str(huggingface.read_shape(whole))
+
+
+def mimo(folder: Path) -> Path:
+    """A tiny MiMo-7B as it is published: Qwen2 with a layer that predicts further tokens. Returns what it becomes."""
+    text = make_tiny_model(folder / "text", architecture="qwen2")
+    config = json.loads((text / "config.json").read_text())
+    changes = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    further = {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 128)}
+    save(folder / "published", config | changes, load_file(text / "model.safetensors") | further, like=text)
+    return text
+
+
+def qwen3_5(folder: Path) -> Path:
+    """A tiny Qwen3.5 as it is published: with eyes, and a layer's experts in two tensors. Returns its text part."""
+    text = make_tiny_model(folder / "text", architecture="qwen3_5_moe")
+    config, tensors = json.loads((text / "config.json").read_text()), load_file(text / "model.safetensors")
+    inner = {key: value for key, value in config.items() if key not in ("architectures", "tie_word_embeddings")}
+    outer = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    eyes = {"model.visual.pos_embed.weight": torch.ones(4, 8), "mtp.norm.weight": torch.ones(64)}
+    whole = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"):
+        both = [[tensors[f"{layer}.{e}.{part}_proj.weight"] for part in ("gate", "up")] for e in range(8)]
+        whole[f"{layer}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
+        whole[f"{layer}.down_proj"] = torch.stack([tensors[f"{layer}.{e}.down_proj.weight"] for e in range(8)])
+    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in whole.items()}
+    described = outer | {"text_config": inner, "vision_config": {}, "tie_word_embeddings": False}
+    save(folder / "published", described, named | eyes, like=text)
+    return text
+
+
+def minimax_m2(folder: Path) -> Path:
+    """A tiny MiniMax-M2 whose config.json has the rotated part of a head only under its engines' name."""
+    text = make_tiny_model(folder / "text", architecture="minimax_m2")
+    config = json.loads((text / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    save(folder / "published", config, load_file(text / "model.safetensors"), like=text)
+    return text
+
+
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], *, like: Path) -> None:
+    copy_all_but_weights(like, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("publish", [mimo, qwen3_5, minimax_m2])
+def test_a_published_model_is_imported_as_the_one_that_transformers_reads(
+    tmp_path: Path, publish: Callable[[Path], Path]
+) -> None:
+    text = publish(tmp_path)
+    with pytest.raises(ConfigError, match=r"import-model"):
+        require_supported("model.path", tmp_path / "published")
+        huggingface.read_shape(tmp_path / "published")
+    num_parameters = import_folder(tmp_path / "published", tmp_path / "imported")
+    original, imported = (load_file(folder / "model.safetensors") for folder in (text, tmp_path / "imported"))
+    assert imported.keys() == original.keys()
+    assert all(torch.equal(one, original[name]) for name, one in imported.items())
+    assert num_parameters == sum(one.numel() for one in original.values())
+    assert str(huggingface.read_shape(tmp_path / "imported")) == str(huggingface.read_shape(text))
 
 
 @pytest.fixture
