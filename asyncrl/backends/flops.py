@@ -8,10 +8,10 @@ Test: test_flops_of_a_step_are_counted_by_hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from asyncrl.backends.families.shape import LinearAttention, ModelShape
+from asyncrl.backends.families.shape import LinearAttention, ModelShape, VisionTower
 
 PEAK_BF16: Final = {
     "H200": 989e12,
@@ -86,6 +86,21 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: b
     width = shape.num_heads * (shape.head_size + of_values)
     passes = 4.0 if has_adapters else 6.0
     return passes * matrix_parameters(shape) * tokens + 3.0 * width * scores
+
+
+def vision_flops(vision: VisionTower, grids: Iterable[Sequence[int]], *, is_trained: bool) -> float:
+    """Return the FLOPs of a vision tower on pictures of these ``grids`` (patches in time, height and width), once each.
+
+    A patch sees its own frame. A tower that is not trained has a forward pass only.
+    """
+    total = 0.0
+    for time, height, width in grids:
+        frame = height * width
+        patches = time * frame
+        products = vision.patch_products * patches + vision.token_products * patches / vision.merged
+        seen = vision.num_whole * frame + vision.num_windowed * min(vision.window, frame)
+        total += 2.0 * products + 4.0 * vision.size * patches * seen
+    return (3.0 if is_trained else 1.0) * total
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.backends import huggingface
+from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError
@@ -17,6 +18,11 @@ def is_trained(name: str, *, freeze: Sequence[str], train_only: Sequence[str]) -
     """Return whether a parameter is trained. Patterns are regular expressions, searched anywhere in the name."""
     is_chosen = not train_only or any(re.search(pattern, name) for pattern in train_only)
     return is_chosen and not any(re.search(pattern, name) for pattern in freeze)
+
+
+def trains(settings: OptimizerSettings, name: str) -> bool:
+    """Return whether a parameter itself is trained, not only an adapter of it."""
+    return settings.lora is None and is_trained(name, freeze=settings.freeze, train_only=settings.train_only)
 
 
 def check(run: RunConfig, *, are_fused: bool) -> None:

@@ -48,7 +48,7 @@ from asyncrl.policies.corrections import diagnostics
 from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.tensors.transformers_models import by_names_in_files, has_vision, load_model
+from asyncrl.tensors.transformers_models import by_names_in_files, load_model
 
 STATE_FILE: Final = "state.safetensors"
 log = logging.getLogger("asyncrl.learner")
@@ -189,13 +189,10 @@ class LoadedModel:
         self._is_exact_on_gpu = is_exact and device.type == "cuda"
         dtype = torch.float32 if self._is_exact_on_gpu else dtype  # values of 16 bits in tensors of 32
         try:
-            config = AutoConfig.from_pretrained(model.path)
-            self.folder_dtype: torch.dtype = config.dtype or torch.float32
+            self.folder_dtype: torch.dtype = AutoConfig.from_pretrained(model.path).dtype or torch.float32
             causal: Any = load_model(model.path, dtype=dtype).to(device)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
-        if is_exact and has_vision(config):
-            raise ConfigError(f"run.exact: {models.where(name)} has a vision tower, whose sums depend on the whole row")
         causal.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding
         causal.eval()  # no dropout: trainer logprobs must be the policy's
         self._rows_alone: Callable[[], AbstractContextManager[Any]] = ExactRows if is_exact else nullcontext

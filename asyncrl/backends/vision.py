@@ -12,9 +12,11 @@ import math
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 
 from asyncrl.backends.families.shape import VisionTower
 from asyncrl.backends.kernels import flash
+from asyncrl.backends.micro_batches import to_device
 from asyncrl.policies.batching.images import PackedImages
 
 _IN_RUNS: Final = "asyncrl_flash_runs"
@@ -23,15 +25,34 @@ _IN_RUNS: Final = "asyncrl_flash_runs"
 
 def build_tower(vision: VisionTower, *, device: torch.device, dtype: torch.dtype) -> Any:
     """Return transformers' module with weights of no meaning. Angles stay in float32, as transformers has them."""
+    module, name = vision.module.split(":")
+    with torch.device(device):
+        made: Any = getattr(importlib.import_module(module), name)._from_config(
+            vision.config, dtype=dtype, attn_implementation="sdpa"
+        )
+    if device.type == "cuda" and dtype.itemsize == 2:
+        attend_in_runs(made)
+    made.patch_embed = _PatchProduct(made.patch_embed.proj)
+    return made.eval()
+
+
+def attend_in_runs(tower: Any) -> None:
+    """Let the tower attend with FlashAttention. Otherwise it attends picture by picture, and window by window."""
     import transformers  # takes seconds
 
     transformers.AttentionInterface.register(_IN_RUNS, _attend_in_runs)
-    uses_runs = device.type == "cuda" and dtype.itemsize == 2
-    module, name = vision.module.split(":")
-    kind = getattr(importlib.import_module(module), name)
-    with torch.device(device):
-        made: Any = kind._from_config(vision.config, dtype=dtype, attn_implementation=_IN_RUNS if uses_runs else "sdpa")
-    return made.eval()
+    tower.config._attn_implementation = _IN_RUNS  # set_attn_implementation would look for a package of that name
+
+
+class _PatchProduct(torch.nn.Module):
+    """The tower's first convolution, whose patches do not overlap, as a product: its kernels in 16 bits are slow."""
+
+    def __init__(self, proj: torch.nn.Conv3d) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return F.linear(patches.to(self.proj.weight.dtype), self.proj.weight.flatten(1), self.proj.bias)
 
 
 def features(tower: Any, images: PackedImages) -> tuple[torch.Tensor, ...]:
@@ -39,7 +60,7 @@ def features(tower: Any, images: PackedImages) -> tuple[torch.Tensor, ...]:
 
     Row f of all of them is for the tokens with ``images.feature_rows`` f. A frozen tower keeps no activations.
     """
-    patches = torch.from_numpy(images.patches).to(tower.device, tower.dtype)
+    patches = to_device({"patches": images.patches}, tower.device)["patches"].to(tower.dtype)
     with torch.set_grad_enabled(is_trained(tower)):
         return _outputs(tower, patches, torch.from_numpy(images.grids).long())
 

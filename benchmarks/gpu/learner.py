@@ -6,6 +6,7 @@
     python -m benchmarks.gpu.learner --layouts 1x1 cp2 pp2 ep2 tp2-cp2     context, pipeline and expert parallel too
     python -m benchmarks.gpu.learner --agree                     do layouts train the same weights?
     python -m benchmarks.gpu.learner --checkpoints FOLDER        the pause for a checkpoint that is written there
+    python -m benchmarks.gpu.learner --shapes Qwen2.5-VL-3B --sides 0 32 --towers frozen trained      with pictures
     python -m benchmarks.gpu.learner --device cpu --shapes tiny --tokens 512    a rehearsal
 
 A step is the backend's own: GRPO on sequences of about a thousand random tokens, all but the first token trained, one
@@ -33,6 +34,7 @@ from typing import Any, Final
 from benchmarks.gpu.learner_step import Sizes, Variant, agree, measure
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.vision_shapes import VISION_SHAPES
 
 SILENCE_SECONDS: Final = 120.0
 """A child that prints nothing for this long is killed."""
@@ -153,9 +155,11 @@ _SIZES: Final = ("dp", "tp", "cp", "pp", "ep")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="append one object a line")
-    parser.add_argument("--shapes", nargs="*", default=["0.6B", "1.7B"], choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=["0.6B", "1.7B"], choices=[*SHAPES, *VISION_SHAPES])
     parser.add_argument("--tokens", nargs="*", type=int, default=[16_384, 32_768])
     parser.add_argument("--length", type=int, default=1024, help="mean tokens of a sequence")
+    parser.add_argument("--sides", nargs="*", type=int, default=[0], help="patches per side of each sequence's picture")
+    parser.add_argument("--towers", nargs="*", default=["frozen"], choices=["frozen", "trained"])
     parser.add_argument("--recompute", nargs="*", default=["none", "full"], choices=["none", "selective", "full"])
     parser.add_argument("--layouts", nargs="*", default=["1x1"], help="data-parallel x tensor-parallel, or as tp2-cp2")
     parser.add_argument("--micro-batches", nargs="*", type=int, default=[1], help="rows a copy trains per step")
@@ -189,15 +193,19 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
             compile=compiled == "on",
             offload=offload == "on",
             overlap=overlap == "on",
+            side=side,
+            trains_vision=tower == "trained",
             **layout,
         )
-        for shape, layout, rows, compiled, offload, overlap, tokens, recompute in itertools.product(
+        for shape, layout, rows, compiled, offload, overlap, side, tower, tokens, recompute in itertools.product(
             arguments.shapes,
             list(map(layout_of, arguments.layouts)),
             arguments.micro_batches,
             arguments.compile,
             arguments.offload,
             arguments.overlap,
+            arguments.sides,
+            arguments.towers,
             arguments.tokens,
             arguments.recompute,
         )

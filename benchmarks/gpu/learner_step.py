@@ -18,14 +18,18 @@ import numpy as np
 import torch
 
 from asyncrl.backends import flops, huggingface
+from asyncrl.backends.families.shape import VisionTower
 from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.job import Job, Options
 from asyncrl.backends.megatron.rank_group import RankInfo
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout
+from asyncrl.config.learner import VISION_TOWER
+from asyncrl.messages.images import ImageRef
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.images import Picture
 from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, pack_for_ranks
 from benchmarks.gpu.learner_profile import profiled
 
@@ -69,6 +73,9 @@ class Variant:
     overlap: bool = True
     """Tensor-parallel ranks exchange rows while they multiply."""
     distributed_optimizer: bool = True
+    side: int = 0
+    """Patches per side of the picture with which each sequence begins; 0: it has none."""
+    trains_vision: bool = False
 
     @property
     def name(self) -> str:
@@ -81,6 +88,8 @@ class Variant:
             "" if self.distributed_optimizer else "replicated",
             "offload" if self.offload else "",
             "overlap" if self.is_overlapped else "",
+            f"side{self.side}" if self.side else "",
+            "tower" if self.trains_vision else "",
         ]
         parts = [self.shape, f"{self.tokens}x{self.micro_batches}", layout, self.recompute, *filter(None, extras)]
         return "-".join(parts)
@@ -130,13 +139,29 @@ def sequence(length: int, *, vocabulary: int, random: np.random.Generator) -> Tr
     )
 
 
+def with_pictures(batch: Sequence[TrainingSequence], side: int, *, vision: VisionTower) -> list[TrainingSequence]:
+    """Return the sequences, each long enough with a picture of its own after its first token; all have equal pixels."""
+    size = side * side // vision.merged
+    pixels = np.random.default_rng(0).standard_normal((side * side, vision.patch_size)).astype(np.float32)
+    made = []
+    for number, one in enumerate(batch):
+        if len(one) < size + 2:
+            made.append(one)
+            continue
+        reference = ImageRef(digest=f"{number:064x}", grid=(1, side, side), start=1, num_tokens=size)
+        mask = one.response_mask & (np.arange(len(one)) > size)
+        made.append(dataclasses.replace(one, response_mask=mask, pictures=(Picture(ref=reference, patches=pixels),)))
+    return made
+
+
 def shares(variant: Variant, batch: Sequence[TrainingSequence]) -> list[list[MicroBatch]]:
     return pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=variant.tokens)
 
 
 def made(variant: Variant, folder: Path, *, device: str, dtype: str, info: RankInfo | None = None) -> MegatronBackend:
     """Return the backend, not started.  info: this process among its ranks if the other ranks are started separately"""
-    policy = AuxiliaryModel(path=folder, objective=resolve(ALGORITHMS["grpo"]), optimizer=OptimizerSettings())
+    settings = OptimizerSettings(freeze=() if variant.trains_vision else (VISION_TOWER,))
+    policy = AuxiliaryModel(path=folder, objective=resolve(ALGORITHMS["grpo"]), optimizer=settings)
     job = Job(
         models={POLICY: policy},
         temperature=1.0,
@@ -220,6 +245,9 @@ def measure(
     torch.compiler.set_stance("default" if variant.compile else "force_eager")
     shape = huggingface.read_shape(folder)
     batches = [sequences(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(warm_up + steps)]
+    if variant.side:
+        assert shape.vision is not None, f"{variant.shape} reads no pictures"
+        batches = [with_pictures(batch, variant.side, vision=shape.vision) for batch in batches]
     packed = [shares(variant, batch) for batch in batches]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -238,7 +266,11 @@ def measure(
             phases |= profiled(again, name=variant.name, device=device, folder=profile)
         phases |= checkpointed(learner, packed[-1], checkpoints) if checkpoints else {}
     lengths = [[len(d) for d in batch] for batch in batches[warm_up:]]
-    work = sum(flops.training_flops(shape, step) for step in lengths) / sum(seconds)
+    work = sum(flops.training_flops(shape, step) for step in lengths)
+    grids = [one.ref.grid for batch in batches[warm_up:] for sequence in batch for one in sequence.pictures]
+    if shape.vision:
+        work += flops.vision_flops(shape.vision, grids, is_trained=variant.trains_vision)
+    work /= sum(seconds)
     ranks = variant.layout.ranks
     return {
         **dataclasses.asdict(variant),
@@ -247,6 +279,7 @@ def measure(
         "steps": steps,
         "sequences": len(lengths[0]),
         "step_tokens": sum(lengths[0]),
+        "step_pictures": len(grids) / steps,
         "step_seconds": float(np.median(seconds)),
         "slowest_seconds": max(seconds),
         "tokens_per_second": sum(map(sum, lengths)) / sum(seconds),

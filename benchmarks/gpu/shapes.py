@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.gpu.vision_shapes import VISION_SHAPES, make_vision_model
+
 PROMPT_CHARACTERS: Final = 100
 """Characters of a prompt, and so its number of tokens."""
 
@@ -165,10 +167,14 @@ def write_prompts(path: Path, *, metadata: Mapping[str, Any], rows: int = 4096, 
 
 
 def main() -> int:
-    if len(sys.argv) not in (3, 4) or sys.argv[1] not in SHAPES:
-        print(__doc__, f"shapes: {', '.join(SHAPES)}", sep="\n", file=sys.stderr)
+    if len(sys.argv) not in (3, 4) or sys.argv[1] not in (*SHAPES, *VISION_SHAPES):
+        print(__doc__, f"shapes: {', '.join((*SHAPES, *VISION_SHAPES))}", sep="\n", file=sys.stderr)
         return 2
     began = time.monotonic()
+    if sys.argv[1] in VISION_SHAPES:
+        make_vision_model(sys.argv[1], Path(sys.argv[2]), dtype=sys.argv[3] if len(sys.argv) == 4 else "bfloat16")
+        print(f"{sys.argv[2]}: {sys.argv[1]} in {time.monotonic() - began:.0f} s", flush=True)
+        return 0
     shape, folder = SHAPES[sys.argv[1]], Path(sys.argv[2])
     make_model(shape, folder, dtype=sys.argv[3] if len(sys.argv) == 4 else "bfloat16")
     print(f"{folder}: {num_parameters(shape) / 1e9:.2f} B parameters in {time.monotonic() - began:.0f} s", flush=True)

@@ -12,15 +12,18 @@ from asyncrl.backends.families.vision import decoder_config, sections, tower
 
 
 def shape(config: Any) -> ModelShape:
-    made = decoder_shape(decoder_config(config), has_qkv_bias=True)
+    made, vision = decoder_shape(decoder_config(config), has_qkv_bias=True), config.vision_config
     return dataclasses.replace(
         made,
         rope_axes=sections(config.text_config.rope_parameters["mrope_section"], len(made.rope_frequencies)),
         vision=tower(
-            config.vision_config,
-            tower_weights(config.vision_config),
+            vision,
+            tower_weights(vision),
             module="qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
             prefix="visual.",
+            feed_forward_matrices=3,
+            num_windowed=vision.depth - len(vision.fullatt_block_indexes),
+            window=(vision.window_size // vision.patch_size) ** 2,
         ),
     )
 

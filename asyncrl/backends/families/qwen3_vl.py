@@ -33,6 +33,7 @@ def shape(
             tower_weights(vision),
             module=module,
             prefix="model.visual.",
+            feed_forward_matrices=2,
             num_layer_features=len(vision.deepstack_visual_indexes),
         ),
         prefix="model.language_model.",

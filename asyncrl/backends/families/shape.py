@@ -109,6 +109,9 @@ class VisionTower:
     patch_size        numbers of a patch: channels x time x height x width
     merged            patches that become one token
     num_layer_features  first layers that each add features of their own to these tokens (DeepStack, arXiv:2406.04334)
+    patch_products, token_products  parameters that are multiplied with each patch, and with each token
+    size              of a patch's hidden state
+    num_whole, num_windowed  layers in which a patch sees all of its picture, and at most ``window`` patches
     """
 
     module: str
@@ -117,6 +120,12 @@ class VisionTower:
     prefix: str
     patch_size: int
     merged: int
+    patch_products: int
+    token_products: int
+    size: int
+    num_whole: int
+    num_windowed: int = 0
+    window: int = 0
     num_layer_features: int = 0
 
 

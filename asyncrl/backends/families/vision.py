@@ -27,8 +27,24 @@ def decoder_config(config: Any) -> Any:
     return own
 
 
-def tower(vision: Any, weights: Iterator[str], *, module: str, prefix: str, num_layer_features: int = 0) -> VisionTower:
-    """Return the tower of a vision_config with Qwen's keys.  weights: names of its weights"""
+def tower(
+    vision: Any,
+    weights: Iterator[str],
+    *,
+    module: str,
+    prefix: str,
+    feed_forward_matrices: int,
+    num_windowed: int = 0,
+    window: int = 0,
+    num_layer_features: int = 0,
+) -> VisionTower:
+    """Return the tower of a vision_config with Qwen's keys.
+
+    weights  names of its weights;  feed_forward_matrices: of a layer;  others: as in VisionTower
+    """
+    hidden, merged = vision.hidden_size, vision.spatial_merge_size**2
+    of_layer = 4 * hidden**2 + feed_forward_matrices * hidden * vision.intermediate_size
+    of_merger = (hidden * merged) ** 2 + hidden * merged * vision.out_hidden_size
     of_patch = vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size
     return VisionTower(
         module=f"transformers.models.{module}",
@@ -36,7 +52,13 @@ def tower(vision: Any, weights: Iterator[str], *, module: str, prefix: str, num_
         weights=tuple(weights),
         prefix=prefix,
         patch_size=math.prod(of_patch),
-        merged=vision.spatial_merge_size**2,
+        merged=merged,
+        patch_products=math.prod(of_patch) * hidden + vision.depth * of_layer,
+        token_products=(1 + num_layer_features) * of_merger,
+        size=hidden,
+        num_whole=vision.depth - num_windowed,
+        num_windowed=num_windowed,
+        window=window,
         num_layer_features=num_layer_features,
     )
 

@@ -191,7 +191,10 @@ class MegatronBackend(BackendAdapter):
             load_hooks(hooks)
         if cls.options(run).replay_own_routing:
             refusals.require_routers(run)
-        refusals.check(run, balances_experts=cls.options(run).aux_loss_coefficient > 0)
+        options: Options = cls.options(run)
+        refusals.check(
+            run, balances_experts=options.aux_loss_coefficient > 0, recomputes_all=options.recompute == "full"
+        )
         frozen.check(run, are_fused=True)
         lora.check(run)
 
@@ -308,6 +311,10 @@ class MegatronBackend(BackendAdapter):
                 flops.training_flops(self._shape, of.tolist(), has_adapters=has_adapters) for of in (lengths, shared)
             )
             work = whole - saved  # what a sequence shares is a sequence that is not computed
+            if vision := self._shape.vision:
+                grids = [grid for row in rows for grid in row.images.grids.tolist()]
+                is_trained = settings is not None and frozen.trains(settings, vision.prefix)
+                work += flops.vision_flops(vision, grids, is_trained=is_trained)
             metrics["learner/mfu"] = work / (seconds * peak * self._layout.ranks)
         return metrics
 

@@ -26,7 +26,7 @@ _UNEVEN: Final = (
 """Megatron's fields for stages of different lengths. Megatron checks their values."""
 
 
-def check(run: RunConfig, *, balances_experts: bool) -> None:
+def check(run: RunConfig, *, balances_experts: bool, recomputes_all: bool = False) -> None:
     """Raise ConfigError for models that the run's learner cannot train, or its engines cannot load."""
     own = huggingface.load_family(run.model.family)
     for key, folder in run.model_paths.items():
@@ -41,8 +41,23 @@ def check(run: RunConfig, *, balances_experts: bool) -> None:
                     "learner.options.aux_loss_coefficient: balances the use of experts, and the model has none; remove "
                     "it"
                 )
+            if shape.vision:
+                _require_tower(run, shape, recomputes_all=recomputes_all)
             if run.weights.quantization:
                 require_quantizable(shape, run.weights.quantization)
+
+
+def _require_tower(run: RunConfig, shape: ModelShape, *, recomputes_all: bool) -> None:
+    """Raise ConfigError for what a model with a vision tower cannot do."""
+    if run.learner.lora.publish == "adapter":
+        raise ConfigError(
+            'learner.lora.publish: "adapter" was not tried with engines whose model has a vision tower; use "merged"'
+        )
+    if run.learner.train_vision and recomputes_all and shape.vision and shape.vision.num_layer_features:
+        raise ConfigError(
+            'learner.options.recompute: "full" would run the backward pass of the vision tower once for each layer '
+            'that gets features of it; use "selective", or remove learner.train_vision'
+        )
 
 
 def require_routers(run: RunConfig) -> None:
@@ -130,8 +145,8 @@ def require_aligned_experts(shape: ModelShape, dtype: str, *, where: str) -> Non
 def require_quantizable(shape: ModelShape, quantization: str) -> None:
     """Raise ConfigError for models not tested with quantized engines, or whose sizes the format's block does not
     divide."""
-    if shape.experts or shape.latent:
-        what = "experts" if shape.experts else "latent attention"
+    if shape.experts or shape.latent or shape.vision:
+        what = "experts" if shape.experts else "latent attention" if shape.latent else "a vision tower"
         raise ConfigError(f'weights.quantization: "{quantization}" was not tried with {what}; remove it')
     block = fp8.BLOCK
     sizes = (

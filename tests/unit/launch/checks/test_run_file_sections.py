@@ -15,6 +15,7 @@ from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.shared_settings import digests, shared_settings
 from asyncrl.data.demo_task import DIGITS
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.data.tiny_vision_model import make_tiny_vision_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
 
@@ -84,6 +85,7 @@ def test_refuses_mistakes_about_optimizer_steps(run_file: Path, overrides: list[
         (["learner.freeze=['.']"], "leave no parameter to train"),
         (["learner.train_only=['q_proj']"], "are one parameter in the megatron backend"),
         (["learner.train_only=['norm', 'embed']", "learner.freeze=['embed_tok']"], "'embed' trains nothing, as"),
+        (["learner.train_vision=true"], "learner.train_vision: the model has no vision tower; remove the key"),
         (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
         (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
         (["learner.megatron={mtp_num_layers=1}"], "is for a feature that asyncrl does not support"),
@@ -206,6 +208,34 @@ def test_adapters_are_published_alone_where_engines_take_the_adapted_matrices(
             assert "\n" not in str(caught.value)
         else:
             lora.check(run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["learner.lora={rank=8}"], None),
+        (["learner.lora={rank=8}", "learner.train_vision=true"], "learner.lora: only adapters of the decoder"),
+        (["learner.lora={rank=8, publish='adapter'}"], "was not tried with engines whose model has a vision tower"),
+        (["learner.train_vision=true"], None),
+        (["learner.train_vision=true", "learner.options={recompute='full'}"], 'recompute: "full" would run'),
+        (["learner.options={recompute='full'}"], None),
+        (["learner.freeze=['visual.blocks']"], None),
+        (["learner.train_only=['visual']"], "leave no parameter to train"),
+        (["learner.train_only=['visual']", "learner.train_vision=true"], None),
+        (["weights.quantization=fp8"], '"fp8" was not tried with a vision tower; remove it'),
+    ],
+)
+def test_a_vision_tower_is_trained_where_that_works(
+    overrides: list[str], problem: str | None, run_file: Path, tmp_path: Path
+) -> None:
+    model = make_tiny_vision_model(tmp_path / "model", architecture="qwen3_vl")
+    run = config.load(run_file, [f"model.path={json.dumps(str(model))}", "engine.kind=sglang", *overrides])
+    if problem is None:
+        MegatronBackend.check(run)
+        return
+    with pytest.raises(ConfigError, match=problem) as caught:
+        MegatronBackend.check(run)
+    assert "\n" not in str(caught.value)
 
 
 def test_refuses_a_folder_with_tensors_that_the_learner_does_not_export(run_file: Path, tmp_path: Path) -> None:
