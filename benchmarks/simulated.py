@@ -29,6 +29,7 @@ from asyncrl.data.prompts import PromptRow
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
+from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.planning.simulation import Decoding, Finished, GroupLengths, Timing, version_spans
 from asyncrl.policies.batching.packing import MicroBatch
@@ -143,6 +144,7 @@ class SimulatedEngine(EngineAdapter):
         *,
         seed: int,
         partial: PartialGeneration | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> Generation:
         future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         number, length = next(self._numbers), min(self._lengths.of(seed), sampling.max_new_tokens)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from asyncrl import config
+from asyncrl.actors.learner.pictures import Pictures
 from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.adapters import learner_models, registry
@@ -216,8 +217,9 @@ class ReplayTrainer:
     it.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, recorded: Path | None = None) -> None:
+        """recorded: folder of the run that is trained again, which has its images; None: as its settings say"""
+        self._directory, self._recorded = directory, recorded
         self._run: RunConfig | None = None
         self._backend: Backend | None = None
         self._hooks: dict[tuple[str, ...], Hooks] = {}
@@ -251,6 +253,7 @@ class ReplayTrainer:
             policy_version=step - 1,
             max_staleness=max_staleness,
             resume_points=resume_points,
+            pictures=self._pictures_of(run, groups),
         )
         done = (number or step) - 1
         rate, critic_rate = learning_rates(run, done)
@@ -293,6 +296,16 @@ class ReplayTrainer:
         if (names := run.algorithm.hooks) not in self._hooks:
             self._hooks[names] = Hooks(names)
         return self._hooks[names]
+
+    def _pictures_of(self, run: RunConfig, groups: Sequence[TrajectoryGroup]) -> Pictures | None:
+        """Return what makes patches of the groups' images; those of environments are in the groups themselves."""
+        if not any(one.images for group in groups for one in group.trajectories):
+            return None
+        if (pictures := Pictures.of_run(run, directory=self._recorded)) is None:
+            raise ConfigError(f"model.path: {run.model.path} reads text alone, and the run's answers show images")
+        for data in (data for group in groups for data in group.image_files.values()):
+            pictures.store.add(data)
+        return pictures
 
     def _backend_for(self, run: RunConfig, folder: Path | None) -> Backend:
         """Return the backend. If the settings changed, recreate it with the same state."""

@@ -184,7 +184,7 @@ class Shadow:
         log = _Log(bus, is_up=self._is_up)
         with ThreadPoolExecutor(1, thread_name_prefix="backend") as thread:
             on_thread = functools.partial(loop.run_in_executor, thread)
-            trainer = ReplayTrainer(self._folder)
+            trainer = ReplayTrainer(self._folder, recorded=self._recorded.directory)
             reading = asyncio.create_task(log.read())
             try:
                 while True:

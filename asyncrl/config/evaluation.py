@@ -41,6 +41,8 @@ class EvaluationDataset:
     """Added to the metadata of every row; takes precedence over the row's own values."""
     tools_key: str = ""
     """Column with a list of tools for the chat template (JSON schemas, or their JSON text); optional in each row."""
+    image_key: str = ""
+    """Column with an image or a list of them, as data.image_key."""
     tag_key: str = ""
     """Column with a tag or a list of tags. Every metric is also reported for the prompts of each tag."""
     chat_template: bool = False

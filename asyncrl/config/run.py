@@ -15,6 +15,7 @@ from asyncrl.config.bus import BusSection
 from asyncrl.config.checks import MOST_KEPT, MOST_STOPS, MOST_WORKERS, positive, require
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
+from asyncrl.config.images import ImagesSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.models import CriticSection, ReferenceSection, TeacherSection
@@ -381,6 +382,7 @@ class RunConfig:
 
     model: ModelSection
     data: DataSection
+    images: ImagesSection = field(default_factory=ImagesSection)
     run: RunSection = field(default_factory=RunSection)
     bus: BusSection = field(default_factory=BusSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)

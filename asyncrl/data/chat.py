@@ -11,6 +11,7 @@ from typing import Any, Final
 from asyncrl import config
 from asyncrl.config import plugins
 from asyncrl.errors import ConfigError
+from asyncrl.images.parts import find_part_problem
 
 _OURS: Final = ("train",)
 """Keys of a message that asyncrl uses; the chat template does not get them."""
@@ -34,7 +35,9 @@ def texts_of(prompt: Any) -> list[str]:
     """Return the texts of a prompt: itself, or what its messages say."""
     if isinstance(prompt, str):
         return [prompt]
-    return [message["content"] for message in prompt if isinstance(message.get("content"), str)]
+    contents = [message.get("content") for message in prompt]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [one for one in (*contents, *(part.get("text") for part in parts)) if isinstance(one, str)]
 
 
 def find_problem(message: Any) -> str:
@@ -45,7 +48,9 @@ def find_problem(message: Any) -> str:
         return "a chat message is an object with text role and content"
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        return "the content of a chat message must be text; images and other parts are not supported"
+        content = find_part_problem(content) or "parts"
+        if content != "parts":
+            return content
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         return "tool_calls of a chat message must be a list of objects"
     if not isinstance(content, str) and not (content is None and calls):

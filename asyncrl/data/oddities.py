@@ -74,12 +74,14 @@ class Oddities:
         label: Any,
         tools: Sequence[Any],
         where: str,
+        shown: str = "",
     ) -> None:
         """Look at a prompt.
 
         prompt    as the row has it, with data.system_prompt: a text, or messages
         rendered  the text that was tokenised
         answer    tokens of the answer to imitate; empty if there is none
+        shown     tells the images of one prompt from those of another
         """
         messages = [] if isinstance(prompt, str) else list(prompt)
         if not self._num and self._data.chat_template:
@@ -92,7 +94,7 @@ class Oddities:
         for oddity in dict.fromkeys(found):
             count, first = self._found.get(oddity, (0, where))
             self._found[oddity] = (count + 1, first)
-        self._labels.setdefault(rendered, set()).add(repr(label))
+        self._labels.setdefault(rendered + shown, set()).add(repr(label))
         self._num_labelled_at_end += bool(texts) and _ends_with(texts[-1], label)
 
     def skip(self) -> None:
@@ -131,8 +133,8 @@ class Oddities:
         for text in texts:
             if found := _INVISIBLE.search(text):
                 yield f"has the invisible character U+{ord(found[0]):04X} in its text; remove it"
-            if mark := find_media_place(text):
-                yield f"has {mark} in its text, and asyncrl trains on text alone"
+            if (mark := find_media_place(text)) and not self._limits.reads_images:
+                yield f"has {mark} in its text, and this model reads text alone"
             if wrong := _MISREAD.search(text):
                 yield f"has {wrong[0]} in its text: UTF-8 that was read as another encoding?"
             if text.strip() in _NO_TEXT:

@@ -8,6 +8,7 @@ tokenise earlier ones again (tests/unit/data/test_prompts.py::test_a_resumed_run
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,8 +20,13 @@ from asyncrl import config
 from asyncrl.data import chat
 from asyncrl.data.oddities import Oddities
 from asyncrl.data.row_check import RowCheck, RowLimits, metadata_of, sampling_of, short, value_at
+from asyncrl.data.row_images import RowImages
 from asyncrl.data.sources import Found, Positions, open_positions
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ImageError
+from asyncrl.images.parts import Source, take_images, without_images
+from asyncrl.messages.images import ImageRef
+
+log = logging.getLogger("asyncrl.data")
 
 _NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 _NO_MASK: NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -37,13 +43,15 @@ class PromptRow:
     """One prompt.
 
     prompt         text that was tokenised, including the chat template
-    tokens         i32[T]; empty if the prompt is too long (PromptDataset.most_tokens)
+    tokens         i32[T]; empty if the prompt is too long (PromptDataset.most_tokens), or has a ``problem``
     response       i32[R], the answer to imitate and <eos>, or the rest of a conversation; empty if the data has none
     response_mask  bool[R], which response tokens are trained; empty: all
     sampling       the row's overrides of [rollout]
     reward         name of the row's reward; empty: reward.kind
     dataset        name of the file in [[data.files]]; empty for a single file
     messages       chat messages that the prompt was rendered from, with RowLimits.keeps_messages; else empty
+    images         images that the prompt shows, in order
+    problem        why its images cannot be shown; "" if they can
     """
 
     epoch: int
@@ -57,6 +65,8 @@ class PromptRow:
     reward: str = ""
     dataset: str = ""
     messages: tuple[dict[str, Any], ...] = ()
+    images: tuple[ImageRef, ...] = ()
+    problem: str = ""
 
 
 def open_checked(data: config.DataSection, *, seed: int, limits: RowLimits) -> Positions:
@@ -94,8 +104,10 @@ class PromptDataset:
         *,
         tokenizer: Any,
         limits: RowLimits,
+        images: RowImages | None = None,
     ) -> None:
         self._rows = rows
+        self._images = images
         self._system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         self._most_tokens = min(data.max_prompt_tokens, limits.prompt_tokens)
         self._limits = limits
@@ -104,6 +116,8 @@ class PromptDataset:
         self._tokenizer = tokenizer
         self._template = chat.ChatTemplate(tokenizer, data.chat_template_options)
         self._too_long: set[tuple[int, int]] = set()
+        self._broken: dict[tuple[int, int], str] = {}
+        """Rows whose images cannot be shown, and why."""
 
     @classmethod
     def open(
@@ -114,10 +128,12 @@ class PromptDataset:
         seed: int,
         limits: RowLimits | None = None,
         rows: Positions | None = None,
+        images: RowImages | None = None,
     ) -> PromptDataset:
         """Open the dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt.
 
-        rows  rows from ``open_checked``; None opens them
+        rows    rows from ``open_checked``; None opens them
+        images  reads the images of rows; None: the model reads none
         """
         limits = limits or RowLimits()
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
@@ -130,7 +146,7 @@ class PromptDataset:
                 "in its tokenizer_config.json"
             )
         rows = open_checked(data, seed=seed, limits=limits) if rows is None else rows
-        return cls(rows, data, tokenizer=tokenizer, limits=limits)
+        return cls(rows, data, tokenizer=tokenizer, limits=limits, images=images)
 
     @property
     def num_rows(self) -> int:
@@ -141,6 +157,11 @@ class PromptDataset:
     def dropped(self) -> int:
         """Number of rows found too long so far."""
         return len(self._too_long)
+
+    @property
+    def broken(self) -> int:
+        """Number of rows found so far whose images cannot be shown."""
+        return len(self._broken)
 
     @property
     def most_tokens(self) -> int:
@@ -155,7 +176,7 @@ class PromptDataset:
         looked = self.look(_SAMPLE)
         if not looked.num_rows:
             raise ConfigError(f"{self._data.where}: has no rows")
-        if self.dropped == looked.num_rows:
+        if self.dropped + self.broken == looked.num_rows:
             of = f" of the {self.num_rows} looked at" if self.num_rows > looked.num_rows else ""
             raise ConfigError(f"{self._data.where}: {self._all_too_long(f'{looked.num_rows} prompts{of}')}")
         return looked
@@ -181,13 +202,14 @@ class PromptDataset:
             first = first or row
             is_plain = not self._data.chat_template and not self._data.conversation_key
             oddities.see(
-                row.prompt if is_plain else self._messages(found.row),
+                row.prompt if is_plain else without_images(self._shown(found.row)[0]),
                 rendered=row.prompt,
                 tokens=row.tokens.tolist(),
                 answer=row.response.tolist(),
                 label=row.label,
                 tools=chat.tools_of(found.row, self._data, found.where) or (),
                 where=found.where,
+                shown="".join(image.digest for image in row.images),
             )
         shown = () if first is None else self._show(first)
         return FirstPrompts(num_rows=num_rows, has_labels=has_labels, shown=shown, oddities=tuple(oddities.lines()))
@@ -226,11 +248,13 @@ class PromptDataset:
         if (found := self._rows.at(position)) is None:
             return None
         row = self._make(found)
-        if self.num_rows and self.dropped == self.num_rows:
+        if self.num_rows and self.dropped + self.broken == self.num_rows:
             raise ConfigError(f"{self._data.where}: {self._all_too_long(f'{self.num_rows} prompts')}")
         return row
 
     def _all_too_long(self, prompts: str) -> str:
+        if self._broken:
+            return f"none of the {prompts} can be shown: {next(iter(self._broken.values()))}"
         if self._most_tokens == self._data.max_prompt_tokens:
             return f"all {prompts} have more than data.max_prompt_tokens = {self._most_tokens} tokens"
         return (
@@ -242,12 +266,18 @@ class PromptDataset:
         row, where, data = found.row, found.where, self._data
         if found.key in self._too_long:
             return PromptRow(epoch=found.epoch, prompt="", tokens=_NO_TOKENS)
-        text, response = self._texts(row, where)
+        images: tuple[ImageRef, ...] = ()
         tokens: list[int] = []
-        if len(text) <= _LONGEST_TOKEN * self._most_tokens:
-            tokens = self._tokens_of(text)
-            if not tokens:
-                raise ConfigError(f"{where}: the prompt {short(text)} has no tokens")
+        try:
+            text, response, sources = self._texts(row, where)
+            if len(text) <= _LONGEST_TOKEN * self._most_tokens:
+                tokens = self._tokens_of(text)
+                if not tokens:
+                    raise ConfigError(f"{where}: the prompt {short(text)} has no tokens")
+                if self._images is not None:
+                    tokens, images = self._images.expand(tokens, sources)
+        except ImageError as error:
+            return self._without(found, error)
         if not 0 < len(tokens) <= self._most_tokens:
             self._too_long.add(found.key)
             return PromptRow(epoch=found.epoch, prompt=text[:_LONGEST_TOKEN], tokens=_NO_TOKENS)
@@ -268,8 +298,17 @@ class PromptDataset:
             sampling=sampling_of(row, data, where, limits=self._limits),
             reward=(row.get(data.reward_key) or "") if data.reward_key else "",
             dataset=found.dataset,
-            messages=tuple(self._messages(row)) if self._keeps_messages else (),
+            messages=tuple(self._shown(row)[0]) if self._keeps_messages else (),
+            images=images,
         )
+
+    def _without(self, found: Found, error: ImageError) -> PromptRow:
+        """Leave a row out whose images cannot be shown, and say why once."""
+        problem = f"{found.where}: {error}"
+        if found.key not in self._broken:
+            self._broken[found.key] = problem
+            log.warning("%s; the row is left out", problem)
+        return PromptRow(epoch=found.epoch, prompt="", tokens=_NO_TOKENS, problem=problem)
 
     def _tokens_of(self, text: str) -> list[int]:
         """Tokenise a prompt. A text without a chat template gets the tokenizer's special tokens, but no second start
@@ -288,17 +327,24 @@ class PromptDataset:
         prompt = chat.read_prompt(row[self._data.conversation_key or self._data.prompt_key])
         return [*self._system, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)]
 
-    def _texts(self, row: Mapping[str, Any], where: str) -> tuple[str, list[tuple[str, bool]]]:
-        """Return the text of the prompt, and the parts of the response, each with whether it is trained."""
+    def _shown(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Source]]:
+        """Return the messages with their images as parts for the chat template, and where these images are."""
+        return take_images(self._messages(row), [] if self._images is None else self._images.column(row))
+
+    def _texts(self, row: Mapping[str, Any], where: str) -> tuple[str, list[tuple[str, bool]], list[Source]]:
+        """Return the text of the prompt, the parts of the response, each with whether it is trained, and the images."""
         data = self._data
+        response = [(row[data.response_key], True)] if data.response_key else []
+        if not data.chat_template and not data.conversation_key:
+            prompt = row[data.prompt_key]
+            if self._images is None:
+                return prompt, response, []
+            return self._images.mark(prompt, self._tokenizer), response, self._images.column(row)
+        messages, sources = self._shown(row)
+        tools = chat.tools_of(row, data, where)
         if data.conversation_key:
-            tools = chat.tools_of(row, data, where)
-            return self._template.conversation(self._messages(row), tools=tools, where=where)
-        prompt = row[data.prompt_key]
-        if data.chat_template:
-            tools = chat.tools_of(row, data, where)
-            prompt = self._template.text(self._messages(row), tools=tools, where=where)
-        return prompt, [(row[data.response_key], True)] if data.response_key else []
+            return (*self._template.conversation(messages, tools=tools, where=where), sources)
+        return self._template.text(messages, tools=tools, where=where), response, sources
 
     def _response(self, parts: list[tuple[str, bool]]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the response's tokens i32[R], and which are trained, bool[R].

@@ -13,6 +13,7 @@ from asyncrl import config
 from asyncrl.config import tables
 from asyncrl.data import chat
 from asyncrl.errors import ConfigError, MessageError
+from asyncrl.images.parts import PART, has_images
 from asyncrl.messages.codec import encode
 
 LabelCheck = Callable[[Any, Mapping[str, Any]], None]
@@ -44,6 +45,7 @@ class RowLimits:
     teacher        name of the server that is the teacher of rows that choose none; "": each must choose
     teacher_key    teacher.key; "": rows choose no teacher
     teachers       servers that a row may choose
+    reads_images   whether the model reads images
     keys           prefix of keys in errors: "data.", or "" if the error names the data set itself
     """
 
@@ -59,10 +61,11 @@ class RowLimits:
     teacher: str = ""
     teacher_key: str = ""
     teachers: frozenset[str] = frozenset()
+    reads_images: bool = False
     keys: str = "data."
 
 
-_OF_SOME_ROWS: Final = ("reward_key", "sampling_key", "tools_key")
+_OF_SOME_ROWS: Final = ("reward_key", "sampling_key", "tools_key", "image_key")
 """Columns that single rows may lack, but that at least one row must have if the run file names them."""
 
 
@@ -100,7 +103,7 @@ class RowCheck:
         self._unseen -= {name for name in self._unseen if getattr(data, name) in row}
         prompt = chat.read_prompt(row[prompt_key])
         self._check_prompt(prompt, where, key=prompt_key)
-        _refuse_media(row, prompt, where)
+        _refuse_media(row, prompt, where, image_key=data.image_key if self._limits.reads_images else None)
         if data.response_key:
             self._check_response(row, where)
         if self._limits.teacher_key:
@@ -117,10 +120,11 @@ class RowCheck:
         sampling_of(row, data, where, limits=self._limits)
         if tools := chat.tools_of(row, data, where):
             message_bytes(tools, f"{where}: {data.tools_key!r}")
-        message_bytes(row[prompt_key], f"{where}: {prompt_key!r}")
+        shown = _without_images(prompt)
+        message_bytes(shown, f"{where}: {prompt_key!r}")
         parts = [(data.label_key, label), (data.metadata_key, metadata_of(row, data) or None)]
         parts += [(data.response_key, row[data.response_key])] if data.response_key else []
-        parts += [(prompt_key, row[prompt_key])] if self._limits.keeps_messages and data.chat_template else []
+        parts += [(prompt_key, shown)] if self._limits.keeps_messages and data.chat_template else []
         size = sum(message_bytes(value, f"{where}: {key!r}") for key, value in parts)
         if size > self._limits.row_bytes:
             names = " and ".join(repr(name) for name, value in parts if value is not None)
@@ -264,16 +268,39 @@ def find_media_place(text: str) -> str:
     return found[0] if found else ""
 
 
-def _refuse_media(row: Mapping[str, Any], prompt: Any, where: str) -> None:
-    """Raise ConfigError if the row has pictures or the like: the model would be asked without them."""
+def _refuse_media(row: Mapping[str, Any], prompt: Any, where: str, *, image_key: str | None) -> None:
+    """Raise ConfigError if the row has pictures or the like that the model would be asked without.
+
+    image_key  data.image_key, if the model reads images; None: it reads text alone
+    """
+    alone = "this model reads text alone" if image_key is None else "no key of [data] says what it is"
+    if image_key is None and isinstance(prompt, list) and has_images(prompt):
+        raise ConfigError(f"{where}: the prompt shows an image, and {alone}; take a vision-language model")
     texts = chat.texts_of(prompt)
-    mark = next(filter(None, map(find_media_place, texts)), "")
+    mark = "" if image_key is not None else next(filter(None, map(find_media_place, texts)), "")
     for name, value in row.items():
+        if name == image_key:
+            continue
         if _has_bytes(value) or (value and _NAME_OF_MEDIA.match(name) and (mark or _is_media(value))):
-            raise ConfigError(
-                f"{where}: {name!r} holds {'what ' + mark + ' stands for' if mark else 'no text'}, and asyncrl trains "
-                "on text alone, so the model would be asked without it; leave such rows out, or remove the column"
+            mend = (
+                "name the column in data.image_key" if image_key == "" else "leave such rows out, or remove the column"
             )
+            raise ConfigError(
+                f"{where}: {name!r} holds {'what ' + mark + ' stands for' if mark else 'no text'}, and {alone}, so the "
+                f"model would be asked without it; {mend}"
+            )
+
+
+def _without_images(prompt: Any) -> Any:
+    """Return the prompt with its images taken out of its messages: they travel apart."""
+    is_chat = isinstance(prompt, list) and all(isinstance(one, Mapping) for one in prompt)
+    return [_without(one) for one in prompt] if is_chat and has_images(prompt) else prompt
+
+
+def _without(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    parts = [one if "text" in one else dict(PART) for one in content] if isinstance(content, list) else content
+    return {**message, "content": parts}
 
 
 def _is_media(value: Any) -> bool:

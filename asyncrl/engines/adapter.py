@@ -26,6 +26,9 @@ class EngineAdapter(Adapter):
     generates: ClassVar[bool] = True
     """False for an engine that serves only rollout functions without generation."""
 
+    reads_images: ClassVar[bool] = False
+    """Whether prompts may show images (``generate(images=...)``)."""
+
     shares_gpus: ClassVar[bool] = False
     """Whether the engine can move its memory off its GPUs (SharesGpus). If so, ``build`` enables this when
     ``run.run.colocated``."""

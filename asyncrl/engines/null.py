@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
 from asyncrl.errors import PromptError
+from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.weights.port import LoadReport
 
@@ -48,6 +50,7 @@ class NullEngine(EngineAdapter):
         *,
         seed: int,
         partial: PartialGeneration | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> Generation:
         raise PromptError(
             'engine.kind = "none" generates nothing, but the rollout function calls generate; set engine.kind = '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.control import ServerAddress
 from asyncrl.weights.port import LoadReport, WeightUpdater
@@ -46,11 +48,14 @@ class Engine(Protocol):
         *,
         seed: int,
         partial: PartialGeneration | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> Generation:
         """Sample one answer. Many calls run concurrently; the engine batches them.
 
         With ``partial``, the answer starts with its prefix and can be observed as it grows. An engine may ignore it and
         start over: the result is correct, but the tokens sampled by a dead worker are lost.
+
+        ``images`` are those that the prompt shows, in order; only an engine that ``reads_images`` gets any.
 
         Every token carries the version of the weights that sampled it. Engines that support it sample the same tokens
         for the same seed and weights. Evaluations also set top_p, top_k, and a temperature of 0. Raises EngineError

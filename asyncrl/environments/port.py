@@ -11,12 +11,34 @@ from numpy.typing import NDArray
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.messages.control import ServerAddress
+from asyncrl.messages.images import ImageRef
 
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that asyncrl itself needs; rollout functions get the complete object."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
+
+
+class Images(Protocol):
+    """The images that a sample may show: those of its prompt, and those of its environment."""
+
+    @property
+    def prompt(self) -> tuple[ImageRef, ...]:
+        """The images of the group's prompt, in order."""
+        ...
+
+    async def show(
+        self, tokens: NDArray[np.int32] | Sequence[int], files: Sequence[bytes], *, start: int = 0
+    ) -> tuple[NDArray[np.int32], tuple[ImageRef, ...]]:
+        """Return tokens that have the model's placeholder once for each image with as many as the image has, i32[T],
+        and where the images are.
+
+        files  the images' files, PNG, JPEG and the like;  start: number of tokens before these in the context
+
+        Raises ImageError for a file that is no image, is too large, or has no place.
+        """
+        ...
 
 
 class Generate(Protocol):
@@ -37,11 +59,25 @@ class Generate(Protocol):
         """How often the group was begun, including this time. Above 1, an earlier worker returned it or died."""
         ...
 
-    async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+    @property
+    def images(self) -> Images | None:
+        """The images of this sample; None for a model that reads text alone."""
+        ...
+
+    async def __call__(
+        self,
+        tokens: NDArray[np.int32],
+        *,
+        max_new_tokens: int | None = None,
+        images: Sequence[ImageRef] | None = None,
+    ) -> Generation:
         """Return the answer to ``tokens``, which include the prompt. Call it once per turn; each call has its own seed.
 
         ``max_new_tokens`` overrides the group's, for example to keep a budget over several turns. A trajectory with
         more than rollout.max_new_tokens in total may not fit into a message; then its group fails.
+
+        ``images`` are all that ``tokens`` show, in order; None: those of the group's prompt, with which ``tokens``
+        begin.
         """
         ...
 

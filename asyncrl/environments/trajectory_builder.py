@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import Trajectory, TurnReward, VersionSpan, replace
+from asyncrl.messages.images import ImageRef
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, join, keep_last, unrouted_rows
 from asyncrl.messages.support import WHOLE, Support
 from asyncrl.messages.support import join as join_supports
@@ -33,8 +34,13 @@ class TrajectoryBuilder:
     test_an_observation_has_no_version_of_its_own).
     """
 
-    def __init__(self, prompt_tokens: NDArray[np.int32]) -> None:
-        """prompt_tokens   tokens before the first turn, i32[P]: the group's prompt, or the context of another part"""
+    def __init__(self, prompt_tokens: NDArray[np.int32], *, images: Sequence[ImageRef] = ()) -> None:
+        """
+        prompt_tokens  tokens before the first turn, i32[P]: the group's prompt, or the context of another part
+        images         images that they show, in order; of the group's prompt they need not be given, unless an
+                       observation shows others
+        """
+        self._images = list(images)
         self._num_prompt_tokens = len(prompt_tokens)
         self._tokens = np.asarray(prompt_tokens, np.int32)
         self._logprobs = np.zeros(0, np.float32)
@@ -50,6 +56,11 @@ class TrajectoryBuilder:
     def tokens(self) -> NDArray[np.int32]:
         """The prompt and all turns so far, i32[P + T]: the input for ``generate``."""
         return self._tokens
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """The images that ``tokens`` show, for ``generate``."""
+        return tuple(self._images)
 
     @property
     def num_tokens(self) -> int:
@@ -69,8 +80,11 @@ class TrajectoryBuilder:
         self._finish_reason = answer.finish_reason
         return answer
 
-    def add_observation(self, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
-        """Add a turn of the environment, [T], possibly empty. Raises ValueError unless it is a flat list of ids."""
+    def add_observation(self, token_ids: Sequence[int] | NDArray[np.int32], *, images: Sequence[ImageRef] = ()) -> None:
+        """Add a turn of the environment, [T], possibly empty. Raises ValueError unless it is a flat list of ids.
+
+        images  that it shows, as ``generate.images.show`` gives them
+        """
         found = np.asarray(token_ids)
         if found.ndim != 1:
             raise ValueError(f"an observation must be a flat list of token ids, got shape {found.shape}")
@@ -81,6 +95,7 @@ class TrajectoryBuilder:
         tokens = found.astype(np.int32)
         if len(self._experts):
             self._experts = np.concatenate([self._experts, unrouted_rows(len(tokens), like=self._experts)])
+        self._images += images
         self._supports.append((len(tokens), WHOLE))
         self._append(tokens, np.zeros(len(tokens), np.float32), is_sampled=False)
 
@@ -123,6 +138,7 @@ class TrajectoryBuilder:
             support=join_supports(self._supports),
             prompt_tokens=self._tokens[: self._num_prompt_tokens],
             turn_rewards=tuple(TurnReward(start=at, reward=value) for at, value in self._turn_rewards.items()),
+            images=self.images,
         )
 
     def _routed(self, answer: Generation) -> ExpertArray:

@@ -86,6 +86,15 @@ def upright_file(data: bytes, *, most_pixels: int = MOST_PIXELS) -> bytes:
     return made.getvalue()
 
 
+def write_png(width: int, height: int, pixels: bytes) -> bytes:
+    """Return a PNG.  pixels: red, green and blue of each pixel, row by row"""
+    from PIL import Image
+
+    made = io.BytesIO()
+    Image.frombytes("RGB", (width, height), pixels).save(made, "PNG")
+    return made.getvalue()
+
+
 def _is_turned(image: Pixels) -> bool:
     return bool(image.getexif().get(_ORIENTATION, 1) != 1)
 

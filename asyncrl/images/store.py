@@ -16,12 +16,14 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from asyncrl.bus.port import ObjectStore
 from asyncrl.errors import ImageError, ObjectGone
+from asyncrl.messages.images import ImageRef
 
 PREFIX: Final = "image-"
 """Begins the names of images on the bus's object store. Weights have others."""
@@ -33,6 +35,14 @@ CACHE_BYTES: Final = 256 * 2**20
 def digest_of(data: bytes) -> str:
     """Return the SHA-256 of an image's file, 64 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFile:
+    """An image of a prompt as an engine gets it.  ref: where the prompt shows it;  data: the image's file"""
+
+    ref: ImageRef
+    data: bytes
 
 
 class ImageStore:
@@ -49,7 +59,9 @@ class ImageStore:
         self._objects, self._folder, self._most = objects, folder, cache_bytes
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
-        self._on_bus: set[str] = set()
+        self._on_bus: set[str] | None = None  # what is there is asked before the first is put
+        self._publishing = threading.Lock()
+        self._kept: set[str] = set()
         self._lock = threading.Lock()
 
     def add(self, data: bytes) -> str:
@@ -75,22 +87,32 @@ class ImageStore:
         self._remember(digest, data)
         return data
 
-    def publish(self, digests: Iterable[str]) -> None:
-        """Put images on the bus that are not there. Raises ImageError and BusError."""
+    def files(self, images: Sequence[ImageRef]) -> tuple[ImageFile, ...]:
+        """Return the images of a prompt with their files. Raises as ``get`` does."""
+        return tuple(ImageFile(ref=one, data=self.get(one.digest)) for one in images)
+
+    def publish(self, digests: Iterable[str], *, is_kept: bool = False) -> None:
+        """Put images on the bus that are not there.  is_kept: ``withdraw`` leaves them. Raises ImageError, BusError."""
         assert self._objects is not None
-        for digest in digests:
-            if digest in self._on_bus:
-                continue
-            if self._objects.info(PREFIX + digest) is None:
-                self._objects.put(PREFIX + digest, [self.get(digest)], metadata={})
-            self._on_bus.add(digest)
+        with self._publishing:
+            if self._on_bus is None:
+                names = self._objects.names()
+                self._on_bus = {name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
+            for digest in digests:
+                if is_kept:
+                    self._kept.add(digest)
+                if digest not in self._on_bus:
+                    self._objects.put(PREFIX + digest, [self.get(digest)], metadata={})
+                    self._on_bus.add(digest)
 
     def withdraw(self, digests: Iterable[str]) -> None:
         """Remove images from the bus. Raises BusError."""
         assert self._objects is not None
-        for digest in digests:
-            self._on_bus.discard(digest)
-            self._objects.remove(PREFIX + digest)
+        with self._publishing:
+            for digest in {*digests} - self._kept:
+                if self._on_bus is not None:
+                    self._on_bus.discard(digest)
+                self._objects.remove(PREFIX + digest)
 
     def _read(self, digest: str) -> bytes:
         if self._folder is not None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine, EngineStats, LimitsMemory, SharesGpus
 from asyncrl.errors import ConfigError, EngineDied, EngineError
+from asyncrl.images.store import ImageFile
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.tensors.device import read_gpu_memory
@@ -137,9 +138,11 @@ class TurnTakingEngine:
         *,
         seed: int,
         partial: PartialGeneration | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> Generation:
+        shown = {"images": images} if images else {}
         async with self._on_gpus():
-            return await self._engine.generate(prompt_tokens, sampling, seed=seed, partial=partial)
+            return await self._engine.generate(prompt_tokens, sampling, seed=seed, partial=partial, **shown)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         async with self._on_gpus(needs_cache=False):

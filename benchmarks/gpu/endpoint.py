@@ -42,6 +42,7 @@ from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.control import ServerAddress
+from asyncrl.messages.images import ImageRef
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
@@ -87,13 +88,16 @@ class Calls:
 
     attempt = 1
     context_tokens = 10**9
+    images = None
     servers = MappingProxyType[str, ServerAddress]({})
 
     def __init__(self, engine: SGLangEngine, *, num_tokens: int) -> None:
         self._engine = engine
         self._sampling = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
 
-    async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+    async def __call__(
+        self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None, images: Sequence[ImageRef] | None = None
+    ) -> Generation:
         assert max_new_tokens in (None, self._sampling.max_new_tokens)
         return await self._engine.generate(tokens, self._sampling, seed=0)
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.learner.live_workers import LiveWorkers
+from asyncrl.actors.learner.pictures import Pictures
 from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.wait_tracker import OpenWait
@@ -135,6 +136,7 @@ class Batcher:
         workers: LiveWorkers | None = None,
         hooks: Hooks | None = None,
         shares_prefixes: bool = False,
+        pictures: Pictures | None = None,
     ) -> None:
         """picks: maps a step's group count and number to the groups to record; None records no groups
         workers: None if it is unknown which groups workers have started
@@ -154,6 +156,7 @@ class Batcher:
         )
         self._count = run.learner.groups_per_batch
         self._shares_prefixes = shares_prefixes
+        self._pictures = pictures
         self._waits_for_stragglers = run.staleness.waits
         self._longest_wait = run.staleness.wait_seconds or math.inf
         self.straggler_wait_seconds = 0.0
@@ -340,6 +343,7 @@ class Batcher:
             policy_version=policy_version,
             max_staleness=self._selection.max_staleness,
             resume_points=self._table.resume_points,
+            pictures=self._pictures,
         )
         mini_batches = recording(
             mini_batches,

@@ -79,6 +79,7 @@ class EvaluationRound:
             incarnation=weights.incarnation,
             dataset=its.name,
             messages=question.messages,
+            images=question.images,
             recorded_place=place if place in self._recorded.get(its.name, ()) else -1,
         )
 

@@ -21,6 +21,7 @@ from asyncrl.actors.base import Actor
 from asyncrl.bus.port import Bus
 from asyncrl.data.prompts import PromptRow
 from asyncrl.errors import BusError, BusFull, ConfigError, HopelessError
+from asyncrl.images.store import ImageStore
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
@@ -81,6 +82,7 @@ class PromptSource(Actor):
         are_sampled: bool = True,
         reissue_seconds: float = 0.0,
         window: NeededWindow | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         """
         table            shared with the learner
@@ -91,11 +93,15 @@ class PromptSource(Actor):
         are_sampled      whether engines sample the answers and need weights
         reissue_seconds  as in ``Overdue``
         window           None: always full
+        images           images of the data, kept on the bus while a prompt shows them; None: the data shows none
         """
         super().__init__(name, bus)
         self._rows = rows
         self._admission = admission
         self._window = window
+        self._images = images
+        self._shown: dict[int, frozenset[str]] = {}  # images of the groups that this incarnation published
+        self._inherited: frozenset[int] = frozenset()  # groups that earlier ones published, whose images are unknown
         self._first_step = table.step
         self._observed = table.step  # the step after which ``window`` last looked
         self._sampling = sampling
@@ -163,6 +169,7 @@ class PromptSource(Actor):
         Example: the checkpoint knows groups 0 to 3, of which 2 is outstanding; the bus has prompt 4. Then 2 was lost
         and is published again, 4 is put into the table as it is, and 5 is the next group.
         """
+        self._inherited = frozenset(self._table.outstanding)
         on_bus = await self.bus.keys(PROMPTS)  # read first: a group moves from prompts to trajectories
         keys = await self.bus.keys(TRAJECTORIES)
         in_log = {group_id for key in keys if (group_id := self._tickets.group_answered(key)) is not None}
@@ -248,6 +255,8 @@ class PromptSource(Actor):
         # They ask for version 5, or for the newest one that is announced: a learner that dies before it has announced 5
         # would leave prompts that no engine can begin.
         self._policy_version = progress.policy_version
+        if self._shown:
+            await self._withdraw_images()
         obtainable = self._obtainable
         oldest = progress.policy_version if obtainable is None else min(progress.policy_version, obtainable)
         if self._table.step > self._observed:
@@ -287,6 +296,7 @@ class PromptSource(Actor):
             max_tokens=self._max_tokens,
             max_prompt_tokens=len(row.tokens),
             prompt_digest=digest(row.tokens),
+            images=row.images,
             epoch=row.epoch,
             temperature=sampling.own_temperature(self._sampling.temperature),
             reports_support=self._are_sampled and sampling.reports_support,
@@ -354,6 +364,8 @@ class PromptSource(Actor):
                     f"data.path: row {position} of group {group_id} is gone: the data changed since the checkpoint; "
                     "resume with the same file, or start another run"
                 )
+            if row.problem:
+                raise HopelessError(f"{row.problem}: group {group_id} showed it before; put it back, and resume again")
             if len(row.tokens) == 0:
                 raise HopelessError(
                     f"data.path: row {position} of group {group_id} is longer than prompts may be now; resume with the "
@@ -382,7 +394,10 @@ class PromptSource(Actor):
             reward=row.reward,
             ticket=self._tickets.ticket(numbered.group_id),
             messages=row.messages,
+            images=row.images,
         )
+        if row.images:
+            await self._publish_images(numbered.group_id, row)
         if await self._try_publish(message, again=again):
             return
         with self.waits.waiting("space on prompts", on=WORKER):
@@ -390,6 +405,23 @@ class PromptSource(Actor):
                 await asyncio.sleep(FULL_QUEUE_SECONDS)
                 if await self._try_publish(message, again=again):
                     return
+
+    async def _publish_images(self, group_id: int, row: PromptRow) -> None:
+        assert self._images is not None
+        self._shown[group_id] = frozenset(one.digest for one in row.images)
+        await asyncio.to_thread(self._images.publish, self._shown[group_id])
+
+    async def _withdraw_images(self) -> None:
+        """Remove images from the bus that no outstanding group shows."""
+        outstanding = self._table.outstanding
+        if self._images is None or not self._inherited.isdisjoint(outstanding):
+            return
+        over = {group_id: digests for group_id, digests in self._shown.items() if group_id not in outstanding}
+        for group_id in over:
+            del self._shown[group_id]
+        gone = frozenset[str]().union(*over.values()) - frozenset[str]().union(*self._shown.values())
+        if gone:
+            await asyncio.to_thread(self._images.withdraw, gone)
 
     async def _try_publish(self, message: PromptGroup, *, again: bool) -> bool:
         """Publish a prompt. Return False if the topic is full."""

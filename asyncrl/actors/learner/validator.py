@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.learner.group_filters import GroupFilters
+from asyncrl.actors.learner.pictures import Pictures
 from asyncrl.bus.port import Bus, Record
 from asyncrl.errors import FilterError, HopelessError
 from asyncrl.logs import REASON
@@ -110,9 +111,11 @@ class Validator:
         tickets: Tickets | None = None,
         hooks: Hooks | None = None,
         temperatures: Sequence[float] = (),
+        pictures: Pictures | None = None,
     ) -> None:
         """filters: None keeps every group;  tickets: None for answers without tickets
-        temperatures: rollout.temperature of every incarnation, this one last"""
+        temperatures: rollout.temperature of every incarnation, this one last
+        pictures: None: the model reads text alone"""
         self._bus = bus
         self._validation = validation or GroupValidation()
         self._logprob_check = logprob_check or LogprobMismatch(bound=0.0, every=1)
@@ -120,6 +123,7 @@ class Validator:
         self.hooks = hooks or Hooks()
         self.tickets = tickets or Tickets()
         self._temperatures = temperatures
+        self._pictures = pictures
         self._explained = ""
         """The last error of a filter; its traceback is in the log already."""
         self._impossible: dict[str, tuple[int, str]] = {}
@@ -162,6 +166,12 @@ class Validator:
                 resume_points=table.resume_points,
                 asked=table.asked(group_id),
             )
+            if not problem and any(one.images for one in group.trajectories):
+                problem = (
+                    "an answer shows an image, and the model reads text alone"
+                    if self._pictures is None
+                    else self._pictures.problem(group)
+                )
             if group.group_id != group_id:
                 problem = f"it says it is group {group.group_id}"
         if problem or group is None:

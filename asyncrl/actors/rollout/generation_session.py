@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.actors.rollout.image_desk import ImageDesk
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress, Key
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.weight_follower import VersionNeed
@@ -24,6 +25,7 @@ from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.errors import PromptError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.control import ServerAddress
+from asyncrl.messages.images import ImageRef
 from asyncrl.messages.user_copies import read_only
 
 _WAITS = {"rollout": "its rollout function", "harness": "its harness"}
@@ -45,6 +47,7 @@ class GenerationSession:
         progress: GroupProgress | None = None,
         own_seconds: float = 0.0,
         servers: Mapping[str, ServerAddress] = MappingProxyType({}),
+        images: ImageDesk | None = None,
     ) -> None:
         """
         need          the weights that a call may start on
@@ -52,9 +55,11 @@ class GenerationSession:
         progress      progress of the group; None: nothing of it was or will be saved
         own_seconds   time limit of the rollout function outside its calls of this session; 0: no limit
         servers       the servers of [servers]
+        images        images of the prompt and of its environment; None: nothing shows any
         """
         self._engine = engine
         self.servers = servers
+        self.images = images
         self._sampling = sampling
         self._need = need
         self._seed = seed
@@ -81,16 +86,25 @@ class GenerationSession:
         """How many of the first tokens were sampled by earlier attempts at the group."""
         return 0 if self._progress is None else self._progress.num_resumed(self._index)
 
-    async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+    async def __call__(
+        self,
+        tokens: NDArray[np.int32],
+        *,
+        max_new_tokens: int | None = None,
+        images: Sequence[ImageRef] | None = None,
+    ) -> Generation:
         """See Generate. Raises EngineError, PromptError or EngineDied."""
+        shown = () if self.images is None else self.images.shown(images, tokens=tokens)
         call, self.num_calls = self.num_calls, self.num_calls + 1
         sampling = self._sampling_after(len(tokens), max_new_tokens)
         if self._progress is None:
-            generation = await self._sample(call, tokens, sampling, partial=None)
+            generation = await self._sample(call, tokens, sampling, partial=None, images=shown)
         else:
-            key, partial = self._progress.begin(self._index, tokens, sampling)
+            key, partial = self._progress.begin(self._index, tokens, sampling, images=shown)
             number = call if not key[2] else _repeat(key)
-            generation = await self._resume(number, tokens, sampling, key=key, partial=partial, progress=self._progress)
+            generation = await self._resume(
+                number, tokens, sampling, key=key, partial=partial, progress=self._progress, images=shown
+            )
         self.num_tokens += len(generation.tokens)
         return replace(generation, tokens=read_only(generation.tokens), logprobs=read_only(generation.logprobs))
 
@@ -116,6 +130,7 @@ class GenerationSession:
         key: Key,
         partial: PartialGeneration,
         progress: GroupProgress,
+        images: Sequence[ImageRef],
     ) -> Generation:
         """Return this call's tokens of an earlier attempt, completed by the engine if they are not complete."""
         known = partial.prefix
@@ -123,17 +138,26 @@ class GenerationSession:
             self._begin_at(min(span.policy_version for span in known.version_spans))
         if known.finish_reason:
             return known
-        generation = await self._sample(call, tokens, sampling, partial=partial if progress.is_saved else None)
+        generation = await self._sample(
+            call, tokens, sampling, partial=partial if progress.is_saved else None, images=images
+        )
         progress.finish(key, partial, generation)
         return generation
 
     async def _sample(
-        self, call: int, tokens: NDArray[np.int32], sampling: SamplingParams, *, partial: PartialGeneration | None
+        self,
+        call: int,
+        tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        partial: PartialGeneration | None,
+        images: Sequence[ImageRef],
     ) -> Generation:
+        files = await self.images.files(images) if self.images is not None and images else ()
         with self._own_time.pause(), self._pause_user_wait():
             async with self._engine.gate.sampling(self._need, waits=self._engine.waits):
                 self._begin_at(self._engine.version[1])
-                return await self._engine.sample(tokens, sampling, seed=self._seed(call), partial=partial)
+                return await self._engine.sample(tokens, sampling, seed=self._seed(call), partial=partial, images=files)
 
     def _begin_at(self, policy_version: int) -> None:
         if self.first_version is None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
+from asyncrl.actors.rollout.image_desk import ImageDesk, WorkerImages
 from asyncrl.actors.rollout.outages import Outages
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
@@ -28,6 +29,7 @@ from asyncrl.errors import OUTAGES, EngineDied, EngineError, Outage, RewardError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
 from asyncrl.messages.control import ServerAddress
+from asyncrl.messages.images import ImageRef, check_images
 from asyncrl.messages.rollout import label_text
 from asyncrl.messages.user_copies import own_prompt, own_support, read_only
 from asyncrl.outage import outage_kind
@@ -94,6 +96,7 @@ class GroupMaker:
         servers: Mapping[str, ServerAddress] = MappingProxyType({}),
         teachers: Teachers | None = None,
         need: Callable[[PromptGroup], VersionNeed] = VersionNeed.for_training,
+        images: WorkerImages | None = None,
     ) -> None:
         """
         own_rollouts  by data set, instead of ``rollout``
@@ -102,6 +105,7 @@ class GroupMaker:
         servers       the servers of [servers], for reward functions
         teachers      served teachers, which score each answer; None: none do
         need          the weights that generations of a group may start on
+        images        the worker's images; None: its model reads text alone
         """
         self.worker = worker
         self.engine = engine
@@ -114,6 +118,9 @@ class GroupMaker:
         self._engine_build = engine_build
         self._teachers = teachers
         self._need = need
+        self._images = images
+        self._shown: dict[int, dict[str, bytes]] = {}
+        """By group in progress, the files of images that environments showed."""
         self._log = logging.getLogger(f"asyncrl.{worker}")
         self._explained: set[str] = set()
         """Reasons whose traceback is already in the log."""
@@ -142,7 +149,10 @@ class GroupMaker:
         started, began = time.monotonic(), time.time()
         outages = self._outages_of(f"reward {prompt.dataset}/{prompt.reward}")
         since = outages.num_through
-        sampled = await self._sample_all(prompt, slots, progress)
+        try:
+            sampled = await self._sample_all(prompt, slots, progress)
+        finally:
+            shown = self._shown.pop(prompt.group_id, {})
         made = self._drop_failed(prompt, sampled)
         chosen = first_rollouts(made, prompt.group_size)
         generated = time.monotonic()
@@ -150,10 +160,13 @@ class GroupMaker:
         rewarded = self._drop_failed(prompt, await self._reward_all(prompt, scored, outages, since=since))
         missing = prompt.group_size - len(rewarded)
         failed = len(sampled) - len(made) + len(chosen) - len(rewarded)
+        trajectories = tuple(part for parts in rewarded for part in parts)
+        digests = {one.digest for part in trajectories for one in part.images} if shown else set()
         return TrajectoryGroup(
             group_id=prompt.group_id,
             prompt_tokens=prompt.prompt_tokens,
-            trajectories=tuple(part for parts in rewarded for part in parts),
+            trajectories=trajectories,
+            image_files={digest: shown[digest] for digest in sorted(digests & shown.keys())},
             epoch=prompt.epoch,
             worker=self.worker,
             seconds=time.monotonic() - started,
@@ -212,6 +225,7 @@ class GroupMaker:
     async def _sample(self, prompt: PromptGroup, index: int, progress: GroupProgress | None) -> Rollout:
         if progress is not None:
             progress.rewind(index)  # after an outage it runs again, on the same answers
+        desk = None if self._images is None else ImageDesk(self._images, prompt)
         session = GenerationSession(
             self.engine,
             sampling=prompt.sampling,
@@ -221,12 +235,15 @@ class GroupMaker:
             progress=progress,
             own_seconds=self._rules.sample_seconds,
             servers=self._servers,
+            images=desk,
         )
         rollout = self._own_rollouts.get(prompt.dataset, self._rollout)
         try:
             async with session.waiting(on="harness" if getattr(rollout, "has_harness", False) else "rollout"):
                 with plugins.contain_exits():
                     made = await rollout(own_prompt(prompt), session, index=index)
+            if desk is not None and desk.own_files:
+                self._shown.setdefault(prompt.group_id, {}).update(desk.own_files)
             return self._check(prompt, index, made, num_resumed=session.num_resumed)
         except EngineError:
             raise
@@ -431,12 +448,23 @@ def check_rollout(
                 prompt_tokens=_NO_PROMPT
                 if np.array_equal(one.prompt_tokens, prompt.prompt_tokens)
                 else read_only(one.prompt_tokens),
+                images=_images_of(one, prompt),
                 resumed=min(num_resumed, sampled) if is_alone or not num_resumed else sampled,
                 reward=given.reward,
                 reward_parts=dict(given.reward_parts),
             )
         )
     return tuple(parts)
+
+
+def _images_of(one: Trajectory, prompt: PromptGroup) -> tuple[ImageRef, ...]:
+    """Return the images of a trajectory: a function that knows of none leaves those of the group's prompt to us."""
+    continues = not len(one.prompt_tokens) or np.array_equal(one.prompt_tokens, prompt.prompt_tokens)
+    names_them = any(image.start < len(prompt.prompt_tokens) for image in one.images)
+    images = (*prompt.images, *one.images) if continues and not names_them else one.images
+    before = len(prompt.prompt_tokens) if continues else len(one.prompt_tokens)
+    check_images(images, num_tokens=before + len(one.tokens))
+    return images
 
 
 def first_rollouts(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence[tuple[Trajectory, ...]]:

@@ -25,7 +25,7 @@ import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.errors import BusError, MessageError, MessageTooLarge
 from asyncrl.messages import CallSegment, Event, GroupSegment, PromptGroup, SamplingParams, replace
 from asyncrl.messages.codec import encode
+from asyncrl.messages.images import ImageRef
 from asyncrl.messages.topics import EVENTS, PROGRESS, SEGMENTS
 from asyncrl.policies.groups.validation import LEAST_LOGPROB
 from asyncrl.policies.staleness.staleness import is_stale
@@ -194,7 +195,8 @@ class PartialRollouts:
 
 
 Key = tuple[int, bytes, int]
-"""(sample, digest of the tokens that the call continues, number from 0 among the sample's calls that continue these).
+"""(sample, digest of the tokens and images that the call continues, number from 0 among the sample's calls that
+continue these).
 
 The call's number is not used: concurrent calls may come in another order the next time."""
 
@@ -256,13 +258,16 @@ class GroupProgress:
         self._occurrences = Counter({of: count for of, count in self._occurrences.items() if of[0] != index})
         self._taken_over.pop(index, None)
 
-    def begin(self, index: int, tokens: NDArray[np.int32], sampling: SamplingParams) -> tuple[Key, PartialGeneration]:
+    def begin(
+        self, index: int, tokens: NDArray[np.int32], sampling: SamplingParams, *, images: Sequence[ImageRef] = ()
+    ) -> tuple[Key, PartialGeneration]:
         """Begin a call of sample ``index`` that continues ``tokens``; return its key and recorded tokens.
 
         A rollout function that gets the same answers makes the same calls, though perhaps in another order. Recorded
         calls that it does not repeat are kept until the group is done and then discarded.
         """
-        digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
+        said = np.ascontiguousarray(tokens, np.int32).tobytes()
+        digest = hashlib.sha256(said + "".join(one.digest for one in images).encode()).digest()
         key = (index, digest, self._occurrences[index, digest])
         self._occurrences[index, digest] += 1
         partial = PartialGeneration()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine
+from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, Wait
 
 LAST_REQUESTS: Final = 256
@@ -59,13 +60,20 @@ class SharedEngine:
         return self.engine.version
 
     async def sample(
-        self, tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int, partial: PartialGeneration | None
+        self,
+        tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None,
+        images: Sequence[ImageFile] = (),
     ) -> Generation:
         """Call Engine.generate and count its tokens. ``partial`` None: no tokens are known, and none are followed."""
         num_known = 0 if partial is None else len(partial.prefix.tokens)
         began = time.monotonic()
         with self._activity.running(), self._liveness.expect():
-            generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial)
+            shown = {"images": images} if images else {}  # an engine of text need not know them
+            generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial, **shown)
         self._requests.append((time.monotonic() - began, len(tokens), generation.cached_tokens))
         self._tokens_answered += max(0, len(generation.tokens) - num_known)
         return generation

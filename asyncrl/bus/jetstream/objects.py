@@ -54,6 +54,7 @@ class JetStreamObjects:
         self._dial, self._layout = dial, layout
         self._bucket, self._stream = layout.objects_bucket, layout.objects_stream
         self._lock = threading.Lock()
+        self._creating = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Task[Connection] | None = None
         self._thread: threading.Thread | None = None
@@ -107,9 +108,12 @@ class JetStreamObjects:
         return {_name(subject) for subject in self._subjects("M")}
 
     def _create_stream(self) -> None:
-        """Create the stream. Remove what a killed writer left in it."""
-        if self.is_created:
-            return
+        """Create the stream. Remove what a killed writer left in it; nobody writes meanwhile."""
+        with self._creating:
+            if not self.is_created:
+                self._create_stream_once()
+
+    def _create_stream_once(self) -> None:
         config = self._layout.objects_config()
         try:
             self._call(self._api(f"STREAM.CREATE.{self._stream}", config))

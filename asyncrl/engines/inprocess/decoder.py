@@ -19,6 +19,7 @@ import transformers
 from numpy.typing import NDArray
 
 from asyncrl.engines.generation import SpanRecorder, Version
+from asyncrl.engines.inprocess.eyes import Eyes, Seen, delta
 from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
 from asyncrl.engines.stopping import StopWatch
 from asyncrl.errors import ConfigError
@@ -27,7 +28,7 @@ from asyncrl.messages.routing import dtype_for, unrouted_rows
 from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.model_tensors import Shapes
-from asyncrl.tensors.transformers_models import LOADING, by_names_in_files
+from asyncrl.tensors.transformers_models import by_names_in_files, has_vision, load_model
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,6 +39,7 @@ class RunningSequence:
     support   tokens that each was sampled from, if sampling.reports_support
     experts   experts of the prompt [P, layers, k], then of each token but the last [1, layers, k]; empty if unrecorded
     stop      detects stop strings, including one that began in a prefix of the answer
+    images    that the prompt shows
     """
 
     prompt: NDArray[np.int32]
@@ -50,6 +52,12 @@ class RunningSequence:
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     finish_reason: str = ""
     experts: list[NDArray[Any]] = field(default_factory=list)
+    images: Sequence[Seen] = ()
+
+    @property
+    def identity(self) -> bytes:
+        """What the prompt says and shows: sequences with equal ones are prefilled once."""
+        return self.prompt.tobytes() + b"".join(bytes.fromhex(one.ref.digest) for one in self.images)
 
     @property
     def num_tokens(self) -> int:
@@ -92,14 +100,16 @@ class Decoder:
         self.memory = HostMemory(lambda: [*self._model.parameters(), *self._model.buffers()])
         self.end_tokens = _end_tokens(self._model)
         self.vocabulary_size = int(self._model.get_input_embeddings().weight.shape[0])
-        self.context_tokens = int(getattr(self._model.config, "max_position_embeddings", None) or 2**31)
+        of_text = self._model.config.get_text_config()
+        self.context_tokens = int(getattr(of_text, "max_position_embeddings", None) or 2**31)
         self.version = version
         self.answers: list[RunningSequence] = []
         self._cache = KVCache()
-        self._window = _window(self._model.config)
+        self._window = _window(of_text)
         self._experts = ExpertRecorder(self._model) if reports_experts else None
+        self._eyes = Eyes(self._model) if has_vision(self._model.config) else None
         self._rows_changed = True
-        self._lengths = self._temperatures = torch.empty(0)
+        self._lengths = self._temperatures = self._deltas = torch.empty(0)
         self.num_sampled = 0
         """Tokens sampled since the start."""
 
@@ -131,20 +141,27 @@ class Decoder:
     @torch.inference_mode()
     def admit(self, answers: Sequence[RunningSequence]) -> None:
         """Prefill new sequences and sample the first token of each. Equal prompts are computed once."""
-        prompts: dict[bytes, int] = {}
-        chosen = [prompts.setdefault(answer.prompt.tobytes(), len(prompts)) for answer in answers]
-        lengths = [len(prompt) // 4 for prompt in prompts]
+        numbers: dict[bytes, int] = {}
+        chosen = [numbers.setdefault(answer.identity, len(numbers)) for answer in answers]
+        prompts = [answers[chosen.index(number)] for number in range(len(numbers))]
+        lengths = [len(one.prompt) for one in prompts]
         longest = max(lengths)
         ids = np.zeros((len(prompts), longest), dtype=np.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, : lengths[row]] = np.frombuffer(prompt, dtype=np.int32)
+        for row, one in enumerate(prompts):
+            ids[row, : lengths[row]] = one.prompt
         first_row = len(self.answers)
         columns = max(len(answer.prompt) + answer.sampling.max_new_tokens for answer in answers)
         self._cache.reserve(rows=first_row + len(answers), columns=columns)
         self._cache.expect_prompts(torch.tensor(chosen, device=self.device), first_row=first_row)
         causal = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril()[None, None]
         last, where = torch.unique(torch.tensor(lengths, device=self.device) - 1, return_inverse=True)
-        logits = self._forward(torch.from_numpy(ids).to(self.device), torch.arange(longest)[None], causal, keep=last)
+        logits = self._forward(
+            torch.from_numpy(ids).to(self.device),
+            torch.arange(longest)[None],
+            causal,
+            keep=last,
+            images=[one.images for one in prompts],
+        )
         self.answers.extend(answers)
         for answer in answers:
             answer.spans.mark(0, self.version)
@@ -163,6 +180,7 @@ class Decoder:
         if self._rows_changed:
             self._lengths = torch.tensor([answer.num_tokens - 1 for answer in self.answers], device=self.device)
             self._temperatures = self._column([answer.sampling.temperature or 1.0 for answer in self.answers])
+            self._deltas = torch.tensor([delta(len(one.prompt), one.images) for one in self.answers])
             self._rows_changed = False
         longest = max(answer.num_tokens for answer in self.answers) - 1
         self._cache.expect_tokens(self._lengths, longest=longest)
@@ -195,8 +213,17 @@ class Decoder:
     # -- one pass ------------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, *, keep: int | torch.Tensor
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        keep: int | torch.Tensor,
+        images: Sequence[Sequence[Seen]] = (),
     ) -> torch.Tensor:
+        """Return logits [n, kept, V].  images: of each prompt, in a prefill"""
+        if self._eyes is not None:
+            return self._see(self._eyes, ids, positions, mask, keep=keep, images=images)
         with self._rows_alone:
             result: torch.Tensor = self._model(
                 input_ids=ids,
@@ -207,6 +234,26 @@ class Decoder:
                 logits_to_keep=keep,
             ).logits
         return result
+
+    def _see(
+        self,
+        eyes: Eyes,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        keep: int | torch.Tensor,
+        images: Sequence[Sequence[Seen]],
+    ) -> torch.Tensor:
+        """As ``_forward``, for a vision-language model."""
+        if images:
+            arguments = eyes.prefill(ids, images)
+        else:
+            arguments = {"input_ids": ids, "position_ids": positions + self._deltas.to(self.device)[:, None]}
+        hidden = eyes.hidden(**arguments, attention_mask=mask, past_key_values=self._cache, use_cache=True)
+        kept = hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]
+        logits: torch.Tensor = self._model.get_output_embeddings()(kept)
+        return logits
 
     def _by_kind(self, mask: torch.Tensor, positions: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
         """Return the mask of each kind of layer for queries at ``positions`` [n, tokens].
@@ -258,10 +305,10 @@ def _read_model(path: Path, *, dtype: str) -> Any:
     """Load the model. Raises ConfigError."""
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        with LOADING:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
-            )
+        of_parts = {"text_config": ATTENTION, "vision_config": "sdpa"}
+        model = load_model(
+            path, dtype=getattr(torch, dtype), attn_implementation=of_parts if has_vision(config) else ATTENTION
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
     if other := _other_attention(model):
@@ -274,7 +321,7 @@ def _read_model(path: Path, *, dtype: str) -> Any:
 
 def _other_attention(model: Any) -> str:
     """Name the attention feature of the model that ``attention`` would silently ignore; "" if there is none."""
-    config = model.config
+    config = model.config.get_text_config()
     if others := sorted(_kinds(config) - {"full_attention", "sliding_attention"}):
         return ", ".join(others)
     if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
@@ -294,7 +341,7 @@ def _window(config: Any) -> int | None:
 def _end_tokens(model: Any) -> frozenset[int]:
     """Return the token ids that end a sequence, from the config and the generation config."""
     found: set[int] = set()
-    for config in (model.config, getattr(model, "generation_config", None)):
+    for config in (model.config, model.config.get_text_config(), getattr(model, "generation_config", None)):
         ids = getattr(config, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return frozenset(found)

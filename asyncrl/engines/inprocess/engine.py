@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,13 @@ from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
+from asyncrl.engines.inprocess.eyes import Seen
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
-from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.errors import ConfigError, EngineDied, EngineError, ImageError, PromptError, WeightsError
+from asyncrl.images.processor import ImageProcessor
+from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import Support
@@ -39,6 +42,8 @@ from asyncrl.weights.port import LoadReport, Source
 
 log = logging.getLogger(__name__)
 
+_MOST_PATCHES = 64
+"""Images whose patches are kept."""
 _PASSED_OVER_STEPS = 4
 """Prefills are batched. After this many decode steps even a single waiting request is prefilled."""
 
@@ -99,6 +104,7 @@ class InProcessEngine(EngineAdapter):
 
     options_type = Options
     shares_gpus = True
+    reads_images = True
     num_ranks = 1
 
     @classmethod
@@ -124,6 +130,9 @@ class InProcessEngine(EngineAdapter):
         self._reports_experts = reports_experts
         self._is_exact = is_exact
         self._decoder: Decoder | None = None
+        self._processor: ImageProcessor | None = None
+        self._patches: dict[str, NDArray[np.float32]] = {}
+        """Of the last images; the samples of a group show the same."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-decode", initializer=self._set_threads)
         self._task: asyncio.Task[None] | None = None
@@ -153,6 +162,7 @@ class InProcessEngine(EngineAdapter):
         *,
         seed: int,
         partial: PartialGeneration | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> Generation:
         decoder = self._alive()
         check_sampling(sampling)
@@ -168,7 +178,9 @@ class InProcessEngine(EngineAdapter):
             context_tokens=decoder.context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=decoder.vocabulary_size)
+        seen = await asyncio.get_running_loop().run_in_executor(self._reader, self._look, images) if images else ()
         answer = RunningSequence(
+            images=seen,
             prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32),
             sampling=sampling,
             uniforms=uniforms,
@@ -183,6 +195,28 @@ class InProcessEngine(EngineAdapter):
             return partial.prefix.then(await request.future)
         finally:
             self._forget(request)
+
+    def _look(self, images: Sequence[ImageFile]) -> tuple[Seen, ...]:
+        """Return the images as patches. Raises PromptError."""
+        if self._processor is None:
+            self._processor = ImageProcessor(self._model_path)
+        found = []
+        for one in images:
+            if (known := self._patches.get(one.ref.digest)) is None:
+                try:
+                    known, grid = self._processor.patches(one.data)
+                except ImageError as error:
+                    raise PromptError(f"image {one.ref.digest[:12]}: {error}") from error
+                if grid != one.ref.grid:
+                    raise PromptError(
+                        f"image {one.ref.digest[:12]} has the grid {grid} here, and {one.ref.grid} in its prompt: is "
+                        "preprocessor_config.json another one?"
+                    )
+                if len(self._patches) >= _MOST_PATCHES:
+                    del self._patches[next(iter(self._patches))]
+                self._patches[one.ref.digest] = known
+            found.append(Seen(ref=one.ref, patches=known))
+        return tuple(found)
 
     def _forget(self, request: _Request) -> None:
         """Drop a request that is cancelled; does nothing if it has ended."""

@@ -17,7 +17,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
@@ -60,13 +60,14 @@ from asyncrl.engines.sglang.options import (
     option_name,
 )
 from asyncrl.engines.sglang.options import Options as Options
-from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request, require_support
+from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request, image_data, require_support
 from asyncrl.engines.sglang.server import ServedModel, read_model
 from asyncrl.engines.sglang.versions import SettledVersion, Stamps, new_owner
 from asyncrl.engines.sglang.weights import SGLangUpdater, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.tensors.device import read_gpu_memory, resolve_device
 from asyncrl.tensors.model_tensors import read_shapes
@@ -282,8 +283,11 @@ class SGLangEngine(EngineAdapter):
         *,
         seed: int,
         partial: PartialGeneration | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> Generation:
         """Generate an answer.
+
+        Images travel as data in the request: the server may be on another machine.
 
         The server follows ``seed`` if it has enable-deterministic-inference; else its samples depend on the rest of the
         batch.
@@ -312,6 +316,7 @@ class SGLangEngine(EngineAdapter):
                 )
                 partial.follow(reply)
                 request = self._request(prompt_tokens, sampling, seed=seed, stream=is_seen or not self._has_spans)
+                request |= image_data(images)
                 await self._sample(reply, request | names, sent=version)
         return await self._stops.cut(partial.prefix.then(reply.generation()), sampling, stop)
 

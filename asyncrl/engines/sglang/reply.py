@@ -27,6 +27,7 @@ from asyncrl.data.model_folder import ExpertCounts
 from asyncrl.engines.generation import Generation, SpanRecorder, Version
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import ConfigError, EngineError, PromptError
+from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, keep_last, unrouted
 from asyncrl.messages.support import Support
@@ -76,6 +77,11 @@ def generate_request(
         "stream": stream,
         "extra_key": extra_key,
     }
+
+
+def image_data(images: Sequence[ImageFile]) -> dict[str, Any]:
+    """Return the part of a request's body that shows images; {} without any."""
+    return {"image_data": [base64.b64encode(one.data).decode() for one in images]} if images else {}
 
 
 EXPERTS_OPTION: Final = "enable-return-routed-experts"

@@ -22,6 +22,7 @@ from asyncrl.actors.learner.history import HISTORY_FILE, History, last_incarnati
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.metrics_reporter import Gpus, MetricsReporter
+from asyncrl.actors.learner.pictures import Pictures
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
 from asyncrl.actors.learner.sample_files import RotatedLines
@@ -42,6 +43,7 @@ from asyncrl.data.model_folder import ModelFolder, check_model
 from asyncrl.data.sources import digests as digest_data
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
+from asyncrl.images.store import FOLDER, ImageStore
 from asyncrl.launch import colocated, secret_files
 from asyncrl.launch.assembly import data
 from asyncrl.launch.assembly.recorders import open_recorders
@@ -85,16 +87,21 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     state, restore_from = await _starting_point(
         run, bus=bus, resume=resume, newest_on_bus=-1 if progress is None else progress.incarnation
     )
-    rows = await asyncio.to_thread(data.open_rows, run)
+    pictures = await asyncio.to_thread(_pictures, run, bus=bus)
+    images = None if pictures is None else pictures.store
+    rows = await asyncio.to_thread(data.open_rows, run, images=images)
     digests = await asyncio.to_thread(digest_data, run.data)
     files = await asyncio.to_thread(signal_files.digest_files, run)
     resume_checks.name_changes(run, state, data=digests, files=files)
     signal_files.record(files, run.run_directory, incarnation=state.incarnation)
-    sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
+    sets = await asyncio.to_thread(data.open_evaluation_sets, run, images=images) if run.evaluation.is_on else []
+    if shown := {image.digest for its in sets for one in its.questions for image in one.images}:
+        assert images is not None
+        await asyncio.to_thread(images.publish, shown, is_kept=True)
     if not resume:
         await asyncio.to_thread(data.say_first_prompts, rows, sets, of_reward=reward_oddities(run.reward))
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
-    recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus)
+    recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus, pictures=pictures)
     learner, prompts = assemble_learner(
         run,
         bus=bus,
@@ -126,6 +133,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         answers=recorders.answers,
         evaluation_sets=sets,
         max_failed_in_a_row=max(32, 2 * run.window),
+        pictures=pictures,
     )
     senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
     return learner, [prompts, *senders]
@@ -149,6 +157,7 @@ def assemble_learner(
     admission: Admission | None = None,
     evaluation_sets: Sequence[EvaluationSet] = (),
     max_failed_in_a_row: int = 32,
+    pictures: Pictures | None = None,
 ) -> tuple[Learner, PromptSource]:
     """Assemble the learner and the prompt source of its process from their parts.
 
@@ -156,6 +165,7 @@ def assemble_learner(
     data_digests         SHA-256 of each data file by its path, for the history
     samples, answers     recorders of groups and of evaluations; None: nothing is recorded
     admission            None: as the run file says
+    pictures             images of data and answers; None: the model reads text alone
     """
     directory, best = run.run_directory, run.checkpoint.best
     history = History(directory / HISTORY_FILE, incarnation=state.incarnation)
@@ -231,6 +241,7 @@ def assemble_learner(
             workers=workers,
             hooks=validator.hooks,
             shares_prefixes=registry.shared_prefixes(run).is_on,
+            pictures=pictures,
         ),
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),
@@ -255,6 +266,7 @@ def assemble_learner(
         are_sampled=_are_sampled(run),
         reissue_seconds=run.rollout.reissue_seconds,
         window=NeededWindow.from_run(run) if _are_sampled(run) else None,
+        images=None if pictures is None else pictures.store,
     )
     return learner, prompts
 
@@ -313,7 +325,12 @@ def sampling_params(run: RunConfig) -> SamplingParams:
     )
 
 
-def _validator(run: RunConfig, *, bus: Bus) -> Validator:
+def _pictures(run: RunConfig, *, bus: Bus) -> Pictures | None:
+    store = ImageStore(objects=bus.objects(), folder=run.run_directory / FOLDER)
+    return Pictures.of_run(run, store=store)
+
+
+def _validator(run: RunConfig, *, bus: Bus, pictures: Pictures | None) -> Validator:
     model = check_model(Path(run.model.path))
     run_files = [*settings_of_incarnations(run.run_directory / HISTORY_FILE), as_table(run)]
     bound = run.learner.quarantine_mismatch if _are_sampled(run) else 0.0
@@ -342,6 +359,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
         tickets=Tickets(secret_files.ticket_secret(run)),
         hooks=Hooks(run.algorithm.hooks),
         temperatures=[one["rollout"]["temperature"] for one in run_files] if _are_sampled(run) else (),
+        pictures=pictures,
     )
 
 

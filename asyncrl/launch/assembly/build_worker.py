@@ -11,6 +11,7 @@ from pathlib import Path
 from asyncrl.actors.base import Actor
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
+from asyncrl.actors.rollout.image_desk import WorkerImages
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.server_book import ServerBook
 from asyncrl.actors.rollout.shared_engine import SharedEngine
@@ -26,6 +27,8 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines.port import Meeting, SpansMachines
 from asyncrl.environments import load as rollout_functions
 from asyncrl.environments.port import Tokenizer
+from asyncrl.images.processor import Placeholders
+from asyncrl.images.store import ImageStore
 from asyncrl.launch import colocated
 from asyncrl.launch.assembly.model_servers import server_book, server_followers
 from asyncrl.version import VERSION
@@ -96,6 +99,7 @@ async def build_worker(
         seed=run.run.seed,
         servers=servers,
         engine_build=_engine_build(run),
+        images=_images(run, bus=bus),
     )
     keep_seconds = run.bus.ack_seconds / 3
     stages = []
@@ -136,6 +140,13 @@ async def build_worker(
     worker = kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts, start_turn=turn)
     others: tuple[Actor, ...] = (follower, *server_followers(run, name, bus=bus, book=servers))
     return (worker, *others)
+
+
+def _images(run: RunConfig, *, bus: Bus) -> WorkerImages | None:
+    path = Path(run.model.path)
+    if Placeholders.of(path) is None:
+        return None
+    return WorkerImages(ImageStore(objects=bus.objects()), model_path=path, most_pixels=run.images.max_pixels)
 
 
 def _engine_build(run: RunConfig) -> str:

@@ -21,9 +21,12 @@ from asyncrl.data import row_files
 from asyncrl.data.model_folder import check_model_at
 from asyncrl.data.prompts import PromptDataset, PromptRow, open_checked
 from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward, message_bytes
+from asyncrl.data.row_images import RowImages
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
+from asyncrl.images.processor import ImageProcessor, Placeholders
+from asyncrl.images.store import ImageStore
 from asyncrl.logs import print_line
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
@@ -63,15 +66,39 @@ def require_batch(run: RunConfig, num_rows: int, *, num_too_long: int = 0) -> No
         )
 
 
-def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
-    """Open the prompts. ``rows``: result of ``index_rows``; None: read them here. Raises ConfigError."""
+def open_rows(run: RunConfig, rows: Positions | None = None, *, images: ImageStore | None = None) -> PromptDataset:
+    """Open the prompts. ``rows``: result of ``index_rows``; None: read them here. Raises ConfigError.
+
+    images  keeps the images of rows; None: in memory
+    """
     limits = _limits(run)
     rows = index_rows(run) if rows is None else rows
     tokenizer = load_tokenizer(Path(run.model.path), trusts_code=run.model.trust_remote_code)
     if rollout_functions.traits(run.rollout.function).samples:
         most = _room_for_prompt(registry.context_tokens(run), run.rollout)
         limits = dataclasses.replace(limits, prompt_tokens=most)
-    return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits, rows=rows)
+    return PromptDataset.open(
+        run.data,
+        tokenizer=tokenizer,
+        seed=run.run.seed,
+        limits=limits,
+        rows=rows,
+        images=row_images(run, key=run.data.image_key, path=run.data.where, store=images),
+    )
+
+
+def row_images(run: RunConfig, *, key: str, path: str, store: ImageStore | None) -> RowImages | None:
+    """Return what reads the images of rows of ``path``; None if the model reads none. Raises ConfigError."""
+    if Placeholders.of(Path(run.model.path)) is None:
+        return None
+    folder = Path(run.images.directory) if run.images.directory else Path(path).parent
+    return RowImages(
+        processor=ImageProcessor(Path(run.model.path)),
+        store=store or ImageStore(),
+        section=run.images,
+        key=key,
+        folder=folder,
+    )
 
 
 def _room_for_prompt(context_tokens: int, section: RolloutSection | EvaluationDataset, max_new_tokens: int = 0) -> int:
@@ -95,8 +122,11 @@ def say_first_prompts(rows: PromptDataset, sets: Iterable[EvaluationSet], *, of_
         log.warning("%s", line)
 
 
-def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
-    """Tokenise the data sets of [evaluation]. Raises ConfigError for the first row that cannot be a prompt."""
+def open_evaluation_sets(run: RunConfig, *, images: ImageStore | None = None) -> list[EvaluationSet]:
+    """Tokenise the data sets of [evaluation]. Raises ConfigError for the first row that cannot be a prompt.
+
+    images  keeps the images of rows; None: in memory
+    """
     model = check_model_at("model.path", Path(run.model.path))
     tokenizer = load_tokenizer(Path(run.model.path), trusts_code=run.model.trust_remote_code)
     sets = []
@@ -109,6 +139,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
             context_tokens=registry.context_tokens(run),
             vocabulary=model.vocab_size,
             limits=dataclasses.replace(_limits_of_set(run, reward), end_tokens=model.end_tokens),
+            images=row_images(run, key=dataset.image_key, path=dataset.path, store=images),
         )
         parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
         more = [*([hide_secrets(parts)] if parts else []), *([] if reward.keep_special_tokens else ["plain"])]
@@ -136,6 +167,7 @@ def _limits_of_set(run: RunConfig, reward: RewardSection) -> RowLimits:
         labelled_for=reward.kind if needs_label(reward) else "",
         check_label=label_check(reward),
         keeps_messages=_keeps_messages(run),
+        reads_images=Placeholders.of(Path(run.model.path)) is not None,
     )
 
 
@@ -157,6 +189,7 @@ def _limits(run: RunConfig) -> RowLimits:
         vocabulary=model.vocab_size,
         end_tokens=model.end_tokens,
         keeps_messages=_keeps_messages(run),
+        reads_images=Placeholders.of(Path(run.model.path)) is not None,
         teacher=run.teacher.server if run.teacher else "",
         teacher_key=run.teacher.key if run.teacher else "",
         teachers=frozenset(run.servers),
@@ -215,6 +248,7 @@ def open_set(
     context_tokens: int,
     vocabulary: int,
     limits: RowLimits,
+    images: RowImages | None = None,
 ) -> EvaluationSet:
     """Read and tokenise a data set. Raises ConfigError for the first row that cannot be a prompt.
 
@@ -222,6 +256,7 @@ def open_set(
     context_tokens  tokens that a prompt and its answer may have together in the engine
     vocabulary      vocabulary size of the model
     limits          limits of its rows, from ``row_limits``
+    images          reads the images of rows; None: the model reads none
     """
     max_new_tokens = dataset.max_new_tokens or max_new_tokens
     most = _room_for_prompt(context_tokens, dataset, max_new_tokens)
@@ -242,7 +277,7 @@ def open_set(
     try:
         ends = {"stop": dataset.stop, "stop_token_ids": dataset.stop_token_ids}
         limits = dataclasses.replace(limits, sampling=ends)
-        prompts = PromptDataset.open(_section(dataset), tokenizer=tokenizer, seed=0, limits=limits)
+        prompts = PromptDataset.open(_section(dataset), tokenizer=tokenizer, seed=0, limits=limits, images=images)
         count = min(prompts.num_rows, dataset.limit or prompts.num_rows)
         rows = [_whole(prompts.at(index), index, dataset, most) for index in range(count)]
         tags = _tags(dataset, count)
@@ -259,6 +294,7 @@ def open_set(
                 metadata=row.metadata | dict(dataset.metadata),
                 tags=its,
                 messages=row.messages,
+                images=row.images,
             )
             for row, its in zip(rows, tags, strict=True)
         ],
@@ -286,6 +322,7 @@ def _section(dataset: EvaluationDataset) -> config.DataSection:
     return config.DataSection(
         path=dataset.path,
         prompt_key=dataset.prompt_key,
+        image_key=dataset.image_key,
         label_key=dataset.label_key,
         metadata_key=dataset.metadata_key,
         metadata_columns=dataset.metadata_columns,
@@ -302,6 +339,8 @@ def _section(dataset: EvaluationDataset) -> config.DataSection:
 def _whole(row: PromptRow | None, index: int, dataset: EvaluationDataset, most: int) -> PromptRow:
     """Check the length of a prompt.  most: tokens that the model's context has for a prompt"""
     assert row is not None, "one epoch has every row"
+    if row.problem:
+        raise ConfigError(f"{row.problem}; an evaluation leaves no prompt out")
     own = dataset.max_prompt_tokens
     if len(row.tokens) > min(most, own or most):
         limit = (

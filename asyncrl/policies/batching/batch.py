@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -16,6 +16,7 @@ from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.turns import turns_of
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
+from asyncrl.policies.batching.images import Picture
 from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.evaluation.results import pass_at_k
 from asyncrl.policies.metric import Histogram, Metric, histogram
@@ -78,6 +79,7 @@ def build(
     resume_points: ResumePoints,
     age_weight: AgeWeight | None = None,
     discard: Discard = "groups",
+    pictures: Callable[[TrajectoryGroup, Trajectory], tuple[Picture, ...]] = lambda group, trajectory: (),
 ) -> Batch:
     """Build the batch for the step from ``policy_version``.  Raises AssertionError if any token is over the bound.
 
@@ -85,7 +87,8 @@ def build(
     denominators count whole tokens, so an old batch has less influence. With ``discard`` "trajectories", a trajectory
     over the bound trains nothing, but its rollout's reward stays in the baseline. With "tokens" the same applies to a
     single token. Only the loss weight of that token becomes 0, as with an ``age_weight``, so the rest of a long answer
-    does not count as if it were the whole answer."""
+    does not count as if it were the whole answer. ``pictures`` returns the images of a trajectory, with their pixels.
+    """
     # Three levels of numbering. Example: group 0 has two rollouts, and the context of the second was cut in two.
     #     trajectory (sequence)   0  1  2
     #     rollout                 0  1  1     one reward each
@@ -129,7 +132,15 @@ def build(
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
     sequences = [
-        _sequence(group, trajectory, mask=mask, advantages=sampled, loss_weights=weight, staleness=age)
+        _sequence(
+            group,
+            trajectory,
+            mask=mask,
+            advantages=sampled,
+            loss_weights=weight,
+            staleness=age,
+            pictures=pictures(group, trajectory),
+        )
         for (group, trajectory), mask, sampled, weight, age in zip(
             trajectories, trained, per_token_advantages, weights, ages, strict=True
         )
@@ -259,6 +270,7 @@ def _sequence(
     advantages: NDArray[np.float32],
     loss_weights: NDArray[np.float32],
     staleness: NDArray[np.int32],
+    pictures: tuple[Picture, ...],
 ) -> TrainingSequence:
     """Return the sequence: prompt, then response, with zeros for the prompt in every per-token array.
 
@@ -288,6 +300,7 @@ def _sequence(
         model_outputs=known,
         support=join([(prompt, WHOLE), (len(mask), trajectory.support)]),
         temperature=group.temperature,
+        pictures=pictures,
     )
 
 

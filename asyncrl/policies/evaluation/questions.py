@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import SamplingParams
+from asyncrl.messages.images import ImageRef
 from asyncrl.policies.evaluation.results import Measured
 
 
@@ -25,6 +26,7 @@ class Question:
     metadata: dict[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    images: tuple[ImageRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,4 +54,5 @@ def digest(sets: Sequence[EvaluationSet]) -> str:
         for one in its.questions:
             asked = (one.prompt, one.tokens.tolist(), one.label, sorted(one.metadata.items()), one.tags)
             found.update(repr(asked).encode(errors="surrogatepass"))
+            found.update("".join(image.digest for image in one.images).encode())
     return found.hexdigest()[:32]

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages.images import ImageRef
 from asyncrl.messages.routing import ExpertArray, dtype_for, unrouted
 from asyncrl.messages.validation import MOST_SECONDS, name_problem
 from asyncrl.policies.staleness.staleness import ResumePoints, effective_version
@@ -52,6 +53,7 @@ class PromptSpec:
     epoch              pass over the data; None if unknown
     temperature        of the row, if it has one of its own; 0: rollout.temperature; None if unknown
     reports_support    whether each sampled token must say what it was sampled from; None if unknown
+    images             images that the prompt shows; None if unknown
     """
 
     samples: frozenset[int]
@@ -61,6 +63,7 @@ class PromptSpec:
     epoch: int | None = None
     temperature: float | None = None
     reports_support: bool | None = None
+    images: tuple[ImageRef, ...] | None = None
 
 
 def digest(tokens: NDArray[np.int32]) -> bytes:
@@ -194,6 +197,12 @@ def _prompt(vetted: Vetted) -> Iterator[str]:
         yield f"its prompt has {len(tokens)} tokens, and no prompt has more than {asked.max_prompt_tokens}"
     elif asked.prompt_digest and digest(tokens) != asked.prompt_digest:
         yield "its prompt is not the one that was asked"
+    elif asked.images is not None and any(
+        tuple(image for image in one.images if image.start < len(tokens)) != asked.images
+        for one in vetted.group.trajectories
+        if not len(one.prompt_tokens)
+    ):
+        yield "an answer's prompt shows other images than those that were asked"
 
 
 def _epoch(vetted: Vetted) -> Iterator[str]:

@@ -240,13 +240,13 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
             "role and content, not .from. and .val",
         ),
         ({"prompt": [5, 6, 7]}, {}, "is a list of token ids, and asyncrl tokenises the text itself"),
-        ({"prompt": "<image>a", "images": [{"path": "a.png"}]}, {}, "'images' holds what <image> stands for, and asyn"),
+        ({"prompt": "<image>a", "images": [{"path": "a.png"}]}, {}, "'images' holds what <image> stands for, and this"),
         ({"prompt": "<video>a", "videos": ["a.mp4"]}, {}, "'videos' holds what <video> stands for"),
-        ({"image": {"bytes": "x"}}, {}, "'image' holds no text, and asyncrl trains on text alone"),
+        ({"image": {"bytes": "x"}}, {}, "'image' holds no text, and this model reads text alone"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             {"chat_template": True},
-            "must be text; images and other parts are not supported",
+            "shows an image, and this model reads text alone",
         ),
     ],
 )

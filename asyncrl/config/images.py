@@ -1,0 +1,26 @@
+"""[images] of the run file: limits of the images that prompts and agents show to a vision-language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config.checks import positive, require
+
+_MOST_PIXELS = 2**26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesSection:
+    max_pixels: int = 2**24
+    """Most pixels of an image as its file has them, at most 2^26. A larger one fails its row, or the request of an
+    agent. How far the model's processor then scales an image down is in its preprocessor_config.json."""
+    max_per_prompt: int = 16
+    """Most images of a prompt, or of an agent's request."""
+    allow_urls: bool = False
+    """Fetch images that the data names by http(s) URL, when the row is drawn. Agents' URLs are never fetched."""
+    directory: str = ""
+    """Folder of the images that the data names by a relative path; empty: the folder of the data file."""
+
+    def __post_init__(self) -> None:
+        positive(self, "max_pixels", "max_per_prompt")
+        require(self.max_pixels <= _MOST_PIXELS, f"max_pixels must be <= 2^26, got {self.max_pixels:,}")

@@ -1,0 +1,90 @@
+"""Read an image's file from where data or an agent says that it is.
+
+Tests: tests/unit/images/test_sources.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.errors import ImageError
+
+MOST_BYTES: Final = 64 * 2**20
+"""Most bytes of an image's file."""
+_FETCH_SECONDS: Final = 30.0
+
+
+def read_source(source: Any, *, folder: Path | None, allow_urls: bool) -> bytes:
+    """Return an image's file.
+
+    source      bytes; a table of Hugging Face's {"bytes": ..., "path": ...} or {"base64": ...}; a data URL; a URL;
+                a path
+    folder      folder of relative paths; None: paths are not read, as those of an agent
+    allow_urls  whether http(s) is fetched
+
+    Raises ImageError.
+    """
+    if isinstance(source, Mapping):
+        for key in ("bytes", "base64", "path", "url", "image"):
+            if source.get(key) is not None:
+                value = source[key]
+                return _decode(value) if key == "base64" else read_source(value, folder=folder, allow_urls=allow_urls)
+        raise ImageError(f"names no image: {', '.join(map(str, source)) or 'an empty table'}")
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _limited(bytes(source))
+    if source is None:
+        raise ImageError("is missing")
+    if not isinstance(source, str):
+        raise ImageError(f"is a {type(source).__name__}, and must be bytes, a path, a URL or base64")
+    if source.startswith("data:"):
+        head, comma, text = source.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ImageError("is a data URL without ;base64")
+        return _decode(text)
+    if source.startswith(("http://", "https://")):
+        return _fetch(source, is_allowed=allow_urls)
+    if folder is None:
+        raise ImageError("is no data URL, and files and URLs are not read for an agent; send base64")
+    return _read(folder / source.removeprefix("file://"), source)
+
+
+def _decode(text: Any) -> bytes:
+    if not isinstance(text, str) or len(text) > 4 * MOST_BYTES / 3 + 4:
+        raise ImageError("is no base64 text, or too long")
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise ImageError("is not base64") from None
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ImageError(f"{name} has more than {MOST_BYTES:,} bytes")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        shown = name if len(name) <= 200 else name[:197] + "..."
+        raise ImageError(f"{shown} cannot be read: {reason}") from None
+
+
+def _fetch(url: str, *, is_allowed: bool) -> bytes:
+    if not is_allowed:
+        raise ImageError(f"{url[:200]} is a URL, and images.allow_urls is false")
+    try:
+        with urllib.request.urlopen(url, timeout=_FETCH_SECONDS) as response:
+            return _limited(response.read(MOST_BYTES + 1))
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise ImageError(f"{url[:200]} cannot be fetched: {error}") from None
+
+
+def _limited(data: bytes) -> bytes:
+    if len(data) > MOST_BYTES:
+        raise ImageError(f"has more than {MOST_BYTES:,} bytes")
+    return data

@@ -1,0 +1,54 @@
+"""Where an image may come from, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ImageError
+from asyncrl.images.sources import read_source
+
+DATA = b"a picture"
+TEXT = base64.b64encode(DATA).decode()
+
+
+def test_every_form_gives_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(DATA)
+    for source in (
+        DATA,
+        "a.png",
+        str(tmp_path / "a.png"),
+        f"file://{tmp_path}/a.png",
+        f"data:image/png;base64,{TEXT}",
+        {"base64": TEXT},
+        {"bytes": DATA, "path": None},  # Hugging Face's data sets
+        {"bytes": None, "path": "a.png"},
+        {"url": f"data:image/png;base64,{TEXT}"},
+    ):
+        assert read_source(source, folder=tmp_path, allow_urls=False) == DATA
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (None, "is missing"),
+        (7, "is a int"),
+        ({}, "an empty table"),
+        ("none.png", "none.png cannot be read: No such file"),
+        ("data:image/png,abc", "without ;base64"),
+        ({"base64": "?"}, "is not base64"),
+        ("https://example.org/a.png", "images.allow_urls is false"),
+    ],
+)
+def test_what_is_nowhere_is_refused_with_its_reason(tmp_path: Path, source: Any, problem: str) -> None:
+    with pytest.raises(ImageError, match=problem):
+        read_source(source, folder=tmp_path, allow_urls=False)
+
+
+@pytest.mark.parametrize("source", ["/etc/passwd", "a.png", "file:///etc/passwd", "http://localhost/"])
+def test_an_agent_names_no_file_of_the_worker_and_no_address(source: str) -> None:
+    with pytest.raises(ImageError):
+        read_source(source, folder=None, allow_urls=False)
