@@ -49,11 +49,28 @@ def require_sections(run: RunConfig, algorithm: Algorithm) -> None:
         raise ConfigError(
             f'teacher: {algorithm.name} learns from no teacher; remove [teacher], or use algorithm.name = "opd"'
         )
+    _require_likeliest(run, algorithm)
     if run.critic is not None and run.critic.warmup_steps >= run.run.steps:
         raise ConfigError(
             f"critic: warmup_steps {run.critic.warmup_steps} of {run.run.steps} run.steps would leave the policy as it "
             "is; lower it or raise run.steps"
         )
+
+
+def _require_likeliest(run: RunConfig, algorithm: Algorithm) -> None:
+    """Check that the likeliest tokens are asked for if the loss compares distributions, and only then."""
+    loss, wanted = algorithm.loss.name, algorithm.loss.inputs
+    of_teacher = run.teacher.top_logprobs if run.teacher else 0
+    for needed, key, count, why in (
+        ("behavior_likeliest", "rollout.top_logprobs", run.rollout.top_logprobs, "128, as slime has it"),
+        ("teacher_likeliest", "teacher.top_logprobs", of_teacher, "32, with [teacher] server"),
+    ):
+        if needed in wanted and not count:
+            raise ConfigError(f"algorithm: loss {loss} compares the likeliest tokens; set {key}, such as {why}")
+        if count and needed not in wanted:
+            raise ConfigError(
+                f"{key}: loss {loss} reads no likeliest tokens, which would only make messages larger; remove it"
+            )
 
 
 def folders(run: RunConfig, algorithm: Algorithm) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.batching.images import NO_IMAGES, PackedImages
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.policies.losses.loss import LossInputs
+from asyncrl.policies.losses.loss import LikeliestTokens, LossInputs
 
 LENGTH_RATIO = 0.75
 """Sequences share a rectangle if each has at least this fraction of the longest one's length."""
@@ -99,6 +99,7 @@ class PackedRow:
     distribution: Distribution
     _loss: Mapping[str, torch.Tensor]
     _model_outputs: Mapping[str, torch.Tensor]
+    _likeliest: Mapping[str, LikeliestTokens]
     images: PackedImages = NO_IMAGES
 
     @classmethod
@@ -113,11 +114,14 @@ class PackedRow:
         }
         sampled = distribution_arrays(micro_batch, rows)
         loss = {name: getattr(micro_batch, name)[rows] for name in _LOSS}
+        likely: dict[str, NDArray[Any]] = {}
+        for name, of in micro_batch.likeliest.items():
+            likely |= {f"{name} tokens": of.tokens[rows].astype(np.int64), f"{name} logprobs": of.logprobs[rows]}
         outputs = {f"output {name}": array[rows] for name, array in micro_batch.model_outputs.items()}
         loss["sequence"] = np.searchsorted(micro_batch.boundaries[1:], rows, side="right")
         parts, order = rectangles(micro_batch.boundaries) if in_rectangles else ([], np.empty(0, np.int64))
         rectangular = {f"rectangle {i}": part for i, part in enumerate(parts)} | {"order": order}
-        moved = to_device(arrays | loss | outputs | rectangular | sampled, device)
+        moved = to_device(arrays | loss | outputs | likely | rectangular | sampled, device)
         layout = Rectangles(indices=tuple(moved[f"rectangle {i}"] for i in range(len(parts))), order=moved["order"])
         return cls(
             **{name: moved[name] for name in arrays},
@@ -127,6 +131,10 @@ class PackedRow:
             _loss={name: moved[name] for name in loss},
             _model_outputs={name: moved[f"output {name}"] for name in micro_batch.model_outputs},
             images=micro_batch.images,
+            _likeliest={
+                name: LikeliestTokens(tokens=moved[f"{name} tokens"], logprobs=moved[f"{name} logprobs"])
+                for name in micro_batch.likeliest
+            },
         )
 
     def loss_inputs(
@@ -140,6 +148,8 @@ class PackedRow:
             logits=logits,
             num_sequences=len(self.boundaries) - 1,
             model_outputs=self._model_outputs,
+            behavior_likeliest=self._likeliest.get("behavior_likeliest"),
+            teacher_likeliest=self._likeliest.get("teacher_likeliest"),
             **self._loss,
         )
 

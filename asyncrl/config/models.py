@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl.config.checks import MOST_KEPT
 from asyncrl.errors import ConfigError
 
 
@@ -82,6 +83,10 @@ class TeacherSection:
     """Key in a row's metadata (data.metadata_key, data.metadata_columns) with the name of its own teacher, a server of
     [servers]; rows without it have ``server``. Empty: all rows have ``server``."""
 
+    top_logprobs: int = 0
+    """Number of likeliest tokens that a served teacher names at each place with their logprobs, at most 1,024, for the
+    loss distill; 8 bytes each in an answer. SGLang and vLLM can. 0: the logprobs of the answer's tokens alone."""
+
     @property
     def is_served(self) -> bool:
         return bool(self.server or self.key)
@@ -90,4 +95,11 @@ class TeacherSection:
         if bool(self.path) == self.is_served:
             raise ConfigError(
                 "set either path, a folder that the learner loads, or server (and key), the name of one of [servers]"
+            )
+        if not 0 <= self.top_logprobs <= MOST_KEPT:
+            raise ConfigError(f"top_logprobs must be 0 to {MOST_KEPT:,}, got {self.top_logprobs}")
+        if self.top_logprobs and not self.is_served:
+            raise ConfigError(
+                "top_logprobs are of a teacher on a server: the learner would have to hold the logits of two models; "
+                "set server in place of path, or remove them"
             )

@@ -132,6 +132,9 @@ class RolloutSection:
     0.5.23 on."""
     top_k: int = 0
     """Top-k sampling, 2 to 1,024; 0 is off. Replayed as top_p is."""
+    top_logprobs: int = 0
+    """Number of likeliest tokens whose behavior logprobs each sampled token carries, at most 1,024, for losses that
+    compare distributions (score_centered); 8 bytes each: 1 KB a token for 128. 0: none."""
     max_context_tokens: int = 0
     """Most tokens of prompt and answer together, over all turns: an answer ends there with finish_reason "length".
     0: the engine's context, which a longer prompt or answer must fit."""
@@ -226,6 +229,13 @@ class RolloutSection:
             self.top_k == 0 or 2 <= self.top_k <= MOST_KEPT,
             f"top_k must be 0 (off) or 2 to {MOST_KEPT:,} (1 leaves nothing to choose, and each token that is left "
             f"travels with the answer), got {self.top_k}",
+        )
+        require(
+            0 <= self.top_logprobs <= MOST_KEPT, f"top_logprobs must be 0 to {MOST_KEPT:,}, got {self.top_logprobs}"
+        )
+        require(
+            not self.top_logprobs or (self.top_p == 1 and self.top_k == 0),
+            "top_logprobs are over all tokens, and top_p or top_k leave some out; use top_p = 1 and top_k = 0",
         )
         require(self.max_context_tokens >= 0, f"max_context_tokens must be >= 0, got {self.max_context_tokens}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
@@ -496,9 +506,10 @@ class RunConfig:
     def largest_group_bytes(self) -> int:
         """Upper bound on the size of a trajectory group: 4 B token + 4 B logprob + 1 B mask per token (and 4 B of
         a served teacher), and some overhead. With top_p or top_k also what is left to sample from: an upper bound of
-        its mean, at 64 tokens."""
+        its mean, at 64 tokens; with top_logprobs 8 B for each token of them."""
         is_cut = self.rollout.top_p < 1 or self.rollout.top_k > 0
         of_support = 4 + 4 * min(self.rollout.top_k or _MEAN_KEPT, _MEAN_KEPT) if is_cut else 0
-        of_token = 9 + 4 * self.has_served_teacher + of_support
+        of_teacher = 4 + 8 * self.teacher.top_logprobs if self.has_served_teacher and self.teacher else 0
+        of_token = 9 + of_teacher + of_support + 8 * self.rollout.top_logprobs
         response = self.rollout.group_size * (of_token * self.rollout.max_new_tokens + 1024)
         return response + 4 * self.data.max_prompt_tokens + 4096

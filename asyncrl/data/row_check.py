@@ -38,7 +38,7 @@ class RowLimits:
     labelled_for   the reward.kind if it compares with a label; otherwise ""
     check_label    of reward.kind
     rewards        names that data.reward_key may hold -> requirements of that reward
-    sampling       the run's SAMPLING and ignore_eos of [rollout], which a row may override
+    sampling       the run's SAMPLING of [rollout], which a row may override, and what must fit to it
     vocabulary     size of the model's vocabulary; stop_token_ids must be below it
     end_tokens     tokens that end an answer in the model's configuration
     keeps_messages whether a prompt group carries the chat messages that its prompt was rendered from

@@ -12,7 +12,8 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messages import SamplingParams, VersionSpan, replace
+from asyncrl.messages import SamplingParams, VersionSpan, likeliest, replace
+from asyncrl.messages.likeliest import NONE, Likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, join, keep_last
 from asyncrl.messages.support import WHOLE, Support
 from asyncrl.messages.support import join as join_supports
@@ -33,6 +34,7 @@ class Generation:
                    report it
     cached_tokens  tokens of the prompt whose keys and values the engine still had, as it reports them
     support        of the tokens, if SamplingParams.reports_support
+    likeliest      tokens at each place under the sampling distribution, if SamplingParams.top_logprobs
     """
 
     tokens: NDArray[np.int32]
@@ -42,6 +44,7 @@ class Generation:
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
     cached_tokens: int = 0
     support: Support = WHOLE
+    likeliest: Likeliest = NONE
 
     def first(self, count: int) -> Generation:
         """Return the first ``count`` tokens, as an unfinished generation."""
@@ -53,6 +56,7 @@ class Generation:
             experts=self.experts[: max(0, len(self.experts) - max(0, len(self.tokens) - count))],
             cached_tokens=self.cached_tokens,
             support=self.support.first(count),
+            likeliest=self.likeliest.first(count),
         )
 
     def after(self, count: int) -> Generation:
@@ -71,6 +75,7 @@ class Generation:
             experts=keep_last(self.experts, len(self.tokens) - count + 1),
             cached_tokens=self.cached_tokens,
             support=self.support.after(count),
+            likeliest=self.likeliest.after(count),
         )
 
     def then(self, rest: Generation) -> Generation:
@@ -89,6 +94,7 @@ class Generation:
             experts=join(self.experts, rest.experts, len(rest.tokens)),
             cached_tokens=rest.cached_tokens,
             support=join_supports([(len(self.tokens), self.support), (len(rest.tokens), rest.support)]),
+            likeliest=likeliest.join([(len(self.tokens), self.likeliest), (len(rest.tokens), rest.likeliest)]),
         )
 
     def continue_from(

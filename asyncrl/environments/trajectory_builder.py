@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
-from asyncrl.messages import Trajectory, TurnReward, VersionSpan, replace
+from asyncrl.messages import Trajectory, TurnReward, VersionSpan, likeliest, replace
 from asyncrl.messages.images import ImageRef
+from asyncrl.messages.likeliest import NONE, Likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, join, keep_last, unrouted_rows
 from asyncrl.messages.support import WHOLE, Support
 from asyncrl.messages.support import join as join_supports
@@ -49,6 +50,7 @@ class TrajectoryBuilder:
         self._finish_reason = ""
         self._experts: ExpertArray = NO_EXPERTS
         self._supports: list[tuple[int, Support]] = []  # number of tokens of each turn, and its support
+        self._likeliest: list[tuple[int, Likeliest]] = []
         self._turn_rewards: dict[int, float] = {}
         self._turn = -1  # start of the model's last turn
 
@@ -76,6 +78,7 @@ class TrajectoryBuilder:
         self._experts = self._routed(answer)
         self._turn = self.num_tokens
         self._supports.append((len(answer.tokens), answer.support))
+        self._likeliest.append((len(answer.tokens), answer.likeliest))
         self._append(answer.tokens, answer.logprobs, is_sampled=True)
         self._finish_reason = answer.finish_reason
         return answer
@@ -97,6 +100,7 @@ class TrajectoryBuilder:
             self._experts = np.concatenate([self._experts, unrouted_rows(len(tokens), like=self._experts)])
         self._images += images
         self._supports.append((len(tokens), WHOLE))
+        self._likeliest.append((len(tokens), NONE))
         self._append(tokens, np.zeros(len(tokens), np.float32), is_sampled=False)
 
     def add_reward(self, reward: float) -> None:
@@ -136,6 +140,7 @@ class TrajectoryBuilder:
             finish_reason=finish_reason or self._finish_reason,
             experts=self._experts,
             support=join_supports(self._supports),
+            likeliest=likeliest.join(self._likeliest),
             prompt_tokens=self._tokens[: self._num_prompt_tokens],
             turn_rewards=tuple(TurnReward(start=at, reward=value) for at, value in self._turn_rewards.items()),
             images=self.images,

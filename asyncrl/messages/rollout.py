@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.checks import MOST_KEPT
 from asyncrl.messages.images import ImageRef, check_images
+from asyncrl.messages.likeliest import NONE, Likeliest, check_likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, check_experts
 from asyncrl.messages.support import WHOLE, Support, check_support
 from asyncrl.messages.validation import check_array, check_counts, replace, require
@@ -63,6 +64,7 @@ class SamplingParams:
     min_new_tokens  number of first tokens that may not be an end token or in ``stop_token_ids``; their logprobs are of
                     the distribution without those tokens. A stop text may still end a shorter answer
     max_context_tokens  most tokens of prompt and answer, over all turns; 0: as many as the engine takes
+    top_logprobs    number of likeliest tokens that each token carries with their logprobs (messages/likeliest.py)
     is_trained      False for an evaluation. Trained tokens carry their ``support`` where top_p or top_k cut the
                     distribution; engines refuse penalties for them
     """
@@ -79,6 +81,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     max_context_tokens: int = 0
+    top_logprobs: int = 0
     is_trained: bool = True
 
     def __post_init__(self) -> None:
@@ -92,6 +95,13 @@ class SamplingParams:
         require(
             not self.is_trained or self.top_k == 0 or 2 <= self.top_k <= MOST_KEPT,
             f"top_k must be 0 (off) or 2 to {MOST_KEPT:,} in training, got {self.top_k}",
+        )
+        require(
+            0 <= self.top_logprobs <= MOST_KEPT, f"top_logprobs must be 0 to {MOST_KEPT:,}, got {self.top_logprobs}"
+        )
+        require(
+            not self.top_logprobs or not self.reports_support,
+            f"top_logprobs are of the whole vocabulary, and {self.changes} cuts it; use 0, or top_p = 1 and top_k = 0",
         )
         require(self.max_context_tokens >= 0, f"max_context_tokens must be >= 0, got {self.max_context_tokens}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
@@ -254,6 +264,7 @@ class Trajectory:
     experts            [P + T, layers, experts per token] (messages/routing.py), including the prompt's tokens; empty if
                        the engine does not report them
     support            tokens that each was sampled from (messages/support.py); empty: the whole vocabulary
+    likeliest          tokens at each place, under the behavior policy (SamplingParams.top_logprobs)
     resumed            number of tokens under the mask, from the first, that earlier attempts at the group sampled
     prompt_tokens      i32[P], the tokens before these; empty: the group's prompt
     rollout, part      index of the rollout in the group, and of this trajectory in the rollout, from 0; rollout -1: the
@@ -261,6 +272,7 @@ class Trajectory:
     turn_rewards       rewards of single turns in addition to ``reward``, sorted by start
     teacher_logprobs   f32[T], what a served teacher gives each token, at temperature 1; empty without one
     images             all images of prompt and answer, in order; ``start`` counts from the prompt's first token
+    teacher_likeliest  tokens at each place, under that teacher (teacher.top_logprobs)
     """
 
     tokens: NDArray[np.int32]
@@ -279,6 +291,8 @@ class Trajectory:
     turn_rewards: tuple[TurnReward, ...] = ()
     teacher_logprobs: NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
     images: tuple[ImageRef, ...] = ()
+    likeliest: Likeliest = NONE
+    teacher_likeliest: Likeliest = NONE
 
     def __post_init__(self) -> None:
         check_array(self, "tokens", np.int32)
@@ -303,6 +317,8 @@ class Trajectory:
         require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
         check_experts(self.experts, num_tokens=length)
         check_support(self.support, num_tokens=length)
+        check_likeliest(self.likeliest, num_tokens=length, name="likeliest")
+        check_likeliest(self.teacher_likeliest, num_tokens=length, name="teacher_likeliest")
         sampled = int(np.count_nonzero(self.response_mask))
         require(0 <= self.resumed <= sampled, f"resumed is {self.resumed}, of {sampled} sampled tokens")
         require(_ALONE <= self.rollout < _MAX_GROUP, f"rollout must be >= 0 and < {_MAX_GROUP}, got {self.rollout}")
@@ -449,6 +465,7 @@ class CallSegment:
     finish_reason      empty unless these are the last tokens of the call
     experts            experts of these tokens and some before them (messages/routing.py)
     support            of these tokens (messages/support.py)
+    likeliest          at their places (messages/likeliest.py)
     """
 
     index: int
@@ -461,6 +478,7 @@ class CallSegment:
     finish_reason: str = ""
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
     support: Support = WHOLE
+    likeliest: Likeliest = NONE
 
     def __post_init__(self) -> None:
         check_array(self, "tokens", np.int32)
@@ -475,6 +493,7 @@ class CallSegment:
             version_spans=self.version_spans,
             experts=self.experts,
             support=self.support,
+            likeliest=self.likeliest,
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.rollout import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.messages.support import Support
 
@@ -40,12 +41,21 @@ def own_trajectory(trajectory: Trajectory) -> Trajectory:
     arrays = ("prompt_tokens", "tokens", "response_mask", "behavior_logprobs", "teacher_logprobs", "experts")
     copies = {name: read_only(getattr(trajectory, name)) for name in arrays}
     return _changed(
-        trajectory, reward_parts=dict(trajectory.reward_parts), support=own_support(trajectory.support), **copies
+        trajectory,
+        reward_parts=dict(trajectory.reward_parts),
+        support=own_support(trajectory.support),
+        likeliest=own_likeliest(trajectory.likeliest),
+        teacher_likeliest=own_likeliest(trajectory.teacher_likeliest),
+        **copies,
     )
 
 
 def own_support(support: Support) -> Support:
     return _changed(support, counts=read_only(support.counts), tokens=read_only(support.tokens))
+
+
+def own_likeliest(likeliest: Likeliest) -> Likeliest:
+    return _changed(likeliest, tokens=read_only(likeliest.tokens), logprobs=read_only(likeliest.logprobs))
 
 
 def own_group(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -123,8 +123,38 @@ async def test_a_teacher_gives_each_token_of_an_answer_its_logprob(served: Any, 
     _, servers = await served("big", texts=WORDS)
     teacher = Teacher("big", kind=kind, tokenizer=Words())
     tokens = np.array([9, 4, 13], np.int32)
-    found = await teacher.logprobs(np.array([3], np.int32), tokens, servers=servers)
-    assert found.tolist() == teacher_logprobs(tokens).tolist()
+    found = await teacher.score(np.array([3], np.int32), tokens, servers=servers)
+    assert found.logprobs.tolist() == teacher_logprobs(tokens).tolist()
+    await teacher.close()
+
+
+@pytest.mark.parametrize("kind", ["sglang", "openai"])
+async def test_a_teacher_names_the_likeliest_tokens_at_each_place(served: Any, kind: str) -> None:
+    """The first answer of an OpenAI server is compared by its texts, which the others do not have."""
+    server, servers = await served("big", texts=WORDS)
+    teacher = Teacher("big", kind=kind, tokenizer=Words(), top_logprobs=2)
+    tokens = np.array([9, 4, 13], np.int32)
+    for _ in range(2):
+        found = await teacher.score(np.array([3], np.int32), tokens, servers=servers)
+        assert found.logprobs.tolist() == teacher_logprobs(tokens).tolist()
+        assert found.likeliest.tokens.tolist() == [[10, 11], [5, 6], [14, 15]]
+        assert found.likeliest.logprobs.tolist() == [[-0.5, -1.5]] * 3
+    assert len(server.requests) == (2 if kind == "sglang" else 3)
+    await teacher.close()
+    other = Teacher("big", kind=kind, tokenizer=Words(offset=1), top_logprobs=2)
+    with pytest.raises(ConfigError, match="servers.big: its tokenizer is not that of model.path"):
+        await other.score(np.array([3], np.int32), tokens, servers=servers)
+    await other.close()
+
+
+async def test_a_server_that_cannot_name_the_likeliest_tokens_is_named_in_one_line(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, servers = await served("big", texts=WORDS)
+    monkeypatch.setattr(StubServer, "_table", lambda self, token, top: {f" {WORDS[token]}": -0.5})
+    teacher = Teacher("big", kind="openai", tokenizer=Words(), top_logprobs=2)
+    with pytest.raises(RewardError, match=r"it does not give the 2 likeliest tokens .* a teacher is SGLang or vLLM"):
+        await teacher.score(np.array([3], np.int32), np.array([9], np.int32), servers=servers)
     await teacher.close()
 
 
@@ -134,7 +164,7 @@ async def test_a_teacher_with_another_tokenizer_is_refused_in_one_line(served: A
     teacher = Teacher("big", kind=kind, tokenizer=Words(offset=1))
     says = "servers.big: its tokenizer is not that of model.path: token 9 is 'word9' there and 'word8' here"
     with pytest.raises(ConfigError, match=says):
-        await teacher.logprobs(np.array([3], np.int32), np.array([9], np.int32), servers=servers)
+        await teacher.score(np.array([3], np.int32), np.array([9], np.int32), servers=servers)
     await teacher.close()
 
 

@@ -146,6 +146,19 @@ async def test_a_trained_token_says_what_it_was_sampled_from(
     assert begun.prefix.support.counts[:9].tolist() == first.support.counts[:9].tolist()
 
 
+async def test_a_trained_token_carries_the_likeliest_at_its_place(engine: Engine, old: Model) -> None:
+    """With the logprobs that they had for the sampler, also where an earlier engine began the answer."""
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_logprobs=4)
+    first = await engine.generate(PROMPT, sampling, seed=1)
+    begun = PartialGeneration(first.first(5))
+    for answer in (first, await engine.generate(PROMPT, sampling, seed=2, partial=begun)):
+        assert answer.likeliest.tokens.shape == (12, 4)
+        for n, (tokens, logprobs) in enumerate(zip(answer.likeliest.tokens, answer.likeliest.logprobs, strict=True)):
+            every = old.distribution(PROMPT, answer.tokens[:n], temperature=0.8)
+            np.testing.assert_allclose(logprobs, np.log(np.sort(every)[::-1][:4]), atol=TOLERANCE)
+            np.testing.assert_allclose(logprobs, np.log(every[tokens]), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}])
 async def test_logprobs_of_an_evaluation_are_of_the_tokens_left_and_with_sglang_of_all(
     engine: Engine, adapter: tuple[str, Any], old: Model, options: dict[str, float]

@@ -28,6 +28,11 @@ def teacher_logprobs(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
     return (-(tokens % 7) / 7).astype(np.float32)
 
 
+def likeliest(token: int) -> list[tuple[int, float]]:
+    """Return the two likeliest tokens where ``token`` was sampled, and their logprobs."""
+    return [(token + 1, -0.5), (token + 2, -1.5)]
+
+
 class StubServer:
     """See ModelServer in engines/port.py."""
 
@@ -75,15 +80,32 @@ class StubServer:
         return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
 
     async def _score(self, request: web.Request) -> web.Response:
-        ids = (await self._read(request))["prompt"]
+        body = await self._read(request)
+        ids = body["prompt"]
         found = {"token_logprobs": [*self._logprobs(ids), -1.0], "tokens": [*map(self._text, ids), "!"]}
+        if body["logprobs"] > 1:
+            found["tokens"] = [f"token_id:{token}" for token in [*ids, 0]]
+            tables = map(self._table, ids[1:], self._tops(ids, body["logprobs"]))
+            found["top_logprobs"] = [None, *tables, {}]
         return web.json_response({"choices": [{"logprobs": found}]})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await self._read(request)
         ids, start = body["input_ids"], body["logprob_start_len"]
         entries = [[value, token, self._text(token)] for value, token in zip(self._logprobs(ids), ids, strict=True)]
-        return web.json_response({"meta_info": {"input_token_logprobs": entries[start:]}})
+        meta = {"input_token_logprobs": entries[start:]}
+        if "top_logprobs_num" in body:
+            tops = self._tops(ids, body["top_logprobs_num"])
+            meta["input_top_logprobs"] = [None, *([[value, one, None] for one, value in top] for top in tops)][start:]
+        return web.json_response({"meta_info": meta})
+
+    def _table(self, token: int, top: list[tuple[int, float]]) -> dict[str, float]:
+        """Return what vLLM says of a place: the likeliest by their ids, and the sampled token."""
+        return {f"token_id:{one}": value for one, value in [(token, -9.0), *top]}
+
+    def _tops(self, ids: list[int], count: int) -> list[list[tuple[int, float]]]:
+        """Return the likeliest tokens at the place of each token but the first, with their logprobs."""
+        return [likeliest(token) for token in ids[1:]]
 
     def _logprobs(self, ids: list[int]) -> list[float | None]:
         """Return the logprob of each token; none of the first."""
@@ -101,7 +123,13 @@ class ModelOnACpu(StubServer):
         self._network = transformers.AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32).eval()
 
     def _logprobs(self, ids: list[int]) -> list[float | None]:
-        with torch.no_grad():
-            logits = self._network(torch.tensor([ids])).logits[0, :-1]
-        found = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        found = self._distributions(ids).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
         return [None, *found.tolist()]
+
+    def _tops(self, ids: list[int], count: int) -> list[list[tuple[int, float]]]:
+        values, tokens = self._distributions(ids).topk(count)
+        return [list(zip(*both, strict=True)) for both in zip(tokens.tolist(), values.tolist(), strict=True)]
+
+    def _distributions(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.log_softmax(self._network(torch.tensor([ids])).logits[0, :-1], -1)

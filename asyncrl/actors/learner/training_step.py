@@ -151,7 +151,7 @@ def _add_outputs(backend: Backend, batch: Batch, mini_batches: MiniBatches, *, a
         return mini_batches
     # A model sees the whole batch at once: the mini-batches of each rank are joined, then split again.
     shares = [[one for share in of_rank for one in share] for of_rank in zip(*mini_batches, strict=True)]
-    known = set.intersection(*(set(one.model_outputs) for share in shares for one in share))  # of a served teacher
+    known = set.intersection(*({*one.model_outputs, *one.likeliest} for share in shares for one in share))
     outputs = {}
     for name in sorted(names - known):
         if COMPUTED_BY[name] == "policy" and isinstance(backend, RecordsRouting) and backend.records_routing:

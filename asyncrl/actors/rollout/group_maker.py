@@ -31,7 +31,7 @@ from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.images import ImageRef, check_images
 from asyncrl.messages.rollout import label_text
-from asyncrl.messages.user_copies import own_prompt, own_support, read_only
+from asyncrl.messages.user_copies import own_likeliest, own_prompt, own_support, read_only
 from asyncrl.outage import outage_kind
 from asyncrl.policies.groups.validation import reward_problems
 from asyncrl.rewards.completions import CompletionReader
@@ -443,6 +443,7 @@ def check_rollout(
                 behavior_logprobs=read_only(one.behavior_logprobs),
                 experts=read_only(one.experts),
                 support=own_support(one.support),
+                likeliest=own_likeliest(one.likeliest),
                 rollout=index,
                 part=number,
                 prompt_tokens=_NO_PROMPT

@@ -362,6 +362,7 @@ class GroupProgress:
                 finish_reason=new.finish_reason,
                 experts=new.experts,
                 support=new.support,
+                likeliest=new.likeliest,
             )
 
     async def forget(self, bus: Bus, *, worker: str) -> None:
@@ -391,6 +392,7 @@ def assemble_calls(segments: Iterable[GroupSegment]) -> dict[Key, Generation]:
                 finish_reason=new.finish_reason,
                 experts=new.experts,
                 support=new.support,
+                likeliest=new.likeliest,
             )
             before = calls.get(key)
             if new.start > 0:

@@ -22,6 +22,7 @@ from asyncrl.environments.port import Tokenizer
 from asyncrl.errors import ConfigError, Outage, RewardError
 from asyncrl.messages import PromptGroup, Trajectory, replace
 from asyncrl.messages.control import ServerAddress
+from asyncrl.messages.likeliest import NONE, Likeliest
 from asyncrl.rewards.http import HttpOptions, JsonServer
 
 AT_ONCE: Final = 32
@@ -39,18 +40,21 @@ class Scored:
     logprobs  f32[T]
     tokens    their ids, if the server named them
     texts     their texts
+    likeliest at their places, if they were asked for
     """
 
     logprobs: NDArray[np.float32]
     tokens: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
+    likeliest: Likeliest = NONE
 
 
 class Teacher:
     """One server. Raises RewardError for an answer that has no logprobs, Outage while the server is away."""
 
-    def __init__(self, name: str, *, kind: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, *, kind: str, tokenizer: Tokenizer, top_logprobs: int = 0) -> None:
         """name, kind: of [servers.NAME]"""
+        self._top = top_logprobs
         self._name = name
         self._speaks_openai = kind != "sglang"
         self._tokenizer = tokenizer
@@ -63,35 +67,44 @@ class Teacher:
             name="teacher",
         )
 
-    async def logprobs(
+    async def score(
         self, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, servers: Mapping[str, ServerAddress]
-    ) -> NDArray[np.float32]:
-        """Return the logprob of each token behind the prompt, at temperature 1.  i32[P], i32[T] -> f32[T]
+    ) -> Scored:
+        """Return what it says of each token behind the prompt, at temperature 1.  i32[P], i32[T]
 
         Raises ConfigError if the server's tokenizer is another one.
         """
+        async with self._places:
+            if not self._is_checked:  # vLLM gives no texts where it names the likeliest tokens
+                first = await self._ask(prompt, tokens, top=0 if self._speaks_openai else self._top, servers=servers)
+                check_tokens(self._name, tokens.tolist(), first, self._tokenizer)
+                self._is_checked = True
+                if first.likeliest.count or not self._top:
+                    return first
+            return await self._ask(prompt, tokens, top=self._top, servers=servers)
+
+    async def _ask(
+        self, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, top: int, servers: Mapping[str, ServerAddress]
+    ) -> Scored:
         ids = [*prompt.tolist(), *tokens.tolist()]
         model = servers[self._name].model if self._speaks_openai else ""
-        body = _openai_request(ids, model) if self._speaks_openai else _sglang_request(ids, len(prompt))
+        body = _openai_request(ids, model, top) if self._speaks_openai else _sglang_request(ids, len(prompt), top)
         read = _read_openai if self._speaks_openai else _read_sglang
 
         def take(answer: Any) -> Scored:
             try:
-                return read(answer, num_prompt=len(prompt), count=len(tokens))
+                return read(answer, num_prompt=len(prompt), count=len(tokens), top=top)
             except (LookupError, TypeError, ValueError, OverflowError) as error:
+                what = f"the {top} likeliest tokens" if top else "logprobs"
+                able = "SGLang or vLLM" if top else "SGLang, or a server whose /completions takes echo with logprobs"
                 raise self._server.error(
-                    f"it gives no logprobs of a prompt ({type(error).__name__}: {error}); a teacher is SGLang, or a "
-                    "server whose /completions takes echo = true with logprobs"
+                    f"it does not give {what} of a prompt ({type(error).__name__}: {error}); a teacher is {able}"
                 ) from None
 
-        async with self._places:
-            scored = await self._server.ask(body, take, servers=servers)
-        if not self._is_checked:
-            check_tokens(self._name, tokens.tolist(), scored, self._tokenizer)
-            self._is_checked = True
+        scored = await self._server.ask(body, take, servers=servers)
         if not np.isfinite(scored.logprobs).all() or float(scored.logprobs.max()) > _POSITIVE_LOGPROB:
             raise self._server.error("a logprob of its answer is NaN, infinite or above 0")
-        return np.minimum(scored.logprobs, np.float32(0))
+        return dataclasses.replace(scored, logprobs=np.minimum(scored.logprobs, np.float32(0)))
 
     async def close(self) -> None:
         await self._server.close()
@@ -127,8 +140,8 @@ class Teachers:
 
         async def score_one(one: Trajectory) -> Trajectory:
             before = one.prompt_tokens if len(one.prompt_tokens) else prompt.prompt_tokens
-            logprobs = await teacher.logprobs(before, one.tokens, servers=self._servers)
-            made: Trajectory = replace(one, teacher_logprobs=logprobs)
+            scored = await teacher.score(before, one.tokens, servers=self._servers)
+            made: Trajectory = replace(one, teacher_logprobs=scored.logprobs, teacher_likeliest=scored.likeliest)
             return made
 
         flat = [part for parts in rollouts for part in parts]
@@ -156,10 +169,18 @@ class Teachers:
 
 
 def make_teachers(
-    kinds: Mapping[str, str], *, default: str, key: str, servers: Mapping[str, ServerAddress], tokenizer: Tokenizer
+    kinds: Mapping[str, str],
+    *,
+    default: str,
+    key: str,
+    servers: Mapping[str, ServerAddress],
+    tokenizer: Tokenizer,
+    top_logprobs: int = 0,
 ) -> Teachers:
     """kinds: kind of each server of [servers] that may be a teacher, by name"""
-    made = {name: Teacher(name, kind=kind, tokenizer=tokenizer) for name, kind in kinds.items()}
+    made = {
+        name: Teacher(name, kind=kind, tokenizer=tokenizer, top_logprobs=top_logprobs) for name, kind in kinds.items()
+    }
     return Teachers(made, default=default, key=key, servers=servers)
 
 
@@ -180,18 +201,22 @@ def check_tokens(name: str, tokens: Sequence[int], scored: Scored, tokenizer: To
             )
 
 
-def _sglang_request(ids: Sequence[int], num_prompt: int) -> dict[str, Any]:
+def _sglang_request(ids: Sequence[int], num_prompt: int, top: int) -> dict[str, Any]:
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": max(0, num_prompt - 1),
         "return_text_in_logprobs": True,
+        **({"top_logprobs_num": top} if top else {}),
     }
 
 
-def _read_sglang(answer: Any, *, num_prompt: int, count: int) -> Scored:
-    """Each entry is [logprob, token, text]. The entries end with the last token; the first token of all has None."""
+def _read_sglang(answer: Any, *, num_prompt: int, count: int, top: int) -> Scored:
+    """Each entry is [logprob, token, text]. The entries end with the last token; the first token of all has None.
+
+    The likeliest are a list of such entries at each place.
+    """
     entries = answer["meta_info"]["input_token_logprobs"][-count:]
     if len(entries) != count:
         raise ValueError(f"{len(entries)} of {count} tokens")
@@ -199,20 +224,58 @@ def _read_sglang(answer: Any, *, num_prompt: int, count: int) -> Scored:
         logprobs=np.array([float(entry[0]) for entry in entries], np.float32),
         tokens=tuple(int(entry[1]) for entry in entries),
         texts=tuple(str(entry[2] or "") for entry in entries),  # null from a server that gives none
+        likeliest=_likeliest(
+            [[(one[0], one[1]) for one in place] for place in answer["meta_info"]["input_top_logprobs"][-count:]],
+            top,
+            count=count,
+        )
+        if top
+        else NONE,
     )
 
 
-def _openai_request(ids: Sequence[int], model: str) -> dict[str, Any]:
-    return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1}
+def _openai_request(ids: Sequence[int], model: str, top: int) -> dict[str, Any]:
+    """vLLM names tokens by their ids if it is asked; their texts are not unique."""
+    as_ids = {"return_tokens_as_token_ids": True} if top else {}
+    return {
+        "model": model,
+        "prompt": ids,
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "echo": True,
+        "logprobs": top or 1,
+    } | as_ids
 
 
-def _read_openai(answer: Any, *, num_prompt: int, count: int) -> Scored:
-    """The lists begin with the prompt's first token and end with the one token that had to be generated, or before."""
+def _read_openai(answer: Any, *, num_prompt: int, count: int, top: int) -> Scored:
+    """The lists begin with the prompt's first token and end with the one token that had to be generated, or before.
+
+    The likeliest are a table {"token_id:7": logprob} at each place; it may have the sampled token in addition.
+    """
     found = answer["choices"][0]["logprobs"]
+    places = found["top_logprobs"][num_prompt : num_prompt + count] if top else []
     logprobs, texts = (found[name][num_prompt : num_prompt + count] for name in ("token_logprobs", "tokens"))
     if len(logprobs) != count or len(texts) != count:
         raise ValueError(f"{len(logprobs)} of {count} tokens")
     return Scored(
         logprobs=np.array([math.nan if one is None else float(one) for one in logprobs], np.float32),
         texts=tuple(map(str, texts)),
+        likeliest=_likeliest(
+            [[(value, name.removeprefix(_AS_ID)) for name, value in place.items()] for place in places],
+            top,
+            count=count,
+        )
+        if top
+        else NONE,
     )
+
+
+_AS_ID: Final = "token_id:"
+
+
+def _likeliest(places: Sequence[Sequence[tuple[Any, Any]]], top: int, *, count: int) -> Likeliest:
+    """Return the ``top`` likeliest of (logprob, token) at each of ``count`` places. Raises ValueError."""
+    if len(places) != count:
+        raise ValueError(f"the likeliest tokens at {len(places)} of {count} places")
+    in_order = [sorted(((float(value), int(token)) for value, token in place), reverse=True) for place in places]
+    return Likeliest.of([place[:top] for place in in_order])

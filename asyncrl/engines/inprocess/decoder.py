@@ -24,6 +24,7 @@ from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
 from asyncrl.engines.stopping import StopWatch
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
+from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import dtype_for, unrouted_rows
 from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
@@ -37,6 +38,7 @@ class RunningSequence:
 
     uniforms  one number in [0, 1) per token, drawn in advance so that samples do not depend on the rest of the batch
     support   tokens that each was sampled from, if sampling.reports_support
+    likeliest at the place of each token, if sampling.top_logprobs
     experts   experts of the prompt [P, layers, k], then of each token but the last [1, layers, k]; empty if unrecorded
     stop      detects stop strings, including one that began in a prefix of the answer
     images    that the prompt shows
@@ -49,6 +51,7 @@ class RunningSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[NDArray[np.int32]] = field(default_factory=list)
+    likeliest: list[Likeliest] = field(default_factory=list)
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     finish_reason: str = ""
     experts: list[NDArray[Any]] = field(default_factory=list)
@@ -275,6 +278,9 @@ class Decoder:
                 answer.support.append(logits[row].isfinite().nonzero()[:, 0].cpu().numpy().astype(np.int32))
         with self._rows_alone:
             logprobs = torch.log_softmax(logits / temperatures, dim=-1)
+        for row, answer in enumerate(answers):
+            if answer.sampling.top_logprobs:
+                answer.likeliest.append(_likeliest(logprobs[row], answer.sampling.top_logprobs))
         cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         uniforms = self._column([answer.uniforms[len(answer.tokens)] for answer in answers], dtype=torch.float64)
         chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
@@ -401,6 +407,12 @@ def reshape_logits(
         is_out[sampling.most_kept or len(logits) :] = True
         logits = logits.index_fill(0, order[is_out], -torch.inf)
     return logits
+
+
+def _likeliest(logprobs: torch.Tensor, count: int) -> Likeliest:
+    """Return the ``count`` likeliest tokens of one place.  logprobs: f32[V]"""
+    values, tokens = logprobs.topk(min(count, len(logprobs)))
+    return Likeliest(tokens=tokens[None].int().cpu().numpy(), logprobs=values[None].cpu().numpy())
 
 
 def _penalize(logits: torch.Tensor, sampling: SamplingParams, tokens: Sequence[int]) -> torch.Tensor:

@@ -29,6 +29,7 @@ from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import ConfigError, EngineError, PromptError
 from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams
+from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, keep_last, unrouted
 from asyncrl.messages.support import Support
 
@@ -74,6 +75,7 @@ def generate_request(
         "return_logprob": True,
         "return_routed_experts": reports_experts,
         "return_sampling_mask": sampling.reports_support,
+        **({"top_logprobs_num": min(sampling.top_logprobs, vocabulary_size)} if sampling.top_logprobs else {}),
         "stream": stream,
         "extra_key": extra_key,
     }
@@ -124,6 +126,7 @@ class Reply:
     experts            counts of the model's experts, if the server reports the experts of each token
     num_prompt_tokens  prompt tokens of the request
     has_support        whether the support of each token is asked for
+    has_likeliest      whether the likeliest tokens at each place are asked for
     """
 
     def __init__(
@@ -135,8 +138,11 @@ class Reply:
         experts: ExpertCounts | None = None,
         num_prompt_tokens: int = 0,
         has_support: bool = False,
+        has_likeliest: bool = False,
     ) -> None:
         self._has_support = has_support
+        self._has_likeliest = has_likeliest
+        self._likeliest: list[list[tuple[float, int]]] = []
         self._supports: list[list[int]] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -197,6 +203,7 @@ class Reply:
             experts=keep_last(self._experts, len(self._tokens) - begin + 1) if begin else self._experts,
             cached_tokens=self._cached_tokens,
             support=Support.of(self._supports[begin:]),
+            likeliest=Likeliest.of(self._likeliest[begin:]),
         )
 
     def generation(self) -> Generation:
@@ -225,6 +232,8 @@ class Reply:
         self._logprobs[begin:] = [float("nan") if entry[0] is None else float(entry[0]) for entry in entries]
         if self._has_support:
             self._take_supports(meta, entries)
+        if self._has_likeliest:
+            self._take_likeliest(meta, len(entries))
         self._finish = meta.get("finish_reason")
         self._cached_tokens = int(meta.get("cached_tokens") or 0)
         if self._expert_counts is not None and (text := meta.get("routed_experts")):
@@ -239,6 +248,14 @@ class Reply:
             raise EngineError(f"the server's supports are of {len(supports)} tokens, of {len(entries)}")
         self._supports[begin:] = supports
         self._logprobs[begin:] = [float(logprob) for logprob in logprobs]
+
+    def _take_likeliest(self, meta: Mapping[str, Any], num_new: int) -> None:
+        """Read the likeliest tokens at the place of each, as [logprob, token, text]."""
+        places = meta.get("output_top_logprobs") or []
+        begin = len(self._tokens) - len(places)
+        if len(places) < num_new or not 0 <= begin <= len(self._likeliest):
+            raise EngineError(f"the server gave the likeliest tokens at {len(places)} places, of {num_new}")
+        self._likeliest[begin:] = [[(float(one[0]), int(one[1])) for one in place] for place in places]
 
     def _version(self, text: str) -> Version:
         version = self._stamps.read(text)

@@ -322,7 +322,17 @@ def sampling_params(run: RunConfig) -> SamplingParams:
         stop_token_ids=run.rollout.stop_token_ids,
         min_new_tokens=run.rollout.min_new_tokens,
         max_context_tokens=run.rollout.max_context_tokens,
+        top_logprobs=run.rollout.top_logprobs,
     )
+
+
+def _num_likeliest(run: RunConfig, vocabulary_size: int) -> dict[str, int]:
+    """Return how many likeliest tokens answers must have at each place, by the field of a trajectory."""
+    asked = {
+        "likeliest": run.rollout.top_logprobs,
+        "teacher_likeliest": run.teacher.top_logprobs if run.teacher else 0,
+    }
+    return {name: min(count, vocabulary_size) for name, count in asked.items() if count}
 
 
 def _pictures(run: RunConfig, *, bus: Bus) -> Pictures | None:
@@ -346,6 +356,7 @@ def _validator(run: RunConfig, *, bus: Bus, pictures: Pictures | None) -> Valida
             max_parts=_max_parts(run_files),
             asked_before=_prompt_limits(run_files),
             needs_teacher=run.has_served_teacher,
+            likeliest=_num_likeliest(run, model.vocab_size),
             **_expert_limits(model),
         ),
         logprob_check=LogprobMismatch(bound=bound, every=run.learner.logprob_check_every),

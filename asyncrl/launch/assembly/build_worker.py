@@ -162,4 +162,11 @@ def _teachers(run: RunConfig, servers: ServerBook, tokenizer: Tokenizer) -> Teac
         return None
     kinds = {name: run.servers[name].kind for name in learner_models.teachers(run)}
     teacher = run.teacher
-    return make_teachers(kinds, default=teacher.server, key=teacher.key, servers=servers, tokenizer=tokenizer)
+    return make_teachers(
+        kinds,
+        default=teacher.server,
+        key=teacher.key,
+        servers=servers,
+        tokenizer=tokenizer,
+        top_logprobs=teacher.top_logprobs,
+    )

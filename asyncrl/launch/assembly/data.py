@@ -185,7 +185,7 @@ def _limits(run: RunConfig) -> RowLimits:
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
         check_label=label_check(run.reward),
         rewards=rewards,
-        sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
+        sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos", "top_logprobs")},
         vocabulary=model.vocab_size,
         end_tokens=model.end_tokens,
         keeps_messages=_keeps_messages(run),

@@ -450,6 +450,11 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
             "rollout.top_p and top_k are for what is generated, and rollout.function = "
             f'"{rollout.function}" generates nothing; remove them'
         )
+    if rollout.top_logprobs and not samples:
+        raise ConfigError(
+            "rollout.top_logprobs are of what is generated, and rollout.function = "
+            f'"{rollout.function}" generates nothing; remove them'
+        )
     if (rollout.top_p < 1 or rollout.top_k > 0) and run.has_served_teacher:
         raise ConfigError(
             "rollout.top_p and top_k: a teacher on a server gives logprobs over all tokens, and the policy's are over "

@@ -43,6 +43,7 @@ COMPUTED_BY: Final[Mapping[str, str]] = {
     "values": "critic",
     "ref_logprobs": "reference",
     "teacher_logprobs": "teacher",
+    "teacher_likeliest": "teacher",
     "prox_logprobs": "policy",
 }
 """Which model computes each model output, before the step (Backend.forward)."""

@@ -12,7 +12,7 @@ from asyncrl.policies.algorithms.spec import AlgorithmSpec
 from asyncrl.policies.corrections.weights import NoCorrection, TISToken
 from asyncrl.policies.losses.aggregation import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean
 from asyncrl.policies.losses.cispo import Cispo
-from asyncrl.policies.losses.distillation import OPDReward
+from asyncrl.policies.losses.distillation import Distill, OPDReward
 from asyncrl.policies.losses.ppo import GSPO, PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
 
@@ -130,6 +130,14 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
             loss=OPDReward(),
             aggregation=TokenMean(),
             correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="distill",
+            paper="arXiv:2306.13649 on the policy's own samples: the KL to a served teacher's likeliest tokens",
+            advantage=NoAdvantage(),
+            loss=Distill(),
+            aggregation=TokenMean(),
+            correction=(NoCorrection(),),
         ),
         AlgorithmSpec(
             name="p3o",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.staleness import Discard
-from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.messages import Trajectory, TrajectoryGroup, likeliest
 from asyncrl.messages.support import WHOLE, join
 from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.turns import turns_of
@@ -301,6 +301,14 @@ def _sequence(
         support=join([(prompt, WHOLE), (len(mask), trajectory.support)]),
         temperature=group.temperature,
         pictures=pictures,
+        likeliest={
+            name: likeliest.join([(prompt, likeliest.NONE), (len(mask), its)])
+            for name, its in (
+                ("behavior_likeliest", trajectory.likeliest),
+                ("teacher_likeliest", trajectory.teacher_likeliest),
+            )
+            if its.count
+        },
     )
 
 

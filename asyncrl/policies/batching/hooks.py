@@ -42,7 +42,7 @@ _KEPT: Final = ("tokens", "prompt_tokens", "behavior_logprobs", "version_spans",
 _ARRAYS: Final = ("tokens", "response_mask", "behavior_logprobs", "advantages", "loss_weights", "staleness")
 _KEPT_OF_SEQUENCE: Final = (
     *("tokens", "behavior_logprobs", "staleness", "temperature"),
-    *("support", "experts", "model_outputs"),
+    *("support", "experts", "model_outputs", "likeliest"),
 )
 
 

@@ -17,6 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.messages import likeliest
+from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import WHOLE, Support, join
 from asyncrl.policies.batching import prefixes
@@ -41,6 +43,7 @@ class TrainingSequence:
     support            tokens that each was sampled from (messages/support.py); empty: the whole vocabulary
     temperature        at which it was sampled; 0: rollout.temperature
     pictures           images that it shows, in order
+    likeliest          tokens at each place, by name: "behavior_likeliest", "teacher_likeliest"; those that are known
     """
 
     tokens: NDArray[np.int32]
@@ -54,6 +57,7 @@ class TrainingSequence:
     support: Support = WHOLE
     temperature: float = 0.0
     pictures: tuple[Picture, ...] = ()
+    likeliest: Mapping[str, Likeliest] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -89,6 +93,7 @@ class MicroBatch:
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
     support: Support = WHOLE
     temperatures: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    likeliest: Mapping[str, Likeliest] = field(default_factory=dict)
     shared: NDArray[np.int32] = field(default_factory=lambda: _NOTHING_SHARED)
     images: PackedImages = NO_IMAGES
 
@@ -349,6 +354,7 @@ def _concatenate(
         },
         support=join([(len(sequence), sequence.support) for sequence in sequences]),
         temperatures=_temperatures(sequences),
+        likeliest=_likeliest(sequences),
         shared=shared if shared.any() else _NOTHING_SHARED,
         images=pack_images([(len(sequence), sequence.pictures) for sequence in sequences]),
         **per_token,
@@ -358,6 +364,15 @@ def _concatenate(
 def _common_outputs(sequences: Sequence[TrainingSequence]) -> list[str]:
     """Return the names that all sequences have in ``model_outputs``."""
     return sorted(set.intersection(*(set(one.model_outputs) for one in sequences))) if sequences else []
+
+
+def _likeliest(sequences: Sequence[TrainingSequence]) -> dict[str, Likeliest]:
+    """Return the likeliest tokens of the joined sequences, for every name that any of them has."""
+    names = sorted(set[str]().union(*(one.likeliest for one in sequences)))
+    return {
+        name: likeliest.join([(len(one), one.likeliest.get(name, likeliest.NONE)) for one in sequences])
+        for name in names
+    }
 
 
 def _temperatures(sequences: Sequence[TrainingSequence]) -> NDArray[np.float32]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.images import ImageRef
+from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import ExpertArray, dtype_for, unrouted
 from asyncrl.messages.validation import MOST_SECONDS, name_problem
 from asyncrl.policies.staleness.staleness import ResumePoints, effective_version
@@ -94,6 +95,7 @@ class GroupValidation:
                        with its own prompt
     max_parts          trajectories per rollout; 0: unlimited
     needs_teacher      whether a served teacher scores each answer
+    likeliest          number of likeliest tokens at each place, by the field of a trajectory that must have them
     num_experts        experts per layer of the model; 0: answers name no experts
     experts_shape      (layers, experts per token) of the model
     """
@@ -106,6 +108,7 @@ class GroupValidation:
     are_whole: bool = False
     max_parts: int = 0
     needs_teacher: bool = False
+    likeliest: Mapping[str, int] = field(default_factory=dict)
     num_experts: int = 0
     experts_shape: tuple[int, int] = (0, 0)
     asked_before: PromptSpec | None = None
@@ -258,6 +261,22 @@ def _teacher(vetted: Vetted) -> Iterator[str]:
         yield "an answer has no logprobs of a teacher, and this run needs them"
 
 
+def _likeliest(vetted: Vetted) -> Iterator[str]:
+    size = vetted.possible.vocabulary_size
+    for name, count in vetted.possible.likeliest.items():
+        for trajectory in vetted.group.trajectories:
+            found: Likeliest = getattr(trajectory, name)
+            if found.count != count:
+                yield f"an answer has {found.count} {name.replace('_', ' ')} tokens at each place, not {count}"
+                continue
+            tokens = found.tokens[trajectory.response_mask]
+            if not 0 <= int(tokens.min(initial=0)) <= int(tokens.max(initial=0)) < size:
+                yield f"a token of {name} is outside the vocabulary of {size}"
+            in_order = np.sort(tokens, axis=-1)
+            if (in_order[:, 1:] == in_order[:, :-1]).any():
+                yield f"{name} names a token twice at one place"
+
+
 def _experts(vetted: Vetted) -> Iterator[str]:
     (layers, per_token), most = vetted.possible.experts_shape, vetted.possible.num_experts
     for trajectory in vetted.group.trajectories:
@@ -375,6 +394,7 @@ CHECKS: Final = (
     Check(what="something to train in every answer", problems=_masks),
     Check(what="tokens of the model's vocabulary", problems=_tokens),
     Check(what="a teacher's logprobs, if the run has a served teacher", problems=_teacher),
+    Check(what="the likeliest tokens at each place, if the run needs them", problems=_likeliest),
     Check(what="experts of the model, each once, for every token", problems=_experts),
     Check(what="the tokens and the temperature that each token was sampled from", problems=_supports),
     Check(what="rewards and their parts: finite, within reward.largest, few, with names", problems=_rewards),

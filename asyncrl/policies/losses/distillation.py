@@ -1,18 +1,19 @@
 """Losses that learn from a teacher's logprobs on the student's own samples.
 
 For off-policy distillation, on a teacher's samples, use the loss ``sft``. The sampled reverse KL is wrong on stale
-samples (AsyncOPD, arXiv:2606.24143), so both losses recompute the signal under the current student. Divergences over
-the whole vocabulary are not offered, because the teacher would have to send a distribution per token.
+samples (AsyncOPD, arXiv:2606.24143), so the losses on sampled tokens recompute the signal under the current student.
+``distill`` compares distributions, of which a served teacher sends the likeliest tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 
 from asyncrl.policies.component import NonNegative, Positive
-from asyncrl.policies.losses.loss import Loss, LossInputs, never
+from asyncrl.policies.losses.loss import LikeliestTokens, Loss, LossInputs, never
 from asyncrl.policies.losses.ratios import finite, log_ratio
 from asyncrl.policies.losses.segments import Array, as_floats
 
@@ -72,3 +73,38 @@ class OPD(Loss):
         signal = log_ratio(as_floats(teacher_logprobs).detach(), policy)
         pull = torch.where(has_dropped, 0.0, -exponent.exp() * signal)
         return pull + self.kl_coef * exponent.square(), has_dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distill(Loss):
+    """KL between teacher and student over the teacher's likeliest tokens, and all others as one token.
+
+    forward is KL(teacher || student), which covers what the teacher does; reverse is KL(student || teacher). Taking
+    tokens together never raises a KL, so both are lower bounds of the one over the whole vocabulary, and equal it if
+    all tokens are sent. The answer's tokens only choose the places, so stale answers need no correction.
+    """
+
+    name = "distill"
+    paper = "arXiv:1503.02531, on the student's samples arXiv:2306.13649"
+    is_supervised = True
+
+    divergence: Literal["forward", "reverse"] = "forward"
+
+    def formula(self, logits: torch.Tensor, teacher_likeliest: LikeliestTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        student = _with_rest(torch.log_softmax(logits, dim=-1).gather(-1, teacher_likeliest.tokens))
+        teacher = _with_rest(teacher_likeliest.logprobs.to(logits.dtype))
+        first, second = (teacher, student) if self.divergence == "forward" else (student, teacher)
+        loss = (first.exp() * (first - second)).sum(-1)
+        return loss, never(loss)
+
+
+def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+    """Append the logprob of all other tokens together.  f32[M, K] -> f32[M, K + 1]"""
+    rest = torch.log1p(-logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - _LEAST_MASS))
+    return torch.cat([logprobs.clamp(min=_LEAST_LOGPROB), rest], dim=-1)
+
+
+_LEAST_MASS: Final = 1e-6
+"""Of all other tokens together: float32 cannot tell it from less."""
+_LEAST_LOGPROB: Final = -100.0
+"""A server may send -inf, whose product with a probability of 0 would be NaN."""

@@ -14,12 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from asyncrl.policies.component import Component
 from asyncrl.policies.losses.segments import Array
+
+
+class LikeliestTokens(NamedTuple):
+    """The K likeliest tokens at the place of each response token, with the logprobs of whoever found them likely.
+
+    tokens    i64[M, K], different in each row
+    logprobs  f32[M, K], without gradient
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,8 @@ class LossInputs:
     logits             f32[M, V] of the trainer over the whole vocabulary, divided by the sampling temperature, with
                        gradient; only for a loss whose formula asks for them, because they take 4 V bytes a token and
                        as much again for their gradient
+    behavior_likeliest, teacher_likeliest  of the policy that sampled (rollout.top_logprobs) and of a served teacher
+                       (teacher.top_logprobs)
     model_outputs      f32[M] each, by name: outputs of other models, and values computed over the whole batch
                        (packing.MicroBatch)
     """
@@ -51,6 +64,8 @@ class LossInputs:
     num_sequences: int
     tokens: torch.Tensor | None = None
     logits: torch.Tensor | None = None
+    behavior_likeliest: LikeliestTokens | None = None
+    teacher_likeliest: LikeliestTokens | None = None
     model_outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from asyncrl.policies.losses.centered import ScoreCentered
 from asyncrl.policies.losses.cispo import Cispo
-from asyncrl.policies.losses.distillation import OPD, OPDReward
+from asyncrl.policies.losses.distillation import OPD, Distill, OPDReward
 from asyncrl.policies.losses.dppo import DPPO
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ppo import GSPO, CoupledPPO, DecoupledPPO, PPOClip
@@ -22,6 +23,8 @@ CORE: Final[tuple[type[Loss], ...]] = (
     DPPO,
     OPDReward,
     OPD,
+    Distill,
+    ScoreCentered,
     SFT,
 )
 

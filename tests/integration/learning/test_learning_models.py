@@ -120,6 +120,35 @@ async def test_a_teacher_on_a_server_of_the_run_teaches_the_same(folder: Path) -
         assert second["loss"] == pytest.approx(first["loss"], rel=1e-3, abs=1e-6)
 
 
+async def test_the_likeliest_tokens_of_a_served_teacher_teach_more_than_the_sampled_ones(folder: Path) -> None:
+    """From the same start, in as many steps, forward KL over the teacher's five likeliest brings the policy nearer."""
+    taught = demo_run(folder, *MANY, "run.name=teacher", "run.steps=10", "learner.learning_rate=1e-2")
+    await train(taught, memory_bus())
+    kind = 'kind="tests.harness.stub_server:ModelOnACpu"'
+    big = f'servers.big={{{kind}, path="{taught.weights_directory / "0-10"}"}}'
+    common = (*SYNC, "run.steps=5", "learner.learning_rate=5e-3", "algorithm.options={}", big, "teacher.server=big")
+    sampled = await train(demo_run(folder, *common, "run.name=sampled", "algorithm.name=opd"), memory_bus())
+    distilled = (*common, "run.name=distilled", "algorithm.name=distill", "teacher.top_logprobs=5")
+    rows = await train(demo_run(folder, *distilled), memory_bus())
+    assert rows[0]["teacher_kl"] == pytest.approx(sampled[0]["teacher_kl"], rel=1e-3)
+    assert rows[-1]["teacher_kl"] < min(sampled[-1]["teacher_kl"], 0.5 * rows[0]["teacher_kl"])
+
+
+async def test_score_centering_learns_from_the_likeliest_tokens_of_the_engine(folder: Path) -> None:
+    run = demo_run(
+        folder,
+        *MANY,
+        "run.steps=14",
+        "learner.learning_rate=6e-3",
+        "algorithm.loss=score_centered",
+        "algorithm.correction=none",
+        "algorithm.options={cap=1.5}",
+        "rollout.top_logprobs=4",
+    )
+    rows = await train(run, memory_bus(), workers=2)
+    assert mean(rows[-3:], "reward/mean") > rows[0]["reward/mean"] + 0.2
+
+
 async def test_a_reference_holds_the_policy_back(folder: Path) -> None:
     far, near = [
         await train(

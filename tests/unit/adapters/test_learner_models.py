@@ -86,7 +86,8 @@ def test_algorithm_decides_which_models_a_run_has(case: str, folder: Path) -> No
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_takes_a_penalty_to_a_reference(name: str, folder: Path) -> None:
-    teacher = ["teacher.path={folder}/same"] if name == "opd" else []
+    served = ["servers.big.url=http://h/v1", "teacher.server=big", "teacher.top_logprobs=8"]
+    teacher = ["teacher.path={folder}/same"] if name == "opd" else served if name == "distill" else []
     made = registry.algorithm(run(folder, f"algorithm.name={name}", "reference.kl_coef=0.01", *teacher))
     assert made.kl is not None
     assert (made.kl.estimate, made.kl.place) == ("unbiased", "loss")
@@ -97,6 +98,27 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a teacher for nothing": (["teacher.path={folder}/same"], r"teacher: grpo learns from no teacher; remove \[teac"),
     "a critic for nothing": (["critic.clip=0.2"], r"critic: grpo learns no values; remove \[critic\], or use"),
     "a teacher without a path": (["teacher.pth=x"], "unknown key 'pth'; did you mean 'path'"),
+    "score centering without likeliest tokens": (
+        ["algorithm.loss=score_centered", "algorithm.correction=none"],
+        "loss score_centered compares the likeliest tokens; set rollout.top_logprobs, such as 128",
+    ),
+    "score centering of a ratio that is corrected": (
+        ["algorithm.loss=score_centered", "rollout.top_logprobs=8"],
+        "correction tis_token would count that ratio twice",
+    ),
+    "likeliest tokens for nothing": (["rollout.top_logprobs=8"], "rollout.top_logprobs: loss ppo_clip reads no like"),
+    "distillation from a teacher in the learner": (
+        ["algorithm.name=distill", "teacher.path={folder}/same"],
+        "loss distill compares the likeliest tokens; set teacher.top_logprobs, such as 32, with .teacher. server",
+    ),
+    "likeliest tokens of a teacher in the learner": (
+        ["algorithm.name=distill", "teacher.path={folder}/same", "teacher.top_logprobs=8"],
+        "top_logprobs are of a teacher on a server",
+    ),
+    "likeliest tokens of a cut distribution": (
+        ["rollout.top_logprobs=8", "rollout.top_p=0.9"],
+        "top_logprobs are over all tokens, and top_p or top_k leave some out",
+    ),
     "warm-up only": (
         ["algorithm.name=ppo", "critic.warmup_steps=9", "run.steps=9"],
         "warmup_steps 9 of 9 run.steps would leave the policy as it is",

@@ -244,6 +244,24 @@ def test_a_server_that_does_not_say_what_it_sampled_from_is_refused_in_one_line(
         reply.take_whole(body([5], finish_reason=LENGTH, **masks([5], [6])), late_tokens=0)
 
 
+@pytest.mark.parametrize("is_incremental", [True, False])
+def test_a_place_has_its_likeliest_tokens(is_incremental: bool) -> None:
+    reply = Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), has_likeliest=True)
+    tokens = [5, 6, 7, 8]
+    places = [[[-0.5, token, None], [-1.5, token + 10, None]] for token in tokens]
+    for begin, end in ((0, 1), (1, 4)):
+        here = slice(begin if is_incremental else 0, end)
+        chunk = body(tokens[here], total=end, finish_reason=LENGTH, output_top_logprobs=places[here])
+        reply.take_chunk(chunk, newest=NEWEST)
+        assert len(reply.so_far().likeliest) == end
+    generation = reply.generation()
+    assert generation.likeliest.tokens.tolist() == [[5, 15], [6, 16], [7, 17], [8, 18]]
+    assert reply.so_far(2).likeliest.tokens.tolist() == [[7, 17], [8, 18]]
+    silent = Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), has_likeliest=True)
+    with pytest.raises(EngineError, match="the likeliest tokens at 0 places, of 1"):
+        silent.take_whole(body([5], finish_reason=LENGTH), late_tokens=0)
+
+
 def test_a_cut_distribution_is_asked_for_with_the_most_tokens_that_may_be_left() -> None:
     asked = sampling_params(SamplingParams(max_new_tokens=4, top_p=0.9), vocabulary_size=5000)
     assert (asked["top_p"], asked["top_k"]) == (0.9, 1024)

@@ -17,6 +17,7 @@ from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages.likeliest import Likeliest
 from asyncrl.policies.advantages.groups import GRPO
 from asyncrl.policies.advantages.returns import GAE
 from asyncrl.policies.advantages.table import ADVANTAGES
@@ -106,6 +107,7 @@ def trajectory(
         version_spans=(VersionSpan(start=0, incarnation=0, policy_version=VERSION - age),),
         reward=reward,
         finish_reason="stop",
+        teacher_likeliest=Likeliest.of([[(-0.5, 5), (-2.0, 7)]] * length),
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, TurnReward, VersionSpan, replace
+from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.support import WHOLE as WHOLE_VOCABULARY
 from asyncrl.messages.support import Support
 from asyncrl.policies.groups.validation import LEAST_LOGPROB, UNLIKELY, GroupValidation, PromptSpec, digest
@@ -224,6 +225,25 @@ def test_an_answer_without_the_logprobs_of_a_served_teacher_is_named() -> None:
     scored = replace(TRAJECTORY, teacher_logprobs=np.full(3, -0.5, np.float32))
     assert "no logprobs of a teacher" in vetting.problem(of(teacher_logprobs=scored.teacher_logprobs), **where)
     assert vetting.problem(replace(GROUP, trajectories=(scored, scored)), **where) == ""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([[1, 2], [3, 4], [5, 6]], ""),
+        ([[1, 2], [3, 3], [5, 6]], "names a token twice at one place"),
+        ([[1, 2], [3, 4], [5, 100]], "outside the vocabulary of 100"),
+        ([[1], [3], [5]], "has 1 teacher likeliest tokens at each place, not 2"),
+        (np.zeros((0, 0)), "has 0 teacher likeliest tokens"),
+    ],
+)
+def test_likeliest_tokens_that_a_run_cannot_use_are_named(tokens: Any, words: str) -> None:
+    vetting = GroupValidation(vocabulary_size=100, context_tokens=8, likeliest={"teacher_likeliest": 2})
+    found = np.array(tokens, np.int32)
+    made = Likeliest(tokens=found, logprobs=np.full(found.shape, -1, np.float32))
+    group = replace(GROUP, trajectories=(replace(TRAJECTORY, teacher_likeliest=made),))
+    problem = vetting.problem(group, incarnation=1, policy_version=6, resume_points={1: 4})
+    assert words in problem if words else not problem
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def compute(name: str, new: Any, old: Any, advantages: Any, **more: Any) -> tupl
     return made
 
 
-def test_every_loss_of_the_table_is_here_but_those_of_a_teacher() -> None:
-    assert {loss.name for loss in LOSSES.values()} | {"opd", "opd_reward"} == set(TABLE)
+def test_every_loss_of_the_table_is_here_but_those_of_a_teacher_and_of_distributions() -> None:
+    assert {loss.name for loss in LOSSES.values()} | {"opd", "opd_reward", "distill", "score_centered"} == set(TABLE)
 
 
 def sums(values: list[float]) -> list[float]:
