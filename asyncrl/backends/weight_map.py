@@ -71,6 +71,8 @@ class Part:
     experts: range
     has_embedding: bool = True
     has_output: bool = True
+    num_draft_layers: int = 0
+    """Multi-token-prediction layers that are trained (megatron/draft_layer.py)."""
 
     @classmethod
     def whole(cls, shape: ModelShape) -> Part:
@@ -81,7 +83,8 @@ class Part:
 def weight_map(shape: ModelShape, *, head: Head = "logprobs", part: Part | None = None) -> list[Mapping]:
     """Map every parameter of ``part`` (None: the whole model) except a value head, which is in no model folder."""
     part = part or Part.whole(shape)
-    layer_weights = (shape.family or FAMILIES[shape.architecture]).layer
+    family = shape.family or FAMILIES[shape.architecture]
+    layer_weights, draft_weights = family.layer, family.draft_layer
     embedding = shape.prefix + _EMBEDDING
     maps = [_mapping("", "", _row("embedding.word_embeddings.weight", embedding))] if part.has_embedding else []
     if shape.vision and part.has_embedding:
@@ -89,6 +92,11 @@ def weight_map(shape: ModelShape, *, head: Head = "logprobs", part: Part | None 
     for ours, theirs in enumerate(part.layers):
         rows = layer_weights(shape, theirs, part.experts)
         maps += [_mapping(f"decoder.layers.{ours}.", f"{shape.prefix}layers.{theirs}.", row) for row in rows]
+    for ours in range(part.num_draft_layers):
+        assert draft_weights is not None, "refused before"
+        theirs = shape.num_layers + ours
+        rows = draft_weights(shape, theirs, part.experts)
+        maps += [_mapping(f"draft_layers.{ours}.", f"{shape.prefix}layers.{theirs}.", row) for row in rows]
     if part.has_output:
         maps.append(_mapping("", shape.prefix, ("decoder.final_layernorm.weight", "whole", ("norm.weight",))))
         if head == "logprobs" and not shape.is_tied:

@@ -81,6 +81,8 @@ SCHEMA: dict[str, str] = {
     "experts on megatron only",
     "learner/aux_loss": "load-balancing loss of a layer without its coefficient, mean over tokens and layers; 1 if the "
     "routers prefer all experts alike, usually more otherwise; with learner.options.aux_loss_coefficient",
+    "learner/draft_loss": "negative log likelihood of the batch's tokens under the model's multi-token-prediction "
+    "layers, in nats, mean over trained tokens and layers; with learner.options.draft_coefficient",
     "learner/memory_bytes": "peak GPU memory of tensors on the first rank since the start; GPU only",
     "learner/forward_seconds": "part of step_seconds for the forward passes of other models and for advantages",
     "learner/prepare_seconds": "time on the host to pack a batch into micro-batches, usually during the previous step",

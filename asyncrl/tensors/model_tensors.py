@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -48,8 +49,23 @@ def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not name.startswith(further)}
 
 
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def without_draft_layers(found: Shapes, expected: Shapes) -> Shapes:
+    """Drop the multi-token-prediction layers that a learner trained: they follow the last layer that is expected.
+
+    Engines without a draft model skip them.
+    """
+    numbers = [int(match[1]) for name in expected if (match := _LAYER.match(name))]
+    last = max(numbers, default=0)
+    return {name: shape for name, shape in found.items() if not (m := _LAYER.match(name)) or int(m[1]) <= last}
+
+
 def check_layout(found: Shapes, *, expected: Shapes, optional: frozenset[str], where: str) -> None:
-    """Raise WeightsError unless ``found`` matches ``expected`` exactly; ``optional`` tensors may be absent."""
+    """Raise WeightsError unless ``found`` matches ``expected`` exactly; ``optional`` tensors may be absent, and draft
+    layers there."""
+    found = without_draft_layers(found, expected)
     problems = [f"{name} is missing" for name in expected if name not in found and name not in optional]
     problems += [f"{name} is not in the model" for name in found if name not in expected and name not in optional]
     problems += [

@@ -1,6 +1,6 @@
 """DeepSeek-V3: latent attention, and experts chosen by sigmoid scores plus a bias.
 
-Multi-token-prediction layers are ignored: neither trained nor exported.
+Multi-token-prediction layers are trained with learner.options.draft_coefficient, and else neither read nor exported.
 """
 
 from __future__ import annotations
@@ -9,7 +9,15 @@ import dataclasses
 import math
 from typing import Any
 
-from asyncrl.backends.families.family import SIGMOID_ONLY, Family, Unsupported, decoder_shape, sigmoid_experts
+from asyncrl.backends.families.family import (
+    SIGMOID_ONLY,
+    Family,
+    Unsupported,
+    decoder_shape,
+    num_draft_layers,
+    sigmoid_experts,
+)
+from asyncrl.backends.families.layer_weights import draft_layer
 from asyncrl.backends.families.shape import LatentAttention, ModelShape
 
 
@@ -26,7 +34,13 @@ def shape(config: Any) -> ModelShape:
     size = latent.plain_size + latent.rotary_size
     if latent.value_size > size:  # values are padded to the size of keys
         raise Unsupported(f"v_head_dim = {latent.value_size}, more than qk_nope_head_dim + qk_rope_head_dim = {size}")
-    return dataclasses.replace(made, latent=latent, head_size=size, is_interleaved=config.rope_interleave)
+    return dataclasses.replace(
+        made,
+        latent=latent,
+        head_size=size,
+        is_interleaved=config.rope_interleave,
+        num_draft_layers=num_draft_layers(config),
+    )
 
 
 def _score_scale(rope: dict[str, Any]) -> float:
@@ -43,4 +57,5 @@ FAMILY = Family(
     shape=shape,
     # transformers always uses 1e-6 for the norms in attention; engines use the value in config.json
     only={**SIGMOID_ONLY, "rms_norm_eps": (1e-6,)},
+    draft_layer=draft_layer,
 )

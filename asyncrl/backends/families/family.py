@@ -37,6 +37,7 @@ class Family:
                   layers, for layers that asyncrl does not have: any module that Megatron builds, or one that wraps a
                   module of transformers. None: asyncrl's own layers. A layer gets (hidden_states [n, 1, H],
                   packed_seq_params=RowParameters) and returns hidden states and None (megatron/layers.py)
+    draft_layer   the weights of one multi-token-prediction layer; None: the family has none that is trained
     """
 
     architecture: str
@@ -45,6 +46,7 @@ class Family:
     only: Mapping[str, tuple[Any, ...]]
     layer: LayerWeights = decoder_layer
     specification: Callable[[Any, ModelShape], Any] | None = None
+    draft_layer: LayerWeights | None = None
 
 
 class Unsupported(ValueError):
@@ -84,6 +86,11 @@ def decoder_shape(
         rope_scale=rope_scale,
         experts=experts,
     )
+
+
+def num_draft_layers(config: Any) -> int:
+    """Return how many multi-token-prediction layers follow the model's, as DeepSeek-V3 and GLM-4.5 name them."""
+    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
 def softmax_experts(config: Any, *, gated_size: int = 0) -> Experts:

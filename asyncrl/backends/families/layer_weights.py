@@ -72,6 +72,22 @@ def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row
         yield from feed_forward("mlp")
 
 
+def draft_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
+    """Yield the parameters of a multi-token-prediction layer, as DeepSeek-V3 and GLM-4.5 name them.
+
+    Its copies of the embedding and of the output layer are the model's own, and engines take those.
+    """
+    for name, theirs in (
+        ("enorm", "enorm"),
+        ("hnorm", "hnorm"),
+        ("eh_proj", "eh_proj"),
+        ("final_layernorm", "shared_head.norm"),
+    ):
+        yield (f"{name}.weight", "whole", (f"{theirs}.weight",))
+    for name, cut, tensors in decoder_layer(shape, layer, experts):
+        yield (f"layer.{name}", cut, tensors)
+
+
 def attention(shape: ModelShape) -> Iterator[Row]:
     yield ("self_attention.linear_qkv.layer_norm_weight", "whole", ("input_layernorm.weight",))
     qkv: Cut = "gated_qkv" if shape.has_output_gate else "qkv"

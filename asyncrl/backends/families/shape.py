@@ -138,6 +138,9 @@ class MadeBy(Protocol):
     @property
     def specification(self) -> Callable[[Any, ModelShape], Any] | None: ...
 
+    @property
+    def draft_layer(self) -> Callable[..., Any] | None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -191,6 +194,8 @@ class ModelShape:
     arXiv:2409.12191); None: tokens have one position."""
     prefix: str = "model."
     """What the decoder's tensors begin with in the folder's files, those of the output layer excepted."""
+    num_draft_layers: int = 0
+    """Multi-token-prediction layers in the folder, after the others (learner.options.draft_coefficient)."""
     family: MadeBy | None = None
     """The family that made the shape; set by read_shape."""
 

@@ -180,10 +180,16 @@ class MegatronBackend(BackendAdapter):
                 'correction (algorithm.denominator = "after", or self_norm), which would scale this loss as well; '
                 "remove one of them"
             )
+        if cls.options(run).draft_coefficient and algorithm.scales_gradients:
+            raise ConfigError(
+                "learner.options.draft_coefficient: the gradients of a batch are divided by what is left after the "
+                'correction (algorithm.denominator = "after", or self_norm), which would scale this loss as well; '
+                "remove one of them"
+            )
 
     @classmethod
     def why_no_shared_prefixes(cls, run: RunConfig) -> str:
-        return refusals.why_no_shared_prefixes(run)
+        return refusals.why_no_shared_prefixes(run, trains_drafts=cls.options(run).draft_coefficient > 0)
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -191,6 +197,8 @@ class MegatronBackend(BackendAdapter):
             load_hooks(hooks)
         if cls.options(run).replay_own_routing:
             refusals.require_routers(run)
+        if cls.options(run).draft_coefficient:
+            refusals.require_draft_layers(run)
         options: Options = cls.options(run)
         refusals.check(
             run, balances_experts=options.aux_loss_coefficient > 0, recomputes_all=options.recompute == "full"

@@ -47,6 +47,10 @@ class Options:
     the batch by tokens, prompts included, and summed over layers. As Megatron's --moe-aux-loss-coeff. 0, usual for
     reinforcement learning, is off.
     """
+    draft_coefficient: float = 0.0
+    """Train the model's multi-token-prediction layers, with which engines speculate, on the policy's tokens: this
+    factor of their negative log likelihood, a mean over the batch's trained tokens and the layers. slime's
+    --mtp-loss-scaling-factor is 0.2. The policy itself gets no gradient of it. 0: they are left out of the model."""
     replay_own_routing: bool = False
     """With several optimizer steps per batch: all of them route a token to the experts that the learner chose when it
     computed the batch's logprobs, so that the ratio does not jump where a router changes its mind. Tokens that the
@@ -61,6 +65,8 @@ class Options:
     def __post_init__(self) -> None:
         if not 0 <= self.aux_loss_coefficient < math.inf:
             raise ConfigError(f"aux_loss_coefficient must be 0 or more, got {self.aux_loss_coefficient:g}")
+        if not 0 <= self.draft_coefficient < math.inf:
+            raise ConfigError(f"draft_coefficient must be 0 or more, got {self.draft_coefficient:g}")
         if not 1 <= self.timeout_seconds <= 1_000_000:
             raise ConfigError(f"timeout_seconds must be 1 to 1000000, got {self.timeout_seconds:g}")
 

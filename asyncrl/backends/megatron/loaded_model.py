@@ -53,7 +53,11 @@ class LoadedModel:
         self._pipeline = pipeline_group()
         self._first_of_stage = self._pipeline.rank() * (job.layout.ranks // job.layout.pipeline)
         self._shape = huggingface.read_shape(self._model.path, where=self._where, own=job.family)
-        self._stages = build_stages(job, self._shape, device, head=self._model.head)
+        drafts = self._is_policy and self._model.is_trained and job.options.draft_coefficient > 0
+        self._num_draft_layers = self._shape.num_draft_layers if drafts else 0
+        self._stages = build_stages(
+            job, self._shape, device, head=self._model.head, num_draft_layers=self._num_draft_layers
+        )
         self._maps: dict[str, Mapping] = {}
         self._parameters: dict[str, torch.Tensor] = {}
         self._lora = self._model.optimizer.lora if self._model.optimizer else None
@@ -195,7 +199,7 @@ class LoadedModel:
         is_routed     by the experts that the engine chose; it ran no other model than the policy
         uses_routing  whether the pass records its routing, or replays what was recorded of the row
         """
-        if self._shape.why_no_shared_prefixes:
+        if self._shape.why_no_shared_prefixes or self._num_draft_layers:
             micro_batch = compute_all(micro_batch)
         made = RowPart.from_micro_batch(
             micro_batch,

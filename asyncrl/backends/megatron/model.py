@@ -14,8 +14,9 @@ from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.delta_rule import Chunks
 from asyncrl.backends.kernels.support import exclude
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
-from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron import cpu_shim, draft_layer
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
+from asyncrl.backends.megatron.draft_layer import DraftLayer
 from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.latent_attention import PackedLatentAttention
 from asyncrl.backends.megatron.layers import (
@@ -69,11 +70,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         *,
         head: Head,
         chunk: int | None = None,
+        num_draft_layers: int = 0,
     ) -> None:
         """chunk: index among the stage's interleaved parts; None if the stage has one part"""
-        self.part = _part(config, shape, chunk)
+        self.part = _part(config, shape, chunk, num_draft_layers)
         own = shape.family.specification if shape.family else None
         submodules = own(config, shape) if own else layer_specification(config, shape)
+        last = submodules.layer_specs[-1]
         submodules.layer_specs = [submodules.layer_specs[layer] for layer in self.part.layers]
         super().__init__(
             config=config,
@@ -94,6 +97,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
         self._has_linear_attention = any(map(shape.has_linear_attention, self.part.layers))
         self._vocabulary_size = shape.vocabulary_size
+        self.draft_layers = torch.nn.ModuleList(
+            DraftLayer(config, last, number=shape.num_layers + 1 + n) for n in range(num_draft_layers)
+        )
         if head == "values" and self.post_process:
             del self.output_layer
             self.value_head = torch.nn.Linear(shape.hidden_size, 1, bias=False)
@@ -118,28 +124,55 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         hidden = None
         layer_features: tuple[torch.Tensor, ...] = ()
         if self.pre_process:
-            hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
-            if self._embedding_scale != 1.0:
-                hidden = hidden * self._embedding_scale
-            hidden, layer_features = self._with_pictures(hidden, row)
+            hidden, layer_features = self._with_pictures(self._embed(row.tokens, row), row)
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden.requires_grad_()  # frozen embeddings: recomputed layers need a gradient at their input
+        after: torch.Tensor = self.decoder(
+            hidden_states=hidden, attention_mask=None, packed_seq_params=self._parameters_of(row, layer_features)
+        )
+        return after
+
+    def _embed(self, tokens: torch.Tensor, row: RowPart) -> torch.Tensor:
+        embedded: torch.Tensor = self.embedding(input_ids=tokens[None], position_ids=row.positions[None])
+        return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+
+    def _parameters_of(self, row: RowPart, layer_features: tuple[torch.Tensor, ...] = ()) -> RowParameters:
+        """Return what the layers need of a row besides hidden states."""
         rotary = self._rotary(row)
         local = None if self._local_frequencies is None else fused.rotary(row.positions, self._local_frequencies)
         chunks = Chunks.from_boundaries(row.boundaries, row.tokens.device) if self._has_linear_attention else None
-        after: torch.Tensor = self.decoder(
-            hidden_states=hidden,
-            attention_mask=None,
-            packed_seq_params=RowParameters(
-                qkv_format="sbhd",
-                row=row,
-                rotary=rotary,
-                local_rotary=local,
-                chunks=chunks,
-                layer_features=layer_features,
-            ),
+        return RowParameters(
+            qkv_format="sbhd",
+            row=row,
+            rotary=rotary,
+            local_rotary=local,
+            chunks=chunks,
+            layer_features=layer_features,
         )
-        return after
+
+    def draft_loss(self, hidden: torch.Tensor, row: RowPart, weights: torch.Tensor) -> torch.Tensor:
+        """Return the negative log likelihood of the tokens at ``row.row.rows`` under the draft layers, a mean over
+        these (draft_layer.py).  weights: f32[M], of the tokens in the loss"""
+        draft_layer.check_rows(row)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        parameters, hidden = self._parameters_of(draft_layer.without_routing(row)), hidden.detach()
+        output = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        output = self.output_layer.weight if output is None else output
+        for depth, layer in enumerate(self.draft_layers, 1):
+            with torch.no_grad():
+                embedded = self._embed(draft_layer.later_tokens(row, depth), row)
+            hidden = layer(hidden, embedded, parameters)
+            numbers, sources = draft_layer.predicted(row, depth)
+            logprobs, _ = linear_logprobs(
+                self._gather_sequence(hidden).index_select(0, sources),
+                output.detach(),
+                row.targets[numbers],
+                temperature=1.0,
+                vocabulary_size=self._vocabulary_size,
+                group=tensor_parallel_group(),
+            )
+            total = total - (logprobs * weights[numbers]).sum()
+        return total / max(1, len(self.draft_layers))
 
     def add_tower(self, device: torch.device, dtype: torch.dtype) -> None:
         """Add the vision tower to the model's first part, in front of which it stands."""
@@ -240,7 +273,7 @@ def _of_each_sequence(row: RowPart, outputs: torch.Tensor) -> torch.Tensor:
     return outputs.index_select(0, row.shared.target_of)
 
 
-def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> Part:
+def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None, num_draft_layers: int) -> Part:
     """Return the part of the model that this rank holds."""
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     experts = (shape.experts.num_experts if shape.experts else 0) // config.expert_model_parallel_size
@@ -250,14 +283,19 @@ def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> Pa
         experts=range(first_expert, first_expert + experts),
         has_embedding=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         has_output=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        num_draft_layers=num_draft_layers,
     )
 
 
-def build_stages(job: Job, shape: ModelShape, device: torch.device, *, head: Head) -> list[PackedGPT]:
+def build_stages(
+    job: Job, shape: ModelShape, device: torch.device, *, head: Head, num_draft_layers: int = 0
+) -> list[PackedGPT]:
     """Build this rank's part of the model without its weights: one module, or several interleaved ones."""
     config = transformer_config(job, shape, job.torch_dtype)
     chunks = [None] if job.layout.virtual_pipeline == 1 else range(job.layout.virtual_pipeline)
-    stages = [PackedGPT(config, shape, device, head=head, chunk=chunk) for chunk in chunks]
+    stages = [
+        PackedGPT(config, shape, device, head=head, chunk=chunk, num_draft_layers=num_draft_layers) for chunk in chunks
+    ]
     for stage in stages:
         stage.to(device, job.torch_dtype)
         stage.add_tower(device, job.torch_dtype)

@@ -67,8 +67,26 @@ def require_routers(run: RunConfig) -> None:
         raise ConfigError("learner.options.replay_own_routing: the model has no experts; remove it")
 
 
-def why_no_shared_prefixes(run: RunConfig) -> str:
+def require_draft_layers(run: RunConfig) -> None:
+    """Raise ConfigError unless the run's multi-token-prediction layers can be trained."""
+    key, layout = "learner.options.draft_coefficient", run.learner.layout
+    shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
+    if not shape.num_draft_layers or shape.family is None or shape.family.draft_layer is None:
+        raise ConfigError(f"{key}: the model has no multi-token-prediction layers that asyncrl trains; remove it")
+    for name, ranks in (("pipeline_parallel", layout.pipeline), ("context_parallel", layout.context)):
+        if ranks > 1:
+            raise ConfigError(
+                f"{key}: a draft layer needs the embedding and whole sequences where the last layer is, and "
+                f"learner.{name} = {ranks} has them elsewhere; use tensor_parallel, expert_parallel or more copies"
+            )
+    if run.learner.lora.rank:
+        raise ConfigError(f"{key}: with learner.lora only adapters are trained; remove one of them")
+
+
+def why_no_shared_prefixes(run: RunConfig, *, trains_drafts: bool) -> str:
     """Return which model of the run needs every sequence whole; empty if none does."""
+    if trains_drafts:
+        return "model.path has draft layers (learner.options.draft_coefficient), each of which sees the next token"
     own = huggingface.load_family(run.model.family)
     for key, folder in run.model_paths.items():
         if reason := huggingface.read_shape(folder, where=key, own=own).why_no_shared_prefixes:

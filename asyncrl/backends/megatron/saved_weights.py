@@ -5,6 +5,7 @@ Tests: tests/contracts/test_backend_refresh.py, tests/unit/backends/megatron/tes
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.process_groups import expert_replicas_group
 from asyncrl.backends.models import VALUE_HEAD
-from asyncrl.backends.weight_map import Mapping, weight_map
+from asyncrl.backends.weight_map import Mapping, Part, weight_map
 from asyncrl.errors import CheckpointError
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
 
@@ -54,7 +55,8 @@ class SavedWeights(LoadedModel):
 
     def _require_no_more(self, saved: SavedModel) -> None:
         """Raise CheckpointError if the checkpoint has layers or adapters that the model lacks: they would be lost."""
-        maps: Iterable[Mapping] = weight_map(self._shape, head=self._model.head)
+        part = dataclasses.replace(Part.whole(self._shape), num_draft_layers=self._num_draft_layers)
+        maps: Iterable[Mapping] = weight_map(self._shape, head=self._model.head, part=part)
         if self._lora is not None:
             maps = lora.with_adapters(maps, self._lora)
         known = {weight_places.key(entry.megatron) for entry in maps} | {VALUE_HEAD}

@@ -62,6 +62,7 @@ class TrainedModel(SavedWeights):
         self._data_parallel = process_groups.data_parallel_group()
         self._buffers = optimizer.with_gradient_buffers(self._stages, job)
         self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
+        self._draft_coefficient = job.options.draft_coefficient if self._num_draft_layers else 0.0
         self._balance: ExpertBalance | None = None
         if self._is_policy:
             has_loss = job.options.aux_loss_coefficient > 0
@@ -102,6 +103,7 @@ class TrainedModel(SavedWeights):
         else:
             batch_tokens = 0  # only the policy has a load-balancing loss
         recorded = RecordedTokens()
+        draft_loss = torch.zeros((), dtype=torch.float64, device=self._device)
 
         def make_row(micro_batch: MicroBatch) -> RowPart:
             return self._row(
@@ -119,12 +121,18 @@ class TrainedModel(SavedWeights):
             else:
                 outputs = self._outputs(row, hidden)
             recorded.add(row.micro_batch, outputs)
-            if not len(row.row.rows):
-                return outputs[0][:0].sum(), self._objective.zero(self._device)  # the buffers still expect gradients
+            of_draft: torch.Tensor | float = 0.0
+            if self._draft_coefficient:  # of rows without targets, too: ranks that share experts exchange tokens
+                of_draft = self._stages[-1].draft_loss(hidden, row, row.row.loss_inputs(*outputs).loss_weights)
+                draft_loss.add_(of_draft.detach())
+                of_draft = self._draft_coefficient * of_draft
+            if not len(row.row.rows):  # the buffers still expect gradients
+                return outputs[0][:0].sum() + of_draft, self._objective.zero(self._device)
             has_values = self._model.head == "values"
-            return self._objective.objective(
+            loss, sums = self._objective.objective(
                 row.row.value_inputs(*outputs) if has_values else row.row.loss_inputs(*outputs)
             )
+            return loss + of_draft, sums
 
         # The last backward pass sums gradients over ranks. Only the last stage has metric sums.
         sums = forward_backward(self._stages, share or (empty(),), make_row=make_row, finish=finish)
@@ -141,6 +149,9 @@ class TrainedModel(SavedWeights):
             reduced = torch.stack([totals.sums[0].double(), self._grad_norm()])
             if self._balance:
                 reduced = torch.cat([reduced, self._balance.summary()])
+            if self._draft_coefficient:
+                all_reduce(draft_loss, self._data_parallel)
+                reduced = torch.cat([reduced, draft_loss[None]])
             loss, grad_norm, *use = reduced.tolist()
         is_skipped = not is_trainable(loss, grad_norm)
         if not is_skipped:
@@ -161,6 +172,8 @@ class TrainedModel(SavedWeights):
             learning_rate=learning_rate,
             is_skipped=is_skipped,
         )
+        if self._draft_coefficient:
+            metrics["learner/draft_loss"] = use.pop()
         if self._balance:
             metrics |= self._balance.metrics(use)
         if self._device.type == "cuda" and self._is_policy:

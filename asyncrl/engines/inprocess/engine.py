@@ -34,6 +34,7 @@ from asyncrl.errors import ConfigError, EngineDied, EngineError, ImageError, Pro
 from asyncrl.images.processor import ImageProcessor
 from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.messages.likeliest import join as join_likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import Support
 from asyncrl.tensors import weight_files
@@ -85,6 +86,7 @@ class _Request:
             finish_reason=answer.finish_reason,
             experts=_experts(answer, begin, end),
             support=Support.of(answer.support[begin:end]),
+            likeliest=join_likeliest([(1, one) for one in answer.likeliest[begin:end]]),
         )
 
 
@@ -414,6 +416,7 @@ def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Te
         tensors: dict[str, torch.Tensor] = {}
         for path in weight_files.paths(folder):
             tensors |= safetensors.torch.load(path.read_bytes())
+        tensors = {name: tensor for name, tensor in tensors.items() if name in decoder.shapes}  # no draft layers
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise WeightsError(f"{folder}: {error}") from error
     return tensors
@@ -430,4 +433,4 @@ def fetch_weights(source: Source, payload: bytes, decoder: Decoder) -> dict[str,
         raise WeightsError(f"{where}: {type(error).__name__}: {error}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_layout(shapes, expected=decoder.shapes, optional=decoder.optional_names, where=where)
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if name in decoder.shapes}

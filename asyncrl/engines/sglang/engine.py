@@ -56,6 +56,7 @@ from asyncrl.engines.sglang.options import (
     MEMORY_SAVER,
     check_arguments,
     check_updater_arguments,
+    has_drafts,
     metrics_arguments,
     option_name,
 )
@@ -116,6 +117,7 @@ class SGLangEngine(EngineAdapter):
             quantized=run.run_directory / f"model-{run.weights.quantization}",
             reports_experts=run.rollout.routing_replay == "on",
             reports_support=run.rollout.top_p < 1 or run.rollout.top_k > 0,
+            has_drafts=has_drafts(run),
         )
 
     @classmethod
@@ -130,7 +132,7 @@ class SGLangEngine(EngineAdapter):
         if options.url:
             check_attached(run)
         else:
-            check_arguments(options.server_arguments)
+            check_arguments(options.server_arguments, has_drafts=has_drafts(run))
         check_machines(run, options.machines)
 
     @classmethod
@@ -181,6 +183,7 @@ class SGLangEngine(EngineAdapter):
         quantized: Path = Path(),
         reports_experts: bool = False,
         reports_support: bool = False,
+        has_drafts: bool = False,
     ) -> None:
         """
         log_path       file for the output of a launched server
@@ -189,6 +192,7 @@ class SGLangEngine(EngineAdapter):
         quantized      folder for a copy of the model in that format
         reports_experts  whether to report the experts of each token, for answers to be trained
         reports_support  whether the server must say what each token was sampled from; rows may ask for it all the same
+        has_drafts       whether the folder of every version has the model's draft layers
         """
         self._model = ServedModel(path=model_path, quantization=quantization)  # until the folder is read
         self._device = device
@@ -202,6 +206,7 @@ class SGLangEngine(EngineAdapter):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._reports_experts = reports_experts
         self._reports_support = reports_support
+        self._has_drafts = has_drafts
         self._context_tokens = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans = False
@@ -313,6 +318,7 @@ class SGLangEngine(EngineAdapter):
                     experts=self._model.experts if sampling.is_trained else None,
                     num_prompt_tokens=len(prompt_tokens),
                     has_support=sampling.reports_support,
+                    has_likeliest=sampling.top_logprobs > 0,
                 )
                 partial.follow(reply)
                 request = self._request(prompt_tokens, sampling, seed=seed, stream=is_seen or not self._has_spans)
@@ -443,7 +449,7 @@ class SGLangEngine(EngineAdapter):
         port before, so ``_ask_server`` looks for our stamp. Raises ConfigError."""
         options = self._options
         check_installed()
-        check_arguments(options.server_arguments)
+        check_arguments(options.server_arguments, has_drafts=self._has_drafts)
         check_dtype(self._dtype, device=self._device, server_arguments=options.server_arguments)
         memory: dict[str, Any] = {}
         if self._memory_bytes:  # SGLang takes a share of what is free now for weights and cache

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from asyncrl.config.adapter import RunConfig
 from asyncrl.config.checks import require_http
 from asyncrl.errors import ConfigError
 
@@ -112,13 +113,21 @@ EXACT: Final[Mapping[str, Any]] = {
 """Options with which a server computes as the learner does (run.exact; backends/kernels/sglang_rows.py)."""
 _DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 """Values of speculative-algorithm with a draft model. The server loads it again from the folder of every version, which
-holds the policy alone."""
+holds the policy, and with learner.options.draft_coefficient its own draft layers."""
+_OWN_DRAFTS: Final = frozenset({"EAGLE", "NEXTN"})
+"""Those that use the draft layers of the model itself."""
 
 
-def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = False) -> None:
+def has_drafts(run: RunConfig) -> bool:
+    """Return whether the folder of every version has the model's draft layers, trained with the policy."""
+    return run.learner.options.get("draft_coefficient", 0) > 0 and run.weights.channel == "files"
+
+
+def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = False, has_drafts: bool = False) -> None:
     """Raise ConfigError for options that asyncrl sets, or that the installed SGLang (if any) lacks.
 
-    is_frozen  the server's weights never change
+    is_frozen   the server's weights never change
+    has_drafts  the folder of every version has the model's draft layers
     """
     for name in map(option_name, server_arguments):
         if name in _OURS:
@@ -131,7 +140,8 @@ def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = Fa
                 f"engine.options: server_arguments: {name!r} is set by asyncrl; remove it and use machines, or start "
                 "the server yourself and name it in url"
             )
-    _refuse_unserved({option_name(name): value for name, value in server_arguments.items()}, is_frozen=is_frozen)
+    allowed = _DRAFT_MODELS if is_frozen else _OWN_DRAFTS if has_drafts else frozenset()
+    _refuse_unserved({option_name(name): value for name, value in server_arguments.items()}, drafts=allowed)
     known = known_arguments()
     if not known >= _SURE:
         return
@@ -143,8 +153,11 @@ def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = Fa
         raise ConfigError(f"engine.options: server_arguments: the installed SGLang has no option {name!r}{hint}")
 
 
-def _refuse_unserved(arguments: Mapping[str, Any], *, is_frozen: bool) -> None:
-    """Raise ConfigError for options that SGLang takes and with which no rollout worker can work."""
+def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) -> None:
+    """Raise ConfigError for options that SGLang takes and with which no rollout worker can work.
+
+    drafts  draft models whose weights the server has
+    """
     for name, value in arguments.items():
         if name.startswith("disaggregation-mode") and value not in (None, "null"):
             raise ConfigError(
@@ -152,10 +165,11 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, is_frozen: bool) -> None:
                 "read prompts and sample; remove it (a frozen model that is served so elsewhere: name its router in "
                 "servers.NAME.url)"
             )
-        if not is_frozen and name.startswith("speculative-algo") and str(value).upper() in _DRAFT_MODELS:
+        if name.startswith("speculative-algo") and str(value).upper() in _DRAFT_MODELS - drafts:
             raise ConfigError(
                 f"engine.options: server_arguments: {name} = {value!r}: the server would load its draft model from "
-                'the folder of every version, which has only the policy; use "NGRAM", which needs none, or remove it'
+                'the folder of every version, which has only the policy; use "NGRAM", which needs none, or "NEXTN" '
+                'with draft layers that are trained (learner.options.draft_coefficient, weights.channel = "files")'
             )
 
 

@@ -57,6 +57,9 @@ def test_options_that_sglang_takes_and_that_cannot_work_in_a_run_are_refused(nam
     with pytest.raises(ConfigError, match=says):
         check_arguments({name: value})
     check_arguments({"speculative-algorithm": "NGRAM"})
+    check_arguments({"speculative-algorithm": "NEXTN"}, has_drafts=True)
+    with pytest.raises(ConfigError, match="draft model"):
+        check_arguments({"speculative-algorithm": "EAGLE3"}, has_drafts=True)
 
 
 @pytest.mark.parametrize(
