@@ -40,6 +40,19 @@ def file_name(number: int, count: int, *, whole: str = WEIGHTS_FILE) -> str:
     return whole if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
+def names_of_part(name: str, count: int) -> list[str]:
+    """Return the names of the ``count`` files of a part whose only file would be ``name``.
+
+    Those of a whole model are Hugging Face's: model-00001-of-00004.safetensors. Those of a rank's part begin with its
+    own name: model-00001-of-00002-3.safetensors.
+    """
+    if count == 1:
+        return [name]
+    if name == WEIGHTS_FILE:
+        return [file_name(number, count) for number in range(count)]
+    return [f"{name.removesuffix('.safetensors')}-{number + 1}.safetensors" for number in range(count)]
+
+
 def is_weight_file(name: str) -> bool:
     """Return whether this file holds weights or their index, unlike the other files in a model folder."""
     return name.endswith(".safetensors") or name == INDEX_FILE

@@ -1,6 +1,7 @@
 """Stores weight versions as model folders in a directory shared by the learner and every engine.
 
-If several ranks of the learner each export a part of the model, each rank writes its own file; the index comes last.
+If several ranks of the learner each export a part of the model, each rank writes its own files; the index comes last.
+A part of more than 4 GiB becomes several files, written beside each other: one core hashes only some 1.25 GB a second.
 
 Invariants (tests/contracts/test_weights.py, test_weights_on_disk.py):
   C1 a version's folder appears atomically: it is written under another name, synced, and renamed once it is complete.
@@ -18,8 +19,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final
 
 import safetensors.torch
@@ -30,15 +33,18 @@ from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
 from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
-from asyncrl.tensors.snapshot import HostBucket, PartWorker, Snapshot
+from asyncrl.tensors.snapshot import AnyBucket, HostBucket, PartWorker, Snapshot
 from asyncrl.tensors.weight_files import WeightFile
 from asyncrl.weights.adapter import ChannelAdapter
 
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 """Suffixes of the files that accompany a model's weights: config, generation config, tokenizer, chat template."""
-_STAGING_BYTES: Final = 512 * 2**20
-"""Bytes copied from the device at once, and pinned on the host."""
+_FILE_BYTES: Final = 4 * 2**30
+"""Of one file, unless a tensor is larger. Files of a part are written by up to _WRITERS threads."""
+_WRITERS: Final = 4
+_STAGING_BYTES: Final = 256 * 2**20
+"""Bytes that a writer copies from the device at once, and pins on the host."""
 
 
 class FilesChannel(ChannelAdapter):
@@ -54,14 +60,14 @@ class FilesChannel(ChannelAdapter):
         self._model_path = model_path
         self._retained: set[tuple[int, int]] = set()
         self._writer = PartWriter()
-        self._by_others: list[Path] = []  # files that other ranks are writing now
-        self._written_by_others = 0
+        self._written_to: Path | None = None  # the folder that all ranks are writing to now
+        self._written_before = 0
         self.published_bytes = 0
 
     @property
     def progress(self) -> int:
-        """See WeightChannel. Other ranks' progress is the length of their files."""
-        return self._writer.progress + self._written_by_others + sum(map(_length, tuple(self._by_others)))
+        """See WeightChannel. It is the length of the files, whichever rank writes them."""
+        return self._written_before + _bytes_in(self._written_to)
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         """Write one version and remove old ones. Raises WeightsError if it cannot be written (disk full)."""
@@ -109,29 +115,27 @@ class FilesChannel(ChannelAdapter):
     def _write_parts(self, temporary: Path, snapshot: Snapshot, *, whole: str) -> list[WeightFile]:
         """Have every rank write its part, concurrently. Raises OSError, WeightsError."""
         count = 1 + len(snapshot.others)
-        paths = [temporary / weight_files.file_name(number, count, whole=whole) for number in range(count)]
-        self._by_others = paths[1:]
+        names = [weight_files.file_name(number, count, whole=whole) for number in range(count)]
+        self._written_to = temporary
         try:
-            commands = [encode(WriteCommand(file=str(path))) for path in paths]
+            commands = [encode(WriteCommand(file=str(temporary / name))) for name in names]
             answers = [decode(one, Written) for one in snapshot.run_on_parts(self._writer, commands)]
-            self._written_by_others += sum(map(_length, paths[1:]))
         finally:
-            self._by_others = []
-        for path, answer in zip(paths, answers, strict=True):
+            self._written_to, self._written_before = None, self._written_before + _bytes_in(temporary)
+        for answer in answers:
             if answer.problem:
                 needed = sum(one.num_bytes for one in answers)
                 cause = OSError(answer.error, answer.problem)  # for which the learner waits and retries
                 name = temporary.name.removeprefix(_TEMPORARY)
                 raise self._cannot_write(name, needed, answer.problem, answer.error) from cause
-            if _length(path) != answer.num_bytes:
+        files = [file for answer in answers for file in answer.files]
+        for file in files:
+            if (there := _length(temporary / file.file)) != file.num_bytes:
                 raise WeightsError(
-                    f"{path}: has {_length(path)} bytes here, and another rank of the learner wrote "
-                    f"{answer.num_bytes:,}; set weights.directory to a folder that all of its machines share"
+                    f"{temporary / file.file}: has {there} bytes here, and another rank of the learner wrote "
+                    f"{file.num_bytes:,}; set weights.directory to a folder that all of its machines share"
                 )
-        return [
-            WeightFile(file=path.name, sha256=answer.sha256, num_bytes=answer.num_bytes, names=answer.names)
-            for path, answer in zip(paths, answers, strict=True)
-        ]
+        return files
 
     def _collect(self, *, newest: tuple[int, int]) -> None:
         versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
@@ -166,66 +170,101 @@ class FilesChannel(ChannelAdapter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCommand:
-    """Tells a rank to write its part.  file: full path"""
+    """Tells a rank to write its part.  file: full path, from which those of several files are made"""
 
     file: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Result of writing one part.  problem, error: why it failed, as text and as errno"""
+    """Result of writing one part.  num_bytes: of all files; problem, error: why it failed, as text and as errno"""
 
-    sha256: str = ""
+    files: tuple[WeightFile, ...] = ()
     num_bytes: int = 0
-    names: tuple[str, ...] = ()
     problem: str = ""
     error: int = 0
 
 
 class PartWriter(PartWorker):
-    """Writes a part to a safetensors file, synced to disk."""
+    """Writes a part to safetensors files, synced to disk."""
 
     def __init__(self) -> None:
-        self.progress = 0
-        self._stream: torch.cuda.Stream | None = None
-        """Beside other work of the device. It stays: torch keeps freed memory for the stream that used it."""
+        self._streams: list[torch.cuda.Stream] = []
+        """Beside other work of the device. They stay: torch keeps freed memory for the stream that used it."""
 
     def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
-        header = safetensors_file.header(snapshot.entries)
-        num_bytes = len(header) + snapshot.num_bytes
-        try:
-            with Path(decode(command, WriteCommand).file).open("wb") as stream:
-                sha256 = safetensors_file.write(stream, itertools.chain([header], self._blocks(snapshot)))
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError as error:
-            return encode(Written(num_bytes=num_bytes, problem=error.strerror or str(error), error=error.errno or 0))
-        names = tuple(entry.name for entry in snapshot.entries)
-        return encode(Written(sha256=sha256, num_bytes=num_bytes, names=names))
+        path = Path(decode(command, WriteCommand).file)
+        parts = list(_split(snapshot))
+        names = weight_files.names_of_part(path.name, len(parts))
+        streams = self._streams_for(snapshot)
 
-    def _blocks(self, snapshot: Snapshot) -> Iterator[memoryview]:
-        """Yield the part's bytes, each valid until the next. Kept buckets are filled one after the other."""
-        buckets = snapshot.cut(_STAGING_BYTES).buckets
-        on_device = [bucket for bucket in buckets if not isinstance(bucket, HostBucket)]
-        largest = max((bucket.num_bytes for bucket in on_device if bucket.device.type == "cuda"), default=0)
-        staging = torch.empty(largest, dtype=torch.uint8, pin_memory=largest > 0)  # torch keeps pinned memory for reuse
-        if largest and self._stream is None:
-            self._stream = torch.cuda.Stream(snapshot.device)  # type: ignore[no-untyped-call]
-        block = None
-        for bucket in buckets:
-            if isinstance(bucket, HostBucket):
-                data = bucket.on_host().data
-            else:
-                with torch.cuda.stream(self._stream):
-                    if bucket.is_kept and block is None:
-                        size = max(one.num_bytes for one in on_device if one.is_kept)
-                        block = torch.empty(size, dtype=torch.uint8, device=bucket.device)
-                    data = bucket.filled(block).data
-                    if self._stream is not None:
-                        data = staging[: data.numel()].copy_(data, non_blocking=True)
-                        self._stream.synchronize()
-            yield memoryview(data.numpy())  # type: ignore[arg-type]
-            self.progress += bucket.num_bytes
+        def write(part: Snapshot, name: str) -> WeightFile:
+            stream = streams.get()
+            try:
+                return _write_file(path.with_name(name), part, stream)
+            finally:
+                streams.put(stream)
+
+        try:
+            with ThreadPoolExecutor(_WRITERS, thread_name_prefix="weights-write") as writers:
+                files = tuple(writers.map(write, parts, names))
+        except OSError as error:
+            num_bytes = sum(len(safetensors_file.header(part.entries)) + part.num_bytes for part in parts)
+            return encode(Written(num_bytes=num_bytes, problem=error.strerror or str(error), error=error.errno or 0))
+        return encode(Written(files=files, num_bytes=sum(file.num_bytes for file in files)))
+
+    def _streams_for(self, snapshot: Snapshot) -> SimpleQueue[torch.cuda.Stream | None]:
+        """Return a stream for each thread; None where nothing is on a GPU."""
+        devices = (bucket.device for bucket in snapshot.buckets if not isinstance(bucket, HostBucket))
+        gpu = next((device for device in devices if device.type == "cuda"), None)
+        if gpu is not None and not self._streams:
+            self._streams = [torch.cuda.Stream(gpu) for _ in range(_WRITERS)]  # type: ignore[no-untyped-call]
+        streams = SimpleQueue[torch.cuda.Stream | None]()
+        for stream in self._streams if gpu is not None else [None] * _WRITERS:
+            streams.put(stream)
+        return streams
+
+
+def _split(snapshot: Snapshot) -> Iterator[Snapshot]:
+    """Yield what goes into each file, in order."""
+    buckets: list[AnyBucket] = []
+    for bucket in snapshot.cut(_STAGING_BYTES).buckets:
+        if buckets and sum(one.num_bytes for one in buckets) + bucket.num_bytes > _FILE_BYTES:
+            yield Snapshot(buckets=tuple(buckets))
+            buckets = []
+        buckets.append(bucket)
+    yield Snapshot(buckets=tuple(buckets))
+
+
+def _write_file(path: Path, snapshot: Snapshot, stream: torch.cuda.Stream | None) -> WeightFile:
+    header = safetensors_file.header(snapshot.entries)
+    with path.open("wb") as file:
+        sha256 = safetensors_file.write(file, itertools.chain([header], _blocks(snapshot, stream)))
+        file.flush()
+        os.fsync(file.fileno())
+    names = tuple(entry.name for entry in snapshot.entries)
+    return WeightFile(file=path.name, sha256=sha256, num_bytes=len(header) + snapshot.num_bytes, names=names)
+
+
+def _blocks(snapshot: Snapshot, stream: torch.cuda.Stream | None) -> Iterator[memoryview]:
+    """Yield the bytes of a file, each block valid until the next. Kept buckets are filled one after the other."""
+    on_device = [bucket for bucket in snapshot.buckets if not isinstance(bucket, HostBucket)]
+    largest = max((bucket.num_bytes for bucket in on_device if bucket.device.type == "cuda"), default=0)
+    staging = torch.empty(largest, dtype=torch.uint8, pin_memory=largest > 0)  # torch keeps pinned memory for reuse
+    block = None
+    for bucket in snapshot.buckets:
+        if isinstance(bucket, HostBucket):
+            data = bucket.on_host().data
+        else:
+            with torch.cuda.stream(stream):
+                if bucket.is_kept and block is None:
+                    size = max(one.num_bytes for one in on_device if one.is_kept)
+                    block = torch.empty(size, dtype=torch.uint8, device=bucket.device)
+                data = bucket.filled(block).data
+                if stream is not None:
+                    data = staging[: data.numel()].copy_(data, non_blocking=True)
+                    stream.synchronize()
+        yield memoryview(data.numpy())  # type: ignore[arg-type]
 
 
 class PartReader(PartWorker):
@@ -254,6 +293,11 @@ def _complete(folder: Path, files: Sequence[WeightFile]) -> str:
             os.fsync(stream.fileno())
     _sync(folder)
     return sha256
+
+
+def _bytes_in(folder: Path | None) -> int:
+    """Return the bytes of the weight files in a folder that may be gone."""
+    return sum(map(_length, folder.glob("*.safetensors"))) if folder is not None else 0
 
 
 def _length(path: Path) -> int:

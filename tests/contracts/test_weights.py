@@ -86,6 +86,18 @@ def assert_loads_as_published(channel: WeightChannel, model_path: Path, *, ranks
     assert transformers.AutoTokenizer.from_pretrained(folder).encode("12") == [5, 6]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_large_part_is_several_files_which_load_as_a_hugging_face_model(
+    channel: WeightChannel, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(files, "_STAGING_BYTES", 4_000)
+    monkeypatch.setattr(files, "_FILE_BYTES", 12_000)
+    assert_loads_as_published(channel, model_path, ranks=ranks)
+    names = {path.name for path in (tmp_path / "weights" / "0-2").glob("*.safetensors")}
+    first = "model-00001-of-00002-1.safetensors" if ranks == 2 else f"model-00001-of-{len(names):05}.safetensors"
+    assert not names or (len(names) > ranks and first in names)
+
+
 @pytest.mark.parametrize("quantization", ["fp8"])
 def test_quantized_versions_say_their_format(files_channel: FilesChannel, quantization: str) -> None:
     given = {"model.norm.weight": torch.ones(8), "model.layers.0.mlp.up_proj.weight": torch.ones(128, 128)}
