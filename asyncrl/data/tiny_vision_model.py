@@ -60,6 +60,7 @@ def make_tiny_vision_model(
     vision_size: int = 32,
     max_positions: int = 512,
     initializer_range: float = 0.02,
+    tie_word_embeddings: bool = False,
 ) -> Path:
     """Write config, float32 weights, tokenizer, chat template and processor to ``folder``, and return ``folder``.
 
@@ -118,7 +119,7 @@ def make_tiny_vision_model(
         image_token_id=image,
         vision_end_token_id=end,
         video_token_id=video,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tie_word_embeddings,
         dtype=torch.float32,
     )
     with torch.random.fork_rng(devices=[]):

@@ -44,11 +44,10 @@ def picture(grid: tuple[int, int, int], *, start: int, seed: int) -> Picture:
 
 
 def pictured_sequences(folder: Path, *, seed: int = 0) -> list[TrainingSequence]:
-    """Return sequences of which some show pictures: one, two, none, the same as another one, one at the end of a text.
+    """Return sequences of which some show pictures: one, two, none, the same as another one, one at the beginning.
 
-    A placeholder's token also stands where a policy has sampled it, in a sequence without pictures.
+    The last one has a placeholder's token that the policy has sampled: a token like any other.
     """
-    image = transformers.AutoConfig.from_pretrained(folder).image_token_id
     square, wide = (1, 4, 4), (1, 2, 6)
     shown: tuple[tuple[int, list[Picture]], ...] = (
         (20, [picture(square, start=2, seed=1)]),
@@ -59,25 +58,46 @@ def pictured_sequences(folder: Path, *, seed: int = 0) -> list[TrainingSequence]
         (18, [picture((1, 6, 4), start=0, seed=4)]),
         (9, []),
     )
+    image = image_token(folder)
+    made = [
+        showing(sequence(length, seed=100 * seed + number, num_sequences=len(shown)), pictures, image=image)
+        for number, (length, pictures) in enumerate(shown)
+    ]
+    made[-1].tokens[6] = image
+    return made
+
+
+def image_token(folder: Path) -> int:
+    return int(transformers.AutoConfig.from_pretrained(folder).image_token_id)
+
+
+def showing(plain: TrainingSequence, pictures: Sequence[Picture], *, image: int) -> TrainingSequence:
+    """Return the sequence with pictures in the place of some tokens, which then are not trained."""
+    tokens, is_image = plain.tokens.copy(), np.zeros(len(plain), np.bool_)
+    for one in pictures:
+        is_image[one.ref.start : one.ref.end] = True
+    tokens[is_image] = image
+    return dataclasses.replace(
+        plain,
+        tokens=tokens,
+        response_mask=plain.response_mask & ~is_image,
+        advantages=np.where(is_image, 0, plain.advantages).astype(np.float32),
+        loss_weights=np.where(is_image, 0, plain.loss_weights).astype(np.float32),
+        behavior_logprobs=np.where(is_image, 0, plain.behavior_logprobs).astype(np.float32),
+        staleness=np.where(is_image, 0, plain.staleness).astype(np.int32),
+        pictures=tuple(pictures),
+    )
+
+
+def answers_to_pictures(folder: Path) -> list[TrainingSequence]:
+    """Return eight answers of 6 tokens to prompts of 10, which differ only in the picture that four of them show."""
     made = []
-    for number, (length, pictures) in enumerate(shown):
-        plain = sequence(length, seed=100 * seed + number, num_sequences=len(shown))
-        tokens, is_image = plain.tokens.copy(), np.zeros(length, np.bool_)
-        for one in pictures:
-            is_image[one.ref.start : one.ref.end] = True
-        tokens[is_image] = image
-        made.append(
-            dataclasses.replace(
-                plain,
-                tokens=tokens,
-                response_mask=plain.response_mask & ~is_image,
-                advantages=np.where(is_image, 0, plain.advantages).astype(np.float32),
-                loss_weights=np.where(is_image, 0, plain.loss_weights).astype(np.float32),
-                behavior_logprobs=np.where(is_image, 0, plain.behavior_logprobs).astype(np.float32),
-                staleness=np.where(is_image, 0, plain.staleness).astype(np.int32),
-                pictures=tuple(pictures),
-            )
-        )
+    for number in range(8):
+        one = sequence(16, seed=number)
+        one.tokens[:10] = sequence(10, seed=99).tokens
+        mask = np.arange(16) >= 10
+        alike = dataclasses.replace(one, response_mask=mask, loss_weights=np.where(mask, 1 / 48, 0).astype(np.float32))
+        made.append(showing(alike, [picture((1, 4, 4), start=3, seed=number % 2)], image=image_token(folder)))
     return made
 
 

@@ -93,6 +93,22 @@ def pack_images(sequences: Sequence[tuple[int, Sequence[Picture]]]) -> PackedIma
     )
 
 
+def tokens_by_picture(sequences: Sequence[tuple[NDArray[np.int32], Sequence[Picture]]]) -> list[NDArray[np.int32]]:
+    """Return the tokens of each sequence, with a number below 0 for each picture in place of its placeholders.
+
+    Sequences that begin alike then begin with the same pictures, too.  sequences: tokens and pictures of each
+    """
+    numbers: dict[tuple[str, tuple[int, int, int]], int] = {}
+    made = []
+    for tokens, pictures in sequences:
+        own = tokens.copy() if pictures else tokens
+        for one in pictures:
+            number = numbers.setdefault((one.ref.digest, one.ref.grid), len(numbers))
+            own[one.ref.start : one.ref.end] = -1 - number
+        made.append(own)
+    return made
+
+
 def _ranges(starts: NDArray[np.int32] | NDArray[np.int64], counts: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return ``starts[i]`` to ``starts[i] + counts[i] - 1`` of every i, joined, i64."""
     counted = counts.astype(np.int64)

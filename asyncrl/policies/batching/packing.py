@@ -22,7 +22,7 @@ from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import WHOLE, Support, join
 from asyncrl.policies.batching import prefixes
-from asyncrl.policies.batching.images import NO_IMAGES, PackedImages, Picture, pack_images
+from asyncrl.policies.batching.images import NO_IMAGES, PackedImages, Picture, pack_images, tokens_by_picture
 
 _NOTHING_SHARED: Final[NDArray[np.int32]] = np.empty(0, np.int32)
 
@@ -144,8 +144,9 @@ def pack_for_ranks(
     items = [_Item(members=(i,), size=n, cost=cost(n)) for i, n in enumerate(lengths.tolist())]
     chosen = _Plan.of(items, ranks=ranks, max_tokens=max_tokens, lengths=lengths, shared=np.zeros_like(lengths))
     order: Sequence[int] = range(len(sequences))
-    if shares_prefixes and not any(one.pictures for one in sequences):  # equal tokens may stand for other pixels
-        sorted_order, shared = prefixes.sort([one.tokens for one in sequences], _experts_of_each(sequences))
+    if shares_prefixes:
+        tokens = tokens_by_picture([(one.tokens, one.pictures) for one in sequences])
+        sorted_order, shared = prefixes.sort(tokens, _experts_of_each(sequences))
         plans = _sharing_plans(lengths[sorted_order], shared, ranks=ranks, max_tokens=max_tokens)
         best = min(plans, key=lambda plan: plan.cost)
         if best.cost < chosen.cost:
