@@ -94,6 +94,8 @@ def _attend_in_runs(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of [1, heads, n, d] in which the tokens of a run see each other, in transformers' form."""
-    runs, longest = cu_seq_lens_q.int(), int(max_length_q)
-    attended = flash.both_ways(*(x[0].transpose(0, 1) for x in (query, key, value)), boundaries=runs, longest=longest)
-    return attended[None], None
+    runs: Any = cu_seq_lens_q
+    if not hasattr(runs, "longest"):
+        runs.longest = int(max_length_q)  # waits for the device; the layers share the runs
+    own = (x[0].transpose(0, 1) for x in (query, key, value))
+    return flash.both_ways(*own, boundaries=runs.int(), longest=runs.longest)[None], None
