@@ -304,17 +304,13 @@ _UNBOUNDED: Final = ("vocab_size", "max_position_embeddings")
 _LARGEST: Final = 2**20
 """No model has more of the others. What follows counts layers and experts one by one."""
 _LAYER: Final = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
+_PREFIXES: Final = ("model.", "model.language_model.")
+"""What the names of a decoder's tensors begin with."""
 
 _MATRICES: Final = (
+    *((f"{prefix}embed_tokens.weight", ("vocab_size", "hidden_size")) for prefix in _PREFIXES),
     ("lm_head.weight", ("vocab_size", "hidden_size")),
-    *(
-        (prefix + weight, keys)
-        for prefix in ("model.", "model.language_model.")
-        for weight, keys in (
-            ("embed_tokens.weight", ("vocab_size", "hidden_size")),
-            ("layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size")),
-        )
-    ),
+    *((f"{prefix}layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size")) for prefix in _PREFIXES),
 )
 """Matrices, and the keys of config.json that say their sizes."""
 
