@@ -185,6 +185,20 @@ def _find_behind(agent: Any, info: RankInfo) -> Any:
                 raise
 
 
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine from which it reaches ``host``; nothing is sent. Raises BackendError.
+
+    Gloo itself would take that of the machine's name, which is often a loopback address.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BackendError(f"learner: no way to {host} (MASTER_ADDR): {error.strerror or error}") from None
+
+
 class RankGroup:
     """One instance in each rank. Joining waits for all ranks; from then on, if one ends, all end."""
 
@@ -278,8 +292,8 @@ class RankGroup:
         """Return the gloo group. It stays out of torch.distributed's registry, whose groups end with Megatron's."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        is_local = not self.info.host
-        options._devices = [gloo.create_device(hostname=_LOOPBACK) if is_local else gloo.create_default_device()]
+        address = address_towards(self.info.host, self.info.port) if self.info.host else _LOOPBACK
+        options._devices = [gloo.create_device(hostname=address)]
         options._timeout = self.info.timeout
         try:
             return gloo(PrefixStore("asyncrl", self.store), self.info.rank, self.info.ranks, options)

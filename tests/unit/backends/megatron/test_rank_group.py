@@ -16,6 +16,7 @@ from asyncrl.backends.megatron.rank_group import (
     RESULT,
     RankGroup,
     RankInfo,
+    address_towards,
     open_store,
     rank_environments,
     rank_from_environment,
@@ -152,3 +153,8 @@ def test_parts_of_the_weights_are_processed_where_they_are_until_they_are_forgot
     with pytest.raises(WeightsError, match="is not a PartWorker"):
         two.run(Ends, b"")  # type: ignore[arg-type]
     close(first, second, awaited=(COMMAND,))
+
+
+def test_ranks_meet_at_the_address_from_which_they_reach_the_first_one() -> None:
+    assert address_towards("127.0.0.1", 29500) == "127.0.0.1"
+    assert address_towards("127.0.0.2", 29500).startswith("127.0.0.")
