@@ -29,6 +29,8 @@ from asyncrl.tensors.adapter_names import module_name
 ALL: Final = "all-linear"
 _SERVED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules whose adapters were tested with engines, outside experts and linear attention."""
+_SERVED_OF_EXPERTS: Final = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Modules of experts whose adapters SGLang 0.5.23 reads (srt/lora/mem_pool.py), on GPUs alone: never run here."""
 EXPERT_ALIGNMENT: Final = {"bfloat16": 8, "float32": 4}
 """Numbers in 16 bytes, by dtype. Kernels for experts process whole groups of this size."""
 
@@ -152,7 +154,8 @@ def check(run: RunConfig) -> None:
 def _is_served(entry: Mapping) -> bool:
     """Return whether engines take adapters of this parameter."""
     is_gated = entry.cut == "gated_qkv"  # Qwen3-Next's q_proj has a gate beside each head
-    return not (entry.is_of_experts or is_gated) and all(module_name(name) in _SERVED for name in entry.huggingface)
+    served = _SERVED_OF_EXPERTS if entry.is_of_experts else _SERVED
+    return not is_gated and all(module_name(name) in served for name in entry.huggingface)
 
 
 def _described(entry: Mapping) -> str:

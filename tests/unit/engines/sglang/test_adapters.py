@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.sglang.adapters import Adapters
+from asyncrl.config.learner import LoraSection
+from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import EngineError, WeightsError
@@ -94,3 +95,31 @@ def test_tokens_of_an_adapter_are_of_its_version_whatever_the_server_says_of_its
     spans = [{"version": "0:0", "start": 0, "end": 3}]
     reply.take_whole(body([5, 6, 7], weight_versions=spans, finish_reason=LENGTH), late_tokens=1)
     assert finished(reply.generation()) == ([5, 6, 7], [(0, 7)])
+
+
+ATTENTION = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+EXPERTS = [f"model.layers.0.mlp.experts.{number}.{name}_proj.weight" for number in (0, 1) for name in ("gate", "up")]
+OF_MIXTRAL = [f"model.layers.0.block_sparse_moe.experts.0.{name}.weight" for name in ("w1", "w2", "w3")]
+
+
+@pytest.mark.parametrize(
+    ("names", "modules", "expected"),
+    [
+        (ATTENTION, ("all-linear",), {"max-loras-per-batch": 8}),
+        (ATTENTION + EXPERTS, ("q_proj", "k_proj", "v_proj"), {"max-loras-per-batch": 8}),
+        (EXPERTS, ("all-linear",), {"max-loras-per-batch": 2, "lora-backend": "triton"}),
+        (ATTENTION + OF_MIXTRAL, ("w2",), {"max-loras-per-batch": 2, "lora-backend": "triton"}),
+    ],
+)
+def test_adapters_of_experts_get_few_places_and_the_kernels_that_have_them(
+    names: list[str], modules: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    lora = LoraSection(rank=32, modules=modules, publish="adapter")
+    given = server_arguments(lora, iter(names), device="cuda")
+    assert {key: given.get(key) for key in ("max-loras-per-batch", "lora-backend") if key in given} == expected
+
+
+def test_modules_of_mixtrals_experts_have_sglangs_names() -> None:
+    lora = LoraSection(rank=32, modules=("all-linear",), publish="adapter")
+    given = server_arguments(lora, ATTENTION[:1] + OF_MIXTRAL, device="cuda")
+    assert given["lora-target-modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
