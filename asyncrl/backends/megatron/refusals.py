@@ -161,18 +161,28 @@ def require_aligned_experts(shape: ModelShape, dtype: str, *, where: str) -> Non
 
 
 def require_quantizable(shape: ModelShape, quantization: str) -> None:
-    """Raise ConfigError for models not tested with quantized engines, or whose sizes the format's block does not
-    divide."""
-    if shape.experts or shape.latent or shape.vision:
-        what = "experts" if shape.experts else "latent attention" if shape.latent else "a vision tower"
-        raise ConfigError(f'weights.quantization: "{quantization}" was not tried with {what}; remove it')
-    block = fp8.BLOCK
-    sizes = (
-        ("hidden_size", shape.hidden_size),
-        ("intermediate_size", shape.feed_forward_size),
-        ("num_key_value_heads x head_dim", shape.num_key_value_heads * shape.head_size),
-    )
-    for name, size in sizes:
+    """Raise ConfigError for models that read images, whose experts are one tensor, or whose sizes the format's block
+    does not divide."""
+    if shape.vision:
+        raise ConfigError(f'weights.quantization: "{quantization}" was not tried with a vision tower; remove it')
+    if any(entry.is_fused for entry in weight_map(shape)):
+        raise ConfigError(
+            f'weights.quantization: "{quantization}" is for matrices, and the experts of a layer are one tensor in '
+            "this model; remove it"
+        )
+    block, experts, latent = fp8.BLOCK, shape.experts, shape.latent
+    sizes = {"hidden_size": shape.hidden_size}
+    if experts is None or experts.dense_layers:
+        sizes["intermediate_size"] = shape.feed_forward_size
+    if experts is not None:
+        sizes |= {"moe_intermediate_size": experts.feed_forward_size, "that of shared experts": experts.shared_size}
+    if latent is None:
+        sizes["num_key_value_heads x head_dim"] = shape.num_key_value_heads * shape.head_size
+    else:
+        heads = shape.num_heads
+        sizes |= {"q_lora_rank": latent.query_rank, "kv_lora_rank": latent.key_value_rank}
+        sizes |= {"num_attention_heads x v_head_dim": heads * latent.value_size}
+    for name, size in sizes.items():
         if size % block:
             raise ConfigError(
                 f'weights.quantization: "{quantization}" has blocks of {block} numbers, and {name} is {size}; remove it'

@@ -162,6 +162,11 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") ->
             )
         if name in own:
             raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
+        if name.startswith(("fp8", "fp4")):
+            raise ConfigError(
+                f"learner.megatron: {name} is for Transformer Engine's layers, and asyncrl's learner has layers of its "
+                'own, in model.dtype; remove it (weights.quantization = "fp8" is for engines)'
+            )
         if _NOT_OURS.match(name):
             raise ConfigError(
                 f"learner.megatron: {name} is for a feature that asyncrl does not support or sets by another key; "

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.adapter import RunConfig
-from asyncrl.engines.sglang.options import CPU_ARGUMENTS, LOADER, QUANTIZATIONS, Options, option_name
+from asyncrl.engines.sglang.options import (
+    CPU_ARGUMENTS,
+    DRAFT_MODELS,
+    LOADER,
+    OWN_DRAFTS,
+    QUANTIZATIONS,
+    Options,
+    option_name,
+)
 from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -42,6 +50,20 @@ def check_version(options: Options, *, url: str, version: str) -> None:
         raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
     if options.version_source == "spans" and (0, 0, 0) < number < _FIRST_WITH_SPANS:
         raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {url} is {version}")
+
+
+def check_draft(info: Mapping[str, Any], *, url: str, has_drafts: bool) -> None:
+    """Raise ConfigError if an attached server samples with a draft model that versions lack, from its /server_info.
+
+    has_drafts  the folder of every version has the model's own draft layers
+    """
+    algorithm = str(info.get("speculative_algorithm") or "").upper()
+    if algorithm in DRAFT_MODELS - (OWN_DRAFTS if has_drafts else frozenset()):
+        raise ConfigError(
+            f"engine.options.url: the server at {url} samples with a draft model ({algorithm}), which versions do not "
+            'have and loads would read from their folders; start it without, with "NGRAM", or with "NEXTN" and draft '
+            'layers that are trained (learner.options.draft_coefficient, weights.channel = "files")'
+        )
 
 
 def check_attached(run: RunConfig) -> None:

@@ -33,11 +33,12 @@ from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.port import EngineStats, Meeting
 from asyncrl.engines.sglang import server
-from asyncrl.engines.sglang.adapters import Adapters
+from asyncrl.engines.sglang.adapters import Adapters, adapts_experts
 from asyncrl.engines.sglang.adapters import server_arguments as lora_arguments
 from asyncrl.engines.sglang.checks import (
     check_architecture,
     check_attached,
+    check_draft,
     check_dtype,
     check_installed,
     check_machines,
@@ -153,6 +154,12 @@ class SGLangEngine(EngineAdapter):
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
         check_on_cpu(options.server_arguments, device=device)
         path, quantization = Path(run.model.path), run.weights.quantization
+        lora = run.learner.lora
+        if device == "cpu" and lora.publish == "adapter" and adapts_experts(lora, read_shapes(path)):
+            raise ConfigError(
+                "learner.lora.publish: SGLang's CPU server has no kernels for adapters of experts; name other "
+                'learner.lora.modules, such as ["q_proj", "k_proj", "v_proj", "o_proj"], or use publish = "merged"'
+            )
         check_architecture(path, device=device, quantization=quantization, options=options)
 
     @classmethod
@@ -515,6 +522,7 @@ class SGLangEngine(EngineAdapter):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{EXPERTS_OPTION} of the server at {self.url}')
         version = str(info.get("version", "0"))
         check_version(self._options, url=self.url, version=version)
+        check_draft(info, url=self.url, has_drafts=self._has_drafts)
         self._updater = SGLangUpdater(
             self._client.control,
             self._loader,

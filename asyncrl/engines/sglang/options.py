@@ -111,10 +111,10 @@ EXACT: Final[Mapping[str, Any]] = {
     "attention-backend": "fa3",
 }
 """Options with which a server computes as the learner does (run.exact; backends/kernels/sglang_rows.py)."""
-_DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
+DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 """Values of speculative-algorithm with a draft model. The server loads it again from the folder of every version, which
 holds the policy, and with learner.options.draft_coefficient its own draft layers."""
-_OWN_DRAFTS: Final = frozenset({"EAGLE", "NEXTN"})
+OWN_DRAFTS: Final = frozenset({"EAGLE", "NEXTN"})
 """Those that use the draft layers of the model itself."""
 
 
@@ -140,7 +140,7 @@ def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = Fa
                 f"engine.options: server_arguments: {name!r} is set by asyncrl; remove it and use machines, or start "
                 "the server yourself and name it in url"
             )
-    allowed = _DRAFT_MODELS if is_frozen else _OWN_DRAFTS if has_drafts else frozenset()
+    allowed = DRAFT_MODELS if is_frozen else OWN_DRAFTS if has_drafts else frozenset()
     _refuse_unserved({option_name(name): value for name, value in server_arguments.items()}, drafts=allowed)
     known = known_arguments()
     if not known >= _SURE:
@@ -165,7 +165,7 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) ->
                 "read prompts and sample; remove it (a frozen model that is served so elsewhere: name its router in "
                 "servers.NAME.url)"
             )
-        if name.startswith("speculative-algo") and str(value).upper() in _DRAFT_MODELS - drafts:
+        if name.startswith("speculative-algo") and str(value).upper() in DRAFT_MODELS - drafts:
             raise ConfigError(
                 f"engine.options: server_arguments: {name} = {value!r}: the server would load its draft model from "
                 'the folder of every version, which has only the policy; use "NGRAM", which needs none, or "NEXTN" '

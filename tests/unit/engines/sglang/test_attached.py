@@ -98,3 +98,13 @@ async def test_a_server_that_does_not_say_what_it_sampled_from_is_refused_at_the
     (asked,) = server.bodies("/generate")
     assert asked["return_sampling_mask"] is True
     assert asked["sampling_params"]["top_k"] == 2
+
+
+async def test_a_server_with_a_draft_model_is_refused_and_says_that_versions_have_none(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.info = {"speculative_algorithm": "EAGLE"}
+    with pytest.raises(ConfigError, match=rf"{url} samples with a draft model \(EAGLE\), which versions do not have"):
+        await make_engine(model, tmp_path / "log", url=url).start()
+    assert UPDATE not in server.paths
