@@ -148,7 +148,7 @@ class Nodes:
         for link in links:
             if is_over:
                 await _send(link, {"over": True})
-            link.close()
+            await _close(link)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _keep_alive(writer)
@@ -159,7 +159,7 @@ class Nodes:
             hello = None
         if refusal := "no message" if hello is None else self._refusal(hello):
             await _send(writer, {"refused": refusal})
-            writer.close()
+            await _close(writer)
             return
         assert hello is not None
         host = str(hello.get("host"))
@@ -174,6 +174,7 @@ class Nodes:
         if not self._has_begun:  # another one may come
             del self._links[writer]
             self._are_here.clear()
+            await _close(writer)
             return
         why = "its connection has ended" if message is None else str(message.get("ended"))
         self._problem = self._problem or f"the engine's part on {host} is gone: {why}"
@@ -237,7 +238,7 @@ async def join_engine(
             message.cancel()
             await asyncio.wait({ended, message})
     finally:
-        writer.close()
+        await _close(writer)
         if server is not None:
             await server.close()
 
@@ -272,6 +273,13 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
         async with asyncio.timeout(_LAST_WORDS_SECONDS):
             writer.write(json.dumps(message).encode() + b"\n")
             await writer.drain()
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_SECONDS):
+            await writer.wait_closed()
 
 
 async def _receive(reader: asyncio.StreamReader) -> Message | None:
