@@ -3,8 +3,8 @@
 A worker's GPUs are shared at every instant by the groups that it was generating then, alike: with two groups in
 progress for ten seconds on one GPU, each costs five GPU-seconds. Between its first and its last group, time without any
 is "idle". The learner's step is shared by the groups that it trained, by their tokens; the time between steps is
-"waiting". A process without a GPU counts as one. Servers of frozen models are not on the bill; cost/gpu_seconds of each
-step has them. Tests: tests/unit/audit/test_bill.py.
+"waiting". A server of a frozen model costs as much as it is up, which is "serving": what asked it is not recorded. A
+process without a GPU counts as one. Tests: tests/unit/audit/test_bill.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from asyncrl.messages.topics import group_id_of, sender_of
 LEARNER: Final = "learner"
 IDLE: Final = "idle"
 WAITING: Final = "waiting"
+SERVING: Final = "serving"
+SERVER: Final = "server"
 ROLLED_BACK: Final = "rolled back"
 FATE_NAMES: Final = {"dropped": "stale"}
 AGAIN: Final = "sampled again"
@@ -47,9 +49,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """GPU-seconds of one group, or of time that no group has.  actor: a worker, or "learner" """
+    """GPU-seconds of one group, or of time that no group has.  actor: a worker, a server, or "learner" """
 
     actor: str
+    role: str = "rollout"
     fate: str
     gpu_seconds: float
     task: str = ""
@@ -72,11 +75,11 @@ class Bill:
 
     @property
     def trained_tokens(self) -> int:
-        return sum(one.tokens for one in self.items if one.fate == "trained" and one.actor != LEARNER)
+        return sum(one.tokens for one in self.items if one.fate == "trained" and one.role != LEARNER)
 
     def cost(self, prices: Mapping[str, float]) -> float:
-        """Return the price of everything.  prices: of a GPU-hour, by actor, "rollout" (all workers), or "" (all)"""
-        return sum(one.gpu_seconds * price_of(one.actor, prices) for one in self.items) / 3600
+        """Return the price of everything.  prices: of a GPU-hour, by actor, by role, or "" (all)"""
+        return sum(one.gpu_seconds * price_of(one, prices) for one in self.items) / 3600
 
     def by(self, name: str) -> dict[Any, float]:
         """Return GPU-seconds by an attribute of the items, largest first."""
@@ -89,14 +92,13 @@ class Bill:
         """Return trained tokens by an attribute of the items."""
         found: Counter[Any] = Counter()
         for one in self.items:
-            if one.fate == "trained" and one.actor != LEARNER:
+            if one.fate == "trained" and one.role != LEARNER:
                 found[getattr(one, name)] += one.tokens
         return dict(found)
 
 
-def price_of(actor: str, prices: Mapping[str, float]) -> float:
-    role = LEARNER if actor == LEARNER else "rollout"
-    return prices.get(actor, prices.get(role, prices.get("", 0.0)))
+def price_of(item: Item, prices: Mapping[str, float]) -> float:
+    return prices.get(item.actor, prices.get(item.role, prices.get("", 0.0)))
 
 
 def intervals_of(
@@ -192,7 +194,7 @@ def learner_items(
         if not elapsed:
             continue
         if present_steps.get(step) != incarnation:
-            found.append(Item(actor=LEARNER, fate=ROLLED_BACK, gpu_seconds=elapsed * gpus))
+            found.append(Item(actor=LEARNER, role=LEARNER, fate=ROLLED_BACK, gpu_seconds=elapsed * gpus))
             continue
         trained = of_steps.get(step, [])
         total = sum(one.tokens for one in trained)
@@ -200,6 +202,7 @@ def learner_items(
         found += [
             Item(
                 actor=LEARNER,
+                role=LEARNER,
                 fate="trained",
                 gpu_seconds=seconds * gpus * one.tokens / total,
                 task=one.task,
@@ -210,9 +213,17 @@ def learner_items(
             if total
         ]
         if not total:
-            found.append(Item(actor=LEARNER, fate="trained", gpu_seconds=seconds * gpus))
-        found.append(Item(actor=LEARNER, fate=WAITING, gpu_seconds=(elapsed - seconds) * gpus))
+            found.append(Item(actor=LEARNER, role=LEARNER, fate="trained", gpu_seconds=seconds * gpus))
+        found.append(Item(actor=LEARNER, role=LEARNER, fate=WAITING, gpu_seconds=(elapsed - seconds) * gpus))
     return found
+
+
+def server_items(rows: Mapping[tuple[int, int], Mapping[str, Any]], *, gpus: Mapping[str, int]) -> list[Item]:
+    """Return what servers of frozen models cost while the learner was up.  gpus: by server; 0 counts as one"""
+    seconds = sum(_number(row.get("learner/elapsed_seconds")) for row in rows.values())
+    return [
+        Item(actor=name, role=SERVER, fate=SERVING, gpu_seconds=seconds * (count or 1)) for name, count in gpus.items()
+    ]
 
 
 def gains_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:

@@ -49,7 +49,7 @@ from asyncrl.errors import ConfigError, FilterError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.metrics.sinks import JsonLines
-from asyncrl.policies.audit.entries import BEGUN, HistoryEntry, damage
+from asyncrl.policies.audit.entries import BEGUN, HistoryEntry, damage, promotions
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.selection import Selection
@@ -97,6 +97,18 @@ def trunk_of(recorded: RecordedRun, history: Sequence[HistoryEntry]) -> Trunk:
         prompts=prompts,
         groups_per_batch=recorded.newest_settings().learner.groups_per_batch,
     )
+
+
+def require_own_states(trunk: Trunk, *, first: int) -> None:
+    """Raise ConfigError if a branch whose first other step is ``first`` would have to train across a promotion."""
+    done, _ = trunk.recorded.checkpoint_before(first, trunk.history)
+    for step in promotions(trunk.history):
+        if done < step:
+            raise ConfigError(
+                f"{trunk.recorded.directory}: step {step + 1} goes on from the state of a shadow (`asyncrl promote`), "
+                f"which a branch from step {done} does not have; leave older steps as they are with --where or "
+                f"--retract '... and step > {step}' (from a checkpoint behind it: checkpoint.keep)"
+            )
 
 
 async def copy_log(source: Bus, target: Bus, regraded: Regraded) -> dict[int, int]:
@@ -305,15 +317,17 @@ class _Retraining:
         settings["run"] |= {"name": name, "directory": self._run.run.directory}
         settings["reward"] = config_record.as_table(self._run)["reward"]
         table.incarnation = entry.incarnation
+        # a promotion begins one version before the newest step; a branch has none behind ``done``
+        step = min(table.step, entry.step) if table.step <= self._done else table.step
         if entry.incarnation:
-            table.resume_points = {**table.resume_points, entry.incarnation: table.step}
+            table.resume_points = {**table.resume_points, entry.incarnation: step}
         kept = 0
         if self._history is not None:
             kept = self._history.position
             self._history.close()
         self._history = History(self._run.run_directory / HISTORY_FILE, incarnation=entry.incarnation)
         self._history.begin(
-            step=table.step,
+            step=step,
             kept=kept,
             max_staleness=entry.max_staleness,
             settings=settings,

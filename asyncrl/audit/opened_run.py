@@ -18,7 +18,7 @@ from pathlib import Path
 from asyncrl.audit import run_folder
 from asyncrl.audit.metric_rows import Row, rows_of_newest_history
 from asyncrl.audit.run_folder import RecordedRun
-from asyncrl.bus.port import Record
+from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.config.toml_text import toml_text
 from asyncrl.data.tokenizer import load_decode
@@ -168,11 +168,8 @@ def _log(recorded: RecordedRun, run: RunConfig, *, token: str) -> Iterator[Recor
     found: queue.Queue[Record[TrajectoryGroup] | None] = queue.Queue(maxsize=READ_AHEAD)
     is_left = threading.Event()
 
-    async def read(address: run_folder.Address) -> None:
-        async with (
-            run_folder.connect(run, address) as bus,
-            contextlib.aclosing(run_folder.log_records(bus, TRAJECTORIES)) as records,
-        ):
+    async def read(bus: Bus) -> None:
+        async with contextlib.aclosing(run_folder.log_records(bus, TRAJECTORIES)) as records:
             is_empty = True
             async for record in records:
                 is_empty = False
@@ -187,10 +184,7 @@ def _log(recorded: RecordedRun, run: RunConfig, *, token: str) -> Iterator[Recor
 
     def work() -> None:
         try:
-            with recorded.server(run, token=token) as address:
-                if address is None:
-                    raise recorded.no_log_error(run)
-                asyncio.run(read(address))
+            recorded.on_bus(run, read, token=token)
         finally:
             found.put(None)
 

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -41,6 +41,7 @@ from asyncrl.policies.groups.saved import LearnerState
 log = logging.getLogger("asyncrl.check")
 
 M = TypeVar("M")
+T = TypeVar("T")
 
 SILENT_SECONDS = 10.0
 """Time limit for the next record of a log."""
@@ -273,8 +274,20 @@ class RecordedRun:
         finally:
             server.stop()
 
-    def no_log_error(self, run: RunConfig) -> ConfigError:
-        return ConfigError(f"{self.directory}: {self.why_no_log(run)}")
+    def on_bus(self, run: RunConfig, work: Callable[[Bus], Coroutine[Any, Any, T]], *, token: str) -> T:
+        """Do ``work`` with the run's bus, as an observer, and return its result. Blocks; call it without an event loop.
+
+        Raises ConfigError if nothing is left of the bus, or another process uses its store.
+        """
+        with self.server(run, token=token) as address:
+            if address is None:
+                raise ConfigError(f"{self.directory}: {self.why_no_log(run)}")
+
+            async def connected() -> T:
+                async with connect(run, address) as bus:
+                    return await work(bus)
+
+            return asyncio.run(connected())
 
     def why_no_log(self, run: RunConfig) -> str:
         """Explain why ``server`` yields None: the key of the run file that kept the log in memory, if one did."""

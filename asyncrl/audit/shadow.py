@@ -32,6 +32,7 @@ import functools
 import json
 import os
 import shutil
+import statistics
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.actors.learner import checkpoint
-from asyncrl.actors.learner.history import History, last_incarnation
+from asyncrl.actors.learner.history import History, HistoryReader, last_incarnation
 from asyncrl.audit import replay
+from asyncrl.audit.metric_rows import Row, rows_of_newest_history
 from asyncrl.audit.replay import Planned, ReplayTrainer
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
@@ -149,6 +151,7 @@ class Shadow:
         self._most_lag = most_lag
         self._is_up = is_up
         self._skipped = 0
+        self._start = folder / ".start"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "promote").unlink(missing_ok=True)  # of an earlier start
         content = {"overrides": self._overrides, "pid": os.getpid()}
@@ -182,16 +185,19 @@ class Shadow:
         loop = asyncio.get_running_loop()
         newest_done, done, state = self._starting_point()
         log = _Log(bus, is_up=self._is_up)
+        reader, num_read = HistoryReader(self._recorded.history_file), 0
         with ThreadPoolExecutor(1, thread_name_prefix="backend") as thread:
             on_thread = functools.partial(loop.run_in_executor, thread)
             trainer = ReplayTrainer(self._folder, recorded=self._recorded.directory)
             reading = asyncio.create_task(log.read())
             try:
                 while True:
-                    history = present(await asyncio.to_thread(self._recorded.history))
+                    entries = await asyncio.to_thread(reader.read)
+                    history = present(entries) if len(entries) > num_read else []
+                    num_read = len(entries)
                     todo = list(steps(history))
                     newest = todo[-1][0].step if todo else 0
-                    if newest < done or newest_done not in (None, *(entry for entry, _, _ in todo)):
+                    if history and (newest < done or newest_done not in (None, *(entry for entry, _, _ in todo))):
                         self._has_fallen_back = True
                         return
                     last = self._last_step
@@ -247,8 +253,23 @@ class Shadow:
                 shutil.rmtree(state)  # of a step that the run has rolled back
         if kept := [(entry, entry.step, state) for state, entry in ours.items() if state.exists()]:
             return kept[-1]
-        done, folder = self._recorded.checkpoint_before(trained[-1].step + 1 if trained else 1, history)
+        done, folder = self._checkpoint(trained[-1].step + 1 if trained else 1, history)
         return next((entry for entry in trained if entry.step == done), None), done, folder
+
+    def _checkpoint(self, before: int, history: Sequence[HistoryEntry]) -> tuple[int, Path | None]:
+        """Return (steps done, folder) of the run's newest checkpoint. The folder is ours: the run removes its own."""
+        own = self._start
+        while True:
+            shutil.rmtree(own, ignore_errors=True)
+            done, folder = self._recorded.checkpoint_before(before, history)
+            if folder is None:
+                return done, None
+            try:
+                shutil.copytree(folder, own, copy_function=_link)
+                return done, own
+            except (OSError, shutil.Error):
+                if folder.exists():
+                    raise
 
     def _keep_state(self, trainer: ReplayTrainer, entry: HistoryEntry) -> None:
         """Save state and weights after a step. Blocks."""
@@ -260,8 +281,19 @@ class Shadow:
         trainer.export(incarnation=entry.incarnation, version=entry.step)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
+        shutil.rmtree(self._start, ignore_errors=True)  # restored by now
         for old in sorted(final.parent.glob("step-*"))[:-_KEPT_STATES]:
             shutil.rmtree(old)
+
+
+def _link(source: str, target: str) -> None:
+    """Make a hard link, or a copy where that cannot be."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system
+        shutil.copy2(source, target)
 
 
 def _train(
@@ -290,6 +322,7 @@ class _Log:
         """group -> record -> the group; a late worker may add a second record."""
         self._newest = 0
         self._done: set[int] = set()
+        self._forgotten = -1  # position of the last line of the history that is dealt with
         self._news = asyncio.Event()
 
     async def read(self) -> None:
@@ -322,10 +355,39 @@ class _Log:
     def forget(self, history: Sequence[HistoryEntry]) -> None:
         """Drop the groups that have a fate."""
         for entry in history:
-            if entry.kind in ("trained", "dropped", "failed", "filtered"):
+            if entry.position > self._forgotten:  # others were dealt with before
+                self._forgotten = entry.position
+                self._done.update(entry.groups)
                 for group in entry.groups:
                     self._held.pop(group, None)
-                    self._done.add(group)
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def compare(recorded: RecordedRun, shadow: Path) -> tuple[list[int], list[tuple[str, float, float]]]:
+    """Return the steps that a run and its shadow have trained, and (metric, mean of the run, mean of the shadow).
+
+    The means are over these steps. Only metrics that differ, but for those of the process: first those that differ
+    most, in standard deviations of the run's.
+    """
+    run, own = (_rows(one) for one in (recorded, RecordedRun(shadow)))
+    common = sorted(run.keys() & own.keys())
+    found: list[tuple[float, str, float, float]] = []
+    names = set[str]().union(*(run[step].keys() & own[step].keys() for step in common))
+    for name in sorted(one for one in names if one != "time" and not one.startswith("learner/")):
+        pairs = [(run[step].get(name), own[step].get(name)) for step in common]
+        numbers = [(float(a), float(b)) for a, b in pairs if isinstance(a, float | int) and isinstance(b, float | int)]
+        if not any(a != b for a, b in numbers):
+            continue
+        of_run, its = (statistics.fmean(one) for one in zip(*numbers, strict=True))
+        spread = statistics.pstdev(a for a, _ in numbers) or abs(of_run) or 1.0
+        found.append((-abs(its - of_run) / spread, name, of_run, its))
+    return common, [row[1:] for row in sorted(found)]
+
+
+def _rows(recorded: RecordedRun) -> dict[int, Row]:
+    return {row["step"]: row for row in rows_of_newest_history(recorded.metrics())}
 
 
 # -- promotion ---------------------------------------------------------------------------------------------------------

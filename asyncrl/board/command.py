@@ -1,4 +1,4 @@
-"""`asyncrl board RUN_DIR...`: a web page that shows one or several runs, during and after training.
+"""`asyncrl board RUN_DIR...`: a web page that shows one or several runs, during and after training, and their shadows.
 
 The board is read-only. On a loopback address everyone on this machine may open it. On any other address a token is
 required; it is part of the printed address, or comes from ASYNCRL_BOARD_TOKEN.
@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_overrides(parser, "override one key of the runs, such as bus.url; repeatable")
 
 
+def shadows_of(run: Path) -> list[Path]:
+    """Return the folders of the run's shadows that have trained a step (`asyncrl shadow`)."""
+    return sorted(file.parent for file in run.glob("shadows/*/metrics.jsonl"))
+
+
 def run(options: argparse.Namespace) -> int:
     from asyncrl.board.guard import is_loopback
     from asyncrl.board.server import Board
@@ -34,13 +39,14 @@ def run(options: argparse.Namespace) -> int:
 
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: a port is 0 to 65535")
-    if len(options.runs) > MOST_RUNS:
-        raise ConfigError(f"at most {MOST_RUNS} runs are shown side by side, got {len(options.runs)}")
+    shown = [*options.runs, *(shadow for run in options.runs for shadow in shadows_of(run))]
+    if len(shown) > MOST_RUNS:
+        raise ConfigError(f"at most {MOST_RUNS} runs and shadows are shown side by side, got {len(shown)}")
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not is_loopback(options.host):
         token = token or secrets.token_urlsafe(24)
     bus_token = arguments.bus_token()
-    runs = [WatchedRun(where, options.overrides, token=bus_token, verb="board") for where in options.runs or [None]]
+    runs = [WatchedRun(where, options.overrides, token=bus_token, verb="board") for where in shown or [None]]
     board = Board(runs, host=options.host, port=options.port, token=token)
 
     async def serve() -> None:

@@ -40,7 +40,7 @@ class WatchedRun:
         self._token = token or settings.bus.token
         self._has_server = bool(settings.bus.url)
         self.directory = where if where is None or where.is_dir() else settings.run_directory
-        self.name = self.directory.absolute().name if self.directory is not None else settings.run.name
+        self.name = _name(self.directory.absolute()) if self.directory is not None else settings.run.name
 
     def _settings(self) -> RunConfig:
         """Return the settings, including the bus.
@@ -99,6 +99,12 @@ class WatchedRun:
     def rows(self) -> RowTail | None:
         """Return a reader of its metrics.jsonl; None without a folder."""
         return RowTail(self.directory / METRICS_FILE) if self.directory is not None else None
+
+
+def _name(directory: Path) -> str:
+    """Return the name of a run's folder, or of RUN/shadows/NAME with the run's."""
+    *_, run, folder, name = ("", "", *directory.parts)
+    return f"{run}/{name}" if folder == "shadows" else name
 
 
 def row_of(metrics: StepMetrics) -> Row:

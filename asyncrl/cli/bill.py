@@ -2,26 +2,27 @@
 
 It is computed from the run's log, history and metrics (audit/bill.py), while the run is up or afterwards. Without
 checkpoint.keep_log = true the log has only the newest groups, and the bill says how many it covers. Prices are per
-GPU-hour: --price 3 for all GPUs, --price rollout=2 --price learner=4 by role, --price w3=1 for one worker.
+GPU-hour: --price 3 for all GPUs, --price rollout=2 --price learner=4 by role, --price w3=1 for one worker or server.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncrl.audit.run_folder import RecordedRun, connect, log_records
+from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.cli import arguments
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present
 
 if TYPE_CHECKING:
     from asyncrl.audit.bill import Bill
+    from asyncrl.bus.port import Bus, Record
+    from asyncrl.messages import TrajectoryGroup
 
 MOST_PROMPTS: Final = 10
 
@@ -33,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[WHO=]PRICE",
-        help="price of a GPU-hour: of all, of a role (rollout, learner), or of a worker; repeatable",
+        help="price of a GPU-hour: of all, of a role (rollout, learner, server), or of a worker or server; repeatable",
     )
     parser.add_argument("--prompts", action="store_true", help="also list the prompts that cost most")
 
 
 def run(options: argparse.Namespace) -> int:
     from asyncrl.adapters import registry
-    from asyncrl.audit.bill import Bill, engine_items, gains_of, intervals_of, learner_items
+    from asyncrl.audit.bill import Bill, engine_items, gains_of, intervals_of, learner_items, server_items
     from asyncrl.audit.metric_rows import rows_of_newest_history
     from asyncrl.audit.recorded_groups import PromptFinder, fates_of
     from asyncrl.messages.topics import TRAJECTORIES
@@ -56,26 +57,21 @@ def run(options: argparse.Namespace) -> int:
         found = recorded.checkpoint()
         has_overlong = found is None or found[0].prompts.overlong > 0
         finder = PromptFinder(open_rows(settings), settings, has_overlong=has_overlong)
-    token = arguments.bus_token()
-    with recorded.server(settings, token=token) as address:
-        if address is None:
-            raise recorded.no_log_error(settings)
 
-        async def read() -> list[Any]:
-            async with (
-                connect(settings, address) as bus,
-                contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records,
-            ):
-                return [record async for record in records]
+    async def read(bus: Bus) -> list[Record[TrajectoryGroup]]:
+        async with contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:
+            return [record async for record in records]
 
-        intervals, silent = intervals_of(asyncio.run(read()), fates, finder=finder)
+    read_records = recorded.on_bus(settings, read, token=arguments.bus_token())
+    intervals, silent = intervals_of(read_records, fates, finder=finder)
     rows = recorded.metrics()
     per_worker = registry.engine_class(settings).num_gpus(settings) or 1
     of_learner = registry.backend_class(settings).num_gpus(settings) or 1
     trained = [entry for entry in history if entry.kind == "trained"]
     bill = Bill(
         items=engine_items(intervals, gpus=per_worker, own=registry.gpus_of_pool_workers(settings))
-        + learner_items(rows, intervals, present_steps={one.step: one.incarnation for one in trained}, gpus=of_learner),
+        + learner_items(rows, intervals, present_steps={one.step: one.incarnation for one in trained}, gpus=of_learner)
+        + server_items(rows, gpus=registry.gpus_of_servers(settings)),
         gains=gains_of(rows_of_newest_history(rows)),
         groups_without_time=silent,
     )

@@ -13,14 +13,14 @@ ALLOWED_SIGNERS verifies who did.
 from __future__ import annotations
 
 import argparse
-import asyncio
+import functools
 import json
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.audit.run_folder import RecordedRun, connect
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present
@@ -70,17 +70,9 @@ def certify(directory: Path, *, version: int | None) -> dict[str, Any]:
     history, settings = present(recorded.history()), recorded.newest_settings()
     if version is None:
         version = max((entry.step for entry in history if entry.kind == "trained"), default=0)
-    chosen = version
-    with recorded.server(settings, token=arguments.bus_token()) as address:
-        if address is None:
-            raise recorded.no_log_error(settings)
-
-        async def work() -> dict[str, Any]:
-            async with connect(settings, address) as bus:
-                return await certificate(recorded, history, bus, version=chosen)
-
-        found: dict[str, Any] = json.loads(json.dumps(asyncio.run(work())))
-        return found
+    work = functools.partial(certificate, recorded, history, version=version)
+    found: dict[str, Any] = json.loads(json.dumps(recorded.on_bus(settings, work, token=arguments.bus_token())))
+    return found
 
 
 def check(file: Path, directory: Path | None, *, signers: Path | None) -> int:

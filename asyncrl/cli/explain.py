@@ -13,7 +13,6 @@ nothing is found. Needs checkpoint.keep_log = true.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import difflib
 import json
@@ -23,7 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.audit.run_folder import RecordedRun, connect, log_records
+from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.cli import arguments
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry, present
@@ -76,15 +75,11 @@ def run(options: argparse.Namespace) -> int:
     history, settings = present(recorded.history()), recorded.newest_settings()
     found = _change(recorded, history, metric=options.metric, step=options.step, since=options.since)
     fields = (options.by,) if options.by else FIELDS
-    with recorded.server(settings, token=arguments.bus_token()) as address:
-        if address is None:
-            raise recorded.no_log_error(settings)
 
-        async def work() -> None:
-            async with connect(settings, address) as bus:
-                await _explain(recorded, history, bus, settings, found, fields=fields, replays=options.replay)
+    async def work(bus: Bus) -> None:
+        await _explain(recorded, history, bus, settings, found, fields=fields, replays=options.replay)
 
-        asyncio.run(work())
+    recorded.on_bus(settings, work, token=arguments.bus_token())
     strong = [one for one in found.suspects if one.strength >= SUSPECT]
     has_found = bool(found.values) if options.replay else bool(strong)
     if options.json:

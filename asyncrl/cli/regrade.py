@@ -11,9 +11,9 @@ The run is only read, and may be up. A command that is interrupted goes on where
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncrl.audit.run_folder import Address, RecordedRun, connect
+from asyncrl.audit.run_folder import Address, RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
@@ -36,6 +36,7 @@ from asyncrl.policies.groups.predicate import Predicate
 if TYPE_CHECKING:
     from asyncrl.audit.branch import Trunk
     from asyncrl.audit.regrade import Change, Grader, Labels, Regraded
+    from asyncrl.bus.port import Bus
     from asyncrl.data.prompts import PromptDataset
 
 MOST_STEPS_SHOWN: Final = 20
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.audit.branch import LINEAGE_FILE, trunk_of
+    from asyncrl.audit.branch import LINEAGE_FILE, require_own_states, trunk_of
     from asyncrl.audit.recorded_groups import FIELDS
 
     if not (options.reward or options.label_file or options.retract or options.overrides):
@@ -93,24 +94,23 @@ def run(options: argparse.Namespace) -> int:
     )
     token = arguments.bus_token()
     old = recorded.newest_settings()
-    with recorded.server(old, token=token) as address:
-        if address is None:
-            raise recorded.no_log_error(old)
-        regraded = asyncio.run(work.grade(old, address))
-        trained = trunk.step
-        first = regraded.first_step(trained=trained)
-        found: dict[str, Any] = _as_json(regraded, first=first, trained=trained)
-        if not options.json:
-            _print_changes(regraded, first=first, trained=trained)
-        if options.dry_run or not regraded.changed:
-            if not regraded.changed:
-                shutil.rmtree(out / "regrade", ignore_errors=True)
-                with contextlib.suppress(OSError):
-                    out.rmdir()
-            print(json.dumps(found) if options.json else "no branch is written")
-            return 0
-        with _server(branch, token=token) as own:
-            state = asyncio.run(work.write(old, address, own, regraded, is_quiet=options.json))
+    regraded = recorded.on_bus(old, functools.partial(work.grade, old), token=token)
+    trained = trunk.step
+    first = regraded.first_step(trained=trained)
+    found: dict[str, Any] = _as_json(regraded, first=first, trained=trained)
+    if not options.json:
+        _print_changes(regraded, first=first, trained=trained)
+    if options.dry_run or not regraded.changed:
+        if not regraded.changed:
+            shutil.rmtree(out / "regrade", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                out.rmdir()
+        print(json.dumps(found) if options.json else "no branch is written")
+        return 0
+    require_own_states(trunk, first=first)
+    with _server(branch, token=token) as own:
+        write = functools.partial(work.write, own, regraded, is_quiet=options.json)
+        state = recorded.on_bus(old, write, token=token)
     found |= {"branch": str(out), "step": state}
     again = f"--set run.name={branch.run.name}" + (f" --set reward.kind={options.reward}" if options.reward else "")
     again += "".join(f" --set {item}" for item in options.overrides)
@@ -190,7 +190,7 @@ class _Regrade:
         """Whether a row may have been too long: unknown of the rows behind the newest checkpoint."""
         return trunk.prompts.overlong > 0 or trunk.next_group_id > trunk.prompts.next_group_id
 
-    async def grade(self, old: RunConfig, address: Address) -> Regraded:
+    async def grade(self, old: RunConfig, bus: Bus) -> Regraded:
         from asyncrl.audit.regrade import GRADES_FILE, GradesFile, regrade
         from asyncrl.messages.topics import TRAJECTORIES
 
@@ -198,27 +198,26 @@ class _Regrade:
         path = self._branch.run_directory / "regrade" / GRADES_FILE
         grades = GradesFile(path, graded_by=self._graded_by()) if grader is not None else None
         try:
-            async with connect(old, address) as bus:
-                return await regrade(
-                    bus,
-                    self._trunk.history,
-                    directory=self._trunk.recorded.directory,
-                    finder=self._finder,
-                    grader=grader,
-                    grades=grades,
-                    where=self._where,
-                    retract=self._retract,
-                    parallel=self._parallel,
-                    say=_Progress(await bus.depth(TRAJECTORIES)),
-                )
+            return await regrade(
+                bus,
+                self._trunk.history,
+                directory=self._trunk.recorded.directory,
+                finder=self._finder,
+                grader=grader,
+                grades=grades,
+                where=self._where,
+                retract=self._retract,
+                parallel=self._parallel,
+                say=_Progress(await bus.depth(TRAJECTORIES)),
+            )
         finally:
             if grades is not None:
                 grades.close()
             if grader is not None:
                 await grader.close()
 
-    async def write(self, old: RunConfig, address: Address, own: Address, regraded: Regraded, *, is_quiet: bool) -> int:
-        """Write the branch, and return its step."""
+    async def write(self, own: Address, regraded: Regraded, source: Bus, *, is_quiet: bool) -> int:
+        """Write the branch, and return its step.  own: its bus;  source: the run's"""
         from asyncrl.adapters import registry
         from asyncrl.audit.branch import copy_log, write_branch
         from asyncrl.messages.topics import PROGRESS
@@ -228,8 +227,7 @@ class _Regrade:
         try:
             if await target.states(PROGRESS):
                 raise ConfigError(f"--out: a run {self._branch.run.name!r} is on the bus already; name another folder")
-            async with connect(old, address) as source:
-                sequences = await copy_log(source, target, regraded)
+            sequences = await copy_log(source, target, regraded)
             state = await write_branch(
                 self._trunk,
                 regraded,

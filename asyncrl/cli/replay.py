@@ -22,7 +22,6 @@ metrics of the bus and the clock) and weights/ (the last version, a model folder
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import json
@@ -32,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from asyncrl.audit.run_folder import RecordedRun, connect
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.cli.arguments import step_range
 from asyncrl.config import RunConfig
@@ -41,6 +40,7 @@ from asyncrl.policies.audit.entries import present
 
 if TYPE_CHECKING:
     from asyncrl.audit.replay import Planned
+    from asyncrl.bus.port import Bus
     from asyncrl.policies.metric import Metric
 
 EXACT: Final = ("loss", "grad_norm")
@@ -181,35 +181,27 @@ def _train(
     """settings: for the bus of ``recorded``;  has_old: there are recorded rows of the same steps to compare with"""
     from asyncrl.audit.replay import train_again
 
-    directory = recorded.directory
-    with recorded.server(settings, token=token) as address:
-        if address is None:
-            raise recorded.no_log_error(settings)
-        out = _make_folder(directory, out)
+    rows = recorded.metrics() if has_old else {}
+    incarnations = {planned.step: planned.entry.incarnation for planned in plan}
 
-        async def work() -> list[Replayed]:
-            found = []
-            async with (
-                connect(settings, address) as bus,
-                contextlib.aclosing(train_again(plan, bus, folder=folder, out=out)) as trained,
-            ):
+    async def work(bus: Bus) -> tuple[list[Replayed], Path]:
+        made, found = _make_folder(recorded.directory, out), []
+        if not as_json:
+            print(_HEADER)
+        try:
+            async with contextlib.aclosing(train_again(plan, bus, folder=folder, out=made)) as trained:
                 async for step, metrics in trained:
                     if step < from_step:
                         continue
                     found.append(Replayed(step, rows.get((incarnations[step], step)), metrics))
                     if not as_json:
                         print(_line(found[-1]), flush=True)
-            return found
-
-        rows = recorded.metrics() if has_old else {}
-        incarnations = {planned.step: planned.entry.incarnation for planned in plan}
-        if not as_json:
-            print(_HEADER)
-        try:
-            found = asyncio.run(work())
         except Exception:
-            shutil.rmtree(out, ignore_errors=True)  # created above; an incomplete replay is of no use
+            shutil.rmtree(made, ignore_errors=True)  # an incomplete replay is of no use
             raise
+        return found, made
+
+    found, out = recorded.on_bus(settings, work, token=token)
     compared = [one for one in found if one.old is not None]
     different = [one.step for one in compared if not one.is_equal]
     if as_json:

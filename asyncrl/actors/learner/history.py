@@ -183,20 +183,38 @@ def read(path: Path) -> list[HistoryEntry]:
 
     An unreadable line becomes an entry of kind "damaged", with the incarnation and step of the entry before it.
     """
-    entries: list[HistoryEntry] = []
-    position = 0
-    for number, line in enumerate(_lines(path), 1):
-        if line.endswith(b"\n"):  # otherwise it is being written right now
-            try:
-                entries.append(_entry(_unseal(line), position=position))
-            except _MALFORMED as error:
-                incarnation, step = (entries[-1].incarnation, entries[-1].step) if entries else (0, 0)
-                problem = f"line {number} cannot be read: {error}"
-                entries.append(
-                    HistoryEntry(kind=DAMAGED, incarnation=incarnation, step=step, position=position, problem=problem)
-                )
-        position += len(line)
-    return entries
+    return HistoryReader(path).read()
+
+
+class HistoryReader:
+    """Reads a history that grows: each line once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries: list[HistoryEntry] = []
+        self._position = 0
+
+    def read(self) -> list[HistoryEntry]:
+        """Return all lines so far, as ``read``."""
+        for line in _lines(self._path, after=self._position):
+            if not line.endswith(b"\n"):  # it is being written right now
+                break
+            self._entries.append(self._entry(line))
+            self._position += len(line)
+        return [*self._entries]
+
+    def _entry(self, line: bytes) -> HistoryEntry:
+        try:
+            return _entry(_unseal(line), position=self._position)
+        except _MALFORMED as error:
+            last = self._entries[-1] if self._entries else None
+            return HistoryEntry(
+                kind=DAMAGED,
+                incarnation=last.incarnation if last else 0,
+                step=last.step if last else 0,
+                position=self._position,
+                problem=f"line {len(self._entries) + 1} cannot be read: {error}",
+            )
 
 
 def whole_bytes(path: Path) -> int:
@@ -237,9 +255,11 @@ def settings_of_incarnations(path: Path) -> list[Mapping[str, Any]]:
     return [settings for settings in found if settings]
 
 
-def _lines(path: Path) -> list[bytes]:
+def _lines(path: Path, *, after: int = 0) -> list[bytes]:
     try:
-        *whole, rest = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            file.seek(after)
+            *whole, rest = file.read().split(b"\n")
     except FileNotFoundError:
         raise NoHistory(
             f"{path.parent}: holds no run ({path.name} is not there); give the folder that a learner wrote to, "

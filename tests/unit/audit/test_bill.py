@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.learner.metrics_reporter import Gpus, cost_metrics
-from asyncrl.audit.bill import Bill, Interval, engine_items, gains_of, learner_items
+from asyncrl.audit.bill import Bill, Interval, engine_items, gains_of, learner_items, server_items
 from asyncrl.cli.bill import _prices
 from asyncrl.errors import ConfigError
 
@@ -56,6 +56,14 @@ def test_a_step_is_shared_by_its_tokens_and_one_that_was_rolled_back_is_named() 
     assert bill.by("fate") == {"trained": 12.0, "rolled back": 7.0, "waiting": 6.0}
     assert bill.by("task")["a"] == pytest.approx(2.0 + 6.0)
     assert math.isclose(bill.cost({"learner": 36.0}), 36.0 * 25 / 3600)
+
+
+def test_a_server_costs_its_gpus_while_the_learner_is_up() -> None:
+    rows = {(0, 1): {"learner/elapsed_seconds": 10.0}, (1, 1): {"learner/elapsed_seconds": 8.0}, (1, 2): {}}
+    bill = Bill(items=server_items(rows, gpus={"judge": 4, "tools": 0}))
+    assert bill.by("actor") == {"judge": 72.0, "tools": 18.0}
+    assert (bill.by("fate"), bill.trained_tokens) == ({"serving": 90.0}, 0)
+    assert math.isclose(bill.cost({"": 1.0, "server": 2.0, "tools": 3.0}), (72 * 2 + 18 * 3) / 3600)
 
 
 def test_a_price_is_that_of_the_worker_or_else_of_its_role_or_else_of_all() -> None:

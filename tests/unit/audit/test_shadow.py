@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,15 @@ import pytest
 
 from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.audit import shadow as shadows
+from asyncrl.audit.branch import Trunk, require_own_states
 from asyncrl.audit.replay import plan_of
 from asyncrl.audit.run_folder import RecordedRun
-from asyncrl.audit.shadow import Shadow, claim, promote, settings_of
+from asyncrl.audit.shadow import Shadow, claim, compare, promote, settings_of
+from asyncrl.board.command import shadows_of
+from asyncrl.board.watched_run import WatchedRun
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present, promotions
+from asyncrl.policies.groups.saved import PromptState
 
 
 def test_a_shadow_goes_on_from_no_state_that_the_run_has_rolled_back(tmp_path: Path) -> None:
@@ -72,8 +77,25 @@ def test_steps_before_a_promotion_do_not_lead_to_those_behind_it(tmp_path: Path)
     recorded = RecordedRun(tmp_path)
     found = present(recorded.history())
     assert promotions(found) == [2]
+    trunk = Trunk(recorded=recorded, history=found, step=3, next_group_id=4, prompts=PromptState(), groups_per_batch=1)
+    with pytest.raises(ConfigError, match="step 3 goes on from the state of a shadow .* step > 2"):
+        require_own_states(trunk, first=3)
     with pytest.raises(ConfigError, match="step 3 went on from the state of a shadow .* --from-step 3"):
         plan_of(recorded, found, from_step=1, overrides=[])
+
+
+def test_a_shadow_is_compared_over_the_steps_that_both_have_trained(tmp_path: Path) -> None:
+    shadow = tmp_path / "shadows" / "one"
+    shadow.mkdir(parents=True)
+    rows = [(tmp_path, step, {"loss": 2.0 * step, "entropy": 1.0 + step, "reward/mean": 0.5}) for step in (1, 2, 3)]
+    rows += [(shadow, step, {"loss": 2.0 * step + 1, "entropy": 11.0 + step, "reward/mean": 0.5}) for step in (2, 3, 4)]
+    for folder, step, numbers in rows:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time": float(step), "learner/x": step, **numbers}) + "\n")
+    # over the steps 2 and 3: entropy 10 higher (20 standard deviations), loss 1 higher (1); the reward is the same
+    assert compare(RecordedRun(tmp_path), shadow) == ([2, 3], [("entropy", 3.5, 13.5), ("loss", 5.0, 6.0)])
+    assert [one.name for one in shadows_of(tmp_path)] == ["one"]
+    assert WatchedRun(shadow, [], token="", verb="board").name == f"{tmp_path.name}/one"
 
 
 async def test_a_promotion_tells_the_shadow_to_end_even_if_its_state_is_there_already(

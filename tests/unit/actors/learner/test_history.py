@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.actors.learner.history import History, read
+from asyncrl.actors.learner.history import History, HistoryReader, read
 from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import DAMAGED, present
@@ -66,6 +66,22 @@ def test_a_line_that_was_cut_short_is_none_and_the_next_writer_removes_it(path: 
     again.record_lost("dropped", [3], step=0)
     again.close()
     assert [entry.kind for entry in read(path)] == ["begun", "dropped"]
+
+
+def test_a_history_that_grows_is_read_line_by_line(path: Path) -> None:
+    history = History(path, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=3, settings={})
+    length, reader = history.position, HistoryReader(path)
+    before = reader.read()
+    history.record_trained([0], step=1, max_staleness=0)
+    history.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert reader.read() == before  # the line is not complete
+    path.write_bytes(b" " * length + whole[length:])  # what was read is not read again
+    assert [entry.kind for entry in reader.read()] == ["begun", "trained"]
+    path.write_bytes(whole)
+    assert reader.read() == read(path)
 
 
 def test_a_folder_without_a_run_gets_one_line_and_a_foreign_file_is_a_damaged_one(tmp_path: Path, path: Path) -> None:
