@@ -35,7 +35,7 @@ from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
-from asyncrl.errors import BusError, StepFailed
+from asyncrl.errors import BusError, FilterError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.hooks import Hooks
@@ -224,7 +224,8 @@ class Batcher:
         made = await self._prepare_once(groups, policy_version=self._table.policy_version, owner=owner)
         if isinstance(made, Exception):
             self._preparation = None
-            raise StepFailed(f"{type(made).__name__}: {made}") from made
+            is_of_hook = isinstance(made, FilterError)  # which says that it is, and of which one
+            raise StepFailed(str(made) if is_of_hook else f"{type(made).__name__}: {made}") from made
         return made
 
     async def prepare_ahead(self, *, owner: asyncio.TaskGroup) -> None:

@@ -54,13 +54,17 @@ class GroupRemover:
         self._rows: dict[str, tuple[int, int, int]] = {}
         """worker -> its failed groups in a row; groups buffered and failed, of all workers, before they began"""
 
-    async def fail(self, problems: Mapping[int, str]) -> None:
-        """Fail buffered groups. ``problems``: group id -> why. Groups that have left the buffer are skipped."""
+    async def fail(self, problems: Mapping[int, str], *, is_of_workers: bool = True) -> None:
+        """Fail buffered groups. ``problems``: group id -> why. Groups that have left the buffer are skipped.
+
+        is_of_workers  each is to be blamed on its worker; False if it was said already what is to blame
+        """
         for group_id, problem in problems.items():
             if (one := self._table.buffered.get(group_id)) is None:
                 continue  # its worker was quarantined while another group was announced
             error = problem[:LONGEST_ERROR]
-            log.error("group %d of worker %s is not trained: %s", group_id, one.group.worker or "?", error)
+            if is_of_workers:
+                log.error("group %d of worker %s is not trained: %s", group_id, one.group.worker or "?", error)
             await self._lose(self._table.reject(group_id, error=error))
         self._changed.set()
 

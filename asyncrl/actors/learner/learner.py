@@ -331,7 +331,8 @@ class Learner(Actor):
         kept = f"; its batch is in {folder}" if folder is not None else ""
         self.log.error("step %d failed: %s%s", self.step + 1, error, kept, exc_info=error.__cause__)
         self.table.put_back()
-        await self._remover.fail({one.group_id: f"a training step with it fails: {error}" for one in groups})
+        problems = {one.group_id: f"a training step with it fails: {error}" for one in groups}
+        await self._remover.fail(problems, is_of_workers=False)
         if self._has_failed:
             raise HopelessError(f"two batches in a row could not be trained; the last: {error}{kept}")
         self._has_failed = True

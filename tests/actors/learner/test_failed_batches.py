@@ -15,7 +15,7 @@ from asyncrl.actors.learner.failed_batches import FOLDER, NOTE_FILE, forget_deat
 from asyncrl.actors.learner.history import HISTORY_FILE
 from asyncrl.backends.port import StepResult
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.errors import BackendError, HopelessError, StepFailed
+from asyncrl.errors import BackendError, FilterError, HopelessError, StepFailed
 from asyncrl.messages import TrajectoryGroup, codec
 from asyncrl.policies.audit.accounting import account
 from asyncrl.policies.batching.packing import MicroBatch
@@ -110,19 +110,35 @@ async def test_two_batches_in_a_row_end_the_run_in_one_line(tmp_path: Path) -> N
     assert loop.backend.steps == 0
 
 
-async def test_a_batch_that_cannot_be_prepared_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (AssertionError("packed wrong"), "AssertionError: packed wrong"),
+        (FilterError("algorithm.hooks: 'my:H'.batch raised"), "algorithm.hooks: 'my:H'.batch raised"),
+    ],
+)
+async def test_a_batch_that_cannot_be_prepared_fails_too_and_no_worker_is_blamed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    raised: Exception,
+    told: str,
+) -> None:
     from asyncrl.actors.learner import preparation
 
     real = preparation.pack_mini_batches
 
     def pack(sequences: Any, **settings: Any) -> Any:
         if any(int(sequence.tokens[1]) == 5 for sequence in sequences):
-            raise AssertionError("packed wrong")
+            raise raised
         return real(sequences, **settings)
 
     monkeypatch.setattr(preparation, "pack_mini_batches", pack)
     loop = new_loop(Picky(lambda prompts: None), tmp_path)
     assert await run(loop) == ""
+    assert [one.getMessage() for one in caplog.records if told in one.getMessage()] == [
+        f"step 1 failed: {told}; its batch is in {tmp_path / FOLDER / 'step-00000001'}"
+    ]
     assert (loop.backend.steps, loop.table.counts["failed"]) == (4, 2)
 
 
