@@ -193,6 +193,8 @@ class ProcessManager:
 
     def _on_learner_exit(self, ended: Exit) -> None:
         """End the run if the learner is done, or was told to end. Otherwise end its other ranks, for its restart."""
+        if self._over.is_set():
+            self._start_no_more_ranks()
         is_drained = ended.code in DRAINED
         if self._interrupts == 1 and not is_drained:
             self._fail(ended.code, f"{ended.reason} while draining")
@@ -205,6 +207,11 @@ class ProcessManager:
             for child in self.fleet.children:  # they would end by themselves unless they hang
                 if child.spec.role == LEARNER_RANK:
                     child.signal(signal.SIGKILL)
+
+    def _start_no_more_ranks(self) -> None:
+        for child in self.fleet.children:
+            if child.spec.role == LEARNER_RANK:
+                child.no_restart.set()
 
     async def _keep_server_up(self, server: BusServer) -> None:
         """Restart the server on its port and store whenever it ends. All actors wait for it, and nothing is lost.
@@ -273,8 +280,12 @@ class ProcessManager:
 
     async def _end_processes(self) -> None:
         """Drain the processes, and kill those that do not end in time."""
+        starts_ranks = bool(self._interrupts) and any(
+            one.spec.role == LEARNER and one.process is not None for one in self.fleet.children
+        )  # a learner that waits for a rank cannot drain before it has come
         for child in self.fleet.children:
-            child.no_restart.set()
+            if child.spec.role != LEARNER_RANK or not starts_ranks:
+                child.no_restart.set()
         if not self._failure and not self._interrupts:  # workers read on the bus that the run is finished
             await self._wait_for_work(FINISH_SECONDS)
         self._signal_all(signal.SIGTERM)
@@ -336,6 +347,7 @@ class ProcessManager:
             self.say(f"{doing}; once more to stop at once")
             self._over.set()
         else:
+            self._start_no_more_ranks()
             self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:

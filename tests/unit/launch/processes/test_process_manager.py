@@ -240,3 +240,24 @@ async def test_parts_of_an_engine_come_back_for_nothing_as_long_as_their_worker_
     launcher.named("w0-node1").code.set_result(0)
     await one.until(lambda: not one.manager.fleet.is_kept_running("w0-node1"))
     assert await one.end() == 0
+
+
+async def test_a_rank_joins_a_learner_that_drains_while_it_waits_for_it(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes between the new start of the learner and that of its rank."""
+    monkeypatch.setattr(process_manager, "RANK_PAUSE_SECONDS", 0.1)
+    launcher = Launcher()
+    it = stage(launcher, "learner.backend=megatron", "learner.ranks=2", "learner.machines=2")
+    await it.until_up("learner-1", "w0", "w1")
+    await it.until(lambda: all(child.process for child in it.manager.fleet.children))
+    learner, rank = launcher.named("learner"), launcher.named("learner-1")
+    learner.code.set_result(1)
+    await it.until(lambda: launcher.named("learner") is not learner and it.manager.fleet.children[0].process)
+    waits = launcher.named("learner")
+    waits.drains = False
+    it.manager.interrupt()
+    await it.until(lambda: launcher.named("learner-1") is not rank)
+    waits.code.set_result(INTERRUPTED)
+    launcher.named("learner-1").code.set_result(0)
+    assert (await it.task).exit_code == INTERRUPTED
