@@ -392,7 +392,7 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner", worker: 
     """Connect to the run's bus: bus.url, or the server that `asyncrl run` started in the run's folder.
 
     role    role in bus/jetstream/credentials.py; only the learner's creates the run's streams
-    worker  name of a rollout worker
+    worker  name of a rollout worker or of a server of a frozen model
     """
     url, token = bus_address(run, token=token, role=role)
     bus = await bus_class(run).connect(run, url=url, token=token, role=role, worker=worker)

@@ -35,6 +35,10 @@ class BusServer(Protocol):
         """Return the token of one rollout worker, who may write only under its name; "*": one with any name. Blocks."""
         ...
 
+    def server_token(self, name: str) -> str:
+        """Return the token of the server of a frozen model, which may write only under its name. Blocks."""
+        ...
+
     @property
     def pid(self) -> int:
         """Process id; 0 while the server is not running."""

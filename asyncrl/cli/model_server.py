@@ -12,6 +12,7 @@ from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervise_pro
 from asyncrl.config import RunConfig
 from asyncrl.errors import INTERRUPTED, ConfigError
 from asyncrl.launch.checks.run_file import check_server
+from asyncrl.messages.roles import MODEL_SERVER
 from asyncrl.os_process import end_with_parent, exit_within
 
 
@@ -36,7 +37,7 @@ async def _serve(run_config: RunConfig, name: str, *, token: str) -> int:
     from asyncrl.launch.assembly.build_learner import prometheus
     from asyncrl.launch.assembly.model_servers import model_server_actor
 
-    bus = await connect(run_config, token=token)
+    bus = await connect(run_config, token=token, role=MODEL_SERVER, worker=name)
     try:
         actor = model_server_actor(run_config, name, bus=bus)
         await supervise_process(actor, HeartbeatSender(actor), *prometheus(run_config, bus, actor))

@@ -31,7 +31,8 @@ class BusSection:
     files."""
     credentials: str = ""
     """File with USER:PASSWORD, an NKEY seed, or a .creds file. {role} in the path is replaced by learner, operator or
-    observer, and in a rollout worker by workers/NAME. `bin/nats-config` writes such files."""
+    observer, in a rollout worker by workers/NAME, and in a server ([servers.NAME]) by servers/NAME. `bin/nats-config`
+    writes such files."""
     tls_ca: str = ""
     """PEM file of the CA that signed the server's certificate. The connection uses TLS if this is set or the url starts
     with tls://."""

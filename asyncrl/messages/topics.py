@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from asyncrl.messages.control import (
@@ -40,10 +42,13 @@ M = TypeVar("M")
 Q = TypeVar("Q")
 A = TypeVar("A")
 Kind = Literal["work", "log", "state"]
-Role = Literal["learner", "rollout-worker", "operator", "observer"]
+Role = Literal["learner", "rollout-worker", "model-server", "operator", "observer"]
 
-ROLES: Final[tuple[str, ...]] = ("learner", "rollout-worker", "operator", "observer")
-"""Roles of connections: the learner's processes and `asyncrl run`; workers; `asyncrl scale`; read-only observers."""
+ROLES: Final[tuple[str, ...]] = ("learner", "rollout-worker", "model-server", "operator", "observer")
+"""Roles of connections: the learner's processes and `asyncrl run`; workers; servers of frozen models; `asyncrl scale`;
+read-only observers."""
+NAMED_ROLES: Final[Mapping[str, str]] = MappingProxyType({"rollout-worker": "workers", "model-server": "servers"})
+"""Roles of the run's other processes, each of which writes only under its own name; with the folder of their users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +142,12 @@ WEIGHTS = Topic("weights", "state", WeightVersion, publishers=("learner",), read
 SENT = "sent"
 """Key in ``weights`` of the version that the learner sends from memory. The empty key is the version in a folder."""
 
-PROGRESS = Topic("progress", "state", Progress, publishers=("learner",), readers=("rollout-worker",))
+PROGRESS = Topic("progress", "state", Progress, publishers=("learner",), readers=("rollout-worker", "model-server"))
 ACTORS = Topic(
     "actors",
     "state",
     Heartbeat,
-    publishers=("learner", "rollout-worker"),
+    publishers=("learner", "rollout-worker", "model-server"),
     readers=("learner",),
     seconds_to_live=15.0,
     sender="actor",
@@ -154,7 +159,7 @@ SERVERS = Topic(
     "servers",
     "state",
     ServerAddress,
-    publishers=("learner",),
+    publishers=("model-server",),
     readers=("rollout-worker",),
     seconds_to_live=15.0,
     sender="name",

@@ -22,13 +22,13 @@ from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.nats_server import config as nats_config
 from asyncrl.bus.nats_server.accounts import account_name
 from asyncrl.bus.nats_server.rights import LEASES, OBJECTS, table
-from asyncrl.messages.topics import ALL, ALL_SERVICES, ROLES, Topic
+from asyncrl.messages.topics import ALL, ALL_SERVICES, NAMED_ROLES, ROLES, Topic
 from tests.harness.raw_nats import RawNats
 from tests.harness.roles import access_to, started
 
 RUN = "mine"
 WORKER, OTHER = "w0", "w1"
-"""The worker that attacks, and one in whose name it may not write."""
+"""The worker or server that attacks, and one in whose name it may not write."""
 OTHERS = ROLES[1:]
 LAYOUT = Layout(run=RUN, max_prompts=64, max_log_bytes=2**20, ack_seconds=30.0, storage="file")
 EVERY = (*ALL, Lease.TOPIC)
@@ -63,8 +63,8 @@ def key_of(topic: Topic[Any], key: str = "1") -> str:
 
 
 def keys_of_worker(topic: Topic[Any], worker: str) -> list[str]:
-    """Return subjects of a topic that only this worker may write."""
-    if "rollout-worker" not in topic.publishers:
+    """Return subjects of a topic that only the worker or the server of this name may write."""
+    if not NAMED_ROLES.keys() & {*topic.publishers}:
         return []
     return [LAYOUT.prefix(topic) + worker, f"{LAYOUT.prefix(topic)}{worker}.1"]
 
@@ -191,7 +191,10 @@ class May:
         return found | ({LAYOUT.freed("load-0", role=self.role)} if self._has("hold", LEASES) else set())
 
     def follow(self) -> set[str]:
-        return {told(key) for topic in ALL if self._has("follow", topic.name) for key in all_keys_of(topic)}
+        keys = [key for topic in ALL if self._has("follow", topic.name) for key in all_keys_of(topic)]
+        if self.role in NAMED_ROLES:  # only keys of one part
+            keys = [key for key in keys if not key.endswith((f".{WORKER}.1", f".{OTHER}.1"))]
+        return {told(key) for key in keys}
 
     def reach(self) -> set[str]:
         """Return everything that may arrive in the learner's account, including what its streams announce about it."""
@@ -204,7 +207,8 @@ class Attacked:
     """A server with a run, the learner's ear, and users of every role."""
 
     def __init__(self, directory: Path, *, in_one_account: bool = False) -> None:
-        nats_config.main([RUN, "--directory", str(directory), "--listen", "127.0.0.1:-1", "--workers", "2"])
+        own = ["--directory", str(directory), "--listen", "127.0.0.1:-1"]
+        nats_config.main([RUN, *own, "--workers", "2", "--servers", WORKER, OTHER])
         path = directory / nats_config.CONFIG_FILE
         config = json.loads(path.read_text())
         for role in OTHERS:
@@ -223,7 +227,7 @@ class Attacked:
     def raw(self, role: str, *, is_open: bool = False) -> RawNats:
         if is_open:
             return RawNats(self.port, f"{OPEN}-{role}", OPEN)
-        name = f"workers/{WORKER}" if role == "rollout-worker" else role
+        name = f"{NAMED_ROLES[role]}/{WORKER}" if role in NAMED_ROLES else role
         user, _, password = (self.directory / RUN / name).read_text().strip().partition(":")
         return RawNats(self.port, user, password)
 

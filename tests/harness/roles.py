@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.nats_server.server import find_binary
+from asyncrl.messages.topics import NAMED_ROLES
 from tests.conftest import BUS_SIZES
 
 RUNS = ("mine", "other", "whole")
@@ -40,8 +41,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def access_to(folder: Path, role: str, *, worker: str = "w0", **more: str) -> Credentials:
-    """The credentials of a role, or of a worker, in the folder of a run that ``bin/nats-config`` wrote."""
-    name = worker if role == "rollout-worker" else ""
+    """The credentials of a role, or of a worker or server, in the folder of a run that ``bin/nats-config`` wrote."""
+    name = worker if role in NAMED_ROLES else ""
     return Credentials(role=role, worker=name, credentials=f"{folder}/{{role}}", **more)
 
 
@@ -51,7 +52,7 @@ class Server:
     def __init__(self, directory: Path, *extra: str) -> None:
         self.directory = directory
         command = [sys.executable, "-m", "asyncrl.bus.nats_server.config", *RUNS, "--directory", str(directory)]
-        listen = ["--listen", "127.0.0.1:-1"]
+        listen = ["--listen", "127.0.0.1:-1", "--servers", "w0"]
         self.said = subprocess.run([*command, *listen, *extra], capture_output=True, text=True, check=True).stdout
         self.process, url = started(directory / "nats-server.conf", directory / "ports")
         self.port = urlsplit(url).port or 0

@@ -118,7 +118,9 @@ class JetStreamBus:
         try:
             await bus._streams.open((*ALL, Lease.TOPIC))
             if access.takes_part:
-                await asyncio.gather(*(bus._until_consumable(topic) for topic in ALL if topic.kind == "work"))
+                work = (topic for topic in ALL if topic.kind == "work")
+                its = (topic for topic in work if access.role in (*topic.publishers, *topic.readers))
+                await asyncio.gather(*map(bus._until_consumable, its))
         except BaseException:
             await connection.close()
             raise

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncrl.bus.jetstream.layout import token
 from asyncrl.errors import ConfigError
-from asyncrl.messages.topics import ROLES
+from asyncrl.messages.topics import NAMED_ROLES, ROLES
 
 _JWT: Final = "-----BEGIN NATS USER JWT-----"
 _SEED: Final = "SU"
@@ -33,9 +33,10 @@ def answers(role: str, *, run: str, worker: str = "") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """How one process authenticates. Paths may contain ``{role}``, which is replaced by our role, or by workers/NAME.
+    """How one process authenticates. Paths may contain ``{role}``, which is replaced by our role, or by workers/NAME or
+    servers/NAME.
 
-    worker           name of a rollout worker
+    worker           name of a rollout worker or of a server of a frozen model
     token            a token, or USER:PASSWORD
     credentials      a file with one line USER:PASSWORD, an NKEY seed (SU...), or a .creds file written by `nsc`
     tls_ca           PEM file of the CA of the server's certificate; if empty, a tls:// url uses the system's CAs
@@ -56,7 +57,7 @@ class Credentials:
     @property
     def takes_part(self) -> bool:
         """Whether our process is a part of the run: it waits for streams that are not there yet."""
-        return self.role in ("learner", "rollout-worker")
+        return self.role == "learner" or self.role in NAMED_ROLES
 
     def options(self) -> dict[str, Any]:
         """Return arguments for nats-py's ``connect``. Raises ConfigError without secrets in its text."""
@@ -73,7 +74,8 @@ class Credentials:
             text = path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
-            hint = f"; bin/nats-config RUN --join {self.worker} writes one" if self.worker else ""
+            flag = "--servers" if self.role == "model-server" else "--join"
+            hint = f"; bin/nats-config RUN {flag} {self.worker} writes one" if self.worker else ""
             raise ConfigError(f"bus.credentials: cannot read {path}: {reason}{hint}") from None
         is_jwt = text.startswith(_JWT)
         is_seed = text.startswith(_SEED) and len(text) == _SEED_CHARACTERS and ":" not in text
@@ -104,4 +106,5 @@ class Credentials:
         return context
 
     def _path(self, key: str) -> Path:
-        return Path(getattr(self, key).replace("{role}", f"workers/{self.worker}" if self.worker else self.role))
+        own = f"{NAMED_ROLES[self.role]}/{self.worker}" if self.worker else self.role
+        return Path(getattr(self, key).replace("{role}", own))

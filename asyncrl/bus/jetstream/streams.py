@@ -17,7 +17,7 @@ from asyncrl.bus.jetstream.connection import IS_GONE, NO_STREAM, Connection, Ref
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.port import LogMark
 from asyncrl.errors import BusLost, ConfigError, Forbidden, NoSuchRun
-from asyncrl.messages.topics import ALL, Topic
+from asyncrl.messages.topics import ALL, NAMED_ROLES, Topic
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Streams:
         """Open the streams of a run concurrently, in one round trip. Raises NoSuchRun if none exists. An observer sees
         what is left of a run."""
         one_each = {self._layout.stream(topic): topic for topic in topics}
-        if self._role in ("learner", "rollout-worker"):
+        if self._role == "learner" or self._role in NAMED_ROLES:
             await asyncio.gather(*(self.ensure(topic) for topic in one_each.values()))
             return
         await asyncio.gather(*(self._find(name) for name in one_each))
@@ -71,7 +71,7 @@ class Streams:
         if name in self.known:
             return name
         if self._role != "learner":
-            await (self._wait_until_created(name) if self._role == "rollout-worker" else self._require(name))
+            await (self._wait_until_created(name) if self._role in NAMED_ROLES else self._require(name))
             return name
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"

@@ -1,5 +1,6 @@
 """The NATS accounts and users of a run: the learner's account, with JetStream, and one without JetStream for each other
-role. Every rollout worker is a user of its own in the workers' account, which may write only under its name.
+role. Every rollout worker is a user of its own in the workers' account, and every server of a frozen model in the
+servers', which may write only under its name.
 
 A nats-server checks the subject that a client publishes to, but not the reply subject. In a shared account, a worker
 could have any reply stored in any stream. So other roles reach the learner's account only through imports: services
@@ -10,12 +11,10 @@ belongs to the role's own account, which has no streams. The users' permissions 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from asyncrl.bus.nats_server.rights import ANY, Right, rights
-from asyncrl.messages.topics import ROLES
-
-WORKER: Final = "rollout-worker"
+from asyncrl.messages.topics import NAMED_ROLES, ROLES
 
 
 def account_name(run: str, role: str) -> str:
@@ -24,17 +23,23 @@ def account_name(run: str, role: str) -> str:
 
 
 def user_name(run: str, user: str) -> str:
-    """Name at the server of a role or of a worker ("workers/w0")."""
+    """Name at the server of a role, of a worker ("workers/w0"), or of a server of a frozen model ("servers/judge")."""
     return f"{run}-{user}"
 
 
 def worker_user(name: str) -> str:
     """The user of a rollout worker, and its credentials file in the folder of its run."""
-    return f"workers/{name}"
+    return f"{NAMED_ROLES['rollout-worker']}/{name}"
+
+
+def server_user(name: str) -> str:
+    """The same of a server of a frozen model."""
+    return f"{NAMED_ROLES['model-server']}/{name}"
 
 
 def accounts(run: str, passwords: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the server configuration of each account. ``passwords``: role, or "workers/NAME", -> password"""
+    """Return the server configuration of each account. ``passwords``: role, "workers/NAME" or "servers/NAME" ->
+    password"""
     exports: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, Any]] = {run: {"jetstream": "enabled"}}
     for role in ROLES[1:]:
@@ -46,9 +51,9 @@ def accounts(run: str, passwords: Mapping[str, str]) -> dict[str, dict[str, Any]
         found[name] = {"imports": imports}
     found[run]["exports"] = list(exports.values())
     for user, password in passwords.items():
-        folder, _, worker = user.rpartition("/")
-        role = WORKER if folder else user
-        allowed = permissions(role, run=run, worker=worker if folder else ANY)
+        folder, _, name = user.rpartition("/")
+        role = next((role for role, its in NAMED_ROLES.items() if its == folder), user)
+        allowed = permissions(role, run=run, worker=name if folder else ANY)
         made = {"user": user_name(run, user), "password": password} | ({"permissions": allowed} if allowed else {})
         found[account_name(run, role)].setdefault("users", []).append(made)
     return found

@@ -10,12 +10,11 @@ from urllib.parse import urlsplit
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
-from asyncrl.bus.nats_server.accounts import WORKER, worker_user
 from asyncrl.bus.nats_server.server import EmbeddedServer, find_binary
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import ConfigError
-from asyncrl.messages.topics import ROLES
+from asyncrl.messages.topics import NAMED_ROLES, ROLES
 
 _SCHEMES = ("nats://", "tls://")
 
@@ -60,6 +59,7 @@ class NatsAdapter(BusAdapter):
                 *run.pool_workers,
                 *(f"e{number}" for number in range(run.num_evaluation_workers)),
             ],
+            servers=run.started_servers,
             host=host,
             port=run.bus.port,
             max_message_bytes=run.bus.max_message_bytes,
@@ -103,7 +103,8 @@ def _check_disk(run: RunConfig) -> None:
 def _check_files(run: RunConfig) -> None:
     """Check that the files named in [bus] are readable for at least one user: a machine may have only one worker's."""
     users = [(role, "") for role in ROLES]
-    users += [(WORKER, Path(path).name) for path in glob.glob(run.bus.credentials.replace("{role}", worker_user("*")))]
+    for role, folder in NAMED_ROLES.items():
+        users += [(role, Path(path).name) for path in glob.glob(run.bus.credentials.replace("{role}", f"{folder}/*"))]
     problems = []
     for role, worker in users:
         try:

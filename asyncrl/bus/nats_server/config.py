@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
-from asyncrl.bus.nats_server.accounts import WORKER, accounts, user_name, worker_user
+from asyncrl.bus.nats_server.accounts import accounts, server_user, user_name, worker_user
 from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import ConfigError
-from asyncrl.messages.topics import ROLES
+from asyncrl.messages.topics import NAMED_ROLES, ROLES
 
 CONFIG_FILE: Final = "nats-server.conf"
 _CLUSTER: Final = "asyncrl"
@@ -215,6 +215,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="users for workers that join by themselves: `asyncrl rollout-worker FILE --name NAME`",
     )
+    add(
+        "--servers",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="users for servers of frozen models that `asyncrl run` starts: [servers.NAME] of the run file",
+    )
     add("--max-message-bytes", type=int, default=8 * 2**20, help="(default: %(default)s)")
     add(
         "--sync-seconds",
@@ -275,11 +282,14 @@ def _write(options: argparse.Namespace, nodes: Sequence[Node]) -> None:
 
 
 def _users(folder: Path, options: argparse.Namespace) -> list[str]:
-    """Return the users of a run: its roles, and the workers that it starts, that may join, or that have a file."""
+    """Return the users of a run: its roles, the workers that it starts, that may join, or that have a file, and the
+    servers of frozen models."""
     started = [f"{kind}{number}" for kind in "we" for number in range(options.workers)]
     there = sorted(path.name for path in (folder / "workers").glob("[!.]*"))
     names = dict.fromkeys([*started, *options.join, *there])
-    return [*(role for role in ROLES if role != WORKER), *map(worker_user, names)]
+    servers = [*options.servers, *(path.name for path in (folder / NAMED_ROLES["model-server"]).glob("[!.]*"))]
+    roles = (role for role in ROLES if role not in NAMED_ROLES)
+    return [*roles, *map(worker_user, names), *map(server_user, sorted(dict.fromkeys(servers)))]
 
 
 def _tls(options: argparse.Namespace, authority: Path | None, *, verify: bool) -> dict[str, Any] | None:

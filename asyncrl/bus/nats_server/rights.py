@@ -1,6 +1,7 @@
 """What each role may do on a nats-server, derived from the topics (messages/topics.py). Pure.
 
-A rollout worker publishes only under keys that begin with its name, so nobody writes in another's name.
+A rollout worker, or a server of a frozen model, publishes only under keys that begin with its name, so nobody writes in
+another's name.
 
 accounts.py turns the rights into accounts and permissions. tests/integration/security/test_roles.py tries everything
 that is not in ``table``, as every role.
@@ -18,12 +19,12 @@ from typing import Any, Final
 from asyncrl.bus.jetstream.credentials import answers, inbox
 from asyncrl.bus.jetstream.kv import Lease, lease_prefix
 from asyncrl.bus.jetstream.layout import WORKERS, Layout, token
-from asyncrl.messages.topics import ALL, ALL_SERVICES, ROLES, Role, Topic
+from asyncrl.messages.topics import ALL, ALL_SERVICES, NAMED_ROLES, ROLES, Topic
 
 OBJECTS: Final = "weight objects"
 LEASES: Final = "leases"
 ANY: Final = "*"
-"""A worker of any name, and the NATS wildcard for any key."""
+"""A worker or server of any name, and the NATS wildcard for any key."""
 _ANY_KEY: Final = ("=2A", ANY)
 """How a layout encodes the key "*", and the NATS wildcard for any key."""
 
@@ -53,14 +54,15 @@ class Right:
 def rights(role: str, *, run: str, worker: str = ANY) -> list[Right]:
     """Return the rights of a role other than the learner, which may do everything in its own account.
 
-    worker  name of the rollout worker that has them; "*": they are those of all workers together
+    worker  name of the rollout worker or server that has them; "*": they are those of all of them together
     """
     assert role in ROLES and role != "learner", role
     layout = Layout(run=run, max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="file")
     name = worker if worker == ANY else token(worker)
     found = [_every_role(role, run, layout, name=name)]
     for topic in ALL:
-        found += _of_worker(topic, layout, name) if role == "rollout-worker" else _of_onlooker(role, topic, layout)
+        is_named = role in NAMED_ROLES
+        found += _of_named(role, topic, layout, name) if is_named else _of_onlooker(role, topic, layout)
     if role == "rollout-worker":
         found += [_objects(layout), _leases(layout)]
     return found + _services(role, run, layout, name=name)
@@ -97,8 +99,7 @@ def _under(prefix: str, name: str) -> str:
     return f"{prefix}.>" if name == ANY else f"{prefix}.{name}.>"
 
 
-def _of_worker(topic: Topic[Any], layout: Layout, name: str) -> list[Right]:
-    role: Role = "rollout-worker"
+def _of_named(role: str, topic: Topic[Any], layout: Layout, name: str) -> list[Right]:
     publishes, reads = role in topic.publishers, role in topic.readers
     stream, prefix = layout.stream(topic), layout.prefix(topic)
     found = []
@@ -112,7 +113,7 @@ def _of_worker(topic: Topic[Any], layout: Layout, name: str) -> list[Right]:
         found.append(Right(of=topic.name, word="publish under its name", requests=own))
     if topic.kind == "state" and topic.seconds_to_live and reads and not topic.is_watched:
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.DIRECT.GET.{stream}.{prefix}>",)))
-    elif reads or (topic.kind == "state" and _shares_a_stream_with_what_is_read(topic, layout)):
+    elif reads or (topic.kind == "state" and _shares_a_stream_with_what_is_read(role, topic, layout)):
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.STREAM.MSG.GET.{stream}",)))
     if topic.kind == "state" and reads and (topic.is_watched or not publishes):
         followed = layout.republish_subject(topic, "*").replace(*_ANY_KEY)
@@ -120,11 +121,11 @@ def _of_worker(topic: Topic[Any], layout: Layout, name: str) -> list[Right]:
     return found
 
 
-def _shares_a_stream_with_what_is_read(topic: Topic[Any], layout: Layout) -> bool:
-    """Whether a worker may read the topic anyway. A request to a stream's leader names the message in its body, so
-    permissions cannot tell the topics of a stream apart."""
+def _shares_a_stream_with_what_is_read(role: str, topic: Topic[Any], layout: Layout) -> bool:
+    """Whether a worker or a server may read the topic anyway. A request to a stream's leader names the message in its
+    body, so permissions cannot tell the topics of a stream apart."""
     stream = layout.stream(topic)
-    return any(layout.stream(other) == stream and "rollout-worker" in other.readers for other in ALL)
+    return any(layout.stream(other) == stream and role in other.readers for other in ALL)
 
 
 def _taking(name: str, stream: str) -> Right:

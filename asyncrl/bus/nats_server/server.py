@@ -30,7 +30,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
-from asyncrl.bus.nats_server.accounts import accounts, user_name, worker_user
+from asyncrl.bus.nats_server.accounts import accounts, server_user, user_name, worker_user
 from asyncrl.bus.nats_server.config import SYNC_SECONDS, sync_interval
 from asyncrl.bus.nats_server.rights import ANY
 from asyncrl.errors import BusError, ConfigError
@@ -60,7 +60,7 @@ class EmbeddedServer:
 
     directory           folder for nats-server.conf (0600), nats-server.log and the JetStream store
     run                 name of the only run on the server; "": one token is for everybody and everything
-    workers             names of rollout workers to start with
+    workers, servers    names of rollout workers and of servers of frozen models to start with
     host                only address to listen on
     port                0: that of the store's last start if it is free, else a free one; a restarted server keeps it
     max_message_bytes   largest message asyncrl may send; the server's max_payload adds room for headers
@@ -77,6 +77,7 @@ class EmbeddedServer:
         *,
         run: str = "",
         workers: Iterable[str] = (),
+        servers: Iterable[str] = (),
         host: str = "127.0.0.1",
         port: int = 0,
         max_message_bytes: int = 8 * 2**20,
@@ -89,7 +90,8 @@ class EmbeddedServer:
         self.port = port
         self._run = run
         self._passwords = {
-            user: secrets.token_hex(24) for user in ("learner", worker_user(ANY), *map(worker_user, workers))
+            user: secrets.token_hex(24)
+            for user in ("learner", worker_user(ANY), *map(worker_user, workers), *map(server_user, servers))
         }
         self._remembered_port = 0
         if run and not is_reader:
@@ -131,7 +133,13 @@ class EmbeddedServer:
 
         A new worker becomes known to a server that is up. Blocks.
         """
-        user = worker_user(name)
+        return self._token_of(worker_user(name))
+
+    def server_token(self, name: str) -> str:
+        """Return the token of the server of a frozen model, as ``worker_token``."""
+        return self._token_of(server_user(name))
+
+    def _token_of(self, user: str) -> str:
         if user not in self._passwords:
             self._passwords[user] = secrets.token_hex(24)
             if self.pid:

@@ -166,13 +166,14 @@ class ProcessSpecs:
         return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
 
     def _model_server(self, name: str, gpus: Gpus, *, num_gpus: int) -> ChildProcess:
+        own = {"ASYNCRL_BUS_TOKEN": self._server.server_token(name)} if self._server is not None else {}
         spec = ProcessSpec(
             name=name,
             role=MODEL_SERVER,
             arguments=("model-server", *self._common, "--name", name),
             num_gpus=num_gpus,
             gpus=gpus,
-            environment=self._environment,
+            environment={**self._environment, **own},
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
 

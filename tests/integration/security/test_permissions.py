@@ -23,7 +23,7 @@ from asyncrl.bus.nats_server.accounts import account_name, permissions
 from asyncrl.errors import ConfigError, Forbidden
 from asyncrl.launch.checks import single_instance
 from asyncrl.messages import Event, GroupSegment, Quarantine, StepMetrics, WeightVersion, replace
-from asyncrl.messages.control import Claim, FleetSize, FleetStatus
+from asyncrl.messages.control import Claim, FleetSize, FleetStatus, ServerAddress
 from asyncrl.messages.topics import (
     ACTORS,
     ALL,
@@ -38,6 +38,7 @@ from asyncrl.messages.topics import (
     QUARANTINE,
     ROLES,
     SEGMENTS,
+    SERVERS,
     TRAJECTORIES,
     TRANSFERS,
     WEIGHTS,
@@ -94,7 +95,7 @@ def test_what_a_worker_or_operator_may_publish_is_what_the_topics_say() -> None:
 
 def test_what_is_written_is_for_its_owner_alone_and_shown_nowhere(server: Server) -> None:
     for run in RUNS:
-        for name in ("learner", "operator", "observer", "workers/w0", "workers/w15", "workers/e0"):
+        for name in ("learner", "operator", "observer", "workers/w0", "workers/w15", "workers/e0", "servers/w0"):
             file = server.directory / run / name
             user, _, password = file.read_text().strip().partition(":")
             assert user == f"{run}-{name}"
@@ -218,6 +219,26 @@ async def test_objects_are_written_by_the_learner_and_read_by_workers(buses: dic
     assert await asyncio.to_thread(learner.names) == {"0-1.full"}
 
 
+async def test_a_server_of_a_frozen_model_does_its_work(buses: dict[str, Any]) -> None:
+    learner, served, rollout = (buses[role] for role in ("learner", "model-server", "rollout-worker"))
+    address = ServerAddress(name="w0", url="http://127.0.0.1:1")
+    await served.put(SERVERS, address, key="w0")
+    await served.put(ACTORS, heartbeat("w0"), key="w0")
+    assert (await learner.states(ACTORS))["w0"].actor == "w0"
+    async with rollout.watch(SERVERS, key="w0") as addresses:
+        assert await anext(addresses) == address
+    await served.forget(SERVERS, key="w0")
+    assert not await learner.states(SERVERS)
+    await learner.put(PROGRESS, progress(3))
+    async with served.watch(PROGRESS) as states:
+        assert (await anext(states)).step == 3
+
+
+async def _first(bus: Any, topic: Any) -> None:
+    async with bus.read(topic) as records:
+        await anext(records)
+
+
 FORBIDDEN: dict[str, dict[str, Callable[[Any], Any]]] = {
     "rollout-worker": {
         "ends the run": lambda bus: bus.put(PROGRESS, replace(progress(9), finished=True)),
@@ -245,6 +266,19 @@ FORBIDDEN: dict[str, dict[str, Callable[[Any], Any]]] = {
         "removes what another saved": lambda bus: bus.forget(SEGMENTS, key="w1/5/1/0"),
         "is asked for another": lambda bus: bus.ask(worker_named("w1"), Claim(host="here", pid=1), seconds=60),
     },
+    "model-server": {
+        "serves as another": lambda bus: bus.put(SERVERS, ServerAddress(name="w1", url="http://evil"), key="w1"),
+        "ends another's service": lambda bus: bus.forget(SERVERS, key="w1"),
+        "beats as the learner": lambda bus: bus.put(ACTORS, heartbeat("learner"), key="learner"),
+        "ends the run": lambda bus: bus.put(PROGRESS, replace(progress(9), finished=True)),
+        "asks for a group": lambda bus: bus.publish(PROMPTS, prompt(7), key="7"),
+        "answers": lambda bus: bus.publish(TRAJECTORIES, group(31), key="w0/31"),
+        "reports an event": lambda bus: bus.publish(EVENTS, Event(kind="x", actor="w0", time=1.0), key="w0/x"),
+        "reads the log": lambda bus: _first(bus, TRAJECTORIES),
+        "is told weights": lambda bus: bus.ask(
+            TRANSFERS, TransferRequest(engine="w0", group="x", num_ranks=1), seconds=60
+        ),
+    },
     "operator": {
         "reports a fleet": lambda bus: bus.put(FLEET_STATUS, FleetStatus()),
         "ends the run": lambda bus: bus.put(PROGRESS, progress(9)),
@@ -263,6 +297,7 @@ FORBIDDEN: dict[str, dict[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize(("role", "what"), [(role, what) for role, rows in FORBIDDEN.items() for what in rows])
 async def test_the_server_refuses_what_a_role_may_not_do(buses: dict[str, Any], role: str, what: str) -> None:
     await buses["learner"].put(SEGMENTS, GroupSegment(group_id=5, worker="w1", calls=()), key="w1/5/1/0")
+    await buses["learner"].publish(TRAJECTORIES, replace(group(77), worker="w1"), key="w1/77")  # to read and to trim
     await assert_forbidden(FORBIDDEN[role][what](buses[role]))
 
 
@@ -285,12 +320,8 @@ async def test_a_worker_cannot_read_what_others_made(buses: dict[str, Any]) -> N
     await rollout.publish(TRAJECTORIES, replace(group(40), worker="w0"), key="w0/40")
     await rollout.publish(EVENTS, Event(kind="x", actor="w0", time=1.0), key="w0/40")
 
-    async def read(topic: Any) -> None:
-        async with rollout.read(topic) as records:
-            await anext(records)
-
-    await assert_forbidden(read(TRAJECTORIES))
-    await assert_forbidden(read(EVENTS))
+    await assert_forbidden(_first(rollout, TRAJECTORIES))
+    await assert_forbidden(_first(rollout, EVENTS))
     await assert_forbidden(
         rollout._connection.request("$JS.API.DIRECT.GET.asyncrl-mine-trajectories.asyncrl.mine.trajectories.w0.0")
     )
