@@ -15,7 +15,7 @@ from typing import Final
 
 from tests.chaos import report
 from tests.chaos.kill import Kill
-from tests.chaos.run_files import ANSWERS, evaluating
+from tests.chaos.run_files import ANSWERS, CALM, evaluating
 from tests.chaos.storm import Storm
 from tests.chaos.victims import FAULTS
 from tests.harness.forked import ForkServer
@@ -63,7 +63,8 @@ def parse() -> argparse.Namespace:
         "others (stopped for 5 to 40 s, killed while renaming, twice in a row, all at once), "
         "resources (no disk, descriptors or memory for 5 to 15 s, clocks set back), all; "
         "disks (small file systems of the run's own, filled); "
-        "ranks (a learner's, and all of one machine, killed and stopped)",
+        "ranks (a learner's, and all of one machine, killed and stopped); "
+        "swaps, promotions (a kill while another learner takes over), calm (the same without a victim)",
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="those of its kinds whose name contains this")
     parser.add_argument("--forked", action="store_true", help="start by fork, without imports: many more kills")
@@ -89,6 +90,9 @@ def one(options: argparse.Namespace, folder: Path) -> int:
     def say(text: str) -> None:
         print(f"[{options.seed}] {text}", flush=True)
 
+    overrides = evaluating(folder.absolute(), options.evaluate) if options.evaluate else []
+    if options.answers == "short" and any(kind.hand_over for kind in FAULTS[options.faults]):
+        overrides.append(CALM)  # a shadow has to keep up
     forks = ForkServer(folder, ANSWERS[options.answers].modules) if options.forked else None
     storm = Storm(
         folder,
@@ -101,7 +105,7 @@ def one(options: argparse.Namespace, folder: Path) -> int:
         say=say,
         note=note,
         has_liar=options.liar,
-        overrides=evaluating(folder.absolute(), options.evaluate) if options.evaluate else (),
+        overrides=overrides,
     )
     started = time.monotonic()
     problem, audit = "", {}

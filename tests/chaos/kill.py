@@ -21,7 +21,8 @@ class Kill:
     named_seconds  from the kill until `asyncrl run` reported every victim; None if it never did, or was a victim itself
     load_seconds  of the restarted learner, from process start until ready to train, as the learner reports it; None if
                   another process was killed, or the whole run was restarted
-    outage        engine idle time during the outage; None if the learner was not killed
+    outage        engine idle time during the outage; None if the learner was neither killed nor changed
+    code          exit code of the command that changed the learner, if it was changed: 0 if the new one took over
     """
 
     kind: Kind
@@ -31,6 +32,7 @@ class Kill:
     named_seconds: float | None = None
     load_seconds: float | None = None
     outage: Outage | None = None
+    code: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         row = {"kill": str(self.kind), "victims": self.victims, "seconds": round(self.seconds, 3), "step": self.step}
@@ -41,6 +43,8 @@ class Kill:
         if self.outage is not None:
             row["worker_seconds"] = round(self.outage.seconds, 2)
             row["idle_seconds"] = round(self.outage.idle_seconds, 2)
+        if self.code is not None and self.outage is not None:
+            row |= {"code": self.code, "empty_seconds": round(self.outage.empty_seconds, 2)}
         return row
 
 

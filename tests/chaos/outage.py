@@ -23,11 +23,12 @@ class Outage:
 
     A prompt counts as waiting if more groups are on the topic or in flight than engines decode. Groups being rewarded
     or published, and groups in flight to dead workers, also count as waiting. Idle time is therefore never
-    underestimated.
+    underestimated. ``empty_seconds``: an engine decoded nothing and no prompt was waiting, as the window was full.
     """
 
     seconds: float = 0.0
     idle_seconds: float = 0.0
+    empty_seconds: float = 0.0
 
     @contextlib.asynccontextmanager
     async def watched(
@@ -61,4 +62,6 @@ class Outage:
             if num_prompts > sum(math.ceil(count / group_size) for count in running):
                 self.seconds += (now - before) * len(running)
                 self.idle_seconds += (now - before) * running.count(0)
+            else:
+                self.empty_seconds += (now - before) * running.count(0)
             before = now

@@ -38,6 +38,7 @@ from asyncrl.messages.topics import PROMPTS
 from asyncrl.policies.audit.entries import present
 from tests import ROOT
 from tests.chaos import meter, report, trouble
+from tests.chaos.hand_over import HandOver
 from tests.chaos.kill import Kill, load_seconds
 from tests.chaos.moments import Moments, soon
 from tests.chaos.outage import Outage
@@ -205,6 +206,9 @@ class Storm:
     # -- one kill ------------------------------------------------------------------------------------------------------
 
     async def _kill(self, kind: Kind) -> None:
+        if kind.hand_over:
+            await self._kill_in_hand_over(kind)
+            return
         names = kind.victims(self.random, workers=self._workers, learner=self._config.learner)
         await self._moments.of(kind, names)
         before, runs, began = self.seen.step, self.runs, time.monotonic()
@@ -243,9 +247,73 @@ class Storm:
             load_seconds=await load_seconds(self.run_directory, incarnation) if is_launchers else None,
             outage=outage,
         )
+        self._count(kill)
+
+    def _count(self, kill: Kill) -> None:
         self.kills.append(kill)
         self._note(kill)
-        self._say(f"{len(self.kills):5d}  {kind!s:42s} {', '.join(names):11s} {kill.seconds:6.1f} s  step {kill.step}")
+        victims = ", ".join(kill.victims)
+        self._say(f"{len(self.kills):5d}  {kill.kind!s:42s} {victims:11s} {kill.seconds:6.1f} s  step {kill.step}")
+
+    async def _kill_in_hand_over(self, kind: Kind) -> None:
+        """Let another learner take over, and kill a process meanwhile.
+
+        Recovered: the command has ended, whether the new learner has taken over or not, and the run's learner has
+        trained a step since, and a killed worker has published a group.
+        """
+        names = kind.victims(self.random, workers=self._workers, learner=self._config.learner)
+        pids = {name: pid for name, pid in self.pids().items() if name.startswith("w")}
+        over = HandOver(self, number=len(self.kills), promotes=kind.hand_over == "promotion")
+        outage = Outage().watched(
+            self._meters, [*pids.values()], group_size=self._config.rollout.group_size, prompts=self._count_prompts
+        )
+        try:
+            async with outage as measured:
+                await over.begin()
+                phase = kind.moment.partition(" ")[2]
+                await over.until(phase)
+                if names:
+                    await asyncio.sleep(self.random.uniform(0.0, 1.0 if phase == "starting" else 0.4))
+                began, published = time.monotonic(), dict(self.seen.published)
+                victims = over.shoot(names)
+                await asyncio.sleep(_AFTERMATH_SECONDS)
+                await self.until(lambda: over.code is not None, f"asyncrl {kind.hand_over} has ended ({kind})")
+                step = self.seen.step
+
+                def is_as_before() -> bool:
+                    has_published = all(
+                        self.seen.published.get(name, 0) > published.get(name, 0) for name in victims if name in pids
+                    )
+                    return has_published and self.seen.step > step
+
+                await self.until(is_as_before, f"{', '.join(names)} killed ({kind})")
+        finally:
+            over.end()
+        if len(victims) < len(names):  # the victim had ended by itself: it is killed another time
+            return
+        self._count(
+            Kill(
+                kind=kind,
+                victims=tuple(victims),
+                seconds=time.monotonic() - began,
+                step=self.seen.step[1],
+                outage=measured,
+                code=over.code,
+            )
+        )
+
+    def beside(self, *words: str) -> subprocess.Popen[bytes] | ForkedCommand:
+        """Start another command of asyncrl. Its output is added to that of the run."""
+        if self._forks is not None:
+            return self._forks.run(words, environment=self.environment, output=Path(self._output.name))
+        return subprocess.Popen(
+            [sys.executable, "-m", "asyncrl", *words],
+            cwd=ROOT,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+        )
 
     async def _count_prompts(self) -> int:
         if self.bus is None:

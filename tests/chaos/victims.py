@@ -13,12 +13,14 @@ from typing import Final, Literal
 from asyncrl.config import LearnerSection
 
 Role = Literal[
-    "learner", "rollout-worker", "nats-server", "run", "everybody", "rank", "machine", "run's disk", "server's disk"
-]
+    "learner", "rollout-worker", "nats-server", "run", "everybody", "rank", "machine", "run's disk", "server's disk",
+    "new learner", "shadow", "command", "nobody",
+]  # fmt: skip
 Deed = Literal["kill", "stop", "kill twice", "no disk", "no descriptors", "no memory", "clock set back", "full"]
 Moment = Literal[
     "any time", "after a step", "writing a checkpoint", "renaming a checkpoint", "writing weights", "starting",
-    "after its publish",
+    "after its publish", "swap starting", "swap draining", "swap done", "promotion starting", "promotion draining",
+    "promotion done",
 ]  # fmt: skip
 
 MOST_STOPPED_SECONDS: Final = 40.0
@@ -32,7 +34,8 @@ class Kind:
 
     Roles: a disk is a small file system. The run's disk holds its whole folder except the store of nats-server,
     which is on the server's disk. A rank is any rank of the learner except the first. A machine is all ranks of one of
-    the learner's groups (learner.machines).
+    the learner's groups (learner.machines). A new learner waits to take over, in a swap or a promotion; the command is
+    `asyncrl swap` or `promote`, and nobody is a hand-over without a victim.
 
     Deeds: kill is SIGKILL. stop is SIGSTOP for 5 to 40 s, then SIGCONT to the processes that still exist. "kill twice"
     also kills the replacement as soon as it is up. All other deeds last 5 to 15 s: no file of the process may grow, it
@@ -45,6 +48,12 @@ class Kind:
     deed: Deed = "kill"
 
     @property
+    def hand_over(self) -> str:
+        """ "swap" or "promotion" if the learner changes at the kind's moment; else empty."""
+        word = self.moment.partition(" ")[0]
+        return word if word in ("swap", "promotion") else ""
+
+    @property
     def is_deadly(self) -> bool:
         """Whether a different process must replace the victim afterwards."""
         return self.deed in ("kill", "kill twice")
@@ -53,6 +62,8 @@ class Kind:
         """Return names of processes; for a disk, the name of its owner."""
         if self.role == "rollout-worker":
             return random.sample(workers, self.count)
+        if self.role == "nobody":
+            return []
         if self.role == "everybody":  # the launcher first: it would report what happened to the other processes
             return ["run", "nats-server", "learner", *workers]
         ranks = ["learner", *(f"learner-{rank}" for rank in range(1, learner.ranks))]
@@ -128,6 +139,31 @@ VICTIMS: Final = (
     Kind("nats-server", "any time"),
     Kind("run", "any time"),
 )
+SWAPS: Final = (
+    Kind("learner", "swap starting"),
+    Kind("learner", "swap draining"),
+    Kind("new learner", "swap starting"),
+    Kind("new learner", "swap draining"),
+    Kind("new learner", "swap done"),
+    Kind("rollout-worker", "swap draining"),
+    Kind("nats-server", "swap starting"),
+    Kind("nats-server", "swap draining"),
+    Kind("run", "swap draining"),
+    Kind("command", "swap draining"),
+)
+PROMOTIONS: Final = (
+    Kind("learner", "promotion starting"),
+    Kind("learner", "promotion draining"),
+    Kind("new learner", "promotion draining"),
+    Kind("new learner", "promotion done"),
+    Kind("shadow", "promotion starting"),
+    Kind("shadow", "promotion draining"),
+    Kind("rollout-worker", "promotion draining"),
+    Kind("nats-server", "promotion draining"),
+    Kind("run", "promotion draining"),
+    Kind("command", "promotion draining"),
+)
+CALM: Final = (Kind("nobody", "swap done"), Kind("nobody", "promotion done"))
 FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "kills": KILLS,
     "victims": VICTIMS,
@@ -136,8 +172,12 @@ FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "disks": DISKS,
     "all": KILLS + OTHERS + RESOURCES,
     "ranks": RANKS,
+    "swaps": SWAPS,
+    "promotions": PROMOTIONS,
+    "calm": CALM,
 }
-"""Sets of faults. "disks" needs the right to mount; "ranks" needs a learner of several ranks (run_files.py)."""
+"""Sets of faults. "disks" needs the right to mount; "ranks" needs a learner of several ranks (run_files.py).
+"calm" has no victims: it measures what swaps and promotions cost by themselves."""
 
 
 def deal(seed: int, kinds: tuple[Kind, ...] = KILLS) -> Iterator[Kind]:

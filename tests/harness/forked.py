@@ -249,7 +249,12 @@ class ForkingLauncher(LauncherAdapter):
             output = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
             environment = os.environ | spec.environment
             self._writer.write(_request(spec.arguments, environment, Path.cwd(), output, name=spec.name))
-            pid = await self._started.get()
+            started = asyncio.ensure_future(self._started.get())
+            try:
+                pid = await asyncio.shield(started)
+            except asyncio.CancelledError:  # it is started all the same, and the next answer is of the next request
+                started.add_done_callback(lambda done: os.kill(done.result(), signal.SIGKILL))
+                raise
             return ForkedProcess(pid, self._codes[pid])
 
     async def release(self, name: str) -> None:

@@ -38,7 +38,8 @@ def _name(words: list[str]) -> str:
     if "asyncrl" not in words:
         return ""
     verb = words[words.index("asyncrl") + 1]
-    return words[words.index("--name") + 1] if verb == "rollout-worker" else verb
+    named = {"rollout-worker": "--name", "learner": "--standby"}.get(verb, "")
+    return words[words.index(named) + 1] if named in words else verb
 
 
 def grandchildren(pid: int) -> list[int]:
