@@ -2,8 +2,8 @@
 
 Each replay starts from the checkpoint before the change. Batches keep their steps: a batch is trained without the
 groups that are left out, and a step that has none left is passed over. The change is *gone* if at most half of it is
-left. The reference backend computes the same bits each time; another backend trains each replay three times, and all
-three must agree.
+left. The reference backend computes the same bits each time; another backend trains each replay three times, all three
+must agree, and the interval that they span is reported.
 """
 
 from __future__ import annotations
@@ -43,17 +43,26 @@ class Replays:
         plan, self._folder = plan_of(recorded, history, from_step=since, overrides=())
         self._plan = [planned for planned in plan if planned.step <= step]
         self._repeats = 1 if self._plan[-1].run.learner.backend == "reference" else REPEATS
-        self.count = 0
-        self._whole: list[float] = []
+        self._measured: dict[frozenset[int], list[float]] = {}
 
     async def is_gone_without(self, groups: Collection[int]) -> bool:
         """Return whether the change is gone in a replay without ``groups``."""
-        if not self._whole:
-            self._whole = [await self._measure(frozenset()) for _ in range(self._repeats)]
-        self.count += 1
-        change = statistics.fmean(self._whole) - self._normal
-        found = [await self._measure(groups) for _ in range(self._repeats)]
+        change = statistics.fmean(await self._repeat(frozenset())) - self._normal
+        found = await self._repeat(frozenset(groups))
         return all(math.isfinite(value) and abs(value - self._normal) <= abs(change) / 2 for value in found)
+
+    def interval(self, without: Collection[int]) -> tuple[float, float] | None:
+        """Return the least and the largest value of the metric in the replays without these groups, if there were any.
+
+        ``without`` nothing: of the whole replays.
+        """
+        found = self._measured.get(frozenset(without))
+        return None if found is None else (min(found), max(found))
+
+    async def _repeat(self, left_out: frozenset[int]) -> list[float]:
+        if left_out not in self._measured:
+            self._measured[left_out] = [await self._measure(left_out) for _ in range(self._repeats)]
+        return self._measured[left_out]
 
     async def _measure(self, left_out: Collection[int]) -> float:
         """Return the metric's mean over the steps of the change; NaN if no step of it is left."""

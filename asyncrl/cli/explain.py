@@ -63,6 +63,9 @@ class _Found:
     groups: int = 0
     tests: int = 0
     retract: str = ""
+    replayed: tuple[float, float] | None = None
+    left: tuple[float, float] | None = None
+    """Least and largest value of the metric in whole replays, and in those without ``values``."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -83,9 +86,31 @@ def run(options: argparse.Namespace) -> int:
     strong = [one for one in found.suspects if one.strength >= SUSPECT]
     has_found = bool(found.values) if options.replay else bool(strong)
     if options.json:
-        names = ("metric", "step", "since", "normal", "now", "notes", "by", "values", "groups", "tests", "retract")
+        names = (
+            "metric",
+            "step",
+            "since",
+            "normal",
+            "now",
+            "notes",
+            "by",
+            "values",
+            "groups",
+            "tests",
+            "replayed",
+            "left",
+        )
         table = {name: getattr(found, name) for name in names}
-        print(json.dumps(table | {"suspects": [as_json(one) for one in found.suspects[:100]], "found": has_found}))
+        print(
+            json.dumps(
+                table
+                | {
+                    "retract": found.retract,
+                    "suspects": [as_json(one) for one in found.suspects[:100]],
+                    "found": has_found,
+                }
+            )
+        )
     else:
         _print(found, strong, has_replayed=options.replay)
     return int(not has_found)
@@ -178,6 +203,9 @@ async def _explain(
         if runs is None and is_quiet(observed, since=found.since, field=name):
             continue
         values = await bisect(ordered, is_gone)
+        if runs is not None and values:
+            found.replayed = runs.interval(())
+            found.left = runs.interval({one.group for one in observed if one.fields.get(name) in values})
         share = sum(one.share for one in found.suspects if one.field == name and one.value in values)
         if values and share <= 0.5 and (best is None or (len(values), share) < (len(best[1]), best[0])):
             best = (share, values, name)
@@ -238,6 +266,11 @@ def _finder(recorded: RecordedRun, settings: RunConfig, found: _Found) -> Prompt
     return PromptFinder(rows, settings, has_overlong=newest is None or newest[0].prompts.overlong > 0)
 
 
+def _interval(values: tuple[float, float]) -> str:
+    least, largest = values
+    return f"{least:.4g}" if least == largest else f"{least:.4g} to {largest:.4g}"
+
+
 # -- what a person sees ------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +294,8 @@ def _print(found: _Found, strong: Sequence[Suspect], *, has_replayed: bool) -> N
     if has_replayed and found.values:
         what = f"{found.by} {', '.join(found.values)}"
         print(f"without {what} ({found.groups} groups) the change is gone; found in {found.tests} tests")
+        if found.replayed and found.left:
+            print(f"replayed, {found.metric} is {_interval(found.replayed)}, and without them {_interval(found.left)}")
         if found.retract:
             print(f"train without them: asyncrl regrade RUN_DIR --retract '{found.retract}'")
     elif has_replayed:

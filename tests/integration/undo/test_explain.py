@@ -117,6 +117,8 @@ def test_a_metric_of_the_learner_is_explained_by_training_again_without_some_gro
     code, found = explained(poisoned, "--metric", "grad_norm", "--by", "worker", "--replay", capsys=capsys)
     assert found["now"] > 3 * found["normal"]
     assert (code, found["since"], found["values"], found["tests"]) == (0, 6, ["w2"], 2)
+    assert found["replayed"][0] == found["replayed"][1] == pytest.approx(found["now"])  # to the last bit each time
+    assert found["left"][1] < found["now"] / 3
 
 
 @pytest.mark.slow
