@@ -39,6 +39,7 @@ from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.adapters import registry
+from asyncrl.audit.metric_rows import metrics_of
 from asyncrl.audit.regrade import Regraded, no_longer_logged
 from asyncrl.audit.replay import ReplayTrainer
 from asyncrl.audit.run_folder import RecordedRun, log_records
@@ -365,7 +366,7 @@ class _Retraining:
             old_tokens=entry.old_tokens,
         )
         if (row := self._rows.get((entry.incarnation, entry.step))) is not None:
-            self._metrics.write(entry.step, {name: value for name, value in row.items() if name != "step"})
+            self._metrics.write(entry.step, metrics_of(row))
 
     def _go_through(self) -> bool:
         """Deal with the groups of an entry, until a batch is full. Return False if one of them has to be read first."""

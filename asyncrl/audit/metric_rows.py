@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, Final
 
+from asyncrl.policies.metric import Histogram, Metric
+
 Row = dict[str, Any]
 
 _OF_EVERY_ROW: Final = ("step", "learner/incarnation")
@@ -22,6 +24,17 @@ def parse(line: bytes) -> Row | None:
         return row if is_whole and all(map(_is_finite, row.values())) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
+
+
+def metrics_of(row: Row) -> dict[str, Metric]:
+    """Return the metrics of a row, without its step, for a sink that is to write it again."""
+    return {name: _metric(value) for name, value in row.items() if name != "step"}
+
+
+def _metric(value: Any) -> Metric:
+    if isinstance(value, Mapping):
+        return Histogram(edges=tuple(value["edges"]), counts=tuple(value["counts"]))
+    return math.nan if value is None else value  # null: it was not finite
 
 
 def rows_of_newest_history(rows: Mapping[tuple[int, int], Row]) -> list[Row]:
