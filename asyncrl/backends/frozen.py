@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from asyncrl.backends import huggingface
 from asyncrl.backends.optimizer_settings import OptimizerSettings
@@ -13,9 +14,14 @@ from asyncrl.backends.weight_map import weight_map
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError
 
+_INDEXER: Final = ".self_attn.indexer."
+"""Part of the names of what chooses tokens (families/shape.py Indexer), which has no gradients."""
+
 
 def is_trained(name: str, *, freeze: Sequence[str], train_only: Sequence[str]) -> bool:
     """Return whether a parameter is trained. Patterns are regular expressions, searched anywhere in the name."""
+    if _INDEXER in name:
+        return False
     is_chosen = not train_only or any(re.search(pattern, name) for pattern in train_only)
     return is_chosen and not any(re.search(pattern, name) for pattern in freeze)
 

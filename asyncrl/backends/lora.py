@@ -18,6 +18,7 @@ import torch
 from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.backends.families.layer_weights import Cut
 from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
@@ -164,6 +165,8 @@ def _described(entry: Mapping) -> str:
 
 
 def _is_adapted(entry: Mapping, modules: Sequence[str]) -> bool:
+    if not is_trained(entry.huggingface[0], freeze=(), train_only=()):
+        return False
     """Return whether the parameter gets an adapter; none of the vision tower does."""
     if entry.is_of_vision:
         return False

@@ -31,7 +31,9 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3_5MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
     "MiniMaxM2ForCausalLM",
     "GptOssForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
@@ -42,8 +44,6 @@ SUPPORTED_ARCHITECTURES = (
 
 REFUSED_ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "its router's scores are grouped in another way than DeepSeek-V3's",
-    "DeepseekV32ForCausalLM": "its attention chooses tokens with an indexer, which Megatron does not have here",
-    "GlmMoeDsaForCausalLM": "its attention chooses tokens with an indexer, which Megatron does not have here",
     "MiniMaxForCausalLM": "its lightning attention is none that Megatron has here",
     "MiniMaxText01ForCausalLM": "its lightning attention is none that Megatron has here",
     "MiniMaxM1ForCausalLM": "its lightning attention is none that Megatron has here",
@@ -120,7 +120,7 @@ def check_model(path: Path) -> ModelFolder:
         path=path,
         architecture=_architecture(path, config),
         vocab_size=config["vocab_size"],
-        context_tokens=config.get("max_position_embeddings") or 2**31,
+        context_tokens=context_of(config),
         end_tokens=_end_tokens(config) | _end_tokens(further.get("generation_config.json", {})),
         experts=experts_of(config),
     )
@@ -152,6 +152,14 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with the keys of text_config, where a model with a vision tower has those of its decoder."""
     text = config.get("text_config")
     return {**text, **config} if isinstance(text, dict) else dict(config)
+
+
+def context_of(config: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest sequence of the model of this config.json.
+
+    With an indexer (DeepSeek-V3.2, GLM-5) that is what attention sees: the learner has no choice of tokens.
+    """
+    return min(config.get(name) or 2**31 for name in ("max_position_embeddings", "index_topk"))
 
 
 def experts_of(config: Mapping[str, Any]) -> ExpertCounts | None:

@@ -31,7 +31,9 @@ Architecture = Literal[
     "qwen3_5_moe",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "deepseek_v3",
+    "deepseek_v32",
     "minimax_m2",
     "gpt_oss",
 ]
@@ -58,7 +60,9 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "qwen3_5_moe": "Qwen3_5MoeTextConfig",
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
+    "glm_moe_dsa": "GlmMoeDsaConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "deepseek_v32": "DeepseekV32Config",
     "minimax_m2": "MiniMaxM2Config",
     "gpt_oss": "GptOssConfig",
 }
@@ -191,9 +195,15 @@ def _family_entries(architecture: Architecture, hidden_size: int, num_heads: int
     }
     if architecture == "glm4_moe_lite":  # transformers' norms within attention have 1e-6, whatever rms_norm_eps is
         return {**shared, **latent, "rms_norm_eps": 1e-6}
+    indexer = {"index_topk": 256, "index_n_heads": 2, "index_head_dim": head}
+    if architecture == "glm_moe_dsa":  # every second layer uses the choice of the one before
+        freq = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
+        return {**shared, **latent, **indexer, **freq, "num_experts": 8, "rms_norm_eps": 1e-6}
+    grouped = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
     if architecture == "deepseek_v3":
-        grouped = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
         return {**shared, **grouped, **latent}
+    if architecture == "deepseek_v32":
+        return {**shared, **grouped, **latent, **indexer, "num_experts": 16}
     return {}
 
 

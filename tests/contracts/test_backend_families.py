@@ -17,6 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.kernels import fused
+from asyncrl.data.model_folder import check_model
+from asyncrl.errors import BackendError
 from asyncrl.policies.batching.packing import TrainingSequence, empty, sequence_slices
 from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import (
@@ -260,6 +262,44 @@ def flash(folder: Path) -> Path:
     return tiny_model(folder, architecture="glm4_moe_lite")
 
 
+def sparse(folder: Path) -> Path:
+    """A tiny DeepSeek-V3.2, whose indexer chooses all tokens of sequences as short as these."""
+    return tiny_model(folder, architecture="deepseek_v32")
+
+
+def sparse_and_shared(folder: Path) -> Path:
+    """A tiny GLM-5.2, whose second layer has no indexer."""
+    return tiny_model(folder, architecture="glm_moe_dsa")
+
+
+def test_a_sequence_that_sparse_attention_would_not_see_whole_is_refused(tmp_path: Path) -> None:
+    """It ends the learner in a line; prompts and answers together are bounded before (context_of)."""
+    folder = sparse(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"index_topk": 30}))
+    assert check_model(folder).context_tokens == 30
+    with started("megatron-1", folder) as backend:
+        backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)  # the longest has 30 tokens
+        with pytest.raises(BackendError, match=r"a sequence of 31 tokens, of which sparse attention sees .* = 30"):
+            backend.step(shares("megatron-1", sequences(lengths=(12, 31))), learning_rate=LEARNING_RATE)
+
+
+def test_norms_within_latent_attention_have_the_eps_of_config_json_as_in_engines(tmp_path: Path) -> None:
+    """transformers has 1e-6 there, whatever config.json says."""
+    folder = flash(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    model = hugging_face(folder)
+    for layer in model.model.layers:
+        for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+            norm.variance_epsilon = 0.1
+    (packed,) = pack(sequences(), max_tokens=999)
+    with started("megatron-1", folder) as backend:
+        logprobs = forward(backend, "megatron-1", packed)
+    for where in sequence_slices(packed):
+        np.testing.assert_allclose(logprobs[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
+
+
 def moonlight(folder: Path) -> Path:
     """A tiny Moonlight: DeepSeek-V3 whose queries come from the hidden state itself, with one group of experts."""
     tiny_model(folder, architecture="deepseek_v3")
@@ -271,7 +311,7 @@ def moonlight(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make", [flash, moonlight])
+@pytest.mark.parametrize("make", [flash, moonlight, sparse, sparse_and_shared])
 def test_a_model_near_deepseek_v3_has_transformers_logprobs_and_trains_as_the_reference(
     tmp_path: Path, make: Callable[[Path], Path]
 ) -> None:

@@ -38,7 +38,7 @@ def shape(config: Any) -> ModelShape:
         made,
         latent=latent,
         head_size=size,
-        is_interleaved=config.rope_interleave,
+        is_interleaved=getattr(config, "rope_interleave", True),
         num_draft_layers=num_draft_layers(config),
     )
 

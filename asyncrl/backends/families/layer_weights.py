@@ -63,7 +63,7 @@ def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row
     if shape.has_linear_attention(layer):
         yield from linear_attention()
     else:
-        yield from latent_attention(shape.latent) if shape.latent else attention(shape)
+        yield from latent_attention(shape.latent, layer) if shape.latent else attention(shape)
     if shape.experts and shape.has_experts(layer):
         yield ("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",))
         yield from mixture(shape.experts, experts)
@@ -103,7 +103,7 @@ def attention(shape: ModelShape) -> Iterator[Row]:
         yield ("self_attention.k_layernorm.weight", "heads", ("self_attn.k_norm.weight",))
 
 
-def latent_attention(latent: LatentAttention) -> Iterator[Row]:
+def latent_attention(latent: LatentAttention, layer: int) -> Iterator[Row]:
     yield ("input_layernorm.weight", "whole", ("input_layernorm.weight",))
     if latent.query_rank:
         yield ("self_attention.query_down.weight", "whole", ("self_attn.q_a_proj.weight",))
@@ -115,6 +115,9 @@ def latent_attention(latent: LatentAttention) -> Iterator[Row]:
     yield ("self_attention.key_value_norm.weight", "whole", ("self_attn.kv_a_layernorm.weight",))
     yield ("self_attention.key_value_up.weight", "heads", ("self_attn.kv_b_proj.weight",))
     yield ("self_attention.linear_proj.weight", "rows", ("self_attn.o_proj.weight",))
+    if latent.indexer and layer in latent.indexer.layers:
+        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"):
+            yield (f"self_attention.indexer.{name}", "whole", (f"self_attn.indexer.{name}",))
 
 
 def linear_attention() -> Iterator[Row]:

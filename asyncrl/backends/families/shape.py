@@ -41,6 +41,25 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """What chooses the tokens that a query of latent attention sees (arXiv:2512.02556).
+
+    A sequence of at most ``chosen`` tokens sees all of them, so that attention is dense, and the indexer has no
+    gradients. Longer ones are refused. The weights are only kept, for engines.
+
+    layers     layers with an indexer of their own; the others use the choice of one before them
+    num_heads  heads of the indexer
+    size       size of such a head
+    chosen     tokens that a query sees at most
+    """
+
+    layers: frozenset[int]
+    num_heads: int
+    size: int
+    chosen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention (arXiv:2405.04434): keys and values of all heads come from a few numbers per token.
 
@@ -49,6 +68,7 @@ class LatentAttention:
     plain_size, rotary_size  parts of a head's query and key; the second is rotated, and its key is shared by all heads
     value_size      size of a head's value
     score_scale     scores are multiplied by this / sqrt(plain_size + rotary_size); differs from 1 with YaRN
+    indexer         None if a query sees all tokens before it
     """
 
     query_rank: int
@@ -57,6 +77,7 @@ class LatentAttention:
     rotary_size: int
     value_size: int
     score_scale: float = 1.0
+    indexer: Indexer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

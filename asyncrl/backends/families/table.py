@@ -7,10 +7,12 @@ from typing import Final
 
 from asyncrl.backends.families import (
     deepseek_v3,
+    deepseek_v32,
     gemma3,
     glm4,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     gpt_oss,
     llama,
     minimax_m2,
@@ -44,7 +46,9 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     qwen3_5_moe,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     deepseek_v3,
+    deepseek_v32,
     minimax_m2,
     gpt_oss,
     qwen2_5_vl,

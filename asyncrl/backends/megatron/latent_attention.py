@@ -5,11 +5,11 @@ Megatron's own latent attention needs Transformer Engine.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from asyncrl.backends.families.shape import LatentAttention
+from asyncrl.backends.families.shape import Indexer, LatentAttention
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear, WholeLinear
@@ -22,14 +22,26 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
 
-_EPS: Final = 1e-6
-"""Epsilon of the norms in this module. The model's epsilon is for its other norms."""
+
+class IndexerWeights(torch.nn.Module):
+    """The weights of an indexer under their names in transformers. Nothing computes with them (Indexer)."""
+
+    def __init__(self, config: TransformerConfig, query_rank: int, indexer: Indexer) -> None:
+        super().__init__()
+        width, dtype = config.hidden_size, config.params_dtype
+        self.wq_b = torch.nn.Linear(query_rank, indexer.num_heads * indexer.size, bias=False, dtype=dtype)
+        self.wk = torch.nn.Linear(width, indexer.size, bias=False, dtype=dtype)
+        self.k_norm = torch.nn.LayerNorm(indexer.size, dtype=dtype)
+        self.weights_proj = torch.nn.Linear(width, indexer.num_heads, bias=False, dtype=dtype)
 
 
 class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
     """Splits the heads over ranks. Every rank computes the latents that all heads share."""
 
-    def __init__(self, config: TransformerConfig, *_: Any, latent: LatentAttention, **__: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *_: Any, layer_number: int, latent: LatentAttention, **__: Any
+    ) -> None:
+        """layer_number: from 1, in the whole model"""
         super().__init__(config=config)
         self._latent = latent
         heads, width = config.num_attention_heads, config.hidden_size
@@ -37,10 +49,10 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
         size = latent.plain_size + latent.rotary_size
         if latent.query_rank:
             self.query_down = self._whole(width, latent.query_rank)
-            self.query_norm = Norm(config=config, hidden_size=latent.query_rank, eps=_EPS)
+            self.query_norm = Norm(config=config, hidden_size=latent.query_rank, eps=config.layernorm_epsilon)
         self.query_up = self._by_heads(latent.query_rank or width, heads * size)
         self.key_value_down = self._whole(width, latent.key_value_rank + latent.rotary_size)
-        self.key_value_norm = Norm(config=config, hidden_size=latent.key_value_rank, eps=_EPS)
+        self.key_value_norm = Norm(config=config, hidden_size=latent.key_value_rank, eps=config.layernorm_epsilon)
         self.key_value_up = self._by_heads(latent.key_value_rank, heads * (latent.plain_size + latent.value_size))
         self.linear_proj = RowLinear(
             heads * latent.value_size,
@@ -51,6 +63,8 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
             input_is_parallel=True,
             skip_bias_add=True,
         )
+        if latent.indexer and layer_number - 1 in latent.indexer.layers:
+            self.indexer = IndexerWeights(config, latent.query_rank, latent.indexer)
 
     def _whole(self, inputs: int, outputs: int) -> WholeLinear:
         config = self.config

@@ -6,6 +6,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from asyncrl.backends import vision
@@ -39,6 +40,7 @@ from asyncrl.backends.megatron.transformer_config import transformer_config
 from asyncrl.backends.models import Head
 from asyncrl.backends.weight_cuts import padded_vocabulary
 from asyncrl.backends.weight_map import Part
+from asyncrl.errors import BackendError
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state
@@ -97,6 +99,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
         self._has_linear_attention = any(map(shape.has_linear_attention, self.part.layers))
         self._vocabulary_size = shape.vocabulary_size
+        self._longest = shape.latent.indexer.chosen if shape.latent and shape.latent.indexer else 0
         self.draft_layers = torch.nn.ModuleList(
             DraftLayer(config, last, number=shape.num_layers + 1 + n) for n in range(num_draft_layers)
         )
@@ -121,6 +124,11 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     def forward(self, row: RowPart) -> torch.Tensor:
         """Return hidden states of the row's part after these layers, [n, 1, H], split over sequence-parallel ranks."""
+        if self._longest and (longest := int(np.diff(row.micro_batch.boundaries).max(initial=0))) > self._longest:
+            raise BackendError(
+                f"a sequence of {longest} tokens, of which sparse attention sees index_topk = {self._longest}, and the "
+                "learner has no sparse attention; use shorter sequences"
+            )
         hidden = None
         layer_features: tuple[torch.Tensor, ...] = ()
         if self.pre_process:

@@ -139,7 +139,9 @@ def check_on_cpu(server_arguments: Mapping[str, Any], *, device: str) -> None:
 _NOT_ON_A_CPU: Final = {
     "Gemma3ForCausalLM": "samples from another distribution than the model's",
     "DeepseekV3ForCausalLM": "does not start",
+    "DeepseekV32ForCausalLM": "does not start",
     "Glm4MoeLiteForCausalLM": "does not start",
+    "GlmMoeDsaForCausalLM": "does not start",
     "GptOssForCausalLM": "has no attention with sinks",
     "MiniMaxM2ForCausalLM": "ends at the first prompt",
     "Qwen3NextForCausalLM": "does not start",
@@ -147,7 +149,13 @@ _NOT_ON_A_CPU: Final = {
     "Qwen3_5MoeForCausalLM": "does not start",
 }
 """Failures of SGLang 0.5.23's CPU server with tiny models, by architecture. GPUs have kernels for these models."""
-_ON_GPUS_ALONE: Final = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_ON_GPUS_ALONE: Final = (
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 """The in-process engine does not support them, either."""
 
 

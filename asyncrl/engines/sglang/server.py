@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl import os_process
-from asyncrl.data.model_folder import ExpertCounts, experts_of
+from asyncrl.data.model_folder import ExpertCounts, context_of, experts_of
 from asyncrl.engines.sglang.options import (
     CPU_ARGUMENTS,
     LOADER,
@@ -77,7 +77,7 @@ def read_model(model: ServedModel, *, quantized: Path, reports_experts: bool) ->
         shapes=shapes,
         optional_names=frozenset({"lm_head.weight"} if config.get("tie_word_embeddings") else ()),
         vocabulary_size=int(config.get("vocab_size", 2**31)),
-        context_tokens=int(config.get("max_position_embeddings") or 2**31),
+        context_tokens=context_of(config),
         experts=experts_of(config) if reports_experts else None,
     )
 

@@ -61,7 +61,7 @@ SLOW = (
     ("megatron-tp2-ep2", "qwen2_moe", {}),
     ("megatron-tp2", "glm4", {}),
     ("megatron-ep2-dp2", "glm4_moe", {}),
-    ("megatron-tp2", "deepseek_v3", {}),
+    ("megatron-tp2", "deepseek_v32", {}),
     ("megatron-cp2-ep2", "deepseek_v3", {"recompute": "full"}),
     ("megatron-tp2-ep2", "minimax_m2", {}),
     ("megatron-cp2-ep2", "gpt_oss", {}),
