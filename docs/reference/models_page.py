@@ -21,8 +21,9 @@ transformers in logprobs, gradients, one optimizer step and exported weights
 `tests/unit/engines/sglang/test_server.py`). Which published sizes were trained is in
 [results](../results/performance.md). `learner.backend = "reference"` trains these, too, on one device.
 
-All families are mapped with {common}, and with rotary positions of the types {rope}. What else is
-mapped of a family, and with which values of its keys, is below; a model with others is refused in one line.
+All families are mapped with {common}, and with rotary positions of the types {rope}.
+Multi-token-prediction layers are neither read nor exported, except where a family trains them. What else is mapped of a
+family, and with which values of its keys, is below; a model with others is refused in one line.
 
 """
 

@@ -1,31 +1,29 @@
 """DeepSeek-V3.2: DeepSeek-V3 whose queries see the tokens that an indexer chooses.
 
 A sequence of at most index_topk tokens sees all of them. Up to that length, which is the model's context here, training
-is exact; the indexer stays as it is. Multi-token-prediction layers are ignored: neither trained nor exported.
+is exact; the indexer stays as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Any
 
 from asyncrl.backends.families import glm4_moe_lite
-from asyncrl.backends.families.family import SIGMOID_ONLY, Family, Unsupported
+from asyncrl.backends.families.family import SIGMOID_ONLY, Family, Unsupported, layers_of
 from asyncrl.backends.families.shape import Indexer, ModelShape
-
-_SPARSE: Final = "deepseek_sparse_attention"
 
 
 def shape(config: Any) -> ModelShape:
-    if unknown := sorted(set(config.layer_types) - {_SPARSE}):
-        raise Unsupported(f"layer_types = {unknown[0]!r}")
+    layers = layers_of(config, "layer_types", kind="deepseek_sparse_attention", others=())
+    if hasattr(config, "indexer_types"):
+        layers = layers_of(config, "indexer_types", kind="full", others=("shared",))
     made = glm4_moe_lite.shape(config)
     assert made.latent is not None
     if not made.latent.query_rank:
         raise Unsupported("q_lora_rank = null: the indexer reads the latent of queries")
-    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     indexer = Indexer(
-        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "full"),
+        layers=layers,
         num_heads=config.index_n_heads,
         size=config.index_head_dim,
         chosen=config.index_topk,

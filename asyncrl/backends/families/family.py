@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from asyncrl.backends.families.layer_weights import LayerWeights, decoder_layer
-from asyncrl.backends.families.shape import Experts, ModelShape
+from asyncrl.backends.families.shape import Experts, LocalAttention, ModelShape
+
+LOCAL: Final = "sliding_attention"
+GLOBAL: Final = "full_attention"
+"""Kinds of attention in layer_types of config.json."""
 
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
@@ -93,23 +97,48 @@ def num_draft_layers(config: Any) -> int:
     return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
+def layers_of(config: Any, key: str, *, kind: str, others: Sequence[str]) -> frozenset[int]:
+    """Return the layers that the list ``key`` of config.json calls ``kind``. Raises Unsupported.
+
+    others: further kinds that it may name
+    """
+    kinds: list[str] = getattr(config, key)
+    if unknown := sorted(set(kinds) - {kind, *others}):
+        raise Unsupported(f"{key} = {unknown[0]!r}")
+    return frozenset(layer for layer, one in enumerate(kinds) if one == kind)
+
+
+def local_attention(config: Any, *, rope_frequencies: torch.Tensor | None = None) -> LocalAttention | None:
+    """Return sliding-window attention as layer_types and sliding_window describe it; None if no layer has it.
+
+    Raises Unsupported.
+    """
+    layers = layers_of(config, "layer_types", kind=LOCAL, others=(GLOBAL,))
+    if not layers:
+        return None
+    if not config.sliding_window:
+        raise Unsupported(f"sliding_window = {config.sliding_window!r} and layers of {LOCAL}")
+    return LocalAttention(layers=layers, window=config.sliding_window, rope_frequencies=rope_frequencies)
+
+
 def softmax_experts(config: Any, *, gated_size: int = 0) -> Experts:
-    """Return experts like Qwen's, from its keys in config.json. Raises Unsupported.
+    """Return experts like Qwen's, from its keys in config.json, of which newer models have fewer. Raises Unsupported.
 
     gated_size  intermediate size of a shared expert with a gate; 0 if there is none
     """
-    if config.norm_topk_prob:
+    is_normalized = getattr(config, "norm_topk_prob", True)
+    if is_normalized:
         refuse_one_expert(config.num_experts_per_tok, key=" and norm_topk_prob = true")
-    layers = range(config.num_hidden_layers)
-    is_dense = {layer for layer in layers if (layer + 1) % config.decoder_sparse_step}
+    step = getattr(config, "decoder_sparse_step", 1)
+    is_dense = {layer for layer in range(config.num_hidden_layers) if (layer + 1) % step}
     return Experts(
         num_experts=config.num_experts,
         experts_per_token=config.num_experts_per_tok,
         feed_forward_size=config.moe_intermediate_size,
         shared_size=gated_size,
         has_shared_gate=gated_size > 0,
-        is_normalized=config.norm_topk_prob,
-        dense_layers=frozenset(is_dense | set(config.mlp_only_layers)),
+        is_normalized=is_normalized,
+        dense_layers=frozenset(is_dense | set(getattr(config, "mlp_only_layers", ()))),
     )
 
 

@@ -9,33 +9,34 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, decoder_shape, head_size, plain_rope
+from asyncrl.backends.families.family import (
+    DENSE_ONLY,
+    GLOBAL,
+    LOCAL,
+    Family,
+    Unsupported,
+    decoder_shape,
+    head_size,
+    local_attention,
+    plain_rope,
+)
 from asyncrl.backends.families.layer_weights import Row, attention, feed_forward
-from asyncrl.backends.families.shape import LocalAttention, ModelShape
-
-_LOCAL: Final = "sliding_attention"
-_GLOBAL: Final = "full_attention"
+from asyncrl.backends.families.shape import ModelShape
 
 
 def shape(config: Any) -> ModelShape:
-    if unknown := sorted(set(config.layer_types) - {_LOCAL, _GLOBAL}):
-        raise Unsupported(f"layer_types = {unknown[0]!r}")
-    local, everywhere = (_rope_of(config, kind) for kind in (_LOCAL, _GLOBAL))
-    layers = frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == _LOCAL)
-    if layers and not config.sliding_window:
-        raise Unsupported(f"sliding_window = {config.sliding_window!r} and layers of {_LOCAL}")
     return dataclasses.replace(
-        decoder_shape(config, has_qk_norm=True, rotary=(everywhere, 1.0)),
+        decoder_shape(config, has_qk_norm=True, rotary=(_rope_of(config, GLOBAL), 1.0)),
         has_post_norms=True,
         has_zero_centered_norms=True,
         activation="gelu_tanh",
         embedding_scale=math.sqrt(config.hidden_size),
         query_scale=math.sqrt(head_size(config) / config.query_pre_attn_scalar),
-        local=LocalAttention(layers=layers, window=config.sliding_window, rope_frequencies=local) if layers else None,
+        local=local_attention(config, rope_frequencies=_rope_of(config, LOCAL)),
     )
 
 

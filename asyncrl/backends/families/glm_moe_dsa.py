@@ -1,7 +1,7 @@
 """GLM-5: GLM-4.7-Flash whose queries see the tokens that an indexer chooses, as in DeepSeek-V3.2.
 
 In GLM-5.2 some layers use the choice of a layer before them. Up to index_topk tokens, the model's context here,
-training is exact. Multi-token-prediction layers are ignored: neither trained nor exported.
+training is exact.
 """
 
 from asyncrl.backends.families import deepseek_v32

@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
-from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, decoder_shape, only_experts
+from asyncrl.backends.families.family import DENSE_ONLY, Family, decoder_shape, local_attention, only_experts
 from asyncrl.backends.families.layer_weights import Row, attention
-from asyncrl.backends.families.shape import LocalAttention, ModelShape
-
-_LOCAL: Final = "sliding_attention"
-_GLOBAL: Final = "full_attention"
+from asyncrl.backends.families.shape import ModelShape
 
 
 def shape(config: Any) -> ModelShape:
-    if unknown := sorted(set(config.layer_types) - {_LOCAL, _GLOBAL}):
-        raise Unsupported(f"layer_types = {unknown[0]!r}")
-    layers = frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == _LOCAL)
-    if layers and not config.sliding_window:
-        raise Unsupported(f"sliding_window = {config.sliding_window!r} and layers of {_LOCAL}")
     return dataclasses.replace(
         decoder_shape(config, has_qkv_bias=True, experts=only_experts(config, are_biased=True)),
         has_output_bias=True,
         has_sinks=True,
-        local=LocalAttention(layers=layers, window=config.sliding_window) if layers else None,
+        local=local_attention(config),
     )
 
 

@@ -1,4 +1,4 @@
-"""Qwen2: queries, keys and values have biases. MiMo's layers that predict further tokens are left out."""
+"""Qwen2: queries, keys and values have biases."""
 
 from asyncrl.backends.families.family import DENSE_ONLY, Family, decoder_shape
 

@@ -1,7 +1,7 @@
 """Qwen3-Next: most layers have linear attention, a gated DeltaNet; every fourth has attention with a gate.
 
 A quarter of every head is rotated. Norms are zero-centred, except the one within the DeltaNet. Experts are chosen as in
-Qwen3-MoE, and a shared expert has a gate. Multi-token-prediction layers are ignored: neither trained nor exported.
+Qwen3-MoE, and a shared expert has a gate.
 
 Tensor-parallel ranks share the key heads of linear attention. Its state runs through the row, so context_parallel is
 refused. On GPUs in 16 bits, kernels of the package flash-linear-attention compute it, if that is installed and works
@@ -15,7 +15,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, decoder_shape, softmax_experts
+from asyncrl.backends.families.family import (
+    DENSE_ONLY,
+    GLOBAL,
+    Family,
+    Unsupported,
+    decoder_shape,
+    layers_of,
+    softmax_experts,
+)
 from asyncrl.backends.families.shape import Experts, LinearAttention, ModelShape
 
 
@@ -26,7 +34,7 @@ def shape(config: Any) -> ModelShape:
 def hybrid(config: Any, experts: Experts | None) -> ModelShape:
     """Return the shape of a decoder with both kinds of attention. Raises Unsupported."""
     linear = LinearAttention(
-        layers=frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"),
+        layers=layers_of(config, "layer_types", kind="linear_attention", others=(GLOBAL,)),
         num_key_heads=config.linear_num_key_heads,
         num_value_heads=config.linear_num_value_heads,
         key_size=config.linear_key_head_dim,

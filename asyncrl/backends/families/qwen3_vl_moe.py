@@ -6,26 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.backends.families import qwen3_vl
-from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, refuse_one_expert
+from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, softmax_experts
 from asyncrl.backends.families.layer_weights import Row, attention, feed_forward
-from asyncrl.backends.families.shape import Experts, ModelShape
+from asyncrl.backends.families.shape import ModelShape
 
 
 def shape(config: Any) -> ModelShape:
     text = config.text_config
-    refuse_one_expert(text.num_experts_per_tok)
     if text.hidden_size == 2 * text.moe_intermediate_size:  # transformers tells by the shape how a file holds experts
         raise Unsupported(f"moe_intermediate_size = {text.moe_intermediate_size}, half of hidden_size")
-    dense = {layer for layer in range(text.num_hidden_layers) if (layer + 1) % text.decoder_sparse_step}
-    experts = Experts(
-        num_experts=text.num_experts,
-        experts_per_token=text.num_experts_per_tok,
-        feed_forward_size=text.moe_intermediate_size,
-        is_normalized=True,
-        dense_layers=frozenset(dense | set(text.mlp_only_layers)),
-    )
     module = "qwen3_vl_moe.modeling_qwen3_vl_moe:Qwen3VLMoeVisionModel"
-    return qwen3_vl.shape(config, experts=experts, module=module)
+    return qwen3_vl.shape(config, experts=softmax_experts(text), module=module)
 
 
 def layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
@@ -45,6 +36,6 @@ FAMILY = Family(
     architecture="Qwen3VLMoeForConditionalGeneration",
     models="Qwen3-VL-30B-A3B and 235B-A22B, images only",
     shape=shape,
-    only=DENSE_ONLY,
+    only={**DENSE_ONLY, "norm_topk_prob": (True,)},
     layer=layer,
 )
