@@ -72,6 +72,7 @@ class _State:
 
     weights    of the policy and its adapters
     gradients  with the float32 copies of what is trained
+    in_float32  copies of gradients, during an update, of those that are added up in 16 bits
     moments    of AdamW, in float32
     copy       one version of what an export copies
     frozen     reference and teacher
@@ -80,6 +81,7 @@ class _State:
 
     weights: float
     gradients: float
+    in_float32: float
     moments: float
     copy: float
     frozen: float
@@ -116,7 +118,9 @@ def phases(
     kept = state.moments * moment_bytes / MOMENT_BYTES
     at_load, in_passes = (kept, 0.0) if offloads_moments else (0.0, kept)
     host = at_load + host_versions
-    in_update = in_passes + _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
+    in_update = (
+        in_passes + state.in_float32 + _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
+    )
     saved = state.saved - (state.moments if not run.checkpoint.optimizer else state.moments - kept)
     return (
         Phase(name="load", device=int(loaded), host=int(at_load)),
@@ -206,7 +210,7 @@ def refuse(
 def _least(state: _State, *, offloads_moments: bool, moment_bytes: int, versions: int) -> float:
     kept = 0.0 if offloads_moments else state.moments * moment_bytes / MOMENT_BYTES
     pieces = _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
-    return state.loaded + versions * state.copy + kept + pieces
+    return state.loaded + state.in_float32 + versions * state.copy + kept + pieces
 
 
 def _versions(run: RunConfig, state: _State, exports_to: ExportsTo) -> tuple[float, float]:
@@ -237,7 +241,8 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
     width = 2 if run.model.dtype == "bfloat16" else 4
     learner, lora = run.learner, run.learner.lora
     main = 4 if width == 2 else 0
-    own = adapters = copied = gradients = moments = saved = 0.0
+    has_small_gradients = width == 2 and learner.options.get("gradients_dtype") == "bfloat16"
+    own = adapters = copied = gradients = in_float32 = moments = saved = 0.0
     for name, shape in shapes.items():
         numbers = math.prod(shape) * _share(name, shapes, layout)
         is_expert = ".experts." in name
@@ -259,7 +264,8 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
             )
             trained = lora.rank * sum(shape) * _share(name, shapes, layout) if is_adapted else 0.0
             adapters += trained
-        gradients += trained * (4 + main / replicas)
+        gradients += trained * ((2 if has_small_gradients else 4) + main / replicas)
+        in_float32 += trained * 4 / replicas if has_small_gradients else 0.0
         moments += trained * MOMENT_BYTES / replicas
         saved += (
             (0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + MOMENT_BYTES)
@@ -281,6 +287,7 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
     return _State(
         weights=width * (own + adapters),
         gradients=gradients,
+        in_float32=in_float32,
         moments=moments,
         copy=width * copied,
         frozen=width * frozen,

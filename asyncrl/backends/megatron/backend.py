@@ -1,6 +1,6 @@
 """The Megatron-Core backend: rank 0 runs in the learner's process and sends every command to all ranks.
 
-    step -> _run_on_all_ranks -> MegatronRank.execute (each rank) -> TrainedModel.step -> forward_backward
+    step -> _run_on_shares -> MegatronRank.execute (each rank) -> TrainedModel.step -> forward_backward
 
 Cheap to import: ``start`` imports Megatron. rank.py implements the work of a rank, rank_process.py the other processes,
 rank_group.py what they tell each other.
@@ -28,8 +28,9 @@ from asyncrl.backends.adapter import BackendAdapter, optimizer_settings
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import refusals, shared_settings
 from asyncrl.backends.megatron.background_save import SavedModel, SavedPart, complete
+from asyncrl.backends.megatron.feeding import Layers, Shares
 from asyncrl.backends.megatron.hooks import load_hooks
-from asyncrl.backends.megatron.job import Command, Done, Job, Options, Outputs
+from asyncrl.backends.megatron.job import Command, Done, ExpertLayers, Job, Options, Outputs
 from asyncrl.backends.megatron.rank_group import (
     COMMAND,
     FOREVER,
@@ -49,6 +50,7 @@ from asyncrl.backends.port import StepResult
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import AsyncRLError, BackendError, CheckpointError, ConfigError
 from asyncrl.messages import codec
+from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch, of_one_length
 from asyncrl.tensors.device import read_gpu_memory, resolve_device
@@ -219,6 +221,7 @@ class MegatronBackend(BackendAdapter):
         self._group: RankGroup | None = None
         self._children: ChildRanks | None = None
         self._rank: MegatronRank | None = None
+        self._expert_layers: list[Layers] = [None] * job.layout.pipeline  # by stage
         self._exports = 0
         self._offload_metrics: dict[str, float] = {}
         self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # parts that are still in use
@@ -254,6 +257,9 @@ class MegatronBackend(BackendAdapter):
 
         with self._explain("start"):
             self._rank = MegatronRank(self._job, self._info, store=store)
+        if self._layout.pipeline > 1:
+            held = self._run_on_all_ranks(Command(name="expert_layers"), ExpertLayers)
+            self._expert_layers = [one.layers for one in held[:: self._layout.ranks // self._layout.pipeline]]
 
     def serve(self) -> None:
         if self._info.rank == 0:
@@ -270,9 +276,8 @@ class MegatronBackend(BackendAdapter):
     ) -> StepResult:
         models.find(self._job.trained, model, doing="step")
         began = time.perf_counter()
-        results = self._run_on_all_ranks(
-            self._commands("step", dp_shards, model=model, learning_rate=learning_rate), StepResult
-        )
+        command = Command(name="step", model=model, learning_rate=learning_rate)
+        results = self._run_on_shares(command, dp_shards, StepResult)
         metrics, tokens = results[0].metrics, {key: row for one in results for key, row in one.tokens.items()}
         if model == POLICY:
             speed = self._speed(dp_shards, time.perf_counter() - began)
@@ -285,25 +290,27 @@ class MegatronBackend(BackendAdapter):
     def reset_optimizer(self) -> None:
         self._run_on_all_ranks(Command(name="reset_optimizer"))
 
-    def _commands(
-        self, name: str, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, learning_rate: float = 0.0
-    ) -> list[Command]:
-        """Return one command per rank. All ranks of a copy of the model get the same share."""
+    def _run_on_shares(self, command: Command, dp_shards: Sequence[Sequence[MicroBatch]], result: type) -> list[Any]:
+        """Execute a command on all ranks, each with its share. All ranks of a copy of the model get the same one."""
         copies = self._layout.data_parallel
         if len(dp_shards) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
-        shares = dp_shards if self._layout.expert == 1 else of_one_length(dp_shards)
+        shards = dp_shards if self._layout.expert == 1 else of_one_length(dp_shards)
+        if command.model != POLICY:  # the engine ran no other model
+            shards = [[dataclasses.replace(row, experts=NO_EXPERTS) for row in shard] for shard in shards]
         batch_tokens = sum(row.num_tokens for shard in dp_shards for row in shard if not row.is_filler)
-        return [
-            Command(
-                name=name,
-                model=model,
-                micro_batches=tuple(shares[self._layout.share(rank)]),
-                batch_tokens=batch_tokens,
-                learning_rate=learning_rate,
-            )
-            for rank in range(self._layout.ranks)
-        ]
+        command = dataclasses.replace(command, batch_tokens=batch_tokens)
+        shares = Shares(shards, self._layout, self._expert_layers)
+        return self._run_on_all_ranks(
+            [
+                dataclasses.replace(command, feed=shares.feed(rank))
+                if rank
+                else dataclasses.replace(command, micro_batches=shares.own)
+                for rank in range(self._layout.ranks)
+            ],
+            result,
+            shares=shares,
+        )
 
     def _speed(self, dp_shards: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
         """Return the throughput of one step over all ranks; MFU only on a device whose peak is known."""
@@ -335,10 +342,7 @@ class MegatronBackend(BackendAdapter):
     def _forward(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, records: bool = False
     ) -> list[list[NDArray[np.float32]]]:
-        commands = self._commands("forward", dp_shards, model=model)
-        results = self._run_on_all_ranks(
-            [dataclasses.replace(command, records=records) for command in commands], Outputs
-        )
+        results = self._run_on_shares(Command(name="forward", model=model, records=records), dp_shards, Outputs)
         return [
             list(results[rank].rows[: len(share)])
             for rank, share in zip(self._layout.output_ranks, dp_shards, strict=True)
@@ -413,10 +417,13 @@ class MegatronBackend(BackendAdapter):
             self._children.close()
             self._children = None
 
-    def _run_on_all_ranks(self, commands: Command | Sequence[Command | None], result: type = Done) -> list[Any]:
+    def _run_on_all_ranks(
+        self, commands: Command | Sequence[Command | None], result: type = Done, *, shares: Shares | None = None
+    ) -> list[Any]:
         """Execute a command on all ranks, or commands[i] on rank i unless it is None. Returns their results.
 
         result  type of the other ranks' results
+        shares  what follows the commands
 
         Raises BackendError that names a rank which is gone or has failed: all ranks then end. An error of a lone rank
         is raised as it is.
@@ -431,6 +438,8 @@ class MegatronBackend(BackendAdapter):
                 return [rank.execute(own)]
             for number, command in others:
                 group.send(codec.encode(command), number, COMMAND)
+            if shares is not None:
+                shares.send(group)
             results = [rank.execute(own)]
             timeout = FOREVER if own.waits else self._info.timeout  # for a disk
             answers = [group.receive(number, RESULT, timeout=timeout) for number, _ in others]

@@ -34,6 +34,11 @@ class Options:
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Format in which AdamW's moments are kept between updates. bfloat16 saves 4 bytes a parameter and rounds them
     after every update, as Megatron's precision-aware optimizer; with offload_optimizer, half as much is copied."""
+    gradients_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format in which gradients of bfloat16 weights are added up over rows and over ranks. bfloat16 halves what ranks
+    exchange, saves 2 bytes a parameter during the passes, and rounds every partial sum to 8 bits; the update needs the
+    rank's own share in float32 beside it, so a lone rank saves nothing. As Megatron without
+    --accumulate-allreduce-grads-in-fp32."""
     exports: Literal["auto", "device", "host"] = "auto"
     """Where the weights of a new version are copied, for the engines to take while training goes on. device: beside the
     weights; while an older version is still in use there, to the host. host: to pinned host memory, beside the next
@@ -115,12 +120,35 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """Sizes of a rank's share of a batch, which follows its command (feeding.py).
+
+    share_bytes   of the encoded share
+    expert_bytes  of the experts behind it, at the next multiple of eight
+    layers        number of layers whose experts these are
+    """
+
+    share_bytes: int
+    expert_bytes: int
+    layers: int
+
+    @property
+    def experts_start(self) -> int:
+        return -(-self.share_bytes // 8) * 8
+
+    @property
+    def num_bytes(self) -> int:
+        return self.experts_start + self.expert_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """What all ranks execute together.
 
-    name           step, reset_optimizer, refresh_reference, forward, export, save, finish_save, restore, offload or
-                   onload
-    micro_batches  the receiver's share
+    name           step, reset_optimizer, refresh_reference, forward, export, save, finish_save, restore, offload,
+                   onload or expert_layers
+    micro_batches  the receiver's share, or
+    feed           how long it is, where it follows
     batch_tokens   tokens of all shares, prompts included, without fillers
     records        for forward: remember to which experts each token is routed, for the steps that follow
     waits          for finish_save: wait until this rank's part is on disk
@@ -131,6 +159,7 @@ class Command:
     name: str
     model: str = POLICY
     micro_batches: tuple[MicroBatch, ...] = ()
+    feed: Feed | None = None
     batch_tokens: int = 0
     learning_rate: float = 0.0
     records: bool = False
@@ -145,6 +174,13 @@ class Outputs:
     """The result of forward.  rows: f32[N] per micro-batch of the rank's share; empty if another rank has them"""
 
     rows: tuple[NDArray[float32], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayers:
+    """The result of expert_layers.  layers: numbers of the layers of this rank's stage that have experts; None: all"""
+
+    layers: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

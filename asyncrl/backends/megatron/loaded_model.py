@@ -83,6 +83,14 @@ class LoadedModel:
         """This rank's parts of the model."""
         return self._stages
 
+    @property
+    def expert_layers(self) -> tuple[int, ...] | None:
+        """The layers of this stage that have experts, in the order in which micro-batches have them; None: a
+        micro-batch has all layers of the model."""
+        if self._layout.pipeline == 1:
+            return None
+        return tuple(layer for stage in self._stages for layer in stage.part.layers if self._shape.has_experts(layer))
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors kept on the device between two calls, except a trained model's ``gradients``."""
         for stage in self._stages:
@@ -210,6 +218,7 @@ class LoadedModel:
             device=self._device,
             dtype=self._dtype,
             is_routed=is_routed,
+            expert_layers=self.expert_layers,
             batch_tokens=batch_tokens,
         )
         routing = self.routing.get(micro_batch.sequences.tobytes()) if uses_routing else None

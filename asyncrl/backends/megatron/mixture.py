@@ -244,7 +244,7 @@ class SparseLayer(Layer):
     def forward(self, *arguments: Any, packed_seq_params: RowParameters, **options: Any) -> Any:
         row = packed_seq_params.row
         assert row is not None
-        experts = None if row.experts is None else row.experts[self.layer_number - 1].long()
+        experts = row.experts_of(self.layer_number - 1)
         if experts is not None and self.config.sequence_parallel:
             group = tensor_parallel_group()
             experts = experts.chunk(group.size())[group.rank()]

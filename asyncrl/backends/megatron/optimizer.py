@@ -41,14 +41,14 @@ _SPARED: Final = ParamKey(
 
 
 def with_gradient_buffers(stages: Sequence[PackedGPT], job: Job) -> list[DistributedDataParallel]:
-    """Wrap stages in Megatron's DistributedDataParallel, with a float32 main_grad per parameter.
+    """Wrap stages in Megatron's DistributedDataParallel, with a main_grad per parameter (gradients_dtype).
 
     The first backward pass of a step overwrites main_grad; later ones add to it. Zeroing the buffers and adding to
     zeros would move 8 more bytes for each parameter, which is noticeable for mixtures. The last backward pass of a
     schedule sums the gradients of the ranks that hold the same parameters.
     """
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=job.options.gradients_dtype == "float32",
         use_distributed_optimizer=job.is_distributed_optimizer,
         overlap_grad_reduce=replicas_group().size() > 1,
         # No overlap_param_gather: every step is followed by an export, which needs all parameters at once.

@@ -18,7 +18,7 @@ from asyncrl.backends import models
 from asyncrl.backends.megatron import cpu_shim, process_groups
 from asyncrl.backends.megatron.background_save import BackgroundSave
 from asyncrl.backends.megatron.hooks import Hooks, load_hooks
-from asyncrl.backends.megatron.job import Command, Job
+from asyncrl.backends.megatron.job import Command, ExpertLayers, Job
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
 from asyncrl.backends.megatron.rank_group import RankInfo
@@ -98,6 +98,8 @@ class MegatronRank:
                     return policy.forward_base(command.micro_batches)
                 self._hooks.before_forward(command.model, self._loaded[command.model].stages)
                 return self._loaded[command.model].forward(command.micro_batches, records=command.records)
+            case "expert_layers":
+                return ExpertLayers(layers=self._loaded[models.POLICY].expert_layers)
             case "export":
                 return self._export(command)
             case "save":

@@ -5,6 +5,7 @@ result; in between all of them meet in Megatron's collectives. Messages are byte
 which needs nothing but sockets and goes on while a GPU computes.
 
     COMMAND   rank 0 -> rank   what to execute; empty: the learner ends
+    FEED      rank -> rank     a share of the batch, of a length that the command says (feeding.py)
     RESULT    rank -> rank 0
     END       both ways        the last message: why this rank fails; empty: it ends in order
     PART      rank 0 -> rank   work on the rank's part of the weights, while it trains (remote_parts.py)
@@ -37,7 +38,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError
 from asyncrl.messages import codec
 
-COMMAND, RESULT, END, PART = range(4)
+COMMAND, FEED, RESULT, END, PART = range(5)
 FOREVER: Final = timedelta(days=365)
 """Between two commands ranks may wait for as long as it takes to sample a batch."""
 _GRACE_SECONDS: Final = 2.0
@@ -318,6 +319,14 @@ class RankGroup:
         if len(data):
             self._gloo.recv([data], rank, kind).wait(timeout)
         return data.numpy().tobytes()
+
+    def begin_feed(self, piece: torch.Tensor, rank: int) -> Any:
+        """Begin to send bytes of a length that the other rank knows. Returns gloo's work, to wait for."""
+        return self._gloo.send([piece], rank, FEED)
+
+    def receive_feed(self, into: torch.Tensor, rank: int) -> None:
+        """Receive bytes. Raises RuntimeError if the rank is gone, or does not send them in time."""
+        self._gloo.recv([into], rank, FEED).wait(self.info.timeout)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

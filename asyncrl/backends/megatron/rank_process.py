@@ -21,6 +21,7 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any, Final
 
+from asyncrl.backends.megatron import feeding
 from asyncrl.backends.megatron.job import Command, Done, Job
 from asyncrl.backends.megatron.rank_group import COMMAND, RESULT, RankGroup, RankInfo, describe, open_store
 from asyncrl.errors import AsyncRLError, BackendError
@@ -47,7 +48,10 @@ def serve(job: Job, info: RankInfo, *, settings: Mapping[str, str] | None = None
         rank = MegatronRank(job, info, store=group.store)
         rank.parts.serve(group)
         while data := group.receive(0, COMMAND):
-            result = rank.execute(codec.decode(data, Command))
+            command = codec.decode(data, Command)
+            if command.feed is not None:
+                command = replace(command, micro_batches=feeding.receive(group, command.feed, job.layout))
+            result = rank.execute(command)
             group.send(codec.encode(Done() if result is None else result), 0, RESULT)
     except Exception as error:
         group.fail(error)  # first: this process ends when its part of a checkpoint is written

@@ -61,6 +61,7 @@ class RowPart:
     places             i64[m]: their indices among ``num_targets`` of all ranks; None if this rank has all of them
     kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
     experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
+    expert_layers      numbers of these layers; None: all of the model
     routing            where to record the routers' choice, or what to replay; None: neither
     length             N
     num_unpadded       tokens of this rank that are not padding; they come first
@@ -87,6 +88,7 @@ class RowPart:
     row: PackedRow
     micro_batch: MicroBatch
     num_targets: int
+    expert_layers: tuple[int, ...] | None = None
     shared: SharedTokens | None = None
     routing: Routing | None = None
     images: RowImages | None = None
@@ -103,12 +105,14 @@ class RowPart:
         dtype: torch.dtype,
         tensor_rank: int = 0,
         is_routed: bool = False,
+        expert_layers: tuple[int, ...] | None = None,
         batch_tokens: int = 0,
     ) -> RowPart:
         """
         rows          i64[M]: tokens that need a logprob
         tensor_rank   which tensor-parallel rank this is
         is_routed     whether to use the engine's experts, if the micro-batch has them
+        expert_layers  see above
         batch_tokens  tokens of the batch that is trained; 0 if none is
         """
         share = micro_batch.num_tokens / batch_tokens if batch_tokens and not micro_batch.is_filler else 0.0
@@ -116,7 +120,8 @@ class RowPart:
         uses_runs, is_shared = uses_varlen(device, dtype), len(micro_batch.shared) > 0
         if layout.row_multiple == 1 and not is_shared:
             row = PackedRow.from_micro_batch(micro_batch, rows, device=device, in_rectangles=not uses_runs)
-            return _whole_row(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device), share)
+            experts = None if chosen is None else torch.from_numpy(chosen).to(device)
+            return _whole_row(micro_batch, row, experts, expert_layers, share)
         # Example: 10 tokens, two context-parallel ranks. The row is padded to 12 and cut into four pieces of 3; rank 0
         # keeps tokens 0-2 and 9-11, rank 1 keeps 3-8. Token n is predicted by the rank that has n - 1.
         shared = micro_batch.shared if is_shared else np.zeros(len(micro_batch.sequences), np.int32)
@@ -170,6 +175,7 @@ class RowPart:
             places=moved["places"] if is_cut else None,
             kept=moved["kept"] if is_cut else None,
             experts=moved.get("experts"),
+            expert_layers=expert_layers,
             length=length,
             num_unpadded=int(np.searchsorted(kept, num_tokens)),
             share_of_batch=share,
@@ -183,6 +189,13 @@ class RowPart:
             if len(micro_batch.images)
             else None,
         )
+
+    def experts_of(self, layer: int) -> torch.Tensor | None:
+        """Return the engine's choice i64[n, k] in a layer of the model, numbered from 0; see ``experts``."""
+        if self.experts is None:
+            return None
+        place = layer if self.expert_layers is None else self.expert_layers.index(layer)
+        return self.experts[place].long()
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
@@ -200,7 +213,13 @@ def _by_layers(experts: ExpertArray) -> NDArray[np.int16]:
     return np.where(experts.transpose(1, 0, 2) == unrouted(experts), np.int16(-1), by_layers)
 
 
-def _whole_row(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None, share: float) -> RowPart:
+def _whole_row(
+    micro_batch: MicroBatch,
+    row: PackedRow,
+    experts: torch.Tensor | None,
+    expert_layers: tuple[int, ...] | None,
+    share: float,
+) -> RowPart:
     """Return a part that holds the whole row."""
     how: Rectangles | Pieces | None = row.layout
     if how is None:
@@ -227,6 +246,7 @@ def _whole_row(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | 
         places=None,
         kept=None,
         experts=experts,
+        expert_layers=expert_layers,
         length=len(row.tokens),
         num_unpadded=len(row.tokens),
         share_of_batch=share,

@@ -121,6 +121,20 @@ def test_full_training_needs_its_state_and_a_twentieth_more_beside_one_version(
     assert not has_room(total=largest - 1)
 
 
+@pytest.mark.parametrize(("ranks", "in_passes", "in_update"), [(1, -2, +2), (8, -2, -1.5)])
+def test_gradients_in_16_bits_save_in_the_passes_and_with_many_ranks_in_the_update(
+    ranks: int, in_passes: float, in_update: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes a parameter: the update has each rank's own gradients in float32 as well, half a byte with eight ranks."""
+    parameters = num_parameters(SHAPES["8B"])
+    overrides = [f"learner.ranks={ranks}", "learner.options={gradients_dtype='bfloat16'}"]
+    whole = phases_of(run_of("8B", tmp_path, monkeypatch, overrides[0]))
+    half = phases_of(run_of("8B", tmp_path, monkeypatch, *overrides))
+    for phase, difference in (("step", in_passes), ("update", in_update)):
+        saved = (half[phase].device - whole[phase].device) / parameters
+        assert saved == pytest.approx(difference, abs=0.01)
+
+
 def test_adapters_of_30_b_parameters_copy_nothing_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """58 GB were seen after loading; the model with tied embeddings is 56.3 GiB."""
     modules = "['q_proj', 'k_proj', 'v_proj', 'o_proj']"

@@ -355,6 +355,20 @@ def test_offloaded_moments_do_not_change_training(
     assert distance(*results) == 0.0
 
 
+@pytest.mark.parametrize("kind", ["megatron-1", pytest.param("megatron-2", marks=RANKS)])
+def test_gradients_in_bfloat16_are_added_up_in_it_and_nearly_the_same(kind: str, tmp_path: Path) -> None:
+    folder, norms, stored = tiny_model(tmp_path / "model", architecture="qwen3_moe"), [], []
+    for dtype in ("float32", "bfloat16"):
+        with started(kind, folder, dtype="bfloat16", options={"gradients_dtype": dtype}) as backend:
+            norms.append(backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE).metrics["grad_norm"])
+            policy: Any = backend
+            (wrapper,) = policy._rank._trained["policy"]._buffers
+            stored.append({buffer.grad_data.dtype for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)})
+    assert stored == [{torch.float32}, {torch.bfloat16}]
+    assert norms[0] != norms[1]
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
+
+
 def test_an_update_has_the_moments_of_two_pieces_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six weights of 10, 10, 30, 5, 5 and 10 numbers in pieces of up to 20: 10 + 10, 30, 5 + 5 + 10."""
     monkeypatch.setattr(optimizer, "_PIECE_NUMBERS", 20)

@@ -1,0 +1,139 @@
+"""How shares of a batch reach the ranks: which way, how often they are encoded, and that they arrive whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.backends.megatron import feeding
+from asyncrl.backends.megatron.feeding import Shares, receivers_of, sender_of
+from asyncrl.config.layout import Layout
+from asyncrl.messages import codec
+from asyncrl.messages.routing import NO_EXPERTS
+from asyncrl.policies.batching.packing import MicroBatch, empty
+from tests.harness.backends import sequences
+from tests.harness.packing import pack
+
+BIG = Layout(ranks=128, tensor=4, pipeline=4, context=2, expert=16)
+
+
+def row(*, seed: int = 0, dtype: Any = np.uint8, layers: int = 6) -> MicroBatch:
+    """A micro-batch whose tokens were sent to two experts in each layer."""
+    (plain, *_) = pack(sequences(seed), max_tokens=10_000)
+    generator = np.random.default_rng(seed)
+    experts = generator.integers(0, np.iinfo(dtype).max, (plain.num_tokens, layers, 2)).astype(dtype)
+    return dataclasses.replace(plain, experts=experts)
+
+
+def is_same(one: MicroBatch, other: MicroBatch) -> bool:
+    return codec.encode(one) == codec.encode(other)
+
+
+def in_layers(one: MicroBatch, layers: tuple[int, ...] | None) -> MicroBatch:
+    if layers is None or not len(one.experts):
+        return one
+    return dataclasses.replace(one, experts=one.experts[:, list(layers)])
+
+
+def payload(shares: Shares, rank: int) -> NDArray[np.uint8]:
+    return np.concatenate([piece.copy() for piece in shares.pieces(rank)])
+
+
+@pytest.mark.parametrize("layout", [BIG, Layout(ranks=8, tensor=2), Layout(ranks=5), Layout(ranks=6, context=3)])
+def test_every_rank_is_reached_once_and_rank_0_sends_a_share_once_a_stage(layout: Layout) -> None:
+    reached = [0]
+    for rank in range(layout.ranks):
+        for receiver in receivers_of(layout, rank):
+            assert sender_of(layout, receiver) == rank
+            assert layout.share(receiver) == layout.share(rank)
+            assert layout.stage(receiver) == layout.stage(rank)
+            reached.append(receiver)
+    blocks = [rank for rank in range(1, layout.ranks) if sender_of(layout, rank) == 0 and rank not in reached]
+    assert len(blocks) == layout.data_parallel * layout.pipeline - 1
+    assert sorted(reached + blocks) == list(range(layout.ranks))
+
+
+def test_a_share_is_encoded_once_however_many_ranks_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, encode = [], codec.encode
+    monkeypatch.setattr(feeding.codec, "encode", lambda message: encoded.append(message) or encode(message))
+    shares = Shares([[row(seed=number)] for number in range(4)], BIG, [(0,), (1, 2), (3, 4), (5,)])
+    for rank in range(1, BIG.ranks):
+        shares.feed(rank)
+    payload(shares, 8)
+    assert len(encoded) == 4
+    assert all(one.micro_batches[0].experts is NO_EXPERTS for one in encoded)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_stage_gets_its_layers_and_each_choice_in_the_bytes_that_it_has(dtype: Any) -> None:
+    layout = Layout(ranks=4, pipeline=2)
+    given = [[row(seed=1, dtype=dtype), empty(), row(seed=2, dtype=dtype)], [row(seed=3, dtype=dtype)]]
+    for layers in ((None, None), ((0, 1, 4), (2, 3, 5))):
+        shares = Shares(given, layout, layers)
+        assert all(
+            is_same(*pair) for pair in zip(shares.own, [in_layers(one, layers[0]) for one in given[0]], strict=True)
+        )
+        for rank in range(1, 4):
+            own = layers[layout.stage(rank)]
+            feed = shares.feed(rank)
+            expected = [in_layers(one, own) for one in given[layout.share(rank)]]
+            found = feeding.unpack(payload(shares, rank), feed)
+            assert all(is_same(*pair) for pair in zip(found, expected, strict=True))
+            tokens = sum(one.num_tokens for one in expected if len(one.experts))
+            assert feed.expert_bytes == tokens * (6 if own is None else 3) * 2 * np.dtype(dtype).itemsize
+
+
+class Wire:
+    """What ranks that are threads send one another."""
+
+    def __init__(self, ranks: int) -> None:
+        self.queues: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            (one, other): queue.Queue() for one in range(ranks) for other in range(ranks)
+        }
+
+
+class Group:
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire, self.info = wire, Info(rank)
+
+    def begin_feed(self, piece: torch.Tensor, rank: int) -> Info:
+        self._wire.queues[self.info.rank, rank].put(piece.clone())
+        return self.info
+
+    def receive_feed(self, into: torch.Tensor, rank: int) -> None:
+        into.copy_(self._wire.queues[rank, self.info.rank].get(timeout=60))
+
+
+class Info:
+    timeout = None
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def wait(self, timeout: None) -> None:
+        """What was sent has been taken."""
+
+
+def test_shares_are_passed_on_piece_by_piece_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding, "_PIECE_BYTES", 1000)
+    layout = Layout(ranks=16, tensor=2, context=2, pipeline=2)
+    layers = ((0, 1, 2), (3, 4, 5))
+    given = [[row(seed=number), row(seed=10 + number)] for number in range(2)]
+    shares, wire = Shares(given, layout, layers), Wire(layout.ranks)
+    with ThreadPoolExecutor(layout.ranks) as threads:
+        feeds: Any = feeding.receive
+        receiving = [
+            threads.submit(feeds, Group(wire, rank), shares.feed(rank), layout) for rank in range(1, layout.ranks)
+        ]
+        sending: Any = Group(wire, 0)
+        shares.send(sending)
+        for rank, received in enumerate(receiving, start=1):
+            expected = [in_layers(one, layers[layout.stage(rank)]) for one in given[layout.share(rank)]]
+            assert all(is_same(*pair) for pair in zip(received.result(), expected, strict=True))
