@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.backends import gpu_memory
+from asyncrl.backends import flops, gpu_memory, huggingface
+from asyncrl.config.run import RunConfig
 from asyncrl.launch.checks.run_file import check
 from tests import ROOT
 from tests.harness import config_only
 
 RECIPES = ROOT / "examples" / "recipes"
 PAGE = (ROOT / "docs" / "guides" / "recipes.md").read_text()
-ROW = re.compile(r"^\| \[(\w+)\]\(\S+\) \| .+? \| (\d+) of (\d+) \| (\d+) \| \d+ s \|$", re.MULTILINE)
+ROW = re.compile(r"^\| \[(\w+)\]\(\S+\) \| .+? \| (\d+) of (\d+) \| (\d+) \| (\d+) s \|$", re.MULTILINE)
 SAID = {name: tuple(map(int, numbers)) for name, *numbers in ROW.findall(PAGE)}
 GIB = 2**30
 
@@ -46,3 +47,13 @@ def test_a_recipe_can_work_and_fits_as_its_row_says(name: str, tmp_path: Path) -
     needed, host = max(phase.device for phase in found), max(phase.host for phase in found)
     assert (round(needed / GIB), round(host / GIB)) == (SAID[name][0], SAID[name][2])
     assert needed < 0.95 * SAID[name][1] * GIB
+    assert step_seconds(run, model) == pytest.approx(SAID[name][3], rel=0.2)
+
+
+def step_seconds(run: RunConfig, model: Path) -> float:
+    """The page's estimate of a step of the learner."""
+    shape = huggingface.read_shape(model)
+    tokens = run.learner.groups_per_batch * run.rollout.group_size * run.rollout.max_new_tokens / 2
+    passes = 6.0 if run.learner.lora.rank else 6.0 * 4 / 3
+    rate = run.learner.ranks * flops.PEAK_BF16["H100"] * (0.2 if shape.experts else 0.4)
+    return passes * flops.matrix_parameters(shape) * tokens / rate
