@@ -2,7 +2,7 @@
 
 A row shows some pictures at some places. The tower makes features of each picture once; they replace the embeddings of
 the placeholder tokens of all places that show it, so nothing is padded and no text is computed for a picture.
-Tests: tests/contracts/test_backend_images.py.
+Tests: tests/unit/backends/test_vision.py, tests/contracts/test_backend_images.py (equal to transformers).
 """
 
 from __future__ import annotations

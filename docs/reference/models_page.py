@@ -16,8 +16,8 @@ HEAD: Final = """# Models
 What the megatron backend trains, generated from `asyncrl/backends/families` by `python docs/reference/make.py`. A model
 is a Hugging Face folder whose `config.json` names the architecture. A tiny model of every family agrees with
 transformers in logprobs, gradients, one optimizer step and exported weights
-(`tests/contracts/test_backend_families.py`). A real SGLang server on a CPU took the weights of tiny mixtures
-(Qwen3-MoE, GLM-4.5) and sampled from them (`tests/integration/sglang/test_transfers.py`,
+(`tests/contracts/test_backend_families.py`, `test_backend_images.py`). A real SGLang server on a CPU took the weights
+of tiny mixtures (Qwen3-MoE, GLM-4.5) and sampled from them (`tests/integration/sglang/test_transfers.py`,
 `tests/unit/engines/sglang/test_server.py`). Which published sizes were trained is in
 [results](../results/performance.md). `learner.backend = "reference"` trains these, too, on one device.
 

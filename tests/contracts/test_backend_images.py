@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.config.learner import VISION_TOWER
 from asyncrl.policies.batching.packing import sequence_slices
+from asyncrl.tensors.adapter_names import module_name
 from asyncrl.tensors.transformers_models import by_names_in_files
-from tests.harness.backends import SETTINGS, forward, shares, started, weights
+from tests.harness.backends import LEARNING_RATE, SETTINGS, forward, shares, started, weights
 from tests.harness.packing import pack
 from tests.harness.pictures import (
     FAMILIES,
@@ -75,3 +77,17 @@ def test_logprobs_an_export_and_a_step_are_those_of_transformers(kind: str, fold
         moved_tower |= "visual." in name and moved > 1e-4
         assert float((trained[name] - weight).abs().max()) < 3e-4 * moved + 2e-6, name
     assert moved_tower == trains_vision
+
+
+def test_adapters_are_of_the_decoder_alone(tmp_path: Path) -> None:
+    """Qwen2.5-VL's tower has matrices of the same names."""
+    folder = tiny_vision_model(tmp_path, architecture="qwen2_5_vl")
+    settings = dataclasses.replace(SETTINGS, lora=Lora(rank=4, alpha=8.0, modules=("all-linear",)))
+    batch = pictured_sequences(folder)
+    with started("megatron-1", folder, optimizer=settings) as backend:
+        before = weights(backend)
+        for _ in range(2):  # up begins as zeros: the first step moves nothing else
+            backend.step(shares("megatron-1", batch), learning_rate=LEARNING_RATE)
+        after = weights(backend)
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved == {name for name in after if ".layers." in name and module_name(name)}

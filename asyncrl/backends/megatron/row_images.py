@@ -1,6 +1,6 @@
 """The pictures of a row, as a rank needs them: positions in three axes, and which tokens show which features.
 
-Test: tests/unit/backends/megatron/test_row_images.py.
+Test: tests/unit/backends/test_vision.py.
 """
 
 from __future__ import annotations
