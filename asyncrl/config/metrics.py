@@ -40,6 +40,10 @@ class MetricsSection:
     mismatch_alarm: float = 0.05
     """Warn if the mean |trainer - behavior logprob| of fresh samples exceeds this, in nats per token; 0 is off.
     Rounding to bfloat16 in engine and trainer causes 0.005 to 0.02."""
+    drift_alarm: float = 0.2
+    """Warn if the policy has moved far from what sampled its tokens: a median over five steps of offpolicy/k3 over the
+    entropy; 0 is off. With the default, all of 25 recorded runs that lost to synchronous training were reported, and
+    11 of 35 others (docs/results/old_tokens.md)."""
     drop_alarm: float = 0.05
     """Warn if more than this share of the answers of ten steps was too stale to train; 0 is off. Dropped answers are
     mostly long ones."""
@@ -68,6 +72,7 @@ class MetricsSection:
             self.samples_max_bytes >= least, f"samples_max_bytes must be >= {least:,}, got {self.samples_max_bytes:,}"
         )
         require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
+        require(self.drift_alarm >= 0, f"drift_alarm must be >= 0 (0 is off), got {self.drift_alarm}")
         require(0 <= self.drop_alarm <= 1, f"drop_alarm must be a share, 0 to 1 (0 is off), got {self.drop_alarm}")
         require(
             0 <= self.straggler_alarm <= 1,

@@ -16,11 +16,13 @@ from asyncrl.launch.assembly import data
 from asyncrl.launch.checks.run_file import check, check_before_torch
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes import gpus
+from asyncrl.policies.staleness.shown import beyond_what_was_shown
 from asyncrl.rewards.load import oddities as reward_oddities
 
 if TYPE_CHECKING:
     from asyncrl.backends.gpu_memory import Phase
     from asyncrl.policies import component
+    from asyncrl.policies.algorithms.algorithm import Algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class Summary:
     evaluation   number of prompts of each data set of [evaluation]
     gpus         the GPUs of each process, as text
     memory       what a rank of the learner needs in each phase, an estimate; empty on a CPU
+    old_tokens   what speaks against training tokens this old at this learning rate, one line; empty: nothing known
     routing_replay  whether the learner routes tokens to the experts that the engine chose
     shared_prefixes  whether the learner computes tokens once that sequences begin with
     """
@@ -70,6 +73,7 @@ class Summary:
     evaluation: Mapping[str, int]
     gpus: str
     memory: tuple[Phase, ...]
+    old_tokens: str
     routing_replay: registry.RoutingReplay
     shared_prefixes: registry.Choice
 
@@ -152,9 +156,17 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
         memory=tuple(registry.backend_class(run).memory(run)),
+        old_tokens=_of_old_tokens(run, algorithm),
         routing_replay=registry.routing_replay(run),
         shared_prefixes=registry.shared_prefixes(run),
     )
+
+
+def _of_old_tokens(run: RunConfig, algorithm: Algorithm) -> str:
+    """Adapters have rates of their own, and what is not sampled by the policy has no age that matters."""
+    if run.learner.lora.rank or algorithm.loss.is_supervised:
+        return ""
+    return beyond_what_was_shown(run.learner.learning_rate, run.max_staleness)
 
 
 def _component(one: component.Component) -> Component:
@@ -202,6 +214,7 @@ def _consequences(summary: Summary) -> list[str]:
         f"correction        {' + '.join(map(_in_words, summary.correction))}",
         f"models            {', '.join(f'{name} {folder}' for name, folder in summary.models.items())}",
         f"staleness bound   {bound}",
+        *([f"old tokens        {summary.old_tokens}"] if summary.old_tokens else []),
         f"window            {summary.window} groups = (max_staleness {summary.max_staleness} + 1) x "
         f"groups_per_batch {run_config.learner.groups_per_batch}",
         f"data              {summary.num_prompts:,} prompts, {'at most ' if is_most else ''}"

@@ -62,6 +62,7 @@ from asyncrl.metrics.alarms import (
     TruncationAlarm,
     steps_of,
 )
+from asyncrl.metrics.drift import DriftAlarm
 from asyncrl.metrics.ruin import CollapseAlarm, DivergenceAlarm, RewardFallAlarm
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.os_process import process_space
@@ -293,7 +294,7 @@ def _choose_alarms(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
     if are_sampled and not run.rollout.ignore_eos:
         alarms.append(TruncationAlarm(steps=steps))
     if are_sampled:
-        alarms.append(RewardFallAlarm(steps=steps))
+        alarms += [RewardFallAlarm(steps=steps), DriftAlarm(run.metrics.drift_alarm)]
     if are_sampled and run.reward.judges:
         alarms.append(NoSignalAlarm(has_groups=run.rollout.group_size > 1, steps=steps))
     if are_sampled and _may_move_gpus(run):

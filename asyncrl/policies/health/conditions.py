@@ -66,6 +66,13 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "stop and read answers with `asyncrl samples`; continue from the best checkpoint with a lower "
         "learner.learning_rate",
     ),
+    "alarm/drift": Condition(
+        "drift",
+        1,
+        "trains tokens from which its policy has moved far away (metrics.drift_alarm)",
+        "most runs that did so learned less than synchronous ones",
+        "lower learner.learning_rate or staleness.max_staleness: their product matters",
+    ),
     "alarm/mismatch": Condition(
         "mismatch",
         1,

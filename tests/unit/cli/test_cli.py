@@ -102,6 +102,25 @@ def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytes
     assert "max_staleness = 3" in out
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_said"),
+    [
+        (["learner.learning_rate=2e-5", "staleness.max_staleness=4"], True),
+        (["learner.learning_rate=8e-6", "staleness.max_staleness=4"], False),
+        (["learner.learning_rate=2e-5", "run.mode=sync", "staleness.max_staleness=0"], False),
+        (["learner.learning_rate=2e-5", "learner.lora={rank = 4}"], False),  # adapters have rates of their own
+    ],
+)
+def test_check_says_when_a_learning_rate_was_shown_to_lose_with_tokens_this_old(
+    run_file: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], is_said: bool
+) -> None:
+    sets = [word for one in overrides for word in ("--set", one)]
+    _, out, _ = asyncrl("check", run_file, *sets, capsys=capsys)
+    said = [line for line in out.splitlines() if line.startswith("old tokens  ")]
+    assert len(said) == is_said
+    assert not said or "2e-05 x max_staleness 4 is 8e-05; runs over 3.2e-05 learned less" in said[0]
+
+
 def test_check_prints_what_was_changed_and_every_key_on_request(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,146 @@
+"""Make the table: held-out reward by learning rate, staleness and guard, at equal samples and at equal seconds.
+
+    python -m benchmarks.old_tokens --json docs/results/old_tokens.jsonl             tiny tasks on a CPU, in minutes
+    python -m benchmarks.old_tokens --product --guards --seeds 0 --json FILE         the same, by the product's backend
+    python -m benchmarks.old_tokens --model DIR --device cuda --rates 5e-6 1e-5 2e-5 4e-5 --guard-rate 2e-5 --json FILE
+                                                                                     a real model, on a GPU
+    python -m benchmarks.old_tokens --json FILE --print                              the tables of what is there
+    python -m benchmarks.old_tokens.plot docs/results/old_tokens.jsonl docs/results/old_tokens.png
+    python -m benchmarks.old_tokens.alarm docs/results/gpu/learning*.jsonl           error rates of the drift alarm
+
+One row a run. A run whose row is there is not repeated, so a stopped command goes on where it was. Runs are
+interleaved: all arms of seed 0, then of seed 1. cells.py says what a run is, tasks.py the tasks, guards.py the guards,
+arms.py how all tiny runs of a task and a seed are made at once, loop.py how a run of a real model is made. Every guard
+runs at --guard-rate and --guard-staleness; "tis" is the default, without one.
+
+Seeds of the table are 0, 1, 2, ...; what was chosen by trying (tasks, rates, steps) was tried with seeds from 100 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.errors import ConfigError
+from benchmarks.gpu.rows import keep
+from benchmarks.old_tokens.cells import Cell, Row, configure
+from benchmarks.old_tokens.guards import GUARDS
+from benchmarks.old_tokens.table import print_tables
+
+if TYPE_CHECKING:
+    from benchmarks.old_tokens.tasks import Task
+
+RATES = (5e-3, 1e-2, 2e-2, 4e-2)
+STALENESS = (0, 1, 2, 4, 8)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    options = _options(given)
+    rows = read(options.json)
+    if options.print:
+        print_tables(rows)
+        return 0
+    import torch
+
+    from benchmarks.old_tokens.tasks import REAL, TINY
+
+    torch.set_num_threads(options.threads)
+    table = REAL if options.model else TINY
+    if unknown := [name for name in options.tasks if name not in table]:
+        raise ConfigError(f"--tasks: {unknown[0]!r} is none of {', '.join(table)}")
+    tasks = {name: table[name]() for name in options.tasks or table}
+    done = {Cell.of(row) for row in rows}
+    runs = _one_by_one if options.model or options.product else _at_once
+    for seed in options.seeds:
+        left = [cell for cell in cells(options, list(tasks), seed=seed) if cell not in done]
+        for row in runs(left, tasks, options):
+            keep(row, options.json)
+            print(f"{row['task']:8s} {row['rate']:8.2e}  staleness {row['staleness']}  {row['guard']:12s}", end="")
+            print(f" seed {seed}  {row['held_out']:.3f}", flush=True)
+    print_tables(read(options.json))
+    return 0
+
+
+def cells(options: argparse.Namespace, tasks: Sequence[str], *, seed: int) -> list[Cell]:
+    """Return the cells of a seed: all rates and bounds, then all guards."""
+    arms = [(rate, staleness, "tis") for rate in options.rates for staleness in options.staleness]
+    arms += [(options.guard_rate, options.guard_staleness, guard) for guard in options.guards]
+    return [
+        Cell(task=task, rate=rate, staleness=staleness, guard=guard, seed=seed, steps=options.steps)
+        for rate, staleness, guard in arms
+        for task in tasks
+    ]
+
+
+def _at_once(left: Sequence[Cell], tasks: Mapping[str, Task], options: argparse.Namespace) -> Iterator[Row]:
+    from asyncrl.adapters import registry
+    from benchmarks.old_tokens.arms import run_arms
+
+    for name, task in tasks.items():
+        of_task = [cell for cell in left if cell.task == name]
+        algorithms = {cell.guard: registry.algorithm(configure(cell, {})) for cell in of_task}
+        if of_task:
+            sizes = {"groups": options.groups, "group_size": options.group_size}
+            yield from ({**row, "model": "tiny"} for row in run_arms(of_task, task, algorithms=algorithms, **sizes))
+
+
+def _one_by_one(left: Sequence[Cell], tasks: Mapping[str, Task], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.old_tokens.loop import Loop, Scene
+
+    with tempfile.TemporaryDirectory() as folder:
+        scene = Scene(
+            scratch=Path(folder),
+            model=options.model,
+            device=options.device,
+            groups=options.groups,
+            group_size=options.group_size,
+        )
+        for cell in left:
+            model = options.model.name if options.model else "tiny, of the product"
+            yield {**Loop(cell, tasks[cell.task], scene).run(), "model": model}
+
+
+def read(path: Path | None) -> list[Row]:
+    """Return the rows of a file; none if it is not there. An incomplete last line is left out."""
+    if path is None or not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _options(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.old_tokens",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="file of rows: read first, then appended to")
+    parser.add_argument("--print", action="store_true", help="run nothing, print the tables")
+    parser.add_argument("--tasks", nargs="+", default=[], help="(default: all)")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates")
+    parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS), help="age of every token")
+    parser.add_argument("--guards", nargs="*", choices=GUARDS, default=[one for one in GUARDS if one != "tis"])
+    parser.add_argument("--guard-rate", type=float, default=2e-2, help="learning rate of the guards' runs")
+    parser.add_argument("--guard-staleness", type=int, default=4, help="age of every token in the guards' runs")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[*range(6)])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--groups", type=int, default=8, help="prompts a step")
+    parser.add_argument("--group-size", type=int, default=8, help="answers to a prompt")
+    parser.add_argument("--product", action="store_true", help="the tiny tasks run by run, with the product's backend")
+    parser.add_argument("--model", type=Path, help="folder of a real model (default: a tiny one with random weights)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        print(f"benchmarks.old_tokens: {error}", file=sys.stderr)
+        sys.exit(2)

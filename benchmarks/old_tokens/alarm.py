@@ -1,0 +1,115 @@
+"""Try the drift alarm on recorded runs: how many that lost were reported, and when, and how many others.
+
+    python -m benchmarks.old_tokens.alarm docs/results/gpu/learning*.jsonl         SmolLM2-135M, learning.py's rows
+    python -m benchmarks.old_tokens.alarm docs/results/old_tokens.jsonl            the tiny tasks
+
+A run lost if its held-out reward is more than LOST below the mean of the synchronous runs that share its file (of the
+tiny tasks: task, rate and seed).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.metrics.drift import DriftAlarm
+
+LOST: Final = 0.03
+THRESHOLDS: Final = (0.1, 0.2, 0.4)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """
+    among   runs that are compared with each other
+    steps   offpolicy/k3, entropy of each step
+    """
+
+    arm: str
+    among: str
+    is_synchronous: bool
+    held_out: float
+    steps: Sequence[tuple[float, float]]
+
+    def rang_at(self, threshold: float) -> int:
+        """Return the first step with the alarm, from 1; 0 if there is none."""
+        alarm = DriftAlarm(threshold)
+        for step, (k3, entropy) in enumerate(self.steps, 1):
+            alarm.update({"offpolicy/k3": k3, "entropy": entropy})
+            if alarm.is_on:
+                return step
+        return 0
+
+    @property
+    def largest(self) -> float:
+        """Return the largest drift that lasted, as the alarm sees it."""
+        drifts = [DriftAlarm(0.0).update({"offpolicy/k3": k, "entropy": h})["offpolicy/drift"] for k, h in self.steps]
+        return max((statistics.median(drifts[i : i + 5]) for i in range(len(drifts) - 4)), default=0.0)  # type: ignore[type-var]
+
+
+def recorded(path: Path) -> Iterator[Recorded]:
+    """Yield the complete runs of a file of learning.py or of this benchmark."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if "run" not in rows[0]:
+        yield from (_of_table(row) for row in rows)
+        return
+    starts = [index for index, row in enumerate(rows) if "run" in row]
+    for begin, end in itertools.pairwise([*starts, len(rows)]):
+        run = rows[begin]["run"]
+        if run["is_complete"]:
+            yield Recorded(
+                arm=run["arm"],
+                among=path.stem,
+                is_synchronous=run["arm"] in ("sync", "async-0"),
+                held_out=run["exam"]["held_out"],
+                steps=[(row["k3"], row["entropy"]) for row in rows[begin + 1 : end]],
+            )
+
+
+def _of_table(row: Row) -> Recorded:
+    return Recorded(
+        arm=f"{row['rate']:g}, staleness {row['staleness']}, {row['guard']}",
+        among=f"{row['task']} {row['rate']} {row['seed']}",
+        is_synchronous=row["staleness"] == 0,
+        held_out=row["held_out"],
+        steps=list(zip(row["metrics"]["offpolicy/k3"], row["metrics"]["entropy"], strict=True)),
+    )
+
+
+def split(runs: Sequence[Recorded]) -> tuple[list[Recorded], list[Recorded]]:
+    """Return the runs that lost, and the others; those without a synchronous run beside them are left out."""
+    synchronous: dict[str, list[float]] = {}
+    for run in runs:
+        if run.is_synchronous:
+            synchronous.setdefault(run.among, []).append(run.held_out)
+    known = [run for run in runs if run.among in synchronous]
+    lost = [run for run in known if run.held_out < statistics.fmean(synchronous[run.among]) - LOST]
+    return lost, [run for run in known if run not in lost]
+
+
+def main(paths: Sequence[str]) -> int:
+    logging.disable()
+    lost, others = split([run for path in paths for run in recorded(Path(path))])
+    print(f"{len(lost)} runs lost more than {LOST} to synchronous ones, {len(others)} did not")
+    synchronous = [run.largest for run in others if run.is_synchronous]
+    print(f"largest lasting drift of a synchronous run: {max(synchronous):.3f}")
+    for threshold in THRESHOLDS:
+        steps = sorted(at for run in lost if (at := run.rang_at(threshold)))
+        false = [run for run in others if run.rang_at(threshold)]
+        print(f"over {threshold:g}: {len(steps)} of {len(lost)} that lost", end="")
+        print(f", at step {statistics.median(steps):g} (median)" if steps else "", end="")
+        print(f"; {len(false)} of {len(others)} others: {', '.join(sorted({run.arm for run in false})) or 'none'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

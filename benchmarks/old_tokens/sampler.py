@@ -1,0 +1,140 @@
+"""Samples rollouts of one or several turns from given weights, in batches, with the logprob of every sampled token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+Reply = Callable[[Sequence[str]], str]
+"""What the environment says after the turns so far; "" ends the rollout."""
+
+_MOST_ROWS: Final = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    """A rollout, without its prompt.
+
+    tokens     sampled by the policy, or said by the environment
+    is_policy  which of them the policy sampled
+    logprobs, entropies  of the policy that sampled, at temperature 1; 0 for tokens of the environment
+    said       what the model said in each turn, without the end token
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    is_policy: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    is_cut: bool = False
+
+
+class Sampler:
+    """A copy of the model whose weights are those of any version."""
+
+    def __init__(self, model: Path, *, tokenizer: Any, device: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._tokenizer = tokenizer
+        self._device = torch.device(device)
+        self._end: int = tokenizer.eos_token_id
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._model = loaded.to(self._device).eval()
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = self._model.state_dict()
+        for name, tensor in weights:
+            own[name].copy_(tensor)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        replies: Sequence[Reply],
+        turn_tokens: int,
+        generator: torch.Generator,
+    ) -> list[Sampled]:
+        """Return one rollout for each prompt. Equal generators draw equal numbers, whatever the weights."""
+        made: list[Sampled] = []
+        for begin in range(0, len(prompts), _MOST_ROWS):
+            part = slice(begin, begin + _MOST_ROWS)
+            made += self._sample(prompts[part], replies[part], turn_tokens=turn_tokens, generator=generator)
+        return made
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        replies: Sequence[Reply],
+        *,
+        turn_tokens: int,
+        generator: torch.Generator,
+    ) -> list[Sampled]:
+        rollouts = [Sampled() for _ in prompts]
+        active = list(range(len(prompts)))
+        while active:
+            contexts = [[*prompts[i], *rollouts[i].tokens] for i in active]
+            turns = self._turn(contexts, turn_tokens=turn_tokens, generator=generator)
+            still = []
+            for i, turn in zip(active, turns, strict=True):
+                rollout = rollouts[i]
+                rollout.tokens += turn.tokens
+                rollout.is_policy += [True] * len(turn.tokens)
+                rollout.logprobs += turn.logprobs
+                rollout.entropies += turn.entropies
+                rollout.is_cut = turn.tokens[-1] != self._end
+                ends = len(turn.tokens) - (not rollout.is_cut)
+                rollout.said.append(self._tokenizer.decode(turn.tokens[:ends], skip_special_tokens=False))
+                if reply := replies[i](rollout.said):
+                    told = self._tokenizer(reply, add_special_tokens=False)["input_ids"]
+                    rollout.tokens += told
+                    rollout.is_policy += [False] * len(told)
+                    rollout.logprobs += [0.0] * len(told)
+                    rollout.entropies += [0.0] * len(told)
+                    still.append(i)
+            active = still
+        return rollouts
+
+    def _turn(
+        self, contexts: Sequence[Sequence[int]], *, turn_tokens: int, generator: torch.Generator
+    ) -> list[Sampled]:
+        """Continue each context until the end token, or for ``turn_tokens``."""
+        longest = max(map(len, contexts))
+        padded = [[self._end] * (longest - len(one)) + list(one) for one in contexts]
+        mask = [[0] * (longest - len(one)) + [1] * len(one) for one in contexts]
+        tokens, attends = torch.tensor(padded, device=self._device), torch.tensor(mask, device=self._device)
+        positions = (attends.cumsum(1) - 1).clamp(min=0)
+        given, cache = tokens, None
+        columns = []
+        ended = torch.zeros(len(contexts), dtype=torch.bool, device=self._device)
+        for _ in range(turn_tokens):
+            output = self._model(
+                input_ids=given, attention_mask=attends, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+            cache = output.past_key_values
+            distribution = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
+            uniform = torch.rand(distribution.shape, generator=generator).to(self._device)
+            chosen = (distribution - (-uniform.log()).log()).argmax(-1)  # Gumbel's trick
+            logprob = distribution.gather(1, chosen[:, None])[:, 0]
+            entropy = -(distribution.exp() * distribution).sum(-1)
+            columns.append((chosen, logprob, entropy, ~ended))
+            ended |= chosen == self._end
+            if bool(ended.all()):
+                break
+            given, positions = chosen[:, None], positions[:, -1:] + 1
+            attends = torch.cat([attends, attends.new_ones(len(contexts), 1)], 1)
+        stacked = [torch.stack(column, 1).tolist() for column in zip(*columns, strict=True)]
+        rows = zip(*stacked, strict=True)
+        return [
+            Sampled(
+                tokens=[t for t, there in zip(row, is_there, strict=True) if there],
+                logprobs=[p for p, there in zip(logprobs, is_there, strict=True) if there],
+                entropies=[e for e, there in zip(entropies, is_there, strict=True) if there],
+            )
+            for row, logprobs, entropies, is_there in rows
+        ]

@@ -1,0 +1,138 @@
+"""The benchmark of old tokens: its runs, its guards against numbers worked by hand, and the drift alarm."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.old_tokens import alarm, table, tasks
+from benchmarks.old_tokens.__main__ import main, read
+from benchmarks.old_tokens.candidates import ESTR, SAT, SequenceGate, damp_repeated
+from benchmarks.old_tokens.cells import Cell, share_of_rate
+
+RECORDED = Path("docs/results/gpu")
+SMALL = ["--tasks", "search", "--rates", "0.01", "--seeds", "0", "--steps", "4", "--groups", "2", "--group-size", "4"]
+
+
+def logs(*values: float, grad: bool = False) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64).log().requires_grad_(grad)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_table_goes_on_where_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    main([*SMALL, "--staleness", "0", "--guards", "--json", str(file)])
+    first = file.read_text()
+    main([*SMALL, "--staleness", "0", "2", "--guards", "gac", "estr", "--guard-rate", "0.01", "--json", str(file)])
+    assert file.read_text().startswith(first)
+    assert [(row["staleness"], row["guard"]) for row in read(file)] == [(0, "tis"), (2, "tis"), (4, "gac"), (4, "estr")]
+
+
+def test_an_arm_does_not_depend_on_the_arms_beside_it(tmp_path: Path) -> None:
+    alone, beside = tmp_path / "alone.jsonl", tmp_path / "beside.jsonl"
+    main([*SMALL, "--staleness", "2", "--guards", "--json", str(alone)])
+    main([*SMALL, "--staleness", "0", "2", "--guards", "none", "--json", str(beside)])
+    (wanted,) = read(alone)
+    (found,) = table.select(read(beside), staleness=2, guard="tis")
+    assert found["curve"] == wanted["curve"]
+    assert found["metrics"]["offpolicy/k3"] == pytest.approx(wanted["metrics"]["offpolicy/k3"], rel=1e-2, abs=1e-6)
+
+
+def test_the_products_backend_trains_tokens_that_are_as_old_as_the_cell_says(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    main([*SMALL, "--product", "--staleness", "0", "2", "--guards", "--json", str(file)])
+    fresh, old = (table.select(read(file), staleness=age)[0]["metrics"]["offpolicy/k3"] for age in (0, 2))
+    assert max(fresh) < 1e-6
+    assert old[0] < 1e-6 < min(old[1:])  # the first weights train what they sampled; no later ones do
+
+
+def test_a_rate_falls_with_the_age_of_the_tokens_that_are_there() -> None:
+    cell = Cell(task="search", rate=1.0, staleness=4, guard="rate_1", seed=0, steps=9)
+    assert [share_of_rate(cell, step=step) for step in (0, 1, 2, 8)] == [1.0, 1.0, 0.5, 0.25]
+
+
+# -- guards ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sequence_gate_keeps_what_has_moved_little() -> None:
+    """d(0.5, 0.5) = 0; d(0.5, 0.6) = .5 log(.5/.6) + .5 log(.5/.4) = 0.020411."""
+    logprobs, behavior = logs(0.5, 0.6, 0.5, grad=True), logs(0.5, 0.5, 0.5)
+    sequence, advantages = torch.tensor([0, 0, 1]), torch.tensor([2.0, 2.0, -1.0])
+    loss, masked = SequenceGate(delta=0.0103).formula(logprobs, behavior, advantages, sequence, 2)  # mean 0.010206
+    assert not masked.any()
+    assert loss.tolist() == pytest.approx([-2 * math.log(0.5), -1.2 * 2 * math.log(0.6), math.log(0.5)])
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-2.0, -2.4, 1.0])  # -r A
+    loss, masked = SequenceGate(delta=0.0101).formula(logprobs, behavior, advantages, sequence, 2)
+    assert masked.tolist() == [True, True, False]
+    assert loss[:2].tolist() == [0.0, 0.0]
+
+
+def test_estr_measures_a_move_by_the_entropy() -> None:
+    """(log 1.1)^2 = 0.009084; / (0.09 + 0.01) = 0.0908, / (0.02 + 0.01) = 0.3028."""
+    logprobs, behavior = logs(0.55, 0.55, 0.65, grad=True), logs(0.5, 0.5, 0.5)
+    entropies = torch.tensor([0.09, 0.02, 3.0])
+    loss, masked = ESTR(tau=0.25).formula(logprobs, behavior, torch.ones(3), entropies)
+    assert masked.tolist() == [False, True, True]  # the last by PPO's clip at 1.2
+    assert loss.tolist() == pytest.approx([-1.1, 0.0, -1.2])
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1.1, 0.0, 0.0])
+
+
+def test_sat_narrows_the_clip_only_in_the_tail_and_on_the_side_of_the_drift() -> None:
+    """|d| = .05, .05, .15; their median q = .05; k = 1 / (1 + (.1 / .05)^2) = .2, so the clip is 1 + .2 x .2."""
+    moves = torch.tensor([0.05, -0.05, 0.15], dtype=torch.float64)
+    logprobs = (logs(0.5, 0.5, 0.5) + moves).requires_grad_()
+    loss, clipped = SAT(quantile=0.5).formula(logprobs, logs(0.5, 0.5, 0.5), torch.ones(3))
+    assert clipped.tolist() == [False, False, True]  # PPO would keep it: exp(.15) = 1.16
+    assert loss.tolist() == pytest.approx([-math.exp(0.05), -math.exp(-0.05), -1.04])
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.05), -math.exp(-0.05), 0.0])
+
+
+def test_gac_removes_what_repeats_the_step_before() -> None:
+    before = torch.tensor([[1.0, 0.0]] * 3)
+    now = torch.tensor([[0.0, 1.0], [1.0, 2.0], [1.0, 0.1]])  # cosines 0, .447, .995
+    assert damp_repeated(now, before).tolist() == [[0.0, 1.0], [0.0, 2.0], [0.0, 0.0]]
+    assert damp_repeated(now, before, kept=0.5)[1].tolist() == [0.5, 2.0]
+
+
+# -- tasks and the alarm -----------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_halves_finds_seven_of_eight_digits() -> None:
+    def search(problem: tasks.Problem) -> float:
+        low, high, said = 0, 6, list[str]()
+        while True:
+            guess = (low + high) // 2
+            said.append(str(guess))
+            told = task.reply(problem, said)
+            if not told:
+                return task.reward(problem, said)
+            low, high = (guess + 1, high) if told == ">" else (low, guess - 1)
+
+    task = tasks.TINY["search"]()
+    assert sum(map(search, task.held_out)) == 7
+
+
+def test_no_held_out_prompt_is_trained() -> None:
+    for name in ("count", "mixed"):
+        task = tasks.TINY[name]()
+        assert not {one.prompt for one in task.trained} & {one.prompt for one in task.held_out}
+        assert all(task.reward(one, [one.label]) == 1.0 for one in (*task.trained, *task.held_out))
+
+
+def test_of_recorded_runs_every_one_that_lost_was_reported_and_no_synchronous_one() -> None:
+    runs = [run for name in ("learning", "learning_rate") for run in alarm.recorded(RECORDED / f"{name}.jsonl")]
+    lost, others = alarm.split(runs)
+    assert all(run.rang_at(0.2) for run in lost)
+    assert not any(run.rang_at(0.2) for run in others if run.is_synchronous)
+    assert not any(run.rang_at(0.2) for run in runs if run.among == "learning" and run.arm == "async-4-tis")
