@@ -1,27 +1,27 @@
 """Try the drift alarm on recorded runs: how many that lost were reported, and when, and how many others.
 
     python -m benchmarks.old_tokens.alarm docs/results/gpu/learning*.jsonl         SmolLM2-135M, learning.py's rows
-    python -m benchmarks.old_tokens.alarm docs/results/old_tokens.jsonl            the tiny tasks
+    python -m benchmarks.old_tokens.alarm docs/results/old_tokens.jsonl --lost 0.1 the tiny tasks, without guards
 
-A run lost if its held-out reward is more than LOST below the mean of the synchronous runs that share its file (of the
-tiny tasks: task, rate and seed).
+A run lost if its held-out reward is more than --lost below the mean of the synchronous runs that share its file (of
+the tiny tasks: task, rate and seed).
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import logging
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.metrics.alarms import number_of
 from asyncrl.metrics.drift import DriftAlarm
 
-LOST: Final = 0.03
 THRESHOLDS: Final = (0.1, 0.2, 0.4)
 
 Row = dict[str, Any]
@@ -52,15 +52,16 @@ class Recorded:
     @property
     def largest(self) -> float:
         """Return the largest drift that lasted, as the alarm sees it."""
-        drifts = [DriftAlarm(0.0).update({"offpolicy/k3": k, "entropy": h})["offpolicy/drift"] for k, h in self.steps]
-        return max((statistics.median(drifts[i : i + 5]) for i in range(len(drifts) - 4)), default=0.0)  # type: ignore[type-var]
+        found = [DriftAlarm(0.0).update({"offpolicy/k3": k3, "entropy": entropy}) for k3, entropy in self.steps]
+        drifts = [number_of(one, "offpolicy/drift") for one in found]
+        return max((statistics.median(drifts[i : i + 5]) for i in range(len(drifts) - 4)), default=0.0)
 
 
 def recorded(path: Path) -> Iterator[Recorded]:
     """Yield the complete runs of a file of learning.py or of this benchmark."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     if "run" not in rows[0]:
-        yield from (_of_table(row) for row in rows)
+        yield from (_of_table(row) for row in rows if row["guard"] == "tis")
         return
     starts = [index for index, row in enumerate(rows) if "run" in row]
     for begin, end in itertools.pairwise([*starts, len(rows)]):
@@ -77,7 +78,7 @@ def recorded(path: Path) -> Iterator[Recorded]:
 
 def _of_table(row: Row) -> Recorded:
     return Recorded(
-        arm=f"{row['rate']:g}, staleness {row['staleness']}, {row['guard']}",
+        arm=f"{row['rate']:g} x {row['staleness']}",
         among=f"{row['task']} {row['rate']} {row['seed']}",
         is_synchronous=row["staleness"] == 0,
         held_out=row["held_out"],
@@ -85,21 +86,25 @@ def _of_table(row: Row) -> Recorded:
     )
 
 
-def split(runs: Sequence[Recorded]) -> tuple[list[Recorded], list[Recorded]]:
+def split(runs: Sequence[Recorded], *, by: float = 0.03) -> tuple[list[Recorded], list[Recorded]]:
     """Return the runs that lost, and the others; those without a synchronous run beside them are left out."""
     synchronous: dict[str, list[float]] = {}
     for run in runs:
         if run.is_synchronous:
             synchronous.setdefault(run.among, []).append(run.held_out)
     known = [run for run in runs if run.among in synchronous]
-    lost = [run for run in known if run.held_out < statistics.fmean(synchronous[run.among]) - LOST]
+    lost = [run for run in known if run.held_out < statistics.fmean(synchronous[run.among]) - by]
     return lost, [run for run in known if run not in lost]
 
 
-def main(paths: Sequence[str]) -> int:
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.old_tokens.alarm", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--lost", type=float, default=0.03, help="(default 0.03)")
+    options = parser.parse_args(given)
     logging.disable()
-    lost, others = split([run for path in paths for run in recorded(Path(path))])
-    print(f"{len(lost)} runs lost more than {LOST} to synchronous ones, {len(others)} did not")
+    lost, others = split([run for path in options.files for run in recorded(path)], by=options.lost)
+    print(f"{len(lost)} runs lost more than {options.lost} to synchronous ones, {len(others)} did not")
     synchronous = [run.largest for run in others if run.is_synchronous]
     print(f"largest lasting drift of a synchronous run: {max(synchronous):.3f}")
     for threshold in THRESHOLDS:
@@ -112,4 +117,4 @@ def main(paths: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -210,7 +210,7 @@ class _Arms:
         flat = self._damped(flat)
         clipped = [
             part.view(one.shape)
-            for part, one in zip(flat.split([one[0].numel() for one in gradients], 1), gradients, strict=True)
+            for part, one in zip(torch.split(flat, [one[0].numel() for one in gradients], 1), gradients, strict=True)
         ]
         rates = [
             cell.rate * share * share_of_rate(cell, step=step) for cell, share in zip(self._cells, shares, strict=True)
@@ -285,9 +285,9 @@ class _Arms:
                     replies[arm, answer] = _FIRST + CHARACTERS.index(reply)
             goes_on = replies > 0
             windows = torch.where(goes_on[..., None], _shifted(windows, replies), windows)
-        stacked = [torch.stack(column, 2) for column in zip(*steps, strict=True)]
+        before, tokens, there, logprobs, entropies = (torch.stack(column, 2) for column in zip(*steps, strict=True))
         rewards = [[self._task.reward(p, its) for p, its in zip(problems, of, strict=True)] for of in said]
-        return Sampled(*stacked, rewards=np.array(rewards))
+        return Sampled(before, tokens, there, logprobs, entropies, np.array(rewards))
 
 
 def _distribution(weights: Weights, windows: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,7 +133,7 @@ class Loop:
     def _rollouts(self, problems: Sequence[Problem], *, seed: int) -> list[Sampled]:
         return self._sampler.sample(
             [self._prompt(one) for one in problems],
-            replies=[lambda said, one=one: self._task.reply(one, said) for one in problems],
+            replies=[partial(self._task.reply, one) for one in problems],
             turn_tokens=self._task.turn_tokens,
             generator=torch.Generator().manual_seed(seed),
         )
@@ -211,7 +212,7 @@ class Gradients:
         of_both = [torch.nn.functional.cosine_similarity(gradient, one, dim=1) for one in (before, moments)]
         self.metrics = dict(zip(("cosine", "momentum_cosine"), map(float, of_both), strict=True))
         if self._damps:
-            parts = damp_repeated(gradient, before)[0].split([one.numel() for one in weights])
+            parts = torch.split(damp_repeated(gradient, before)[0], [one.numel() for one in weights])
             for weight, part in zip(weights, parts, strict=True):
                 weight.grad = part.view(weight.shape)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,7 +145,7 @@ TINY: Final[Mapping[str, Callable[[], Task]]] = {
     "mixed": lambda: _counts("mixed", "+-="),
     "search": _search,
 }
-REAL: Final[Mapping[str, Callable[[], Task]]] = {name: (lambda n=name: _worked(n)) for name in ("sums", "mixed")}
+REAL: Final[Mapping[str, Callable[[], Task]]] = {name: partial(_worked, name) for name in ("sums", "mixed")}
 
 
 def encode(task: Task, problem: Problem, tokenizer: Any) -> list[int]:
