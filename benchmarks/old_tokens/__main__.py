@@ -127,7 +127,7 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--guards", nargs="*", choices=GUARDS, default=[one for one in GUARDS if one != "tis"])
     parser.add_argument("--guard-rate", type=float, default=2e-2, help="learning rate of the guards' runs")
     parser.add_argument("--guard-staleness", type=int, default=4, help="age of every token in the guards' runs")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[*range(6)])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[*range(4)])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--groups", type=int, default=8, help="prompts a step")
     parser.add_argument("--group-size", type=int, default=8, help="answers to a prompt")
