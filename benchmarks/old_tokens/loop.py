@@ -162,6 +162,7 @@ class Loop:
             run=self._run,
             algorithm=self._algorithm,
             hooks=Hooks(),
+            pictures=None,
             shares_prefixes=False,
             policy_version=step,
             max_staleness=self._cell.staleness,
