@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 
-from asyncrl.policies.component import Cap, Floor, NonNegative, Number
+from asyncrl.policies.component import Cap, Floor, NonNegative, Number, Positive
 from asyncrl.policies.corrections.correction import Correction, bounds_problem, prefix_ratio, ratio, summands
 from asyncrl.policies.corrections.masks import Mask, all_inside
-from asyncrl.policies.losses.ratios import MAX_LOG_RATIO
+from asyncrl.policies.losses.ratios import MAX_LOG_RATIO, binary_kl, finite
 from asyncrl.policies.losses.segments import Array, as_floats, segment_max, segment_mean, segment_sum, spread
 
 
@@ -116,3 +116,26 @@ class KStat(Correction):
             reduce = {"sum": segment_sum, "mean": segment_mean, "max": segment_max}[self.over]
             values = spread(reduce(values.double(), sequence, num_sequences=num_sequences), sequence)
         return ((values >= self.low) & (values <= self.high)).to(clamped.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BinaryKL(Correction):
+    """Keep sequences whose mean binary KL(behavior || proximal) is at most delta, in nats.
+
+    It is the KL of {the sampled token, any other}: unlike a ratio it is small where both policies give a token little
+    probability. slime's --tis-binary-kl-threshold; with loss = "reinforce" and tis_token with cap = inf, its
+    flash_reinforce.
+    """
+
+    name = "binary_kl"
+    paper = "slime's FlashREINFORCE"
+    kind = "mask"
+
+    delta: Positive = 5e-3
+
+    def formula(self, log_ratio: Array, behavior_logprobs: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        clamped = as_floats(log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        behavior = finite(behavior_logprobs).detach().clamp(max=0)
+        distance = binary_kl(behavior.double(), (behavior + clamped).clamp(max=0).double())
+        mean = segment_mean(distance, sequence, num_sequences=num_sequences)
+        return (spread(mean, sequence) <= self.delta).to(clamped.dtype)

@@ -162,6 +162,7 @@ class Algorithm:
             sequence=inputs.sequence,
             num_sequences=inputs.num_sequences,
             advantages=self.loss.trained_advantages(inputs),
+            behavior_logprobs=inputs.behavior_logprobs,
             mean_weight=1.0,  # gradient_scale divides by it
         )
         weights = chains.weights(self.correction, correction_inputs)

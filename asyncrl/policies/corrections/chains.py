@@ -51,7 +51,12 @@ def weight_left_behind(steps: Chain) -> float:
     token = torch.zeros(1, dtype=torch.int64)
     ratio = torch.full((1,), LEFT_BEHIND)
     inputs = CorrectionInputs(
-        log_ratio=ratio.log(), sequence=token, num_sequences=1, advantages=-torch.ones(1), mean_weight=1.0
+        log_ratio=ratio.log(),
+        sequence=token,
+        num_sequences=1,
+        advantages=-torch.ones(1),
+        behavior_logprobs=-torch.ones(1),
+        mean_weight=1.0,
     )
     return float(weights(steps, inputs))
 

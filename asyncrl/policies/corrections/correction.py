@@ -30,6 +30,7 @@ class CorrectionInputs:
     sequence       i64[M]  index of the token's sequence
     num_sequences  S
     advantages     f32[M]
+    behavior_logprobs  f32[M], for masks that look at probabilities
     mean_weight    mean weight of the whole batch, only for self_norm; 1.0 if the caller divides the summed gradients
                    by it
     """
@@ -38,6 +39,7 @@ class CorrectionInputs:
     sequence: Array
     num_sequences: int
     advantages: Array
+    behavior_logprobs: Array | None = None
     mean_weight: float | torch.Tensor | None = None
 
 

@@ -38,6 +38,7 @@ CORRECTIONS: Final[Mapping[str, type[Correction] | str]] = {correction.name: cor
     "tis_prefix": "asyncrl.contrib.losses.corrections:TISPrefix",
     "outlier_mask": "asyncrl.contrib.losses.corrections:OutlierMask",
     "opsm": "asyncrl.contrib.losses.corrections:OPSM",
+    "binary_kl": "asyncrl.contrib.losses.corrections:BinaryKL",
     "k_stat": "asyncrl.contrib.losses.corrections:KStat",
 }
 """Classes of the core, and addresses of the corrections of single papers and frameworks."""

@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.policies.component import Cap, Positive
 from asyncrl.policies.losses.loss import Loss
-from asyncrl.policies.losses.ratios import finite, ratio
+from asyncrl.policies.losses.ratios import binary_kl, finite, ratio
 from asyncrl.policies.losses.segments import Array, as_floats
 
 
@@ -44,21 +44,9 @@ class DPPO(Loss):
         advantage = as_floats(advantages).detach()
         policy, behavior = finite(logprobs).detach(), finite(behavior_logprobs).detach()
         moved = policy.exp() - behavior.exp()
-        distance = moved.abs() if self.divergence == "tv" else _binary_kl(behavior, policy)
+        distance = moved.abs() if self.divergence == "tv" else binary_kl(behavior, policy)
         is_far_up = (distance > self.delta_high) & (moved > 0) & (advantage > 0)
         is_far_down = (distance > self.delta_low) & (moved < 0) & (advantage < 0)
         masked = is_far_up | is_far_down
         weight = ratio(logprobs, behavior_logprobs).detach().clamp(max=self.ratio_cap)
         return torch.where(masked, 0.0, -weight * advantage * finite(logprobs)), masked
-
-
-def _binary_kl(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the KL of {token, any other} between two policies, from the token's logprobs, in nats."""
-    left_other, right_other = _log_of_others(left), _log_of_others(right)
-    return left.exp() * (left - right) + left_other.exp() * (left_other - right_other)
-
-
-def _log_of_others(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return log(1 - p), finite even if p rounds to 1."""
-    others: torch.Tensor = -torch.expm1(logprobs)
-    return others.clamp(min=1e-30).log()

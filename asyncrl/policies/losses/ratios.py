@@ -40,3 +40,15 @@ def live_one(logprobs: Array) -> torch.Tensor:
 def finite(logprobs: Array) -> torch.Tensor:
     """Return logprobs with a floor, so that a weight of 0 times a logprob is 0."""
     return as_floats(logprobs).clamp(min=MIN_LOGPROB)
+
+
+def binary_kl(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the KL of {token, any other} between two policies, from the token's logprobs, in nats.  f32[M] x 2"""
+    left_other, right_other = _log_of_others(left), _log_of_others(right)
+    return left.exp() * (left - right) + left_other.exp() * (left_other - right_other)
+
+
+def _log_of_others(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - p), finite even if p rounds to 1."""
+    others: torch.Tensor = -torch.expm1(logprobs)
+    return others.clamp(min=1e-30).log()

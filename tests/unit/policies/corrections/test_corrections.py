@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.contrib.losses.corrections import OPSM, KStat, OutlierMask
+from asyncrl.contrib.losses.corrections import OPSM, BinaryKL, KStat, OutlierMask
 from asyncrl.errors import ConfigError
 from asyncrl.policies.corrections.chains import chain, is_uncorrected, norm_level, weights
 from asyncrl.policies.corrections.correction import (
@@ -33,7 +33,9 @@ SEGMENTS: dict[str, Any] = {"sequence": SEQUENCE, "num_sequences": 3}
 
 
 def inputs(log_ratio: Any, **changes: Any) -> CorrectionInputs:
-    fields = {"log_ratio": log_ratio, "advantages": -np.ones(len(log_ratio)), "mean_weight": 1.0, **SEGMENTS, **changes}
+    ones = -np.ones(len(log_ratio))
+    fields = {"log_ratio": log_ratio, "advantages": ones, "behavior_logprobs": ones, "mean_weight": 1.0, **SEGMENTS}
+    fields |= changes
     return CorrectionInputs(**fields)
 
 
@@ -81,6 +83,17 @@ def test_the_prefix_ratio_starts_anew_in_each_sequence() -> None:
 def test_weights_by_hand(spec: Any, expected: list[float]) -> None:
     found = weights(chain(spec), inputs(RATIOS.log()))
     torch.testing.assert_close(found, RATIOS.new_tensor(expected))
+
+
+@pytest.mark.parametrize(("delta", "expected"), [(5e-3, [1, 1, 0, 0, 0]), (0.015, [1, 1, 1, 1, 1])])
+def test_a_sequence_is_rejected_by_its_mean_binary_kl(delta: float, expected: list[float]) -> None:
+    """Of 0.5 -> 0.6: .5 ln(5 / 6) + .5 ln(5 / 4) = 0.0204, and 0 for the others; 1e-6 -> 4e-6 is 3e-6 for ratio 4."""
+    behavior = torch.tensor([1e-6, 0.3, 0.5, 0.2, 0.7], dtype=torch.float64).log()
+    policy = torch.tensor([4e-6, 0.3, 0.6, 0.2, 0.7], dtype=torch.float64).log()
+    of_two = torch.tensor([0, 0, 1, 1, 1])
+    given = inputs(policy - behavior, behavior_logprobs=behavior, sequence=of_two, num_sequences=2)
+    found = weights((BinaryKL(delta=delta),), given)
+    torch.testing.assert_close(found, found.new_tensor(expected))
 
 
 def test_the_sum_of_a_long_sequence_is_clamped_as_one_number() -> None:
