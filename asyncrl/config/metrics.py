@@ -14,7 +14,7 @@ class MetricsSection:
     wandb: bool = False
     """Log to Weights & Biases."""
     wandb_project: str = "asyncrl"
-    """Project in W&B."""
+    """Project in W&B, and of the sinks in asyncrl/contrib/sinks.py."""
     console: bool = True
     """Print one line per step."""
     tensorboard: bool = False
@@ -24,7 +24,8 @@ class MetricsSection:
     """HOST:PORT at which the learner serves Prometheus metrics. Other processes on its machine use the next ports. Each
     process writes its address to prometheus/NAME.json of the run's folder, for file_sd_configs. Empty: off."""
     sinks: tuple[str, ...] = ()
-    """Your own metric sinks, "package.module:Class". Each receives every metric of every step."""
+    """More metric sinks, "package.module:Class", of your own or asyncrl.contrib.sinks:MLflow, SwanLab, Trackio. Each
+    receives every metric of every step."""
     samples_per_step: int = 2
     """Groups per step whose answers are written as text to samples.jsonl, and the same number of groups that were
     dropped, failed or filtered between two steps; 0 writes none. `asyncrl samples` shows them."""
