@@ -253,7 +253,7 @@ class ForkingLauncher(LauncherAdapter):
             try:
                 pid = await asyncio.shield(started)
             except asyncio.CancelledError:  # it is started all the same, and the next answer is of the next request
-                started.add_done_callback(lambda done: os.kill(done.result(), signal.SIGKILL))
+                started.add_done_callback(_end_started)
                 raise
             return ForkedProcess(pid, self._codes[pid])
 
@@ -276,6 +276,12 @@ class ForkingLauncher(LauncherAdapter):
         for code in self._codes.values():
             if not code.done():
                 code.set_result(-signal.SIGKILL)
+
+
+def _end_started(started: asyncio.Future[int]) -> None:
+    if not started.cancelled():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started.result(), signal.SIGKILL)
 
 
 def _request(
