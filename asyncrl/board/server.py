@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import errno
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,9 @@ from asyncrl.board.guard import HEADERS, Guard, Handler
 from asyncrl.board.lanes import STATES
 from asyncrl.board.run_state import RunState
 from asyncrl.board.watched_run import WatchedRun
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ImageError
+from asyncrl.images.reading import read_info
+from asyncrl.images.store import FOLDER, ImageStore
 
 STATIC: Final = Path(__file__).parent / "static"
 QUIET_SECONDS: Final = 15.0
@@ -108,6 +111,7 @@ class Board:
                 web.get("/api/runs/{run}/actors/{name}", self._actor),
                 web.get("/api/runs/{run}/groups", self._groups),
                 web.get("/api/runs/{run}/groups/{group}", self._group),
+                web.get("/api/runs/{run}/images/{digest}", self._image),
                 web.get("/api/stream", self._stream),
                 web.static("/static", STATIC),
             ]
@@ -157,6 +161,17 @@ class Board:
         except ConfigError as error:
             raise web.HTTPNotFound(text=f"{error}\n") from None
         return _json(_finite(opened.sample.as_shown() | {"texts": opened.texts, "problem": opened.problem}))
+
+    async def _image(self, request: web.Request) -> web.StreamResponse:
+        """An image of the run's folder, by its SHA-256."""
+        folder, digest = self._feed(request).watched.directory, request.match_info["digest"]
+        if folder is None or not re.fullmatch("[0-9a-f]{64}", digest):
+            raise web.HTTPNotFound(text="no such image\n")
+        try:
+            data = await self._opening.run(ImageStore(folder=folder / FOLDER).get, digest)
+            return web.Response(body=data, content_type=read_info(data).mime_type)
+        except ImageError as error:
+            raise web.HTTPNotFound(text=f"{error}\n") from None
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         browser = self.hub.join()

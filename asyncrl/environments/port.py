@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
+from asyncrl.images.store import ImageFile
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.images import ImageRef
@@ -26,6 +27,16 @@ class Images(Protocol):
     @property
     def prompt(self) -> tuple[ImageRef, ...]:
         """The images of the group's prompt, in order."""
+        ...
+
+    async def files(self, images: Sequence[ImageRef]) -> Sequence[ImageFile]:
+        """Return images of this sample with their files. Raises PromptError, or EngineError while the bus is away."""
+        ...
+
+    def place(
+        self, tokens: NDArray[np.int32] | Sequence[int], files: Sequence[bytes], *, start: int = 0
+    ) -> tuple[NDArray[np.int32], tuple[ImageRef, ...]]:
+        """As ``show``; blocks while images are decoded, for a thread of its own."""
         ...
 
     async def show(

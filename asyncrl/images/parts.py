@@ -24,7 +24,7 @@ MARK: Final = "<image>"
 """Stands for an image in a text, as in verl's and LLaVA's data."""
 PART: Final[Mapping[str, str]] = {"type": "image"}
 _TEXTS: Final = ("text", "input_text", "output_text")
-_IMAGES: Final = ("image", "image_url", "input_image")
+IMAGE_TYPES: Final = ("image", "image_url", "input_image")
 _KEYS: Final = ("image", "image_url", "url", "path", "base64", "bytes")
 
 Message = Mapping[str, Any]
@@ -34,7 +34,7 @@ Source = Any
 
 def has_images(messages: Sequence[Message]) -> bool:
     """Whether a message has a part that is an image."""
-    return any(isinstance(one, Mapping) and one.get("type") in _IMAGES for one in _all_parts(messages))
+    return any(isinstance(one, Mapping) and one.get("type") in IMAGE_TYPES for one in _all_parts(messages))
 
 
 def find_part_problem(content: Sequence[Any]) -> str:
@@ -44,7 +44,7 @@ def find_part_problem(content: Sequence[Any]) -> str:
             return 'a part of a message is an object with a "type"'
         if kind in _TEXTS and not isinstance(part.get("text"), str):
             return f'a part of type {kind!r} has its text under "text"'
-        if kind not in (*_TEXTS, *_IMAGES):
+        if kind not in (*_TEXTS, *IMAGE_TYPES):
             return f"a part of a message is text or an image, not {kind!r}; audio and video are not there"
     return ""
 
@@ -76,10 +76,10 @@ def take_images(
             continue
         parts = list[dict[str, Any]]()
         for part in content:
-            if part.get("type") not in _IMAGES:
+            if part.get("type") not in IMAGE_TYPES:
                 parts.append({"type": "text", "text": part["text"]})
                 continue
-            source = _source_of(part)
+            source = source_of(part)
             taken.append(next_of_column() if source is None else source)
             parts.append(dict(PART))
         made.append({**message, "content": _plain(parts)})
@@ -104,7 +104,7 @@ def without_images(messages: Sequence[Message]) -> list[dict[str, Any]]:
     ]
 
 
-def _source_of(part: Mapping[str, Any]) -> Source | None:
+def source_of(part: Mapping[str, Any]) -> Source | None:
     """Return where the part's image is; None: in the row's column."""
     if isinstance(source := part.get("source"), Mapping):  # Anthropic
         part = {"base64": source.get("data")} if source.get("type") == "base64" else {"url": source.get("url")}

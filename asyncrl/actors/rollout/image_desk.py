@@ -61,8 +61,7 @@ class ImageDesk:
 
         Raises ImageError for a file that is no image, is too large, or has no place.
         """
-        expanded, refs = await asyncio.to_thread(self._show, list(tokens), files)
-        return np.asarray(expanded, np.int32), tuple(one.moved(start) for one in refs)
+        return await asyncio.to_thread(self.place, tokens, files, start=start)
 
     def shown(self, images: Sequence[ImageRef] | None, *, tokens: NDArray[np.int32]) -> tuple[ImageRef, ...]:
         """Return the images of a call on ``tokens``: those that it names, or those of the prompt that it continues."""
@@ -90,11 +89,15 @@ class ImageDesk:
             ImageFile(ref=one, data=self._own.get(one.digest) or self._worker.store.get(one.digest)) for one in images
         )
 
-    def _show(self, tokens: list[int], files: Sequence[bytes]) -> tuple[list[int], tuple[ImageRef, ...]]:
+    def place(
+        self, tokens: NDArray[np.int32] | Sequence[int], files: Sequence[bytes], *, start: int = 0
+    ) -> tuple[NDArray[np.int32], tuple[ImageRef, ...]]:
+        """As ``show``, blocking."""
         processor, images = self._worker.processor, list[tuple[str, tuple[int, int, int]]]()
         for data in files:
             upright = upright_file(data, most_pixels=self._worker.most_pixels)
             digest = self._worker.store.add(upright)
             self._own[digest] = upright
             images.append((digest, processor.grid(read_info(upright))))
-        return processor.expand(tokens, images)
+        expanded, refs = processor.expand(list(tokens), images)
+        return np.asarray(expanded, np.int32), tuple(one.moved(start) for one in refs)

@@ -18,7 +18,14 @@ function isKnown(group, name) {
   return true;
 }
 
-export function openGroup(place, group) {
+// The images that prompt and answers show, each once. Those of a run on another machine have no file here.
+function pictures(group, run) {
+  const digests = [...new Set(group.answers.flatMap((answer) => (answer.images ?? []).map(([, , digest]) => digest)))];
+  if (!digests.length) return null;
+  return el("div", { class: "pictures" }, ...digests.map((digest) => el("img", { src: `/api/runs/${run}/images/${digest}`, alt: `image ${digest.slice(0, 12)}`, title: `image ${digest.slice(0, 12)}`, loading: "lazy" })));
+}
+
+export function openGroup(place, group, run) {
   const answers = el("div", {});
   if (!isKnown(group, mode)) mode = "version";
   const draw = () => answers.replaceChildren(legend(group), ...group.answers.map((answer, index) => answerBox(group, answer, index)));
@@ -36,6 +43,7 @@ export function openGroup(place, group) {
     el("h2", {}, heading(group)),
     group.problem ? el("p", { class: "bad" }, `no text for each token: ${group.problem}`) : null,
     el("div", { class: "text", "data-part": "prompt" }, group.prompt ?? `tokens ${group.prompt_tokens.join(" ")}`),
+    pictures(group, run),
     group.label ? el("div", { class: "text", "data-part": "label" }, labelled("label: the answer in the data"), group.label) : null,
     group.answers.length ? modes : el("p", { class: "bad" }, group.reason),
     answers,

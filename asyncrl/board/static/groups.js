@@ -75,7 +75,7 @@ export class Groups {
     this.one.replaceChildren(el("p", { class: "dim" }, `reading group ${id}`));
     try {
       const group = await fetched(`/api/runs/${this.run}/groups/${id}`);
-      if (this.opened === id) openGroup(this.one, group);
+      if (this.opened === id) openGroup(this.one, group, this.run);
     } catch (error) {
       if (this.opened === id) this.one.replaceChildren(el("p", { class: "bad" }, error.message));
     }

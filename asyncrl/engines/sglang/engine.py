@@ -94,6 +94,7 @@ class SGLangEngine(EngineAdapter):
     options_type = Options
     takes = frozenset({"adapters", "fp8"})
     shares_gpus = True
+    reads_images = True
 
     @classmethod
     def build(cls, run: RunConfig, *, name: str) -> SGLangEngine:

@@ -23,6 +23,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
+from asyncrl.environments.agent.endpoint.images import as_data_urls
 from asyncrl.environments.agent.endpoint.parsers import SGLangParser
 from asyncrl.environments.agent.endpoint.renderer import check_renderer, load_renderer
 from asyncrl.environments.agent.endpoint.server import EndpointServer
@@ -147,7 +148,7 @@ class Agent:
         )
         task = Task(
             prompt=prompt.prompt,
-            messages=prompt.messages,
+            messages=await _messages(prompt, generate),
             label=prompt.label,
             metadata=prompt.metadata,
             group_id=prompt.group_id,
@@ -174,6 +175,13 @@ class Agent:
     async def close(self) -> None:
         await self._harness.close()
         await self._server.close()
+
+
+async def _messages(prompt: PromptGroup, generate: Generate) -> Sequence[Mapping[str, Any]]:
+    """Return the prompt's messages, with the files of its images."""
+    if not prompt.images or generate.images is None:
+        return prompt.messages
+    return as_data_urls(prompt.messages, [one.data for one in await generate.images.files(prompt.images)])
 
 
 def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:

@@ -22,6 +22,7 @@ from asyncrl.data.row_files import require_data
 from asyncrl.data.sources import make_source
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
+from asyncrl.images.processor import ImageProcessor, Placeholders
 from asyncrl.launch import colocated
 from asyncrl.launch.checks import exact
 from asyncrl.launch.launchers.adapter import launcher_class
@@ -191,6 +192,7 @@ def _check_settings(run: RunConfig) -> None:
             f"rollout: group_size 1 gives the advantage {algorithm.advantage.name} no baseline: it compares the "
             'samples of one prompt; use 2 or more, or algorithm.advantage = "reinforce"'
         )
+    _check_images(run)
     colocated.check(run)
     exact.check(run)
     if (replay := registry.routing_replay(run)).is_on:
@@ -225,6 +227,24 @@ def _check_data(run: RunConfig) -> None:
         raise ConfigError('data.conversation_key: is for rollout.function = "given"; name the prompts with prompt_key')
     if data.sampling_key and not samples:
         raise ConfigError(f'data.sampling_key: rollout.function = "{run.rollout.function}" samples nothing; remove it')
+
+
+def _check_images(run: RunConfig) -> None:
+    """Check that model and engine read the images that the data shows."""
+    named = {"data.image_key": run.data.image_key}
+    named |= {f"evaluation.datasets: {one.name}: image_key": one.image_key for one in run.evaluation.datasets}
+    key = next((key for key, value in named.items() if value), "")
+    folder = Path(run.model.path)
+    if Placeholders.of(folder) is None:
+        if key:
+            raise ConfigError(
+                f"{key}: the model at {folder} reads text alone; remove the key, or take a model that reads images"
+            )
+        return
+    ImageProcessor(folder)
+    engine = registry.engine_class(run)
+    if key and rollout_functions.traits(run.rollout.function).samples and not engine.reads_images:
+        raise ConfigError(f'{key}: engine.kind = "{run.engine.kind}" reads no images; use "inprocess" or "sglang"')
 
 
 def _check_directory(key: str, directory: Path) -> None:

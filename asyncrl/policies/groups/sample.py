@@ -85,6 +85,7 @@ class Answer:
                       itself
     prompt, prompt_tokens  the prompt of this trajectory, if it is not the group's prompt
     turn_rewards      (start, reward) of each turn with its own reward
+    images            (start, end, SHA-256) of each image among the tokens of prompt and answer; files: RUN/images
     """
 
     reward: float | None = None
@@ -106,6 +107,7 @@ class Answer:
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] = ()
     turn_rewards: tuple[tuple[int, float], ...] = ()
+    images: tuple[tuple[int, int, str], ...] = ()
 
     @property
     def text(self) -> str:
@@ -297,12 +299,13 @@ def decoded(sample: GroupSample, decode: Decode) -> GroupSample:
     answers = tuple(
         dataclasses.replace(
             answer,
-            turns=tuple(_turns(answer, decode)),
-            prompt=decode(answer.prompt_tokens) if answer.prompt_tokens else None,
+            turns=tuple(_turns(answer, decode, begin=len(answer.prompt_tokens or sample.prompt_tokens))),
+            prompt=_text(answer.prompt_tokens, answer.images, decode) if answer.prompt_tokens else None,
         )
         for answer in sample.answers
     )
-    return dataclasses.replace(sample, prompt=decode(sample.prompt_tokens), answers=answers)
+    shown = next((answer.images for answer in sample.answers if not answer.prompt_tokens), ())
+    return dataclasses.replace(sample, prompt=_text(sample.prompt_tokens, shown, decode), answers=answers)
 
 
 def picked(among: int, *, count: int, seed: int, step: int) -> list[int]:
@@ -364,6 +367,7 @@ def _answer(
         part=trajectory.part,
         prompt_tokens=tuple(trajectory.prompt_tokens.tolist()),
         turn_rewards=tuple((turn.start, turn.reward) for turn in trajectory.turn_rewards),
+        images=tuple((one.start, one.end, one.digest) for one in trajectory.images),
     )
 
 
@@ -373,8 +377,22 @@ def _ranges(marked: NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _turns(answer: Answer, decode: Decode) -> list[tuple[By, str]]:
-    return [(by, decode(answer.tokens[start:end])) for by, start, end in answer.spans]
+def _turns(answer: Answer, decode: Decode, *, begin: int) -> list[tuple[By, str]]:
+    """begin: number of tokens before the answer"""
+    return [
+        (by, _text(answer.tokens[start:end], answer.images, decode, begin=begin + start))
+        for by, start, end in answer.spans
+    ]
+
+
+def _text(tokens: Sequence[int], images: Sequence[tuple[int, int, str]], decode: Decode, *, begin: int = 0) -> str:
+    """Return the text of tokens, with [image DIGEST] for the placeholders of each image.  begin: tokens before them"""
+    pieces, done = [], 0
+    for start, end, digest in images:
+        if begin <= start and end <= begin + len(tokens):
+            pieces += [decode(tokens[done : start - begin]), f"[image {digest[:12]}]"]
+            done = end - begin
+    return "".join([*pieces, decode(tokens[done:])]) if pieces else decode(tokens)
 
 
 def _rounded(value: float) -> float | None:
@@ -411,6 +429,7 @@ _SHAPES: Final[Mapping[str, Shape]] = {
     "turns": rows(is_text, is_text),
     "environment": rows(is_whole, is_whole),
     "turn_rewards": rows(is_whole, is_number),
+    "images": rows(is_whole, is_whole, is_text),
     "versions": rows(is_whole, is_whole, is_whole),
     "parts": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
 }

@@ -27,6 +27,8 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli.main import main
 from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
+from asyncrl.images.reading import write_png
+from asyncrl.images.store import ImageStore
 from asyncrl.messages import Event, Heartbeat, StepMetrics, Wait
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, EVENTS, METRICS
 from tests.integration.board.conftest import OpenBoard, row, write_rows
@@ -105,6 +107,14 @@ def _begin(folder: Path, *, incarnation: int, step: int, steps: int) -> None:
     history.close()
 
 
+async def test_an_image_of_the_run_is_shown_by_its_digest(recorded: Path, open_board: OpenBoard) -> None:
+    picture = write_png(8, 8, bytes(8 * 8 * 3))
+    digest = ImageStore(folder=recorded / "images").add(picture)
+    async with open_board(recorded) as board, asked(board, f"/api/runs/0/images/{digest}") as answer:
+        assert (answer.status, answer.content_type) == (200, "image/png")
+        assert await answer.read() == picture
+
+
 async def test_what_is_not_there_is_not_found(recorded: Path, open_board: OpenBoard) -> None:
     paths = [
         "/api/runs/1/lanes",
@@ -112,6 +122,8 @@ async def test_what_is_not_there_is_not_found(recorded: Path, open_board: OpenBo
         "/api/runs/" + "9" * 5000 + "/lanes",
         "/api/runs/0/actors/w9",
         "/api/runs/0/groups/-1",
+        "/api/runs/0/images/" + "0" * 64,
+        "/api/runs/0/images/..%2Fmetrics.jsonl",
         "/static/../server.py",
         "/static/none",
     ]

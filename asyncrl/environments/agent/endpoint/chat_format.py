@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from asyncrl.data.chat import options_without_effect
 from asyncrl.engines.generation import Generation
+from asyncrl.environments.agent.endpoint.images import with_parts
 from asyncrl.environments.agent.endpoint.parsers import Parsed, Parser, PlainParser
 from asyncrl.environments.agent.endpoint.request import Json, Refused
 from asyncrl.environments.agent.endpoint.turns import Tokens, Turn
@@ -207,7 +208,7 @@ class TemplateFormat(ChatFormat):
     def _apply(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
         more: Json = {"tools": list(tools)} if tools else {}
         made = self.tokenizer.apply_chat_template(
-            [self._without_text(with_parsed_arguments(message)) for message in messages],
+            [with_parts(self._without_text(with_parsed_arguments(message))) for message in messages],
             tokenize=False,
             add_generation_prompt=asks,
             **more,

@@ -23,6 +23,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.environments.agent.endpoint import images
+from asyncrl.errors import ImageError
+from asyncrl.images.parts import IMAGE_TYPES
+
 # -- refusals, and checks of types -------------------------------------------------------------------------------------
 
 Json = dict[str, Any]
@@ -298,10 +302,13 @@ def _part(part: Any, where: str) -> str:
     given = table(part, where)
     if "text" not in given and given.get("type") == "refusal":
         return text(given.get("refusal"), f"{where}.refusal")
+    if given.get("type") in IMAGE_TYPES:
+        try:
+            return images.mark(given)
+        except ImageError as error:
+            raise Refused(f"{where}: the image {error}") from None
     if "text" not in given:
-        raise Refused(
-            f"{where}: a part of type {short(given.get('type'))} is not text; images and files cannot be read"
-        )
+        raise Refused(f"{where}: a part of type {short(given.get('type'))} is neither text nor an image")
     return text(given["text"], f"{where}.text")
 
 
@@ -334,7 +341,7 @@ def texts_of(messages: Sequence[Json], tools: Sequence[Json]) -> list[str]:
     """Return the texts that a chat template may write of a conversation, besides its own."""
     found = [json.dumps(one, ensure_ascii=False) for one in tools]
     for one in messages:
-        found += [one["content"], one.get("reasoning_content", "")]
+        found += [images.without_images(one["content"]), one.get("reasoning_content", "")]
         found += [made["function"]["arguments"] for made in one.get("tool_calls", ())]
     return found
 

@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 
 from asyncrl.environments.agent.endpoint.chat_format import ChatFormat
+from asyncrl.environments.agent.endpoint.images import files_of
 from asyncrl.environments.agent.endpoint.parsers import Parsed
 from asyncrl.environments.agent.endpoint.request import (
     Json,
@@ -35,8 +36,9 @@ from asyncrl.environments.agent.endpoint.request import (
     texts_of,
 )
 from asyncrl.environments.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
-from asyncrl.environments.port import Generate
-from asyncrl.errors import EngineDied, EngineError, PromptError
+from asyncrl.environments.port import Generate, Images
+from asyncrl.errors import EngineDied, EngineError, ImageError, PromptError
+from asyncrl.messages.images import ImageRef
 
 _LONG: Final = 2**16
 """Characters of a long prompt."""
@@ -61,6 +63,7 @@ class Prepared:
     after: Turn | None
     given: Tokens
     limit: int
+    images: tuple[ImageRef, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,6 +103,7 @@ class Session:
         self.refusal = ""
         """Why the last request that was refused was refused."""
         self._generate = generate
+        self._images: Images | None = getattr(generate, "images", None)  # a wrapper of a user's may have none
         self._tags = Tags(name)
         self.context_tokens = context_tokens
         self._max_tokens = max_tokens
@@ -206,7 +210,8 @@ class Session:
 
         Writing and reading the tokens of megabytes takes seconds, in which the worker's other samples go on.
         """
-        if sum(map(len, texts_of(request.messages, request.tools))) <= _LONG:
+        is_short = sum(map(len, texts_of(request.messages, request.tools))) <= _LONG
+        if is_short and not files_of(request.messages):
             return self.prepare(request, is_limited=is_limited)
         async with self._long_prompts:
             return await asyncio.to_thread(self.prepare, request, is_limited=is_limited)
@@ -222,7 +227,7 @@ class Session:
         length = _length_to_last_answer(request.messages)
         asked, said = digests(request.messages[:length])[-2:] if length else (b"", b"")
         last = self._said.get(said + digest_of_tools(request.tools))
-        tokens, parent, begin = self._make_prompt(request, last, length)
+        tokens, images, parent, begin = self._make_prompt(request, last, length)
         after = parent if request.tokens is not None else self._asked.get(asked)
         left = (self._max_tokens - self._num_sampled) // request.count
         room = min(left, self.context_tokens - len(tokens))
@@ -234,7 +239,15 @@ class Session:
                 code="context_length_exceeded",
             )
         limit = room if request.max_tokens is None else min(room, request.max_tokens)
-        return Prepared(request=request, tokens=tokens, parent=parent, after=after, given=tokens[begin:], limit=limit)
+        return Prepared(
+            request=request,
+            tokens=tokens,
+            parent=parent,
+            after=after,
+            given=tokens[begin:],
+            limit=limit,
+            images=images,
+        )
 
     def _refuse_huge(self, request: ModelRequest) -> None:
         """Refuse messages that are far longer than the context before all their tokens are counted."""
@@ -260,26 +273,49 @@ class Session:
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def _make_prompt(self, request: ModelRequest, last: Turn | None, length: int) -> tuple[Tokens, Turn | None, int]:
-        """Return the prompt tokens, the turn that they continue, and how many of them belong to that turn.
+    def _make_prompt(
+        self, request: ModelRequest, last: Turn | None, length: int
+    ) -> tuple[Tokens, tuple[ImageRef, ...], Turn | None, int]:
+        """Return the prompt tokens, their images, the turn that they continue, and how many of them belong to it.
 
         last    the turn that ends with the last assistant message, which is the ``length``-th; None if none does
         """
         if request.tokens is not None:
-            return (request.tokens, *self.turns.longest_prefix(request.tokens))
+            turn, end = self.turns.longest_prefix(request.tokens)
+            return request.tokens, () if turn is None else turn.images, turn, end
         if last is not None and (continued := self._bridge(request, last, length)) is not None:
             return continued
-        tokens = np.array(self.chat_format.render(request.messages, request.tools), np.int32)
-        return (tokens, *self.turns.longest_prefix(tokens))
+        rendered = self.chat_format.render(request.messages, request.tools)
+        tokens, images = self._place(rendered, request.messages, start=0)
+        turn, end = self.turns.longest_prefix(tokens)
+        if turn is not None and turn.images != tuple(one for one in images if one.start < end):
+            turn, end = None, 0  # equal placeholders may stand for other images
+        return tokens, images, turn, end
 
-    def _bridge(self, request: ModelRequest, turn: Turn, length: int) -> tuple[Tokens, Turn, int] | None:
+    def _bridge(
+        self, request: ModelRequest, turn: Turn, length: int
+    ) -> tuple[Tokens, tuple[ImageRef, ...], Turn, int] | None:
         """Like ``_make_prompt``, by continuing ``turn``. None if the conversation must be rendered."""
         messages = request.messages
         more = self.chat_format.bridge(turn, messages[: length - 1], messages[length:], request.tools)
         if more is None:
             return None
         known = turn.tokens
-        return np.concatenate([known, np.array(more, np.int32)]), turn, len(known)
+        new, images = self._place(more, messages[length:], start=len(known))
+        return np.concatenate([known, new]), (*turn.images, *images), turn, len(known)
+
+    def _place(
+        self, tokens: Sequence[int], messages: Sequence[Json], *, start: int
+    ) -> tuple[Tokens, tuple[ImageRef, ...]]:
+        """Return tokens with the placeholders of the messages' images, and where they are. Raises Refused."""
+        if not (files := files_of(messages)):
+            return np.array(tokens, np.int32), ()
+        if self._images is None:
+            raise Refused("the messages show images, and this model reads text alone")
+        try:
+            return self._images.place(tokens, files, start=start)
+        except ImageError as error:
+            raise Refused(f"an image of the messages: {error}") from None
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -296,7 +332,8 @@ class Session:
 
     async def _sample(self, prepared: Prepared, number: int, tag: str, *, call: str) -> Turn:
         request = prepared.request
-        answer = await self._generate(prepared.tokens, max_new_tokens=prepared.limit)
+        shown = {} if self._images is None else {"images": prepared.images}
+        answer = await self._generate(prepared.tokens, max_new_tokens=prepared.limit, **shown)
         self._num_sampled += len(answer.tokens)
         message: Json = {}
         stopped_by, asked, said = "", b"", b""
@@ -319,6 +356,7 @@ class Session:
             asked=asked,
             said=said,
             overridden=request.overridden,
+            images=prepared.images,
             stopped_by=stopped_by,
         )
 

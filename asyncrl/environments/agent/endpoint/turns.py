@@ -24,6 +24,7 @@ from asyncrl.engines.generation import Generation
 from asyncrl.environments.agent.endpoint.request import Json
 from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.messages import Trajectory
+from asyncrl.messages.images import ImageRef
 
 Tokens = NDArray[np.int32]
 
@@ -41,6 +42,7 @@ class Turn:
     asked, said digests of the messages before this answer, and up to it with the tools; empty for a request of tokens
     overridden      requested settings that were not obeyed
     stopped_by  stop string of the request that ended the answer, and that ``message`` lacks; "" if none did
+    images      images that the context shows, in order
     """
 
     number: int
@@ -55,6 +57,7 @@ class Turn:
     said: bytes = b""
     overridden: Json = field(default_factory=dict)
     stopped_by: str = ""
+    images: tuple[ImageRef, ...] = ()
 
     @property
     def path(self) -> list[Turn]:
@@ -156,11 +159,12 @@ class TrainedSequence:
 def _sequence(own: Sequence[Turn]) -> TrainedSequence:
     """Build the sequence of a chain of turns, each the parent of the next."""
     prompt = own[0].context
-    builder = TrajectoryBuilder(prompt)
+    builder = TrajectoryBuilder(prompt, images=own[0].images)
     places = []
     for turn in own:
         if turn is not own[0]:
-            builder.add_observation(turn.given)
+            known = len(builder.tokens)
+            builder.add_observation(turn.given, images=[one for one in turn.images if one.start >= known])
         if len(turn.answer.tokens):
             places.append((turn.number, builder.num_tokens))
             builder.add_answer(turn.answer)

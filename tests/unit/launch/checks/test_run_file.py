@@ -15,6 +15,7 @@ from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.data.tiny_vision_model import make_tiny_vision_model
 from asyncrl.engines.sglang import options as sglang_options
 from asyncrl.environments.builtin import given
 from asyncrl.environments.load import describe_rollout
@@ -368,3 +369,12 @@ def test_own_rollout_function_may_sample_nothing(make_run: RunMaker) -> None:
 @describe_rollout(samples=False, gives_one=True)
 async def copied(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     return await given(prompt, generate, index=index)
+
+
+def test_images_need_a_model_and_an_engine_that_read_them(make_run: RunMaker, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.image_key: the model at .* reads text alone"):
+        check(make_run('data.image_key="images"'))
+    folder = make_tiny_vision_model(tmp_path / "model", num_layers=1, vision_layers=1)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json is missing"):
+        check(make_run(f"model.path={json.dumps(str(folder))}"))

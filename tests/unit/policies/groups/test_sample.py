@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
-from asyncrl.policies.groups.sample import GroupSample, decoded, picked, sample_of
+from asyncrl.policies.groups.sample import Answer, GroupSample, decoded, picked, sample_of
 from asyncrl.policies.groups.token_text import token_texts
 from asyncrl.policies.groups.turn_text import other_pieces, pieces_of, sampled_pieces
 
@@ -188,3 +188,15 @@ def test_pieces_say_which_turn_they_are_of() -> None:
         (2, "thinking"),
         (2, "text"),
     ]
+
+
+def test_an_image_is_shown_by_its_digest_in_place_of_its_placeholders() -> None:
+    digest = "ab" * 32
+    answer = Answer(tokens=(7, 9, 9, 8), environment=((1, 3),), images=((1, 3, digest), (5, 7, "cd" * 32)))
+    shown = decoded(
+        GroupSample(group_id=0, prompt_tokens=(6, 9, 9, 5), answers=(answer,)),
+        lambda tokens: "".join(map(str, tokens)),
+    )
+    assert shown.prompt == "6[image abababababab]5"
+    assert shown.answers[0].turns == (("policy", "7"), ("environment", "[image cdcdcdcdcdcd]"), ("policy", "8"))
+    assert GroupSample.from_json(json.loads(json.dumps(shown.as_json()))).answers[0].images == answer.images
