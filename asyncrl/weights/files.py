@@ -18,7 +18,8 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +61,16 @@ class FilesChannel(ChannelAdapter):
         self._model_path = model_path
         self._retained: set[tuple[int, int]] = set()
         self._writer = PartWriter()
-        self._written_to: Path | None = None  # the folder that all ranks are writing to now
+        self._written_to: Path | None = None  # the folder that several ranks are writing to now
         self._written_before = 0
+        self._seen = 0
         self.published_bytes = 0
 
     @property
     def progress(self) -> int:
-        """See WeightChannel. It is the length of the files, whichever rank writes them."""
-        return self._written_before + _bytes_in(self._written_to)
+        """See WeightChannel. Only that of other ranks is read from the disk, which may hang: as the length of files."""
+        self._seen = max(self._seen, self._written_before + _bytes_in(self._written_to))  # the folder may just be gone
+        return self._writer.progress + self._seen
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         """Write one version and remove old ones. Raises WeightsError if it cannot be written (disk full)."""
@@ -94,12 +97,12 @@ class FilesChannel(ChannelAdapter):
                 self._discard(folder)
             temporary.rename(folder)
             _sync(self._directory)
-        except WeightsError:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._cannot_write(name, num_bytes, error.strerror, error.errno) from error
+        except BaseException:  # WeightsError, or no memory for blocks
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         self._collect(newest=(incarnation, policy_version))
         self.published_bytes = num_bytes
         return WeightVersion(
@@ -116,12 +119,13 @@ class FilesChannel(ChannelAdapter):
         """Have every rank write its part, concurrently. Raises OSError, WeightsError."""
         count = 1 + len(snapshot.others)
         names = [weight_files.file_name(number, count, whole=whole) for number in range(count)]
-        self._written_to = temporary
+        self._written_to = temporary if snapshot.others else None
         try:
             commands = [encode(WriteCommand(file=str(temporary / name))) for name in names]
             answers = [decode(one, Written) for one in snapshot.run_on_parts(self._writer, commands)]
         finally:
-            self._written_to, self._written_before = None, self._written_before + _bytes_in(temporary)
+            written = _bytes_in(self._written_to)
+            self._written_to, self._written_before = None, self._written_before + written
         for answer in answers:
             if answer.problem:
                 needed = sum(one.num_bytes for one in answers)
@@ -191,6 +195,9 @@ class PartWriter(PartWorker):
     def __init__(self) -> None:
         self._streams: list[torch.cuda.Stream] = []
         """Beside other work of the device. They stay: torch keeps freed memory for the stream that used it."""
+        self._counting = threading.Lock()
+        self.progress = 0
+        """Bytes written. Rises while a part is written."""
 
     def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
         path = Path(decode(command, WriteCommand).file)
@@ -201,7 +208,7 @@ class PartWriter(PartWorker):
         def write(part: Snapshot, name: str) -> WeightFile:
             stream = streams.get()
             try:
-                return _write_file(path.with_name(name), part, stream)
+                return self._write_file(path.with_name(name), part, stream)
             finally:
                 streams.put(stream)
 
@@ -212,6 +219,21 @@ class PartWriter(PartWorker):
             num_bytes = sum(len(safetensors_file.header(part.entries)) + part.num_bytes for part in parts)
             return encode(Written(num_bytes=num_bytes, problem=error.strerror or str(error), error=error.errno or 0))
         return encode(Written(files=files, num_bytes=sum(file.num_bytes for file in files)))
+
+    def _write_file(self, path: Path, part: Snapshot, stream: torch.cuda.Stream | None) -> WeightFile:
+        header = safetensors_file.header(part.entries)
+        with path.open("wb") as file:
+            sha256 = safetensors_file.write(file, self._counted(itertools.chain([header], _blocks(part, stream))))
+            file.flush()
+            os.fsync(file.fileno())
+        names = tuple(entry.name for entry in part.entries)
+        return WeightFile(file=path.name, sha256=sha256, num_bytes=len(header) + part.num_bytes, names=names)
+
+    def _counted(self, blocks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for block in blocks:
+            yield block
+            with self._counting:
+                self.progress += len(block)
 
     def _streams_for(self, snapshot: Snapshot) -> SimpleQueue[torch.cuda.Stream | None]:
         """Return a stream for each thread; None where nothing is on a GPU."""
@@ -234,16 +256,6 @@ def _split(snapshot: Snapshot) -> Iterator[Snapshot]:
             buckets = []
         buckets.append(bucket)
     yield Snapshot(buckets=tuple(buckets))
-
-
-def _write_file(path: Path, snapshot: Snapshot, stream: torch.cuda.Stream | None) -> WeightFile:
-    header = safetensors_file.header(snapshot.entries)
-    with path.open("wb") as file:
-        sha256 = safetensors_file.write(file, itertools.chain([header], _blocks(snapshot, stream)))
-        file.flush()
-        os.fsync(file.fileno())
-    names = tuple(entry.name for entry in snapshot.entries)
-    return WeightFile(file=path.name, sha256=sha256, num_bytes=len(header) + snapshot.num_bytes, names=names)
 
 
 def _blocks(snapshot: Snapshot, stream: torch.cuda.Stream | None) -> Iterator[memoryview]:
@@ -297,7 +309,10 @@ def _complete(folder: Path, files: Sequence[WeightFile]) -> str:
 
 def _bytes_in(folder: Path | None) -> int:
     """Return the bytes of the weight files in a folder that may be gone."""
-    return sum(map(_length, folder.glob("*.safetensors"))) if folder is not None else 0
+    try:
+        return sum(map(_length, folder.glob("*.safetensors"))) if folder is not None else 0
+    except OSError:
+        return 0
 
 
 def _length(path: Path) -> int:

@@ -149,7 +149,8 @@ class Sender:
 
     def withdraw(self) -> None:
         with self._changed:
-            self._newest, self._is_withdrawn = None, self._newest is not None
+            self._is_withdrawn = self._is_withdrawn or self._newest is not None
+            self._newest = None
 
     def begin(self, request: TransferRequest) -> Transfer:
         (incarnation, policy_version), snapshot = self._held()
@@ -178,14 +179,19 @@ class Sender:
         return Transfer(offer=offer, send=run)
 
     def forget(self, *, engines: Collection[str]) -> None:
-        with contextlib.suppress(WeightsError):  # nothing was sent yet
-            _, snapshot = self._held()
+        with self._changed:
+            newest = self._newest
+        if newest is None:  # nothing was sent yet; or while a version is exported, and the next engine to join asks
+            return
+        _, snapshot = newest
+        with contextlib.suppress(WeightsError):  # a rank is gone
             self._run(snapshot, [PartCommand(action="forget", engines=tuple(engines))] * (1 + len(snapshot.others)))
 
     def _held(self) -> tuple[tuple[int, int], Snapshot]:
-        """Return the newest weights. Waits for an export. Raises WeightsError if there are none yet."""
+        """Return the newest weights. Waits for an export. Raises WeightsError if there are none."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_withdrawn, _EXPORT_SECONDS)
+            if not self._changed.wait_for(lambda: not self._is_withdrawn, _EXPORT_SECONDS):
+                raise WeightsError(f"the learner still exports a version, after {_EXPORT_SECONDS:g} s")
             if self._newest is None:
                 raise WeightsError("the learner has no weights to send yet")
             return self._newest

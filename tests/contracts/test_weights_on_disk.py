@@ -5,13 +5,16 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO, NoReturn
 
 import pytest
 import safetensors.torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.tensors import safetensors_file
+from asyncrl.weights import files
 from asyncrl.weights.files import FilesChannel
 from tests.harness.weights import tensors
 
@@ -62,3 +65,57 @@ def test_no_space_left_says_how_much_there_is(files_channel: FilesChannel, monke
         files_channel.publish(tensors(), incarnation=0, policy_version=0)
     assert isinstance(said.value.__cause__, OSError)  # an error for which the learner waits instead of ending
     assert list(files_channel._directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("CUDA out of memory")])
+def test_a_version_of_several_files_that_fails_halfway_leaves_none(
+    files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    write, begun = safetensors_file.write, list[object]()
+
+    def fails_the_second(stream: BinaryIO, blocks: Iterable[bytes | memoryview]) -> str:
+        begun.append(stream)
+        if len(begun) == 2:
+            raise error
+        return write(stream, blocks)
+
+    monkeypatch.setattr(files, "_FILE_BYTES", 1)
+    monkeypatch.setattr(safetensors_file, "write", fails_the_second)
+    with pytest.raises((WeightsError, RuntimeError), match=r"No space left|out of memory") as said:
+        files_channel.publish(tensors(), incarnation=0, policy_version=0)
+    assert len(begun) >= 2 and "\n" not in str(said.value)
+    assert list(files_channel._directory.iterdir()) == []
+
+
+def test_the_progress_of_a_lone_rank_is_read_while_the_disk_hangs(
+    files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop reads it, to say that a write hangs."""
+    write, seen = safetensors_file.write, list[int]()
+
+    def hangs(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("asks the disk")
+
+    def written(stream: BinaryIO, blocks: Iterable[bytes | memoryview]) -> str:
+        found = write(stream, blocks)
+        with monkeypatch.context() as now:
+            now.setattr(Path, "stat", hangs)
+            now.setattr(Path, "glob", hangs)
+            seen.append(files_channel.progress)
+        return found
+
+    monkeypatch.setattr(safetensors_file, "write", written)
+    weights = files_channel.publish(tensors(), incarnation=0, policy_version=0)
+    assert seen == [weights.num_bytes] == [files_channel.progress]
+
+
+def test_progress_never_falls_when_the_folder_of_several_ranks_gets_its_name(
+    files_channel: FilesChannel, tmp_path: Path
+) -> None:
+    folder = tmp_path / ".tmp-0-1"
+    folder.mkdir()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(bytes(100))
+    files_channel._written_to = folder
+    assert files_channel.progress == 100
+    folder.rename(tmp_path / "0-1")  # while another thread still has the old name
+    assert files_channel.progress == 100

@@ -18,7 +18,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages.weight_transfer import TransferRequest
 from asyncrl.tensors.host_copies import HostCopies
 from asyncrl.tensors.snapshot import Kept, KeptBucket, Rows, Snapshot
-from asyncrl.weights import files
+from asyncrl.weights import files, nccl
 from asyncrl.weights.nccl import Sender
 from asyncrl.weights.ring import Ring
 
@@ -150,6 +150,22 @@ def test_an_engine_that_asks_during_an_export_gets_the_new_weights() -> None:
         sender.set_weights(kept(5), incarnation=0, policy_version=2)
         sending.result()
     assert engine.received == list(range(5))
+
+
+def test_engines_that_are_gone_are_forgotten_without_waiting_for_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = sender_of(kept(1), ring_buckets=2)
+    sender.withdraw()
+    monkeypatch.setattr(sender._changed, "wait_for", lambda *_: pytest.fail("waits"))
+    sender.forget(engines=set())
+
+
+def test_an_export_that_is_tried_again_is_still_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_EXPORT_SECONDS", 0.01)
+    sender = sender_of(kept(1), ring_buckets=2)
+    for _ in range(2):
+        sender.withdraw()
+    with pytest.raises(WeightsError, match=r"still exports a version, after 0\.01 s"):
+        sender._held()
 
 
 def test_a_bucket_that_is_larger_than_the_ring_passes_alone() -> None:
