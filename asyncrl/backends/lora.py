@@ -165,10 +165,8 @@ def _described(entry: Mapping) -> str:
 
 
 def _is_adapted(entry: Mapping, modules: Sequence[str]) -> bool:
-    if not is_trained(entry.huggingface[0], freeze=(), train_only=()):
-        return False
     """Return whether the parameter gets an adapter; none of the vision tower does."""
-    if entry.is_of_vision:
+    if entry.is_of_vision or not is_trained(entry.huggingface[0], freeze=(), train_only=()):
         return False
     names = [module_name(name) for name in entry.huggingface]
     return all(names) and (ALL in modules or any(name in modules for name in names))

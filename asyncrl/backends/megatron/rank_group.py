@@ -299,7 +299,10 @@ class RankGroup:
         try:
             return gloo(PrefixStore("asyncrl", self.store), self.info.rank, self.info.ranks, options)
         except RuntimeError as error:
-            raise BackendError(f"learner rank {self.info.rank} cannot reach the others: {describe(error)}") from None
+            problem = describe(error)
+            if self.info.host and address.startswith("127.") and not self.info.host.startswith("127."):
+                problem += f"; {self.info.host} (MASTER_ADDR) is {address} here, where no other machine reaches it"
+            raise BackendError(f"learner rank {self.info.rank} cannot reach the others: {problem}") from None
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,9 @@ class Nodes:
         log.info("%s waits for %d more machines of its engine at %s:%d", self._meeting.worker, self._count, host, port)
         try:
             async with asyncio.timeout(seconds):
-                await self._are_here.wait()
+                while len(self._links) < self._count:  # the last to come may have left again before we wake
+                    self._are_here.clear()
+                    await self._are_here.wait()
         except TimeoutError:
             raise EngineDied(
                 f"{len(self._links)} of the engine's {self._count} other machines (engine.options.machines) came to "
@@ -173,7 +175,6 @@ class Nodes:
             return
         if not self._has_begun:  # another one may come
             del self._links[writer]
-            self._are_here.clear()
             await _close(writer)
             return
         why = "its connection has ended" if message is None else str(message.get("ended"))

@@ -14,6 +14,7 @@ from asyncrl.backends.megatron.rank_group import (
     COMMAND,
     PART,
     RESULT,
+    Hello,
     RankGroup,
     RankInfo,
     address_towards,
@@ -23,6 +24,7 @@ from asyncrl.backends.megatron.rank_group import (
 )
 from asyncrl.backends.megatron.remote_parts import ExportedParts, RemotePart
 from asyncrl.errors import BackendError, ConfigError, WeightsError
+from asyncrl.messages import codec
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from tests.harness.ports import free_ports
 from tests.harness.ranks import Ends
@@ -158,3 +160,12 @@ def test_parts_of_the_weights_are_processed_where_they_are_until_they_are_forgot
 def test_ranks_meet_at_the_address_from_which_they_reach_the_first_one() -> None:
     assert address_towards("127.0.0.1", 29500) == "127.0.0.1"
     assert address_towards("127.0.0.2", 29500).startswith("127.0.0.")
+
+
+def test_a_name_that_is_a_loopback_address_on_the_first_machine_is_said_where_ranks_cannot_meet() -> None:
+    """Debian has the machine's own name as 127.0.1.1 in /etc/hosts."""
+    one = info(0, free_ports(1)[0], host="localhost", timeout_seconds=1.0)
+    store = open_store(one)
+    store.set("hello/1", codec.encode(Hello(host="other", pid=1, settings={})))
+    with pytest.raises(BackendError, match=r"localhost \(MASTER_ADDR\) is 127\.0\.0\.1 here, where no other machine"):
+        RankGroup(store, one, end=Ends())

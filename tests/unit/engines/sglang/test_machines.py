@@ -197,6 +197,13 @@ async def test_machines_that_do_not_come_are_named_with_what_starts_them(meeting
         await machines.join_engine(meeting, parts=2, settings={}, start=lambda _: None, seconds=0.0)  # type: ignore[arg-type,return-value]
 
 
+async def test_a_machine_that_leaves_as_the_last_one_comes_is_waited_for_again(meeting: Meeting) -> None:
+    nodes = machines.Nodes(meeting, count=1, settings={})
+    nodes._are_here.set()  # it came, and has left before the worker wakes
+    with pytest.raises(EngineDied, match="0 of the engine's 1 other machines"):
+        await nodes.gather(seconds=0.01)
+
+
 async def test_an_engine_of_several_machines_without_a_meeting_says_how_it_is_started(
     model: Model, tmp_path: Path
 ) -> None:
