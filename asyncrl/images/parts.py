@@ -14,7 +14,6 @@ Tests: tests/unit/images/test_parts.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -70,12 +69,12 @@ def take_images(
     for message in messages:
         content = message.get("content")
         if isinstance(content, str) and column and MARK in content:
-            content = list(_split(content))
+            content = [{"type": "text", "text": content}]
         if not isinstance(content, list):
             made.append(dict(message))
             continue
         parts = list[dict[str, Any]]()
-        for part in content:
+        for part in _split(content) if column else content:
             if part.get("type") not in IMAGE_TYPES:
                 parts.append({"type": "text", "text": part["text"]})
                 continue
@@ -116,12 +115,17 @@ def source_of(part: Mapping[str, Any]) -> Source | None:
     return {"base64": found} if found is not None and part.get("base64") is found else found
 
 
-def _split(text: str) -> Iterator[dict[str, Any]]:
-    for number, piece in enumerate(re.split(re.escape(MARK), text)):
-        if number:
-            yield dict(PART)
-        if piece:
-            yield {"type": "text", "text": piece}
+def _split(content: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of a message, with an image in place of each MARK of their texts."""
+    for part in content:
+        if part.get("type") in IMAGE_TYPES:
+            yield part
+            continue
+        for number, piece in enumerate(part["text"].split(MARK)):
+            if number:
+                yield PART
+            if piece:
+                yield {"type": "text", "text": piece}
 
 
 def _plain(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -62,7 +62,9 @@ def read_pixels(data: bytes, *, most_pixels: int = MOST_PIXELS) -> Pixels:
         try:
             image.load()
             upright: Any = ImageOps.exif_transpose(image)
-            if upright.mode == "P" or "A" in upright.getbands():
+            if upright.mode.startswith("I"):  # 16 bits of grey, which PIL would cut off at 255
+                upright = upright.point(lambda grey: grey * (1 / 256)).convert("L")
+            if upright.mode == "P" or "A" in upright.getbands() or "transparency" in upright.info:
                 upright = upright.convert("RGBA")
                 upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
             return upright.convert("RGB")  # type: ignore[no-any-return]
@@ -78,8 +80,8 @@ def upright_file(data: bytes, *, most_pixels: int = MOST_PIXELS) -> bytes:
     """
     pixels = read_pixels(data, most_pixels=most_pixels)
     with _opened(data) as image:
-        is_plain = image.format in ("PNG", "JPEG") and image.mode == "RGB" and not image.info.get("transparency")
-        if is_plain and not _is_turned(image):
+        is_plain = image.format in ("PNG", "JPEG") and image.mode == "RGB" and "transparency" not in image.info
+        if is_plain and getattr(image, "n_frames", 1) == 1 and not _is_turned(image):
             return data
     made = io.BytesIO()
     pixels.save(made, "PNG")

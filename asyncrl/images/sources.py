@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import http.client
+import stat
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +54,8 @@ def read_source(source: Any, *, folder: Path | None, allow_urls: bool) -> bytes:
         return _fetch(source, is_allowed=allow_urls)
     if folder is None:
         raise ImageError("is no data URL, and files and URLs are not read for an agent; send base64")
-    return _read(folder / source.removeprefix("file://"), source)
+    is_url = source.startswith("file://")
+    return _read(folder / (urllib.parse.unquote(source.removeprefix("file://")) if is_url else source), source)
 
 
 def _decode(text: Any) -> bytes:
@@ -65,8 +69,11 @@ def _decode(text: Any) -> bytes:
 
 def _read(path: Path, name: str) -> bytes:
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ImageError(f"{name} has more than {MOST_BYTES:,} bytes")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a device has no end, and a pipe may wait for ever
+            raise OSError("it is no file")
+        if found.st_size > MOST_BYTES:
+            raise OSError(f"it has more than {MOST_BYTES:,} bytes")
         return path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -80,7 +87,7 @@ def _fetch(url: str, *, is_allowed: bool) -> bytes:
     try:
         with urllib.request.urlopen(url, timeout=_FETCH_SECONDS) as response:
             return _limited(response.read(MOST_BYTES + 1))
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         raise ImageError(f"{url[:200]} cannot be fetched: {error}") from None
 
 

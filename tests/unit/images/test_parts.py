@@ -40,6 +40,9 @@ def test_marks_and_bare_parts_take_the_images_of_the_column_in_order() -> None:
     assert sources == ["a.png", "b.png"]
     _, sources = take_images([user({"type": "image"}, TEXT), user({"type": "image"}, TEXT)], ["a.png", "b.png"])
     assert sources == ["a.png", "b.png"]
+    (message,), sources = take_images([user({"type": "text", "text": "is <image>"}, {"type": "image"})], ["a", "b"])
+    assert message["content"] == [{"type": "text", "text": "is "}, {"type": "image"}, {"type": "image"}]
+    assert sources == ["a", "b"]
 
 
 def test_without_a_place_the_column_comes_before_the_first_question() -> None:

@@ -64,3 +64,19 @@ def test_what_readers_would_see_differently_becomes_a_png() -> None:
 
 def test_what_is_transparent_is_white() -> None:
     assert np.asarray(read_pixels(file_of(mode="RGBA"))).min() == 255
+    assert np.asarray(read_pixels(file_of(transparency=(0, 0, 0)))).min() == 255  # black is, in this file
+    assert upright_file(data := file_of(transparency=(0, 0, 0))) != data
+
+
+def test_sixteen_bits_of_grey_keep_their_shades() -> None:
+    made = io.BytesIO()
+    Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16)).save(made, "PNG")
+    assert np.asarray(read_pixels(made.getvalue()))[0, :, 0].tolist() == [0, 128, 255]
+
+
+def test_an_animation_is_sent_as_its_first_picture() -> None:
+    made = io.BytesIO()
+    first, second = (Image.new("RGB", (4, 2), colour) for colour in ("red", "blue"))
+    first.save(made, "PNG", save_all=True, append_images=[second])
+    assert read_pixels(sent := upright_file(made.getvalue())).getpixel((0, 0)) == (255, 0, 0)
+    assert b"acTL" not in sent

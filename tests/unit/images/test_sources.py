@@ -21,7 +21,7 @@ def test_every_form_gives_the_same_bytes(tmp_path: Path) -> None:
         DATA,
         "a.png",
         str(tmp_path / "a.png"),
-        f"file://{tmp_path}/a.png",
+        f"file://{tmp_path}/%61.png",
         f"data:image/png;base64,{TEXT}",
         {"base64": TEXT},
         {"bytes": DATA, "path": None},  # Hugging Face's data sets
@@ -38,6 +38,7 @@ def test_every_form_gives_the_same_bytes(tmp_path: Path) -> None:
         (7, "is a int"),
         ({}, "an empty table"),
         ("none.png", "none.png cannot be read: No such file"),
+        ("/dev/zero", "/dev/zero cannot be read: it is no file"),
         ("data:image/png,abc", "without ;base64"),
         ({"base64": "?"}, "is not base64"),
         ("https://example.org/a.png", "images.allow_urls is false"),
@@ -46,6 +47,12 @@ def test_every_form_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_what_is_nowhere_is_refused_with_its_reason(tmp_path: Path, source: Any, problem: str) -> None:
     with pytest.raises(ImageError, match=problem):
         read_source(source, folder=tmp_path, allow_urls=False)
+
+
+@pytest.mark.parametrize("url", ["http://a b/c.png", "http://[x/c.png", "http://a:port/c.png"])
+def test_an_address_that_is_none_costs_its_row(url: str) -> None:
+    with pytest.raises(ImageError, match="cannot be fetched"):
+        read_source(url, folder=None, allow_urls=True)
 
 
 @pytest.mark.parametrize("source", ["/etc/passwd", "a.png", "file:///etc/passwd", "http://localhost/"])
