@@ -1,7 +1,8 @@
 """Images in an agent's requests: they stand in the text of a message, in base64 between two marks.
 
 So everything that compares, sorts, and remembers messages compares their images too. They become parts of their message
-just before the chat template writes it, and their placeholders are expanded in its tokens.
+just before the chat template writes it, and their placeholders are expanded in its tokens. The marks hold a number that
+no client knows: no text of a web page or a model is taken for an image.
 
 Tests: tests/unit/environments/agent/test_images.py.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import re
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,7 +20,7 @@ from asyncrl.images.parts import PART, source_of
 from asyncrl.images.reading import read_info
 from asyncrl.images.sources import read_source
 
-_BEGIN, _END = "\ue000", "\ue001"  # of Unicode's private use
+_BEGIN, _END = f"\ue000{secrets.token_hex(8)}:", "\ue001"  # of Unicode's private use
 _MARK: Final = re.compile(f"{_BEGIN}([A-Za-z0-9+/=]*){_END}")
 
 

@@ -31,6 +31,14 @@ def test_an_image_keeps_its_place_among_the_text(form: Any) -> None:
     assert [part["type"] for part in with_parts(said)["content"]] == ["text", "image", "text", "image"]
 
 
+def test_no_text_of_a_page_is_taken_for_an_image() -> None:
+    """Icons of web fonts use these characters, too."""
+    said = message({"role": "user", "content": "\ue000AAA=\ue001 Home \ue000"}, "m")
+    assert files_of([said]) == []
+    assert without_images(said["content"]) == said["content"]
+    assert with_parts(said) == said
+
+
 def test_conversations_with_other_images_are_others() -> None:
     red, blue, red_again = (
         digests([{"role": "tool", "content": content([form(data)], "tool")}])[-1]
