@@ -16,7 +16,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -92,27 +92,31 @@ class ImageStore:
         return tuple(ImageFile(ref=one, data=self.get(one.digest)) for one in images)
 
     def publish(self, digests: Iterable[str], *, is_kept: bool = False) -> None:
-        """Put images on the bus that are not there.  is_kept: ``withdraw`` leaves them. Raises ImageError, BusError."""
+        """Put images on the bus that are not there.  is_kept: until the end of the run. Raises ImageError, BusError."""
         assert self._objects is not None
         with self._publishing:
-            if self._on_bus is None:
-                names = self._objects.names()
-                self._on_bus = {name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
             for digest in digests:
                 if is_kept:
                     self._kept.add(digest)
-                if digest not in self._on_bus:
+                if digest not in self._published():
                     self._objects.put(PREFIX + digest, [self.get(digest)], metadata={})
-                    self._on_bus.add(digest)
+                    self._published().add(digest)
 
-    def withdraw(self, digests: Iterable[str]) -> None:
-        """Remove images from the bus. Raises BusError."""
+    def keep_only(self, digests: Collection[str]) -> None:
+        """Remove all other images from the bus, also those of an earlier learner. Raises BusError."""
         assert self._objects is not None
         with self._publishing:
-            for digest in {*digests} - self._kept:
-                if self._on_bus is not None:
-                    self._on_bus.discard(digest)
+            for digest in self._published() - {*digests} - self._kept:
                 self._objects.remove(PREFIX + digest)
+                self._published().discard(digest)
+
+    def _published(self) -> set[str]:
+        """The images on the bus."""
+        assert self._objects is not None
+        if self._on_bus is None:
+            names = self._objects.names()
+            self._on_bus = {name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
+        return self._on_bus
 
     def _read(self, digest: str) -> bytes:
         if self._folder is not None:

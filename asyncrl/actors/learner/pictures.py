@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, ImageError
 from asyncrl.images.processor import ImageProcessor, Placeholders
-from asyncrl.images.reading import read_info
+from asyncrl.images.reading import read_info, read_pixels
 from asyncrl.images.store import FOLDER, ImageStore, digest_of
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.messages.images import ImageRef
@@ -63,7 +63,7 @@ class Pictures:
             for digest, data in group.image_files.items():
                 if digest_of(data) != digest:
                     return f"the file of image {digest[:12]} has another SHA-256"
-                read_info(data, most_pixels=self._most_pixels)
+                read_pixels(data, most_pixels=self._most_pixels)  # a damaged one would fail its whole batch
                 self.store.add(data)
             for trajectory in group.trajectories:
                 tokens = np.concatenate([group.prompt_of(trajectory), trajectory.tokens])

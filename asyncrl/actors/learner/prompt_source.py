@@ -169,7 +169,6 @@ class PromptSource(Actor):
         Example: the checkpoint knows groups 0 to 3, of which 2 is outstanding; the bus has prompt 4. Then 2 was lost
         and is published again, 4 is put into the table as it is, and 5 is the next group.
         """
-        self._inherited = frozenset(self._table.outstanding)
         on_bus = await self.bus.keys(PROMPTS)  # read first: a group moves from prompts to trajectories
         keys = await self.bus.keys(TRAJECTORIES)
         in_log = {group_id for key in keys if (group_id := self._tickets.group_answered(key)) is not None}
@@ -183,6 +182,7 @@ class PromptSource(Actor):
         starts = {numbered.group_id: self._policy_version for numbered in missing}
         for numbered in (*lost, *ahead):
             self._put_into_table(numbered, oldest_start=starts.get(numbered.group_id))
+        self._inherited = frozenset(self._table.outstanding)
         self._reconciled.set()
         for numbered in missing:
             await self._publish(numbered, min_policy_version=0, again=True)
@@ -416,12 +416,11 @@ class PromptSource(Actor):
         outstanding = self._table.outstanding
         if self._images is None or not self._inherited.isdisjoint(outstanding):
             return
-        over = {group_id: digests for group_id, digests in self._shown.items() if group_id not in outstanding}
-        for group_id in over:
-            del self._shown[group_id]
-        gone = frozenset[str]().union(*over.values()) - frozenset[str]().union(*self._shown.values())
-        if gone:
-            await asyncio.to_thread(self._images.withdraw, gone)
+        self._shown = {group_id: digests for group_id, digests in self._shown.items() if group_id in outstanding}
+        try:
+            await asyncio.to_thread(self._images.keep_only, frozenset[str]().union(*self._shown.values()))
+        except BusError as error:  # a full disk allows no removals
+            self.log.warning("images that no prompt shows cannot be removed from the bus now: %s", error)
 
     async def _try_publish(self, message: PromptGroup, *, again: bool) -> bool:
         """Publish a prompt. Return False if the topic is full."""

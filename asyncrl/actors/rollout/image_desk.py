@@ -97,7 +97,8 @@ class ImageDesk:
         for data in files:
             upright = upright_file(data, most_pixels=self._worker.most_pixels)
             digest = self._worker.store.add(upright)
-            self._own[digest] = upright
+            if all(digest != one.digest for one in self._prompt):  # the learner has those: a harness sends them back
+                self._own[digest] = upright
             images.append((digest, processor.grid(read_info(upright))))
         expanded, refs = processor.expand(list(tokens), images)
         return np.asarray(expanded, np.int32), tuple(one.moved(start) for one in refs)

@@ -54,6 +54,7 @@ def test_what_an_environment_showed_is_kept_and_becomes_patches(processor: Image
         (REF, {}, "is nowhere"),
         (REF, {REF.digest: b"another"}, "has another SHA-256"),
         (REF, {digest_of(b"none"): b"none"}, "no image"),
+        (REF, {digest_of(PICTURE[:50]): PICTURE[:50]}, "is damaged"),
         (replace(REF, start=2), {REF.digest: PICTURE}, "are not all placeholders"),
         (replace(REF, start=9), {REF.digest: PICTURE}, "are not all placeholders"),
         (replace(REF, grid=(1, 4, 2)), {REF.digest: PICTURE}, "has the grid"),

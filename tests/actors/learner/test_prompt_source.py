@@ -12,9 +12,12 @@ import pytest
 from asyncrl.actors.learner import prompt_source
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.memory.stores import Objects
 from asyncrl.data.prompts import PromptRow
-from asyncrl.errors import ConfigError, HopelessError
-from asyncrl.messages import Heartbeat, SamplingParams, Wait
+from asyncrl.errors import BusError, ConfigError, HopelessError
+from asyncrl.images.store import PREFIX, ImageStore
+from asyncrl.messages import Heartbeat, Progress, PromptGroup, SamplingParams, Wait
+from asyncrl.messages.images import ImageRef
 from asyncrl.messages.roles import PROMPT_SOURCE, WORKER
 from asyncrl.messages.topics import ACTORS, PROMPTS
 from asyncrl.policies.groups import saved_table
@@ -78,6 +81,66 @@ async def test_a_prompt_that_nobody_answers_is_issued_again_and_withdrawn_once_i
     table.fail(0, error="answered, one way or the other")
     await source.reissue_overdue(now=start + 64)
     assert await bus.keys(PROMPTS) == set()
+
+
+class Shown(Rows):
+    """Every prompt shows a picture of its own."""
+
+    def __init__(self, images: ImageStore) -> None:
+        super().__init__(count=100)
+        self.images = images
+
+    def digest(self, position: int) -> str:
+        return self.images.add(f"picture {position}".encode())
+
+    def at(self, position: int) -> PromptRow | None:
+        row = super().at(position)
+        assert row is not None
+        ref = ImageRef(digest=self.digest(position), grid=(1, 2, 2), start=1, num_tokens=1)
+        return dataclasses.replace(row, images=(ref,))
+
+
+class FullOnce(Objects):
+    """Has no room for a removal, once: a full disk."""
+
+    refuses = True
+
+    def remove(self, name: str) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise BusError("no space left")
+        super().remove(name)
+
+
+async def test_pictures_stay_on_the_bus_while_a_prompt_shows_them_also_one_of_an_earlier_learner() -> None:
+    bus, objects = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), FullOnce()
+    table, before = GroupTable(), ImageStore(objects=objects)
+    before.publish([before.add(b"picture 7"), before.add(b"left behind")])
+    table.publish(0, position=7, oldest_start=0)
+    sampling = SamplingParams(max_new_tokens=4)
+    prompt = PromptGroup(group_id=0, prompt_tokens=np.array([1], np.int32), group_size=2, sampling=sampling)
+    await bus.publish(PROMPTS, prompt, key="0")
+    rows = Shown(ImageStore(objects=objects))
+    source = PromptSource(
+        "prompts",
+        bus,
+        rows=rows,
+        admission=Admission(mode="async", groups_per_batch=1, max_staleness=0, total_groups=100),
+        sampling=sampling,
+        group_size=2,
+        table=table,
+        images=rows.images,
+        are_sampled=False,
+    )
+    await source._reconcile()
+    await source._fill(Progress(incarnation=table.incarnation, step=1, policy_version=0, batches_taken=1))
+    on_bus = objects.names()
+    await source._withdraw_images()
+    assert objects.names() == on_bus >= {PREFIX + rows.digest(7)}
+    table.fail(0, error="answered, one way or the other")
+    await source._withdraw_images()  # nothing can be removed
+    await source._withdraw_images()
+    assert objects.names() == {PREFIX + digest for shown in source._shown.values() for digest in shown} != set()
 
 
 class Away(Rows):

@@ -21,7 +21,9 @@ def test_a_worker_reads_what_the_learner_published(tmp_path: Path) -> None:
         worker.get(digest)
     learner.publish([digest])
     assert worker.get(digest) == b"a picture"
-    learner.withdraw([digest])
+    learner.keep_only([digest])
+    assert objects.names() == {PREFIX + digest}
+    learner.keep_only([])
     assert not objects.names()
     assert worker.get(digest) == b"a picture"  # from memory
     assert ImageStore(folder=tmp_path).get(digest) == b"a picture"  # an auditor reads the run's folder
@@ -45,6 +47,16 @@ def test_an_image_travels_once() -> None:
         learner.publish([digest, digest])
     ImageStore(objects=objects).publish([digest])  # a restarted learner finds it there
     assert objects.puts == [PREFIX + digest]
+
+
+def test_a_restarted_learner_removes_what_the_one_before_left_on_the_bus() -> None:
+    objects = Objects()
+    before, learner = ImageStore(objects=objects), ImageStore(objects=objects)
+    before.publish([before.add(b"left"), shown := before.add(b"shown")])
+    learner.publish([asked := learner.add(b"of the evaluation")], is_kept=True)
+    objects.put("weights", [b"1"], metadata={})
+    learner.keep_only([shown])
+    assert objects.names() == {PREFIX + shown, PREFIX + asked, "weights"}
 
 
 def test_an_image_that_is_another_is_refused() -> None:
