@@ -248,14 +248,23 @@ class PartWriter(PartWorker):
 
 
 def _split(snapshot: Snapshot) -> Iterator[Snapshot]:
-    """Yield what goes into each file, in order."""
-    buckets: list[AnyBucket] = []
-    for bucket in snapshot.cut(_STAGING_BYTES).buckets:
-        if buckets and sum(one.num_bytes for one in buckets) + bucket.num_bytes > _FILE_BYTES:
-            yield Snapshot(buckets=tuple(buckets))
-            buckets = []
-        buckets.append(bucket)
-    yield Snapshot(buckets=tuple(buckets))
+    """Yield what goes into each file, in order.
+
+    Where files end depends on the tensors alone, and not on their buckets, which differ from version to version: only
+    files of equal size have a delta (objects_channel.py).
+    """
+    buckets, num_bytes = list[AnyBucket](), 0
+    for bucket in snapshot.buckets:
+        start = 0
+        for number, entry in enumerate(bucket.entries):
+            if num_bytes and num_bytes + entry.num_bytes > _FILE_BYTES:
+                if number > start:
+                    buckets.append(bucket.part(start, number))
+                yield Snapshot(buckets=tuple(buckets)).cut(_STAGING_BYTES)
+                buckets, num_bytes, start = [], 0, number
+            num_bytes += entry.num_bytes
+        buckets.append(bucket.part(start, len(bucket.entries)))
+    yield Snapshot(buckets=tuple(buckets)).cut(_STAGING_BYTES)
 
 
 def _blocks(snapshot: Snapshot, stream: torch.cuda.Stream | None) -> Iterator[memoryview]:

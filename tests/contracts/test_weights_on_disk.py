@@ -11,9 +11,12 @@ from typing import BinaryIO, NoReturn
 
 import pytest
 import safetensors.torch
+import torch
+from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.tensors import safetensors_file
+from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import files
 from asyncrl.weights.files import FilesChannel
 from tests.harness.weights import tensors
@@ -119,3 +122,20 @@ def test_progress_never_falls_when_the_folder_of_several_ranks_gets_its_name(
     assert files_channel.progress == 100
     folder.rename(tmp_path / "0-1")  # while another thread still has the old name
     assert files_channel.progress == 100
+
+
+def test_files_end_at_the_same_tensors_whichever_buckets_they_come_in(
+    files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies on the host have other buckets than those on the device, and a version of other files has no delta."""
+    monkeypatch.setattr(files, "_STAGING_BYTES", 300)
+    monkeypatch.setattr(files, "_FILE_BYTES", 1_000)
+    given = [(f"w{number:02}", torch.full((10 + number,), float(number))) for number in range(30)]
+    sizes = list[dict[str, int]]()
+    for version, bucket_bytes in enumerate((500, 700, 10_000), 1):
+        exported = Snapshot.from_tensors(given, bucket_bytes=bucket_bytes)
+        folder = Path(files_channel.publish(exported, incarnation=0, policy_version=version).uri)
+        sizes.append({path.name: path.stat().st_size for path in folder.glob("*.safetensors")})
+        found = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+        assert all(torch.equal(found[name], one) for name, one in given)
+    assert len(sizes[0]) > 3 and sizes[1:] == sizes[:-1]
