@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -158,6 +159,28 @@ async def test_a_server_that_cannot_name_the_likeliest_tokens_is_named_in_one_li
     await teacher.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "given"), [("openai", None), ("openai", [-0.5]), ("openai", math.nan), ("sglang", 3.0)]
+)
+async def test_likeliest_tokens_that_cannot_be_are_a_problem_of_the_server_and_not_of_the_worker(
+    served: Any, monkeypatch: pytest.MonkeyPatch, kind: str, given: Any
+) -> None:
+    """No table, another shape, NaN, and a probability over 1."""
+    _, servers = await served("big", texts=WORDS)
+    is_number = isinstance(given, float)
+    monkeypatch.setattr(
+        StubServer, "_table", lambda self, token, top: {"token_id:3": given, "token_id:4": -3.0} if is_number else given
+    )
+    monkeypatch.setattr(StubServer, "_tops", lambda self, ids, count: [[(3, given), (4, -3.0)] for _ in ids[1:]])
+    teachers = Teachers(
+        {"big": Teacher("big", kind=kind, tokenizer=Words(), top_logprobs=2)}, default="big", key="", servers=servers
+    )
+    (problem,) = await teachers.score(prompt(), [(answer([5, 6], reward=0.0),)])
+    assert isinstance(problem, RewardError)
+    assert "server big" in str(problem)
+    await teachers.close()
+
+
 @pytest.mark.parametrize("kind", ["sglang", "openai"])
 async def test_a_teacher_with_another_tokenizer_is_refused_in_one_line(served: Any, kind: str) -> None:
     _, servers = await served("big", texts=WORDS)
@@ -169,7 +192,7 @@ async def test_a_teacher_with_another_tokenizer_is_refused_in_one_line(served: A
 
 
 async def test_rows_choose_their_teacher(served: Any) -> None:
-    math, first = await served("math")
+    sums, first = await served("math")
     code, second = await served("code")
     made = {name: Teacher(name, kind="openai", tokenizer=Words()) for name in ("math", "code")}
     teachers = Teachers(made, default="math", key="teacher", servers=first | second)
@@ -179,7 +202,7 @@ async def test_rows_choose_their_teacher(served: Any) -> None:
         [teacher_logprobs(part.tokens).tolist() for part in parts] for parts in rollouts
     ]
     await teachers.score(prompt(), rollouts[:1])
-    assert (len(code.requests), len(math.requests)) == (3, 1)
+    assert (len(code.requests), len(sums.requests)) == (3, 1)
     away = Teachers(made, default="math", key="", servers=ServerBook({"math": None}))
     with pytest.raises(Outage, match="server math is not up"):  # and the group waits for it
         await away.score(prompt(), rollouts)

@@ -22,7 +22,7 @@ from asyncrl.environments.port import Tokenizer
 from asyncrl.errors import ConfigError, Outage, RewardError
 from asyncrl.messages import PromptGroup, Trajectory, replace
 from asyncrl.messages.control import ServerAddress
-from asyncrl.messages.likeliest import NONE, Likeliest
+from asyncrl.messages.likeliest import NONE, Likeliest, check_likeliest
 from asyncrl.rewards.http import HttpOptions, JsonServer
 
 AT_ONCE: Final = 32
@@ -94,7 +94,7 @@ class Teacher:
         def take(answer: Any) -> Scored:
             try:
                 return read(answer, num_prompt=len(prompt), count=len(tokens), top=top)
-            except (LookupError, TypeError, ValueError, OverflowError) as error:
+            except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
                 what = f"the {top} likeliest tokens" if top else "logprobs"
                 able = "SGLang or vLLM" if top else "SGLang, or a server whose /completions takes echo with logprobs"
                 raise self._server.error(
@@ -278,4 +278,6 @@ def _likeliest(places: Sequence[Sequence[tuple[Any, Any]]], top: int, *, count: 
     if len(places) != count:
         raise ValueError(f"the likeliest tokens at {len(places)} of {count} places")
     in_order = [sorted(((float(value), int(token)) for value, token in place), reverse=True) for place in places]
-    return Likeliest.of([place[:top] for place in in_order])
+    made = Likeliest.of([place[:top] for place in in_order])
+    check_likeliest(made, num_tokens=count, name="its answer")
+    return made

@@ -116,7 +116,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         metrics=MetricsReporter(
             bus,
             open_sinks(run, resume=resume, step=state.step),
-            alarms=_choose_alarms(run, are_sampled=_are_sampled(run)),
+            alarms=choose_alarms(run, algorithm),
             has_behavior=_are_sampled(run),
             samples=recorders.writers,
             timeline=_timeline(run),
@@ -279,9 +279,9 @@ def _timeline(run: RunConfig) -> Timeline | None:
     return Timeline(RotatedLines(folder / TIMELINE_FILE, older=folder / OLDER_FILE, most_bytes=most_bytes))
 
 
-def _choose_alarms(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
-    """are_sampled: whether engines sample the answers, rather than the data providing them"""
-    steps = steps_of(run.run.steps)
+def choose_alarms(run: RunConfig, algorithm: Algorithm) -> list[Alarm]:
+    """Return the alarms that mean something in this run."""
+    steps, are_sampled = steps_of(run.run.steps), _are_sampled(run)
     alarms: list[Alarm] = [
         DivergenceAlarm(),
         CollapseAlarm(),
@@ -294,7 +294,9 @@ def _choose_alarms(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
     if are_sampled and not run.rollout.ignore_eos:
         alarms.append(TruncationAlarm(steps=steps))
     if are_sampled:
-        alarms += [RewardFallAlarm(steps=steps), DriftAlarm(run.metrics.drift_alarm)]
+        alarms.append(RewardFallAlarm(steps=steps))
+    if are_sampled and not algorithm.loss.is_supervised:
+        alarms.append(DriftAlarm(run.metrics.drift_alarm))
     if are_sampled and run.reward.judges:
         alarms.append(NoSignalAlarm(has_groups=run.rollout.group_size > 1, steps=steps))
     if are_sampled and _may_move_gpus(run):

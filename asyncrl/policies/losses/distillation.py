@@ -91,14 +91,26 @@ class Distill(Loss):
     divergence: Literal["forward", "reverse"] = "forward"
 
     def formula(self, logits: torch.Tensor, teacher_likeliest: LikeliestTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        student = _with_rest(torch.log_softmax(logits, dim=-1).gather(-1, teacher_likeliest.tokens))
-        teacher = _with_rest(teacher_likeliest.logprobs.to(logits.dtype))
+        student = _of_student(logits, teacher_likeliest.tokens)
+        teacher = _of_teacher(teacher_likeliest.logprobs.to(logits.dtype))
+        if teacher_likeliest.tokens.shape[-1] == logits.shape[-1]:  # there are no others
+            student, teacher = student[:, :-1], teacher[:, :-1]
         first, second = (teacher, student) if self.divergence == "forward" else (student, teacher)
         loss = (first.exp() * (first - second)).sum(-1)
         return loss, never(loss)
 
 
-def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+def _of_student(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logprobs of the tokens, and of all others together.  f32[M, V], i64[M, K] -> f32[M, K + 1]
+
+    The others are summed by themselves: 1 - (sum of the tokens) is 0 for a certain student, and so is its gradient.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    others = logits.scatter(-1, tokens, _HIDDEN).logsumexp(-1, keepdim=True)
+    return (torch.cat([logits.gather(-1, tokens), others], dim=-1) - total).clamp(min=_LEAST_LOGPROB)
+
+
+def _of_teacher(logprobs: torch.Tensor) -> torch.Tensor:
     """Append the logprob of all other tokens together.  f32[M, K] -> f32[M, K + 1]"""
     rest = torch.log1p(-logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - _LEAST_MASS))
     return torch.cat([logprobs.clamp(min=_LEAST_LOGPROB), rest], dim=-1)
@@ -108,3 +120,5 @@ _LEAST_MASS: Final = 1e-6
 """Of all other tokens together: float32 cannot tell it from less."""
 _LEAST_LOGPROB: Final = -100.0
 """A server may send -inf, whose product with a probability of 0 would be NaN."""
+_HIDDEN: Final = -1e30
+"""Logit of a token that is left out of a sum; -inf would make the gradient of an empty sum NaN."""

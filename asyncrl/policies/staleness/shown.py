@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 LARGEST_SHOWN: Final = 8e-6 * 4
-"""Largest learning rate x max_staleness at which no run lost."""
+"""Largest learning rate x max_staleness at which no run with TIS lost."""
 _OF_RANDOM_WEIGHTS: Final = 1e-3
 """Such rates are those of small models with random weights, which nothing here speaks of."""
 
@@ -21,6 +21,6 @@ def beyond_what_was_shown(learning_rate: float, max_staleness: int) -> str:
     if product <= LARGEST_SHOWN * (1 + 1e-9) or learning_rate >= _OF_RANDOM_WEIGHTS:
         return ""
     return (
-        f"learning_rate {learning_rate:g} x max_staleness {max_staleness} is {product:.2g}; runs over "
+        f"learning_rate {learning_rate:g} x max_staleness {max_staleness} is {product:.2g}; some runs over "
         f"{LARGEST_SHOWN:g} learned less than synchronous ones: lower either (docs/results/old_tokens.md)"
     )

@@ -107,6 +107,17 @@ def test_tokens_that_are_not_sent_count_as_one() -> None:
     assert distilled(0, divergence="reverse")[0] == pytest.approx(reverse, abs=1e-6)
 
 
+def test_a_student_that_is_certain_still_learns_of_the_tokens_that_are_not_sent() -> None:
+    """The gradient of the forward KL is pi - teacher for the token that is sent: 1 - 0.4; the others are alike."""
+    logits = torch.tensor([[20.0, 0.0, 0.0]], requires_grad=True)
+    loss, _ = Distill().formula(logits=logits, teacher_likeliest=likeliest(TEACHER, 0))
+    loss.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad[0].tolist() == pytest.approx([0.6, -0.3, -0.3], abs=1e-5)
+    of_others = math.log(2) - 20  # logprob of the two others together
+    assert float(loss.detach()) == pytest.approx(0.4 * math.log(0.4) + 0.6 * (math.log(0.6) - of_others), rel=1e-5)
+
+
 @pytest.mark.parametrize("divergence", ["forward", "reverse"])
 def test_certain_models_make_no_nan(divergence: str) -> None:
     for certain in ([50.0, -50.0, -50.0], [-50.0, 50.0, 0.0]):
