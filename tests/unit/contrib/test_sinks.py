@@ -27,6 +27,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.entities: Any = None
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -57,16 +58,19 @@ def test_a_run_of_the_package_gets_the_numbers_of_each_step(
     assert rest == [("log", ({"reward/pass@4": 0.75},), {"step": 3}), ("finish", (), {})]
 
 
-def test_mlflow_gets_them_under_names_that_it_takes(run: config.RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_them_in_one_request_under_names_that_it_takes(
+    run: config.RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Recorder()
+    made.entities = SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, step))
     monkeypatch.setitem(sys.modules, "mlflow", made)
     sink = sinks.MLflow(run)
-    sink.write(3, ROW)
+    sink.write(3, ROW | {"entropy": 0.5})
     sink.close()
     assert [name for name, _, _ in made.calls] == [
-        *("MlflowClient", "get_experiment_by_name", "create_experiment", "create_run", "log_metric", "set_terminated")
+        *("MlflowClient", "get_experiment_by_name", "create_experiment", "create_run", "log_batch", "set_terminated")
     ]
-    assert made.calls[-2][1:] == (("r1", "reward/pass_4", 0.75), {"step": 3})
+    assert made.calls[-2][1:] == (("r1",), {"metrics": [("reward/pass_4", 0.75, 3), ("entropy", 0.5, 3)]})
 
 
 @pytest.mark.parametrize("kind", [sinks.MLflow, sinks.SwanLab, sinks.Trackio])
