@@ -229,7 +229,7 @@ class Reply:
         if not 0 <= begin <= len(self._tokens):
             raise EngineError(f"the server skipped tokens: got {len(self._tokens)}, the next chunk starts at {begin}")
         self._tokens[begin:] = [int(entry[1]) for entry in entries]
-        self._logprobs[begin:] = [float("nan") if entry[0] is None else float(entry[0]) for entry in entries]
+        self._logprobs[begin:] = [_number(entry[0]) for entry in entries]
         if self._has_support:
             self._take_supports(meta, entries)
         if self._has_likeliest:
@@ -255,7 +255,7 @@ class Reply:
         begin = len(self._tokens) - len(places)
         if len(places) < num_new or not 0 <= begin <= len(self._likeliest):
             raise EngineError(f"the server gave the likeliest tokens at {len(places)} places, of {num_new}")
-        self._likeliest[begin:] = [[(float(one[0]), int(one[1])) for one in place] for place in places]
+        self._likeliest[begin:] = [[(_number(one[0]), int(one[1])) for one in place] for place in places]
 
     def _version(self, text: str) -> Version:
         version = self._stamps.read(text)
@@ -271,6 +271,11 @@ def require_support(meta: Mapping[str, Any]) -> tuple[list[list[int]], list[floa
             "0.5.23), and the trainer needs them; use top_p = 1.0, top_k = 0, or a newer SGLang"
         )
     return supports, logprobs
+
+
+def _number(logprob: float | None) -> float:
+    """Return a logprob of the server, whose JSON has null for NaN."""
+    return float("nan") if logprob is None else float(logprob)
 
 
 def _raise_failure(body: Mapping[str, Any]) -> None:

@@ -260,6 +260,12 @@ def test_a_place_has_its_likeliest_tokens(is_incremental: bool) -> None:
     silent = Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), has_likeliest=True)
     with pytest.raises(EngineError, match="the likeliest tokens at 0 places, of 1"):
         silent.take_whole(body([5], finish_reason=LENGTH), late_tokens=0)
+    broken = Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), has_likeliest=True)
+    nulls = body([5], finish_reason=LENGTH, output_top_logprobs=[[[None, 5, None]]])  # of weights that make NaN
+    nulls["meta_info"]["output_token_logprobs"][0][0] = None
+    broken.take_whole(nulls, late_tokens=0)
+    with pytest.raises(EngineError, match="NaN logprobs"):
+        broken.generation()
 
 
 def test_a_cut_distribution_is_asked_for_with_the_most_tokens_that_may_be_left() -> None:

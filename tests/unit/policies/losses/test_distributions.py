@@ -40,7 +40,7 @@ def centered(token: int, *known: int, cap: float = 2.0, advantage: float = 1.0) 
         logits=logits,
         behavior_likeliest=likeliest(MU, *known),
     )
-    loss.sum().backward()
+    loss.sum().backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
     return float(loss.detach()), logits.grad[0].tolist()
 
@@ -84,7 +84,7 @@ def distilled(*known: int, divergence: str = "forward") -> tuple[float, list[flo
     loss, _ = Distill(divergence=divergence).formula(  # type: ignore[arg-type]
         logits=logits, teacher_likeliest=likeliest(TEACHER, *known)
     )
-    loss.sum().backward()
+    loss.sum().backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
     return float(loss.detach()), logits.grad[0].tolist()
 
@@ -111,7 +111,7 @@ def test_a_student_that_is_certain_still_learns_of_the_tokens_that_are_not_sent(
     """The gradient of the forward KL is pi - teacher for the token that is sent: 1 - 0.4; the others are alike."""
     logits = torch.tensor([[20.0, 0.0, 0.0]], requires_grad=True)
     loss, _ = Distill().formula(logits=logits, teacher_likeliest=likeliest(TEACHER, 0))
-    loss.sum().backward()
+    loss.sum().backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
     assert logits.grad[0].tolist() == pytest.approx([0.6, -0.3, -0.3], abs=1e-5)
     of_others = math.log(2) - 20  # logprob of the two others together
@@ -126,6 +126,6 @@ def test_certain_models_make_no_nan(divergence: str) -> None:
         loss, _ = Distill(divergence=divergence).formula(  # type: ignore[arg-type]
             logits=logits, teacher_likeliest=never
         )
-        loss.sum().backward()
+        loss.sum().backward()  # type: ignore[no-untyped-call]
         assert logits.grad is not None
         assert bool(torch.isfinite(loss).all()) and bool(torch.isfinite(logits.grad).all())
