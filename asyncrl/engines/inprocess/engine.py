@@ -43,8 +43,8 @@ from asyncrl.weights.port import LoadReport, Source
 
 log = logging.getLogger(__name__)
 
-_MOST_PATCHES = 64
-"""Images whose patches are kept."""
+_PATCH_BYTES = 2**28
+"""Most bytes of patches that are kept. Those of one large photograph take 300 MB."""
 _PASSED_OVER_STEPS = 4
 """Prefills are batched. After this many decode steps even a single waiting request is prefilled."""
 
@@ -214,9 +214,9 @@ class InProcessEngine(EngineAdapter):
                         f"image {one.ref.digest[:12]} has the grid {grid} here, and {one.ref.grid} in its prompt: is "
                         "preprocessor_config.json another one?"
                     )
-                if len(self._patches) >= _MOST_PATCHES:
-                    del self._patches[next(iter(self._patches))]
                 self._patches[one.ref.digest] = known
+                while sum(kept.nbytes for kept in self._patches.values()) > _PATCH_BYTES and len(self._patches) > 1:
+                    del self._patches[next(iter(self._patches))]
             found.append(Seen(ref=one.ref, patches=known))
         return tuple(found)
 

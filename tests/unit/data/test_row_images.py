@@ -33,6 +33,10 @@ def opened(folder: Path, model: Path, rows: list[dict[str, Any]], **images: Any)
     (folder / "a.png").write_bytes(PICTURE)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return over(path, model, **images)
+
+
+def over(path: Path, model: Path, **images: Any) -> PromptDataset:
     return PromptDataset.open(
         DataSection(path=str(path), image_key="images", chat_template=True, shuffle=False),
         tokenizer=load_tokenizer(model),
@@ -40,10 +44,10 @@ def opened(folder: Path, model: Path, rows: list[dict[str, Any]], **images: Any)
         limits=RowLimits(reads_images=True),
         images=RowImages(
             processor=ImageProcessor(model),
-            store=ImageStore(folder=folder / "kept"),
+            store=ImageStore(folder=path.parent / "kept"),
             section=ImagesSection(**images),
             key="images",
-            folder=folder,
+            folder=path.parent,
         ),
     )
 
@@ -56,6 +60,18 @@ def test_a_row_shows_its_image_by_digest_and_place(tmp_path: Path, model: Path) 
     token = ImageProcessor(model).token
     assert [place for place, one in enumerate(row.tokens.tolist()) if one == token] == [image.start, image.start + 1]
     assert (tmp_path / "kept" / image.digest).read_bytes() == PICTURE
+
+
+def test_a_parquet_file_holds_its_images(tmp_path: Path, model: Path) -> None:
+    """As Hugging Face's data sets write them."""
+    path, parquet = tmp_path / "rows.parquet", pytest.importorskip("pyarrow.parquet")
+    images = [{"bytes": PICTURE, "path": None}, {"bytes": PICTURE, "path": "a.png"}]
+    parquet.write_table(
+        pytest.importorskip("pyarrow").Table.from_pylist([{"prompt": "is <image> <image>?", "images": images}]), path
+    )
+    row = over(path, model).at(0)
+    assert row is not None
+    assert [(image.digest, image.num_tokens) for image in row.images] == [(digest_of(PICTURE), 2)] * 2
 
 
 def test_a_broken_image_costs_its_row_and_says_why_once(
