@@ -19,13 +19,14 @@ import transformers
 from numpy.typing import NDArray
 
 from asyncrl.engines.generation import SpanRecorder, Version
-from asyncrl.engines.inprocess.eyes import Eyes, Seen, delta
 from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
+from asyncrl.engines.inprocess.vision import VisionLanguageModel, delta
 from asyncrl.engines.stopping import StopWatch
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import dtype_for, unrouted_rows
+from asyncrl.policies.batching.images import Picture
 from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.model_tensors import Shapes
@@ -55,7 +56,7 @@ class RunningSequence:
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     finish_reason: str = ""
     experts: list[NDArray[Any]] = field(default_factory=list)
-    images: Sequence[Seen] = ()
+    images: Sequence[Picture] = ()
 
     @property
     def identity(self) -> bytes:
@@ -110,7 +111,7 @@ class Decoder:
         self._cache = KVCache()
         self._window = _window(of_text)
         self._experts = ExpertRecorder(self._model) if reports_experts else None
-        self._eyes = Eyes(self._model) if has_vision(self._model.config) else None
+        self._vision = VisionLanguageModel(self._model) if has_vision(self._model.config) else None
         self._rows_changed = True
         self._lengths = self._temperatures = self._deltas = torch.empty(0)
         self.num_sampled = 0
@@ -222,11 +223,11 @@ class Decoder:
         mask: torch.Tensor,
         *,
         keep: int | torch.Tensor,
-        images: Sequence[Sequence[Seen]] = (),
+        images: Sequence[Sequence[Picture]] = (),
     ) -> torch.Tensor:
         """Return logits [n, kept, V].  images: of each prompt, in a prefill"""
-        if self._eyes is not None:
-            return self._see(self._eyes, ids, positions, mask, keep=keep, images=images)
+        if self._vision is not None:
+            return self._forward_images(self._vision, ids, positions, mask, keep=keep, images=images)
         with self._rows_alone:
             result: torch.Tensor = self._model(
                 input_ids=ids,
@@ -238,22 +239,22 @@ class Decoder:
             ).logits
         return result
 
-    def _see(
+    def _forward_images(
         self,
-        eyes: Eyes,
+        model: VisionLanguageModel,
         ids: torch.Tensor,
         positions: torch.Tensor,
         mask: torch.Tensor,
         *,
         keep: int | torch.Tensor,
-        images: Sequence[Sequence[Seen]],
+        images: Sequence[Sequence[Picture]],
     ) -> torch.Tensor:
         """As ``_forward``, for a vision-language model."""
         if images:
-            arguments = eyes.prefill(ids, images)
+            arguments = model.prefill(ids, images)
         else:
             arguments = {"input_ids": ids, "position_ids": positions + self._deltas.to(self.device)[:, None]}
-        hidden = eyes.hidden(**arguments, attention_mask=mask, past_key_values=self._cache, use_cache=True)
+        hidden = model.hidden(**arguments, attention_mask=mask, past_key_values=self._cache, use_cache=True)
         kept = hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]
         logits: torch.Tensor = self._model.get_output_embeddings()(kept)
         return logits

@@ -26,7 +26,6 @@ from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
-from asyncrl.engines.inprocess.eyes import Seen
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
@@ -37,6 +36,7 @@ from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.likeliest import join as join_likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import Support
+from asyncrl.policies.batching.images import Picture
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import check_layout
 from asyncrl.weights.port import LoadReport, Source
@@ -180,9 +180,11 @@ class InProcessEngine(EngineAdapter):
             context_tokens=decoder.context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=decoder.vocabulary_size)
-        seen = await asyncio.get_running_loop().run_in_executor(self._reader, self._look, images) if images else ()
+        pictures = (
+            await asyncio.get_running_loop().run_in_executor(self._reader, self._read_images, images) if images else ()
+        )
         answer = RunningSequence(
-            images=seen,
+            images=pictures,
             prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32),
             sampling=sampling,
             uniforms=uniforms,
@@ -198,7 +200,7 @@ class InProcessEngine(EngineAdapter):
         finally:
             self._forget(request)
 
-    def _look(self, images: Sequence[ImageFile]) -> tuple[Seen, ...]:
+    def _read_images(self, images: Sequence[ImageFile]) -> tuple[Picture, ...]:
         """Return the images as patches. Raises PromptError."""
         if self._processor is None:
             self._processor = ImageProcessor(self._model_path)
@@ -217,7 +219,7 @@ class InProcessEngine(EngineAdapter):
                 self._patches[one.ref.digest] = known
                 while sum(kept.nbytes for kept in self._patches.values()) > _PATCH_BYTES and len(self._patches) > 1:
                     del self._patches[next(iter(self._patches))]
-            found.append(Seen(ref=one.ref, patches=known))
+            found.append(Picture(ref=one.ref, patches=known))
         return tuple(found)
 
     def _forget(self, request: _Request) -> None:

@@ -7,31 +7,22 @@ width (messages/images.py). A placeholder that the policy sampled itself stays t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from asyncrl.messages.images import ImageRef, positions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """An image of a prompt.  ref: where the prompt shows it;  patches: f32[t h w, patch size]"""
-
-    ref: ImageRef
-    patches: NDArray[np.float32]
+from asyncrl.messages.images import positions
+from asyncrl.policies.batching.images import Picture
 
 
-class Eyes:
+class VisionLanguageModel:
     """The vision tower and the decoder of a transformers model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def prefill(self, ids: torch.Tensor, images: Sequence[Sequence[Seen]]) -> dict[str, Any]:
+    def prefill(self, ids: torch.Tensor, images: Sequence[Sequence[Picture]]) -> dict[str, Any]:
         """Return the arguments of ``hidden`` for prompts.
 
         ids     i64[prompts, longest]
@@ -65,7 +56,7 @@ class Eyes:
         made: torch.Tensor = self._model.model.language_model(**arguments).last_hidden_state
         return made
 
-    def _features(self, images: Sequence[Seen]) -> list[torch.Tensor]:
+    def _features(self, images: Sequence[Picture]) -> list[torch.Tensor]:
         """Return the features of all placeholders f[tokens, H], those of the embedding first. Equal images are
         computed once: all answers of a group show the same."""
         numbers: dict[str, int] = {}
@@ -80,7 +71,7 @@ class Eyes:
         return [torch.cat([parts[number] for number in chosen]) for parts in of_each]
 
 
-def delta(num_tokens: int, images: Sequence[Seen]) -> int:
+def delta(num_tokens: int, images: Sequence[Picture]) -> int:
     """Return the position of the token behind a prompt, less its index: an image takes fewer positions than tokens."""
     if not images:
         return 0
