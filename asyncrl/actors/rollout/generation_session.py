@@ -16,10 +16,10 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.rollout.image_desk import ImageDesk
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress, Key
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.weight_follower import VersionNeed
+from asyncrl.actors.rollout.worker_images import SampleImages
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.errors import PromptError
@@ -47,7 +47,7 @@ class GenerationSession:
         progress: GroupProgress | None = None,
         own_seconds: float = 0.0,
         servers: Mapping[str, ServerAddress] = MappingProxyType({}),
-        images: ImageDesk | None = None,
+        images: SampleImages | None = None,
     ) -> None:
         """
         need          the weights that a call may start on

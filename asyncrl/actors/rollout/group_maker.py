@@ -16,13 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
-from asyncrl.actors.rollout.image_desk import ImageDesk, WorkerImages
 from asyncrl.actors.rollout.outages import Outages
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SlotLease
 from asyncrl.actors.rollout.teacher import Teachers
 from asyncrl.actors.rollout.weight_follower import VersionNeed
+from asyncrl.actors.rollout.worker_images import SampleImages, WorkerImages
 from asyncrl.config import plugins
 from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.errors import OUTAGES, EngineDied, EngineError, Outage, RewardError, RolloutError
@@ -225,7 +225,7 @@ class GroupMaker:
     async def _sample(self, prompt: PromptGroup, index: int, progress: GroupProgress | None) -> Rollout:
         if progress is not None:
             progress.rewind(index)  # after an outage it runs again, on the same answers
-        desk = None if self._images is None else ImageDesk(self._images, prompt)
+        images = None if self._images is None else SampleImages(self._images, prompt)
         session = GenerationSession(
             self.engine,
             sampling=prompt.sampling,
@@ -235,15 +235,15 @@ class GroupMaker:
             progress=progress,
             own_seconds=self._rules.sample_seconds,
             servers=self._servers,
-            images=desk,
+            images=images,
         )
         rollout = self._own_rollouts.get(prompt.dataset, self._rollout)
         try:
             async with session.waiting(on="harness" if getattr(rollout, "has_harness", False) else "rollout"):
                 with plugins.contain_exits():
                     made = await rollout(own_prompt(prompt), session, index=index)
-            if desk is not None and desk.own_files:
-                self._shown.setdefault(prompt.group_id, {}).update(desk.own_files)
+            if images is not None and images.own_files:
+                self._shown.setdefault(prompt.group_id, {}).update(images.own_files)
             return self._check(prompt, index, made, num_resumed=session.num_resumed)
         except EngineError:
             raise

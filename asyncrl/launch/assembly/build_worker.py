@@ -11,7 +11,6 @@ from pathlib import Path
 from asyncrl.actors.base import Actor
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
-from asyncrl.actors.rollout.image_desk import WorkerImages
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.server_book import ServerBook
 from asyncrl.actors.rollout.shared_engine import SharedEngine
@@ -19,6 +18,7 @@ from asyncrl.actors.rollout.teacher import Teachers, make_teachers
 from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.actors.rollout.worker_images import WorkerImages
 from asyncrl.adapters import learner_models, registry
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig

@@ -38,7 +38,7 @@ class WorkerImages:
         return ImageProcessor(self._model_path)
 
 
-class ImageDesk:
+class SampleImages:
     """The images of one sample. Its ``images`` of ``Generate`` (environments/port.py)."""
 
     def __init__(self, worker: WorkerImages, prompt: PromptGroup) -> None:
