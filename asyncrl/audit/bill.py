@@ -29,8 +29,6 @@ SERVER: Final = "server"
 ROLLED_BACK: Final = "rolled back"
 FATE_NAMES: Final = {"dropped": "stale"}
 AGAIN: Final = "sampled again"
-POINT: Final = 0.01
-"""A point of a held-out reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

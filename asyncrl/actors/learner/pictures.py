@@ -8,7 +8,6 @@ Tests: tests/actors/learner/test_pictures.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +24,6 @@ from asyncrl.messages.images import ImageRef
 from asyncrl.policies.batching.images import Picture
 
 _CACHE_BYTES: Final = 2**30
-
-PicturesOf = Callable[[TrajectoryGroup, Trajectory], tuple[Picture, ...]]
 
 
 class Pictures:
