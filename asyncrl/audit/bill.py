@@ -18,9 +18,11 @@ from typing import Any, Final
 
 from asyncrl.audit.recorded_groups import Fate, PromptFinder, prompt_id
 from asyncrl.bus.port import Record
+from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import group_id_of, sender_of
 
+ROLLOUT: Final = "rollout"
 LEARNER: Final = "learner"
 IDLE: Final = "idle"
 WAITING: Final = "waiting"
@@ -50,7 +52,7 @@ class Item:
     """GPU-seconds of one group, or of time that no group has.  actor: a worker, a server, or "learner" """
 
     actor: str
-    role: str = "rollout"
+    role: str = ROLLOUT
     fate: str
     gpu_seconds: float
     task: str = ""
@@ -76,7 +78,13 @@ class Bill:
         return sum(one.tokens for one in self.items if one.fate == "trained" and one.role != LEARNER)
 
     def cost(self, prices: Mapping[str, float]) -> float:
-        """Return the price of everything.  prices: of a GPU-hour, by actor, by role, or "" (all)"""
+        """Return the price of everything.  prices: of a GPU-hour, by actor, by role, or "" (all)
+
+        Raises ConfigError for a price of nobody here.
+        """
+        known = {ROLLOUT, LEARNER, SERVER, *(one.actor for one in self.items)}
+        for who in prices.keys() - known - {""}:
+            raise ConfigError(f"--price {who}={prices[who]:g}: not on this bill; {', '.join(sorted(known))} are")
         return sum(one.gpu_seconds * price_of(one, prices) for one in self.items) / 3600
 
     def by(self, name: str) -> dict[Any, float]:

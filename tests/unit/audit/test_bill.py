@@ -77,6 +77,8 @@ def test_a_price_is_that_of_the_worker_or_else_of_its_role_or_else_of_all() -> N
     for wrong in ("x", "w0=", "w0=-1", "w0=nan"):
         with pytest.raises(ConfigError, match="must be a price of a GPU-hour"):
             _prices([wrong])
+    with pytest.raises(ConfigError, match="--price rolout=2: not on this bill; learner, rollout, server, w0 are"):
+        bill.cost(_prices(["rolout=2"]))
 
 
 def test_a_gain_is_from_the_first_evaluation_to_the_last() -> None:
