@@ -45,11 +45,13 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("certify: name a run's folder, or a file with --check")
     if options.signers is not None:
         raise ConfigError("--signers: goes with --check")
+    if options.sign is not None and not options.sign.is_file():
+        raise ConfigError(f"--sign {options.sign}: no such key; ssh-keygen -t ed25519 makes one")
+    if options.sign is not None and str(options.out) == "-":
+        raise ConfigError("--sign: signs a file; name one with --out")
     found = certify(options.run_directory, version=options.version)
     text = json.dumps(found, indent=1) + "\n"
     if str(options.out) == "-":
-        if options.sign is not None:
-            raise ConfigError("--sign: signs a file; name one with --out")
         print(text, end="")
         return 0
     out = options.out or options.run_directory / f"certificate-{found['version']}.json"
@@ -95,6 +97,8 @@ def check(file: Path, directory: Path | None, *, signers: Path | None) -> int:
         print(f"and {len(different) - MOST_SHOWN} more")
     for line in missing[:MOST_SHOWN]:
         print(f"not checked: {line}")
+    if len(missing) > MOST_SHOWN:
+        print(f"and {len(missing) - MOST_SHOWN} more not checked")
     if not different:
         print(f"{file}: version {version} is as certified")
     return int(bool(different))
