@@ -17,14 +17,17 @@ import contextlib
 import difflib
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.cli import arguments
 from asyncrl.errors import ConfigError
+from asyncrl.os_process import own_command
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry, present
 
 if TYPE_CHECKING:
@@ -112,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
             )
         )
     else:
-        _print(found, strong, has_replayed=options.replay)
+        _print(found, strong, directory=options.run_directory, has_replayed=options.replay)
     return int(not has_found)
 
 
@@ -274,7 +277,7 @@ def _interval(values: tuple[float, float]) -> str:
 # -- what a person sees ------------------------------------------------------------------------------------------------
 
 
-def _print(found: _Found, strong: Sequence[Suspect], *, has_replayed: bool) -> None:
+def _print(found: _Found, strong: Sequence[Suspect], *, directory: Path, has_replayed: bool) -> None:
     now = f"{found.metric} is {found.now:.4g} since step {found.since} (to {found.step})"
     print(f"{now}, and was {found.normal:.4g} before")
     for note in found.notes:
@@ -297,7 +300,8 @@ def _print(found: _Found, strong: Sequence[Suspect], *, has_replayed: bool) -> N
         if found.replayed and found.left:
             print(f"replayed, {found.metric} is {_interval(found.replayed)}, and without them {_interval(found.left)}")
         if found.retract:
-            print(f"train without them: asyncrl regrade RUN_DIR --retract '{found.retract}'")
+            words = ["regrade", str(directory), "--retract", found.retract]
+            print(f"train without them: {own_command()} {shlex.join(words)}")
     elif has_replayed:
         print(f"nothing is found in {found.tests} tests: there is no small set of groups without which it is gone")
     elif strong:

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import math
+import shlex
 import shutil
 import statistics
 import sys
@@ -30,6 +31,7 @@ from asyncrl.audit.run_folder import Address, RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.os_process import own_command
 from asyncrl.policies.audit.entries import present
 from asyncrl.policies.groups.predicate import Predicate
 
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     first = regraded.first_step(trained=trained)
     found: dict[str, Any] = _as_json(regraded, first=first, trained=trained)
     if not options.json:
-        _print_changes(regraded, first=first, trained=trained)
+        _print_changes(regraded, first=first, trained=trained, retracts=retract is not None)
     if options.dry_run or not regraded.changed:
         if not regraded.changed:
             shutil.rmtree(out / "regrade", ignore_errors=True)
@@ -112,12 +114,13 @@ def run(options: argparse.Namespace) -> int:
         write = functools.partial(work.write, own, regraded, is_quiet=options.json)
         state = recorded.on_bus(old, write, token=token)
     found |= {"branch": str(out), "step": state}
-    again = f"--set run.name={branch.run.name}" + (f" --set reward.kind={options.reward}" if options.reward else "")
-    again += "".join(f" --set {item}" for item in options.overrides)
+    settings = [f"run.directory={branch.run.directory}"] if options.out else []
+    settings += [f"run.name={branch.run.name}", *([f"reward.kind={options.reward}"] if options.reward else [])]
+    again = "".join(f" --set {shlex.quote(item)}" for item in [*settings, *options.overrides])
     if options.json:
         print(json.dumps(found))
     else:
-        print(f"branch {out}: at step {state}; go on with: asyncrl run RUN.toml {again} --resume")
+        print(f"branch {out}: at step {state}; go on with: {own_command()} run RUN.toml{again} --resume")
     return 0
 
 
@@ -352,7 +355,7 @@ def _as_json(regraded: Regraded, *, first: int, trained: int) -> dict[str, Any]:
     }
 
 
-def _print_changes(regraded: Regraded, *, first: int, trained: int) -> None:
+def _print_changes(regraded: Regraded, *, first: int, trained: int, retracts: bool) -> None:
     if regraded.changes:
         print(f"{'task':>14}  {'groups':>7} {'changed':>8} {'advantages':>10}  {'reward':>8} {'now':>8}")
         for task, row in _rows(regraded.changes, by="task").items():
@@ -369,7 +372,7 @@ def _print_changes(regraded: Regraded, *, first: int, trained: int) -> None:
     parts = [f"{said['changed']} of {said['groups']} groups have other rewards, {said['other_advantages']} other "]
     parts[0] += "advantages"
     parts += [f"{said['failed']} cannot be graded"] if said["failed"] else []
-    parts += [f"{said['retracted']} retracted"] if said["retracted"] else []
+    parts += [f"{said['retracted']} retracted"] if retracts else []
     parts.append(f"the first step that differs is {first}" if first <= trained else f"no step up to {trained} differs")
     print("; ".join(parts))
 

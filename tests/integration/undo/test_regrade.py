@@ -35,6 +35,7 @@ from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.launch.assembly.data import open_rows
 from asyncrl.messages import PromptGroup, TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, PROMPTS, TRAJECTORIES, answer_key
+from asyncrl.os_process import own_command
 from asyncrl.policies.audit.entries import present
 from asyncrl.policies.groups.predicate import Predicate
 from asyncrl.rewards.completions import CompletionReader
@@ -280,7 +281,7 @@ def test_the_command_goes_on_where_it_was_interrupted_and_the_run_goes_on_from_i
     assert sorted(grades.read_bytes().splitlines()) == sorted(made.splitlines())
     assert "advantages; the first step that differs is " in said
     assert said.splitlines()[-1] == (
-        f"branch {out}: at step 6; go on with: asyncrl run RUN.toml --set run.name=run-regraded "
+        f"branch {out}: at step 6; go on with: {own_command()} run RUN.toml --set run.name=run-regraded "
         f"--set reward.kind={HERE}:right --resume"
     )
     lineage = lineage_of(out)
