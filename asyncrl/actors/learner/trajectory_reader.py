@@ -98,11 +98,12 @@ class TrajectoryReader:
         if gone := self._table.skip(record.sequence):
             log.warning("entries %d to %d of the trajectory log are gone, and were never read", gone[0], gone[-1])
         await self._validator.notice_restart(record)
+        image_problem = await self._validator.find_image_problem(record, self._table)
         is_inherited = record.sequence <= self._inherited
         if not is_inherited and self._inherited:
             self._table.begin_anew()
             self._inherited = 0
-        checked = self._validator.check(record, self._table, is_inherited=is_inherited)
+        checked = self._validator.check(record, self._table, is_inherited=is_inherited, image_problem=image_problem)
         group = checked.group
         arrival = self._table.arrive(
             record.sequence, group, now=time.monotonic(), is_counted=checked.is_counted, stored=record.stored

@@ -15,6 +15,7 @@ Tests: tests/actors/learner/test_validator.py.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,10 +146,32 @@ class Validator:
 
     # -- before the buffer ---------------------------------------------------------------------------------------------
 
-    def check(self, record: Record[TrajectoryGroup], table: GroupTable, *, is_inherited: bool = False) -> CheckResult:
+    async def find_image_problem(self, record: Record[TrajectoryGroup], table: GroupTable) -> str:
+        """Return why the images of an answer that is asked for cannot be trained; "" if they can, or there are none.
+
+        Keeps those that environments showed. Their files are read, hashed and decoded in a thread.
+        """
+        group, group_id = record.message, self.tickets.group_answered(record.key)
+        if group is None or not any(one.images for one in group.trajectories):
+            return ""
+        if group_id is None or not table.is_published(group_id) or not table.awaits(record.sequence, group_id):
+            return ""  # ``check`` rejects it
+        if self._pictures is None:
+            return "an answer shows an image, and the model reads text alone"
+        return await asyncio.to_thread(self._pictures.problem, group)
+
+    def check(
+        self,
+        record: Record[TrajectoryGroup],
+        table: GroupTable,
+        *,
+        is_inherited: bool = False,
+        image_problem: str = "",
+    ) -> CheckResult:
         """Check a record before its group is buffered.
 
-        is_inherited  it was stored before this incarnation began
+        is_inherited   it was stored before this incarnation began
+        image_problem  of ``find_image_problem``
 
         For a group that is not outstanding only the key is used, so no worker is judged by records that are read again.
         """
@@ -166,12 +189,7 @@ class Validator:
                 resume_points=table.resume_points,
                 asked=table.asked(group_id),
             )
-            if not problem and any(one.images for one in group.trajectories):
-                problem = (
-                    "an answer shows an image, and the model reads text alone"
-                    if self._pictures is None
-                    else self._pictures.problem(group)
-                )
+            problem = problem or image_problem
             if group.group_id != group_id:
                 problem = f"it says it is group {group.group_id}"
         if problem or group is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.pictures import Pictures
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.bus.port import Record
 from asyncrl.data.tiny_vision_model import make_tiny_vision_model
 from asyncrl.images.processor import ImageProcessor
 from asyncrl.images.reading import write_png
 from asyncrl.images.store import ImageStore, digest_of
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, replace
 from asyncrl.messages.images import ImageRef
+from asyncrl.policies.groups.table import GroupTable
+from tests.harness.learning import memory_bus
 
 PICTURE = write_png(16, 8, bytes(16 * 8 * 3))  # 2 x 1 tokens
 REF = ImageRef(digest=digest_of(PICTURE), grid=(1, 2, 4), start=1, num_tokens=2)
@@ -69,3 +74,28 @@ def test_images_that_contradict_their_answer_are_not_trained(
         assert "more than images.max_pixels" in Pictures(
             ImageStore(folder=tmp_path), processor, most_pixels=10
         ).problem(group(processor, image_files={REF.digest: PICTURE}))
+
+
+async def test_images_are_read_beside_the_event_loop_and_only_of_answers_that_are_asked_for(
+    processor: ImageProcessor, tmp_path: Path
+) -> None:
+    checked_by: list[threading.Thread] = []
+
+    class Checked(Pictures):
+        def problem(self, group: TrajectoryGroup) -> str:
+            checked_by.append(threading.current_thread())
+            return super().problem(group)
+
+    table = GroupTable(incarnation=0)
+    pictures = Checked(ImageStore(folder=tmp_path), processor, most_pixels=1000)
+    validator = Validator(memory_bus(), pictures=pictures)
+    asked = group(processor)
+    asked = replace(asked, trajectories=(replace(asked.trajectories[0], reward=1.0),))
+    record: Record[TrajectoryGroup] = Record(sequence=1, key="w0/0", message=asked)
+    assert await validator.find_image_problem(record, table) == ""
+    assert not checked_by
+    table.publish(0, position=0)
+    problem = await validator.find_image_problem(record, table)
+    assert "is nowhere" in problem
+    assert checked_by[0] is not threading.main_thread()
+    assert validator.check(record, table, image_problem=problem).problem == problem
