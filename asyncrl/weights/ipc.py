@@ -160,7 +160,9 @@ class _Handover:
                     with contextlib.suppress(ConnectionError):  # its process is gone
                         connection.sendall(_COME_IN)
                         is_reading = True
-                        has_taken = connection.recv(1) == _TAKEN  # nothing, if the other end was closed
+                        last = bytearray(len(_TAKEN))
+                        connection.recv_into(last)  # nothing, if the other end was closed
+                        has_taken = last == _TAKEN
                     is_reading = False
         except TimeoutError:
             raise WeightsError("the engine did not take its weights in time") from None

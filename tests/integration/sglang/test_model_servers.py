@@ -34,8 +34,8 @@ async def test_its_logprobs_of_an_answer_are_those_of_the_model(
     teacher = Teacher("big", kind=kind, tokenizer=old_model.tokenizer)
     tokens = np.random.default_rng(0).integers(4, 30, 40).astype(np.int32)
     for answer in (tokens, tokens[:1]):
-        found = await teacher.logprobs(PROMPT, answer, servers=servers)
-        assert np.abs(found - old_model.logprobs(PROMPT, answer)).max() < TOLERANCE
+        found = await teacher.score(PROMPT, answer, servers=servers)
+        assert np.abs(found.logprobs - old_model.logprobs(PROMPT, answer)).max() < TOLERANCE
     await teacher.close()
 
 

@@ -108,7 +108,7 @@ def test_the_password_of_the_servers_is_kept_and_a_damaged_one_refused(
 def test_workers_keep_their_passwords_and_leave_with_their_file(tmp_path: Path) -> None:
     def users() -> set[str]:
         config = json.loads((tmp_path / "nats-server.conf").read_text())
-        return {user["user"] for account in config["accounts"].values() for user in account["users"]}
+        return {user["user"] for account in config["accounts"].values() for user in account.get("users", ())}
 
     write(tmp_path, "--workers", "1", "--join", "gpu7", "gpu8.rack")
     roles = {"demo-learner", "demo-operator", "demo-observer", "demo-workers/w0", "demo-workers/e0"}

@@ -19,6 +19,7 @@ from asyncrl.cli.main import main
 from asyncrl.contrib.importers import megatron_checkpoint
 from asyncrl.contrib.importers.megatron_checkpoint import convert
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.data.tiny_vision_model import VisionArchitecture
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
@@ -59,8 +60,8 @@ def assert_same(first: Path, second: Path) -> None:
             assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
-def test_all_families_are_converted() -> None:
-    assert len(ARCHITECTURES) == len(FAMILIES)
+def test_all_families_but_those_that_read_images_are_converted() -> None:
+    assert len(ARCHITECTURES) == len(FAMILIES) - len(get_args(VisionArchitecture))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

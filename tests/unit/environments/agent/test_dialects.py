@@ -233,7 +233,11 @@ async def test_a_stream_is_kept_open_while_the_model_thinks(monkeypatch: pytest.
     [
         ("/v1/chat/completions", {"messages": []}, "messages is empty"),
         ("/v1/chat/completions", {"messages": [{"role": "robot"}]}, "messages\\[0\\].role must be one of"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "names no image",
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "n": 0}, "n must be a whole number"),
         (
