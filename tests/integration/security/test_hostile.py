@@ -118,9 +118,11 @@ def messages(draw: Any) -> tuple[Topic[Any], str, bytes]:
 
 
 def is_the_learners(topic: Topic[Any], key: str, data: bytes) -> bool:
-    """Return whether a learner could have written the message, or it takes a prompt's place; the server's permissions
-    then keep it away."""
+    """Return whether a learner could have written the message, or it takes the place of a prompt or of the learner's
+    state; the server's permissions then keep it away."""
     if topic is PROMPTS and group_id_of(key) is not None:
+        return True
+    if topic in LEARNERS and topic.kind == "state" and not key:
         return True
     try:
         decode(data, topic.message_type)
