@@ -171,7 +171,8 @@ SCHEMA: dict[str, str] = {
     "advantage/mean": "mean advantage over the batch's trained tokens, as the loss gets it; about 0 if whitened",
     "advantage/std": "standard deviation of the advantage over the batch's trained tokens; about 1 if whitened",
     "reward/same_in_group": "share of groups whose rewards are all equal; they train nothing",
-    "reward/*": "mean of a part that the reward function reports",
+    "reward/*": "mean of a part that the reward function reports; for category/NAME the share of answers that it says "
+    "are of this category",
     "evaluation/complete": "1 if every prompt of every data set was answered; 0: the means leave some prompts out",
     "evaluation/lag_steps": "steps by which the learner was ahead of the evaluated version when the evaluation ended",
     "evaluation/seconds": "time from the first prompt to the last answer",
@@ -195,6 +196,9 @@ SCHEMA: dict[str, str] = {
     "step",
     "length/trained": "histogram of tokens per rollout (all its parts), over the batch",
     "length/trained_mean": "mean number of tokens per rollout of the batch",
+    "length/solved_mean": "mean number of tokens of the batch's rollouts with a reward of at least 1; absent without "
+    "any",
+    "length/solved_max": "tokens of the longest of these rollouts",
     "length/parts_mean": "mean number of trajectories per rollout; 1 unless a rollout function returns several",
     "length/trained_tokens": "response tokens that the step trains; 0 if algorithm.mask_truncated masks every answer",
     "length/truncated_fraction": "share of rollouts truncated at max_new_tokens",

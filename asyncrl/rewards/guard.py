@@ -19,7 +19,7 @@ from asyncrl.config import plugins
 from asyncrl.errors import OUTAGES, ConfigError, MaybeOutage, Outage, RewardError
 from asyncrl.messages.user_copies import own_trajectory, read_only
 from asyncrl.outage import outage_kind
-from asyncrl.rewards.port import MOST_PARTS, Reward, Sample, part_problem
+from asyncrl.rewards.port import CATEGORY, MOST_PARTS, Reward, Sample, part_problem
 
 _LARGEST_METRIC: Final = 1e12
 MAX_THREADS: Final = 16
@@ -271,6 +271,9 @@ TOTALS: Final = ("score", "reward", "overall", "total")
 
 
 def _as_reward(value: Any, *, largest: float) -> Reward:
+    if isinstance(value, Mapping) and isinstance(name := value.get(CATEGORY), str):
+        reward = _as_reward({key: other for key, other in value.items() if key != CATEGORY}, largest=largest)
+        return Reward(value=reward.value, parts={**reward.parts, f"{CATEGORY}/{name}": 1.0})
     if isinstance(value, Reward):
         return Reward(value=_number(value.value), parts=_numbers(value.parts))
     if isinstance(value, Mapping) and (total := [name for name in TOTALS if name in value]):

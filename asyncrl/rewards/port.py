@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import RewardError
 from asyncrl.messages import Trajectory
 from asyncrl.messages.control import ServerAddress
+from asyncrl.policies.groups.validation import CATEGORY as CATEGORY
 from asyncrl.policies.groups.validation import MOST_PARTS as MOST_PARTS
 from asyncrl.policies.groups.validation import part_problem as part_problem
 from asyncrl.rewards.answers import after_thinking

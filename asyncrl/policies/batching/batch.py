@@ -19,6 +19,7 @@ from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
 from asyncrl.policies.batching.images import Picture
 from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.evaluation.results import pass_at_k
+from asyncrl.policies.groups.validation import CATEGORY
 from asyncrl.policies.metric import Histogram, Metric, histogram
 from asyncrl.policies.staleness.staleness import AgeWeight, ResumePoints, lag, per_token, statistics
 
@@ -368,15 +369,23 @@ def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
     if cut:
         metrics["rollout/support_mean"] = float(np.concatenate(cut).mean())
     metrics |= _pass_rates(groups) | _turn_metrics(rollouts)
+    if len(solved := np.array(lengths)[rewards >= SOLVED_AT]):
+        metrics |= {"length/solved_mean": float(solved.mean()), "length/solved_max": float(solved.max())}
     of_parts: dict[str, list[float]] = {}
     for first, *_ in rollouts:
         for name, value in first.reward_parts.items():
             of_parts.setdefault(name, []).append(value)
-    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in of_parts.items()}
+    return metrics | {f"reward/{name}": _mean_of_part(name, values, len(rollouts)) for name, values in of_parts.items()}
+
+
+def _mean_of_part(name: str, values: Sequence[float], num_rollouts: int) -> float:
+    """Return the mean over the rollouts that have the part; of a category over all: the share that is in it."""
+    is_category = f".{CATEGORY}/" in f".{name}"  # category/NAME, or PART.category/NAME with reward.parts
+    return sum(values) / (num_rollouts if is_category else len(values))
 
 
 SOLVED_AT: Final = 1.0
-"""An answer with at least this reward counts as solved in reward/pass@k."""
+"""An answer with at least this reward counts as solved in reward/pass@k and length/solved_*."""
 
 
 def _pass_rates(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:

@@ -29,6 +29,9 @@ from asyncrl.policies.staleness.staleness import ResumePoints, effective_version
 MOST_PARTS: Final = 64
 """Parts of one answer's reward. Each part is a metric of every step."""
 LARGEST_PART_NAME: Final = 128
+CATEGORY: Final = "category"
+"""The part category/NAME says what kind of answer it is. Answers without it count as 0 in the metric
+reward/category/NAME, which is the share of answers of the kind."""
 OWN_METRICS: Final = frozenset({"mean", "std", "same_in_group"})
 """Metrics of the learner. A part of a reward becomes the metric ``reward/NAME``, so it may not use these names."""
 

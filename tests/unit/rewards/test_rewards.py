@@ -228,6 +228,19 @@ async def test_a_score_is_the_reward_and_the_rest_of_the_dict_are_metrics(pred: 
     assert found == Reward(value=0.5, parts={"length": 3.0})
 
 
+def of_kinds(sample: Sample) -> dict[str, Any]:
+    return {"score": 0.0, "category": "no box"} if sample.label is None else {"right": 0.75, "category": sample.label}
+
+
+async def test_a_category_of_a_dict_is_a_part_that_does_not_count() -> None:
+    kinds = [sample(label=None), sample(label="late"), sample(label=3)]
+    assert await load(f"{HERE}:of_kinds")(kinds) == [
+        Reward(value=0.0, parts={"category/no box": 1.0}),
+        Reward(value=0.75, parts={"right": 0.75, "category/late": 1.0}),
+        Reward(value=3.75, parts={"right": 0.75, "category": 3.0}),  # a number is a part like others
+    ]
+
+
 def of_easy_r1(sample: Sample) -> dict[str, float]:
     return {"overall": 0.9, "format": 1.0, "accuracy": 0.8}
 

@@ -74,6 +74,30 @@ def rewarded(*rewards: float) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=0, prompt_tokens=np.zeros(1, np.int32), trajectories=trajectories)
 
 
+def test_categories_are_shares_of_all_answers_and_solved_ones_have_lengths_of_their_own() -> None:
+    made = group(0, version=5)  # rewards 0 and 1, or more of them
+    kinds = [{"category/no box": 1.0}, {"judge.category/no box": 1.0, "style": 0.5}]
+    trajectories = [
+        dataclasses.replace(made.trajectories[0], reward=reward, reward_parts=parts)
+        for reward, parts in zip((0.0, 1.0, 0.5, 0.0), (*kinds, {}, {"category/late": 1.0}), strict=True)
+    ]
+    of_two = {name: getattr(trajectories[1], name)[:2] for name in ("tokens", "response_mask", "behavior_logprobs")}
+    trajectories[1] = dataclasses.replace(trajectories[1], **of_two)
+    metrics = build(dataclasses.replace(made, trajectories=tuple(trajectories))).metrics
+    assert [metrics[f"reward/{name}"] for name in ("category/no box", "judge.category/no box", "style")] == [
+        *(0.25, 0.25, 0.5),
+    ]
+    assert metrics["length/solved_mean"] == metrics["length/solved_max"] == 2
+    unsolved = dataclasses.replace(made, trajectories=(trajectories[0], trajectories[2]))
+    assert not {"length/solved_mean", "length/solved_max"} & build(unsolved).metrics.keys()
+
+
+def build(made: TrajectoryGroup) -> batch.Batch:
+    return batch.build(
+        [made], algorithm=resolve(ALGORITHMS["grpo"]), policy_version=5, max_staleness=4, resume_points={}
+    )
+
+
 def test_a_group_whose_rewards_are_equal_is_filtered() -> None:
     assert filters.dynamic_sampling(rewarded(1.0, 0.0, 0.0))
     for equal in ((1.0, 1.0), (0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (0.5,)):
