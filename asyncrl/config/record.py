@@ -37,6 +37,7 @@ def as_table(run: RunConfig, *, has_defaults: bool = False) -> dict[str, Any]:
                     table[name][key] = hide_secrets(table[name][key])
     if run.servers:
         table["servers"] = {name: _server(section) for name, section in run.servers.items()}
+    table["staleness"]["max_staleness"] = run.staleness_bound  # another release may choose another
     for name in _WITH_PATH:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())

@@ -22,6 +22,7 @@ from asyncrl.config.models import CriticSection, ReferenceSection, TeacherSectio
 from asyncrl.config.reward import RewardSection
 from asyncrl.config.servers import ServerSection, check_names
 from asyncrl.config.staleness import StalenessSection
+from asyncrl.config.staleness_bound import bound_for
 
 _LONGEST_NAME: Final = 128
 _MEAN_KEPT: Final = 64
@@ -484,8 +485,16 @@ class RunConfig:
 
     @property
     def max_staleness(self) -> int:
-        """The bound that the mode implies: 0 for sync, 1 for one_step_off, staleness.max_staleness for async."""
-        return {"sync": 0, "one_step_off": 1, "async": self.staleness.max_staleness}[self.run.mode]
+        """The bound that the mode implies: 0 for sync, 1 for one_step_off, that of [staleness] for async."""
+        return {"sync": 0, "one_step_off": 1, "async": self.staleness_bound}[self.run.mode]
+
+    @property
+    def staleness_bound(self) -> int:
+        """staleness.max_staleness as a number."""
+        bound, learner = self.staleness.max_staleness, self.learner
+        if bound == "auto":
+            return bound_for(learner.learning_rate, trains_adapters=learner.lora.rank > 0)
+        return bound
 
     @property
     def window(self) -> int:

@@ -17,8 +17,10 @@ _WAITING_ORDERS: Final = ("oldest_first", "in_order")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessSection:
-    max_staleness: int = 4
-    """Maximum age of a trained token, in policy versions. 0 is synchronous RL."""
+    max_staleness: int | Literal["auto"] = "auto"
+    """Maximum age of a trained token, in policy versions. 0 is synchronous RL. auto: the largest up to 8 that was shown
+    to cost nothing: learner.learning_rate x age is at most 3.2e-5, so 8 up to 4e-6, 4 at 8e-6, 1 above 1.6e-5. 4 for
+    rates that this says nothing of: those of adapters, and from 1e-3 on (docs/results/old_tokens.md)."""
     admission: Literal["needed", "full"] = "needed"
     """How many groups are outstanding in async. needed: as many as keep the learner fed, so tokens are as young as they
     can be at no cost. full: always (max_staleness + 1) x groups_per_batch; needed never exceeds that."""
@@ -47,7 +49,10 @@ class StalenessSection:
     offpolicy/sequence_ess: it is computed from untruncated sequence ratios, as a share of the answers."""
 
     def __post_init__(self) -> None:
-        require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
+        require(
+            self.max_staleness == "auto" or self.max_staleness >= 0,
+            f'max_staleness must be "auto" or >= 0 (0 trains on-policy), got {self.max_staleness}',
+        )
         require(
             self.order in _WAITING_ORDERS or self.eviction != "wait",
             f'order = "{self.order}" passes over the old groups that eviction = "wait" waits for; use "drop"',

@@ -77,7 +77,13 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
             _value(item, arguments[0], where, _item_path(key, item, place)) for place, item in enumerate(value, 1)
         )
     if origin in (typing.Union, types.UnionType):
-        return _value(value, next(a for a in arguments if a is not type(None)), where, key)
+        words = [word for one in arguments if typing.get_origin(one) is Literal for word in typing.get_args(one)]
+        kind = next(one for one in arguments if one is not type(None))
+        if words and type(value) is not kind:
+            expected = " or ".join((_TOML_NAMES.get(kind, kind.__name__), *(f'"{word}"' for word in words)))
+            _require_type(value in words, where, key, expected, value, is_number=kind in _NUMBERS)
+            return value
+        return _value(value, kind, where, key)
     if origin is not None and issubclass(origin, Mapping):
         _require_type(isinstance(value, dict), where, key, "a table", value)
         if dataclasses.is_dataclass(arguments[-1]):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.adapters import learner_models, registry
 from asyncrl.config import RunConfig, secret_values
 from asyncrl.config.secret_values import hide_credentials
+from asyncrl.config.staleness_bound import beyond_what_was_shown
 from asyncrl.config.toml_text import toml_text
 from asyncrl.launch.assembly import data
 from asyncrl.launch.checks.run_file import check, check_before_torch
 from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes import gpus
-from asyncrl.policies.staleness.shown import beyond_what_was_shown
 from asyncrl.rewards.load import oddities as reward_oddities
 
 if TYPE_CHECKING:
@@ -204,7 +204,9 @@ def _default(section: Any, key: str) -> Any:
 
 def _consequences(summary: Summary) -> list[str]:
     run_config = summary.settings
-    bound = f"{summary.max_staleness} versions ({run_config.run.mode})"
+    is_chosen = run_config.run.mode == "async" and run_config.staleness.max_staleness == "auto"
+    why = f", for learning_rate {run_config.learner.learning_rate:g}" if is_chosen else ""
+    bound = f"{summary.max_staleness} versions ({run_config.run.mode}{why})"
     is_most = run_config.data.epochs and (summary.num_looked_at < summary.num_prompts or run_config.algorithm.filters)
     return [
         f"algorithm         {summary.algorithm}" + (f", {summary.paper}" if summary.paper else ""),

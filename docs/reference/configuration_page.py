@@ -113,7 +113,7 @@ def _type(hint: Any) -> str:
     if origin is tuple:
         return f"list of {_type(arguments[0])}"
     if origin in (typing.Union, types.UnionType):
-        return _type(arguments[0])
+        return ", ".join(_type(one) for one in arguments if one is not types.NoneType)
     if dataclasses.is_dataclass(hint) or (origin is not None and issubclass(origin, Mapping)):
         return "table"
     return _NAMES.get(hint, str(getattr(hint, "__name__", hint)))

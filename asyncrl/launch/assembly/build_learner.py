@@ -48,6 +48,7 @@ from asyncrl.launch import colocated, secret_files
 from asyncrl.launch.assembly import data
 from asyncrl.launch.assembly.recorders import open_recorders
 from asyncrl.launch.checks import resume_checks, signal_files
+from asyncrl.logs import print_line
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
 from asyncrl.metrics.alarms import (
@@ -101,6 +102,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         await asyncio.to_thread(images.publish, shown, is_kept=True)
     if not resume:
         await asyncio.to_thread(data.say_first_prompts, rows, sets, of_reward=reward_oddities(run.reward))
+        _say_bound(run)
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus, pictures=pictures)
     learner, prompts = assemble_learner(
@@ -419,6 +421,12 @@ def _prompt_limits(run_files: Sequence[Mapping[str, Any]]) -> PromptSpec:
 def _are_sampled(run: RunConfig) -> bool:
     """Whether answers come from a policy with logprobs; answers given by the data have none."""
     return rollout_functions.traits(run.rollout.function).samples
+
+
+def _say_bound(run: RunConfig) -> None:
+    """Print the staleness bound if the run chose it."""
+    if run.run.mode == "async" and run.staleness.max_staleness == "auto" and _are_sampled(run):
+        print_line(f"staleness       at most {run.max_staleness}, for learning_rate {run.learner.learning_rate:g}")
 
 
 async def _starting_point(

@@ -215,7 +215,10 @@ MISTAKES = {
     "capitals": ("algorithm.name=GRPO", "algorithm.name: 'GRPO' is unknown; did you mean 'grpo'?"),
     "file for a module": ("reward.kind=a/b.py:f", "; name the module, not its file: 'a.b'"),
     "wrong type": ("run.steps=many", "run: steps must be a whole number, got 'many'"),
-    "wrong range": ("staleness.max_staleness=-1", "max_staleness must be >= 0 (0 trains on-policy), got -1"),
+    "wrong range": (
+        "staleness.max_staleness=-1",
+        """max_staleness must be "auto" or >= 0 (0 trains on-policy), got -1""",
+    ),
     "text for a token": ('rollout.stop_token_ids=["a"]', "stop_token_ids must be a whole number, got 'a'"),
     "no list of tokens": ("rollout.stop_token_ids=a", "stop_token_ids must be a list, got 'a'"),
     "no room in a message": ("bus.max_message_bytes=100", "bytes without its label, and 100 leave no room for it"),

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.adapters import registry
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.config import RunConfig, tables
+from asyncrl.config import RunConfig, override, record, run_file, tables
 from asyncrl.config.layout import Layout
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
@@ -52,6 +52,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "weights that do not fall": ({"weight": "exponential", "weight_rate": 0.0}, "weight_rate must be > 0, got 0.0"),
     "unknown weight": ({"weight": "quadratic"}, "weight must be one of 'exponential', 'inverse', 'linear'"),
     "unknown rule": ({"learning_rate": "sqrt"}, "learning_rate must be one of 'ess_sqrt', 'ess_linear', got 'sqrt'"),
+    "negative": ({"max_staleness": -1}, 'max_staleness must be "auto" or >= 0 (0 trains on-policy), got -1'),
+    "a word": ({"max_staleness": "none"}, """max_staleness must be a whole number or "auto", got 'none'"""),
     "no time": ({"wait_seconds": -1.0}, "wait_seconds must be >= 0 (0 is no limit), got -1.0"),
 }
 
@@ -80,6 +82,30 @@ def test_wait_eviction_is_the_default_unless_old_groups_are_handled_otherwise(
     section: dict[str, Any], waits: bool
 ) -> None:
     assert run_config(**section).staleness.waits is waits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        ([], 8),
+        (["learner.learning_rate=4e-6"], 8),
+        (["learner.learning_rate=8e-6"], 4),
+        (["learner.learning_rate=1e-5"], 3),  # 3.2e-5 / 1e-5
+        (["learner.learning_rate=1e-4"], 1),
+        (["learner.learning_rate=3e-3"], 4),  # a small model with random weights
+        (["learner.learning_rate=1e-5", "learner.lora={rank = 4}"], 4),  # adapters have rates of their own
+        (["learner.learning_rate=1e-4", "staleness.max_staleness=6"], 6),
+        (["run.mode=one_step_off"], 1),
+    ],
+)
+def test_the_bound_is_as_the_learning_rate_allows_unless_it_is_a_number(overrides: list[str], bound: int) -> None:
+    table: dict[str, Any] = {"model": {"path": "model"}, "data": {"path": "prompts.jsonl"}}
+    for item in overrides:
+        override(table, item)
+    run = run_file.from_table(table, where="run.toml")
+    assert run.max_staleness == bound
+    recorded = record.from_table(record.as_table(run), where="history.jsonl")
+    assert recorded.staleness.max_staleness == run.staleness_bound  # whatever "auto" means to a later release
 
 
 def test_the_algorithm_knows_the_rule_of_the_learning_rate() -> None:

@@ -1,8 +1,11 @@
-"""Which learning rates were shown to lose nothing with old tokens. Pure.
+"""How old tokens may be at a learning rate: the default of staleness.max_staleness, and what speaks against more. Pure.
 
 The bias of a step grows with staleness x learning rate (arXiv:2607.01083), and so does what was measured
 (docs/results/old_tokens.md): SmolLM2-135M with TIS equals synchronous training at 8e-6 and <= 4 versions, and loses at
 8e-6 and <= 8 or 16, and at 2e-5 and <= 4.
+
+Within that, a larger bound is faster and its tokens are no older, because the learner waits less for slow groups and
+only as many groups are outstanding as it needs (docs/results/performance.md).
 """
 
 from __future__ import annotations
@@ -11,14 +14,29 @@ from typing import Final
 
 LARGEST_SHOWN: Final = 8e-6 * 4
 """Largest learning rate x max_staleness at which no run with TIS lost."""
+_LARGEST: Final = 8
+"""The largest bound that was measured to be faster."""
+_UNKNOWN: Final = 4
+"""For rates that nothing here speaks of: adapters have rates of their own."""
 _OF_RANDOM_WEIGHTS: Final = 1e-3
 """Such rates are those of small models with random weights, which nothing here speaks of."""
+_ROUNDING: Final = 1 + 1e-9
+
+
+def bound_for(learning_rate: float, *, trains_adapters: bool) -> int:
+    """Return the default of staleness.max_staleness: 1 to 8 versions.
+
+    1e-6 to 4e-6: 8    8e-6: 4    1e-5: 3    2e-5 and more: 1    from 1e-3 on, and for adapters: 4
+    """
+    if trains_adapters or learning_rate >= _OF_RANDOM_WEIGHTS:
+        return _UNKNOWN
+    return max(1, min(_LARGEST, int(LARGEST_SHOWN * _ROUNDING / learning_rate)))
 
 
 def beyond_what_was_shown(learning_rate: float, max_staleness: int) -> str:
     """Return one line if nothing shows that such a run learns as a synchronous one does; else ""."""
     product = learning_rate * max_staleness
-    if product <= LARGEST_SHOWN * (1 + 1e-9) or learning_rate >= _OF_RANDOM_WEIGHTS:
+    if product <= LARGEST_SHOWN * _ROUNDING or learning_rate >= _OF_RANDOM_WEIGHTS:
         return ""
     return (
         f"learning_rate {learning_rate:g} x max_staleness {max_staleness} is {product:.2g}; some runs over "
