@@ -155,12 +155,16 @@ class EvaluationSection:
     """dedicated: GPUs for these workers; empty: the GPUs after those of the rollout workers."""
     timeout_seconds: float = 3600.0
     """An evaluation that takes longer is reported as incomplete; 0: no limit."""
+    enough: float = 1.0
+    """Share of all prompts whose answers end an evaluation. Below 1 it is reported as incomplete, and its means leave
+    the slowest prompts out, which are usually those with the longest answers."""
     datasets: tuple[EvaluationDataset, ...] = ()
     """The data sets: one table [[evaluation.datasets]] each."""
 
     def __post_init__(self) -> None:
         require(self.every_steps >= 0, f"every_steps must be >= 0 (0 is off), got {self.every_steps}")
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is off), got {self.timeout_seconds}")
+        require(0 < self.enough <= 1, f"enough must be in (0, 1], got {self.enough:g}")
         names = [dataset.name for dataset in self.datasets]
         for name in names:
             require(names.count(name) == 1, f"datasets: two are called {name!r}; metrics need a name for each")
@@ -182,6 +186,11 @@ class EvaluationSection:
             not best or (bool(metric) and any(one.name == dataset for one in self.datasets)),
             f"checkpoint: best = {best!r}: write DATASET/METRIC; evaluation.datasets are "
             f"{', '.join(one.name for one in self.datasets) or 'none'}",
+        )
+        require(
+            not best or self.enough == 1,
+            f"checkpoint: best compares complete evaluations, and evaluation.enough = {self.enough:g} leaves prompts "
+            "out; use enough = 1",
         )
         if not self.datasets:
             require(not self.every_steps, "evaluation: every_steps without [[evaluation.datasets]]; name one")

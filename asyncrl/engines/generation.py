@@ -23,6 +23,27 @@ Version = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReport:
+    """What an engine says of a request besides its tokens, as far as it does.
+
+    cached_tokens        tokens of the prompt whose keys and values the engine still had
+    queue_seconds        until the engine began to process the request; None: it does not say
+    first_token_seconds  until it sampled the first token, the queue included; None: it does not say
+    drafted_tokens       tokens that were proposed by speculative decoding
+    accepted_tokens      how many of these the model took
+    """
+
+    cached_tokens: int = 0
+    queue_seconds: float | None = None
+    first_token_seconds: float | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+NO_REPORT: Final = RequestReport()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """Tokens that an engine sampled after a prompt.
 
@@ -32,7 +53,7 @@ class Generation:
     finish_reason  empty while the generation is in progress
     experts        routing of the last tokens of prompt and answer (messages/routing.py); empty if the engine does not
                    report it
-    cached_tokens  tokens of the prompt whose keys and values the engine still had, as it reports them
+    report         of the request; if engines continued each other, of the last one
     support        of the tokens, if SamplingParams.reports_support
     likeliest      tokens at each place under the sampling distribution, if SamplingParams.top_logprobs
     """
@@ -42,7 +63,7 @@ class Generation:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
-    cached_tokens: int = 0
+    report: RequestReport = NO_REPORT
     support: Support = WHOLE
     likeliest: Likeliest = NONE
 
@@ -54,7 +75,7 @@ class Generation:
             version_spans=tuple(span for span in self.version_spans if span.start < count),
             finish_reason="",
             experts=self.experts[: max(0, len(self.experts) - max(0, len(self.tokens) - count))],
-            cached_tokens=self.cached_tokens,
+            report=self.report,
             support=self.support.first(count),
             likeliest=self.likeliest.first(count),
         )
@@ -73,7 +94,7 @@ class Generation:
             finish_reason=self.finish_reason,
             # The token before these was routed after it was sampled.
             experts=keep_last(self.experts, len(self.tokens) - count + 1),
-            cached_tokens=self.cached_tokens,
+            report=self.report,
             support=self.support.after(count),
             likeliest=self.likeliest.after(count),
         )
@@ -92,7 +113,7 @@ class Generation:
             version_spans=tuple(spans),
             finish_reason=rest.finish_reason,
             experts=join(self.experts, rest.experts, len(rest.tokens)),
-            cached_tokens=rest.cached_tokens,
+            report=rest.report,
             support=join_supports([(len(self.tokens), self.support), (len(rest.tokens), rest.support)]),
             likeliest=likeliest.join([(len(self.tokens), self.likeliest), (len(rest.tokens), rest.likeliest)]),
         )

@@ -105,6 +105,12 @@ SCHEMA: dict[str, str] = {
     "rollout/request_seconds": "time of a request to an engine, from its start to its last token, mean over each "
     "worker's last 256 requests and over workers",
     "rollout/longest_request_seconds": "longest of these requests, over workers",
+    "rollout/queue_seconds": "part of rollout/request_seconds before the engine began with the request; absent if the "
+    "engine does not say (SGLang without enable-metrics)",
+    "rollout/first_token_seconds": "part of rollout/request_seconds until the first token, the queue included; absent "
+    "as rollout/queue_seconds",
+    "rollout/draft_acceptance": "share of the tokens proposed by speculative decoding in these requests that the model "
+    "took; absent without any",
     "rollout/cached_prompt_ratio": "share of their prompts' tokens whose keys and values the engine still had; 0 for "
     "an engine that does not report it",
     "rollout/extra_samples": "samples of the batch's groups that were started in addition to group_size and not "

@@ -19,6 +19,7 @@ from asyncrl.actors.rollout.teacher import Teacher, Teachers
 from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.port import Bus
 from asyncrl.config import RolloutSection, ServerSection
+from asyncrl.engines.generation import RequestReport
 from asyncrl.engines.port import ServedTo
 from asyncrl.environments.load import load_rollout
 from asyncrl.errors import ConfigError, EngineDied, EngineError, Outage, RewardError
@@ -216,10 +217,18 @@ async def test_rows_choose_their_teacher(served: Any) -> None:
 
 def test_the_times_of_an_engines_last_requests_are_gauges() -> None:
     assert request_numbers([]) == {}
-    assert request_numbers([(1.0, 10, 0), (3.0, 30, 20)]) == {
+    silent = RequestReport(cached_tokens=20)
+    of_all = {
         "rollout/request_seconds": 2.0,
         "rollout/longest_request_seconds": 3.0,
         "rollout/cached_prompt_ratio": 0.5,
+    }
+    assert request_numbers([(1.0, 10, RequestReport()), (3.0, 30, silent)]) == of_all
+    told = RequestReport(queue_seconds=0.25, first_token_seconds=0.5, drafted_tokens=4, accepted_tokens=3)
+    assert request_numbers([(1.0, 10, told), (3.0, 30, silent)]) == of_all | {
+        "rollout/queue_seconds": 0.25,  # the mean over requests that say it
+        "rollout/first_token_seconds": 0.5,
+        "rollout/draft_acceptance": 0.75,
     }
 
 

@@ -388,6 +388,15 @@ async def test_a_watched_generation_knows_where_the_weights_changed(
 # -- life and death ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("adapter", ["inprocess"], indirect=True)
+async def test_a_request_says_how_long_it_waited_and_when_its_first_token_came(engine: Engine) -> None:
+    """SGLang's server says so with enable-metrics alone (test_reply.py)."""
+    report = (await engine.generate(PROMPT, SHORT, seed=4)).report
+    assert report.queue_seconds is not None
+    assert report.first_token_seconds is not None
+    assert 0 <= report.queue_seconds < report.first_token_seconds
+
+
 async def test_a_cancelled_generation_frees_its_place(engine: Engine) -> None:
     forever = SamplingParams(max_new_tokens=4000, ignore_eos=True)
     async with asyncio.TaskGroup() as tasks:

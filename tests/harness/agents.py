@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.engines.generation import Generation
+from asyncrl.engines.generation import Generation, RequestReport
 from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
@@ -128,7 +128,7 @@ class Scripted:
             logprobs=-(np.arange(1, len(ids) + 1) / 1000 + number).astype(np.float32),
             version_spans=tuple(spans),
             finish_reason="length" if is_cut else "stop",
-            cached_tokens=len(self.given[number - 1]) if number else 0,
+            report=RequestReport(cached_tokens=len(self.given[number - 1]) if number else 0),
         )
         self.answers.append(answer)
         return answer

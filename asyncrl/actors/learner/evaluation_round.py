@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -30,13 +31,20 @@ class EvaluationRound:
     """The prompts of all data sets, numbered consecutively, and what is known of their answers."""
 
     def __init__(
-        self, evaluation: Evaluation, sets: Sequence[EvaluationSet], *, recorder: AnswerRecorder | None = None
+        self,
+        evaluation: Evaluation,
+        sets: Sequence[EvaluationSet],
+        *,
+        recorder: AnswerRecorder | None = None,
+        enough: float = 1.0,
     ) -> None:
+        """enough: share of the prompts that must be settled, 0 to 1 (evaluation.enough)"""
         self.evaluation = evaluation
         self._recorder = recorder
         self._recorded = {its.name: recorder.picks(its) for its in sets} if recorder is not None else {}
         self._sets = tuple(sets)
         self._places = prompts_of(sets)
+        self._num_enough = math.ceil(round(enough * len(self._places), 6))  # 0.7 * 10 is a little more than 7
         self._verdicts = Verdicts(evaluation)
         self.answered: dict[int, Answered] = {}
         self.failed: dict[int, str] = {}
@@ -58,7 +66,7 @@ class EvaluationRound:
 
     @property
     def is_done(self) -> bool:
-        return len(self.answered) + len(self.failed) == len(self._places)
+        return len(self.answered) + len(self.failed) >= self._num_enough
 
     @property
     def is_complete(self) -> bool:
@@ -170,7 +178,7 @@ class AnswerCollector:
         self._problem = ""
 
     async def run(self) -> str:
-        """Run until every prompt is settled. Return "", or why no more answers can come."""
+        """Run until enough prompts are settled. Return "", or why no more answers can come."""
         through = await self._bus.last_sequence(EVALUATION_ANSWERS)
         if through <= self._round.evaluation.after:
             self._has_read.set()

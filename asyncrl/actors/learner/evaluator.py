@@ -207,7 +207,9 @@ class Evaluator:
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
         began = time.monotonic()
-        evaluation_round = self._round = EvaluationRound(evaluation, self._sets, recorder=self._recorder)
+        evaluation_round = self._round = EvaluationRound(
+            evaluation, self._sets, recorder=self._recorder, enough=self._section.enough
+        )
         engine_time = EngineTime(began=began)
         role = WORKER if self._section.place == "shared" else EVALUATION_WORKER
         collector = AnswerCollector(

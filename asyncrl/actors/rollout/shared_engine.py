@@ -14,7 +14,7 @@ from asyncrl.actors.activity import Activity
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
-from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.generation import Generation, PartialGeneration, RequestReport
 from asyncrl.engines.port import Engine
 from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, Wait
@@ -51,8 +51,8 @@ class SharedEngine:
         self._activity = Activity(num_sampled=self._num_sampled)
         self._liveness = EngineLiveness()
         self._tokens_answered = 0
-        self._requests: deque[tuple[float, int, int]] = deque(maxlen=LAST_REQUESTS)
-        """Of the last requests: seconds, prompt tokens, and how many of these the engine had in its cache."""
+        self._requests: deque[tuple[float, int, RequestReport]] = deque(maxlen=LAST_REQUESTS)
+        """Of the last requests: seconds, prompt tokens, and what the engine says of them."""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class SharedEngine:
         with self._activity.running(), self._liveness.expect():
             shown = {"images": images} if images else {}  # an engine of text need not know them
             generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial, **shown)
-        self._requests.append((time.monotonic() - began, len(tokens), generation.cached_tokens))
+        self._requests.append((time.monotonic() - began, len(tokens), generation.report))
         self._tokens_answered += max(0, len(generation.tokens) - num_known)
         return generation
 
@@ -102,13 +102,19 @@ class SharedEngine:
         }
 
 
-def request_numbers(requests: Collection[tuple[float, int, int]]) -> dict[str, float]:
-    """Return the gauges of an engine's last requests: (seconds, prompt tokens, cached prompt tokens) each."""
+def request_numbers(requests: Collection[tuple[float, int, RequestReport]]) -> dict[str, float]:
+    """Return the gauges of an engine's last requests: (seconds, prompt tokens, report) each."""
     if not requests:
         return {}
-    seconds, prompt, cached = zip(*requests, strict=True)
+    seconds, prompt, reports = zip(*requests, strict=True)
+    queued = [one.queue_seconds for one in reports if one.queue_seconds is not None]
+    until_first = [one.first_token_seconds for one in reports if one.first_token_seconds is not None]
+    drafted = sum(one.drafted_tokens for one in reports)
     return {
         "rollout/request_seconds": sum(seconds) / len(seconds),
         "rollout/longest_request_seconds": max(seconds),
-        "rollout/cached_prompt_ratio": sum(cached) / max(1, sum(prompt)),
+        "rollout/cached_prompt_ratio": sum(one.cached_tokens for one in reports) / max(1, sum(prompt)),
+        **({"rollout/queue_seconds": sum(queued) / len(queued)} if queued else {}),
+        **({"rollout/first_token_seconds": sum(until_first) / len(until_first)} if until_first else {}),
+        **({"rollout/draft_acceptance": sum(one.accepted_tokens for one in reports) / drafted} if drafted else {}),
     }

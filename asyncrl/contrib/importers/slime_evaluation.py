@@ -57,12 +57,14 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "custom_generate_function_path": "it takes other arguments than a rollout function here; wrap it: "
     'function = "package.module:f"',
     "eval_task_timeout": "evaluation.timeout_seconds limits a whole evaluation, rollout.timeout_seconds a sample",
-    "min_eval_samples": "an evaluation has every answer or is reported as incomplete",
     **dict.fromkeys(
-        ("eval_early_stop", "eval_early_stop_patience", "eval_early_stop_threshold", "eval_early_stop_min_samples"),
-        "an evaluation has every answer or is reported as incomplete",
+        (
+            *("eval_early_stop", "eval_early_stop_patience", "eval_early_stop_threshold"),
+            *("eval_early_stop_min_samples", "min_eval_samples"),
+        ),
+        "evaluation.enough is the share of all prompts whose answers end an evaluation",
     ),
-    "multimodal_keys": "prompts are text alone",
+    "multimodal_keys": "image_key names the column with images",
     **dict.fromkeys(("app_service", "remote_environment"), 'a service is a harness of rollout.function = "agent"'),
     "reward_model": 'a model that judges is reward = {kind = "llm_judge"}',
     "message_processor": "chat_template and chat_template_options make the prompt",

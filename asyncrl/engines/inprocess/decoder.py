@@ -57,6 +57,9 @@ class RunningSequence:
     finish_reason: str = ""
     experts: list[NDArray[Any]] = field(default_factory=list)
     images: Sequence[Picture] = ()
+    began: float | None = None
+    """When its prompt was taken up, and when its first token was there, by time.monotonic(); None: not yet."""
+    first_sampled: float | None = None
 
     @property
     def identity(self) -> bytes:

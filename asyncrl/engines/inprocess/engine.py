@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.adapter import EngineAdapter
-from asyncrl.engines.generation import Generation, PartialGeneration, Version
+from asyncrl.engines.generation import Generation, PartialGeneration, RequestReport, Version
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.stopping import StopReader
@@ -70,6 +70,7 @@ class Options:
 class _Request:
     answer: RunningSequence
     future: asyncio.Future[Generation]
+    asked: float
     passed_over: int = 0
 
     def __len__(self) -> int:
@@ -87,6 +88,10 @@ class _Request:
             experts=_experts(answer, begin, end),
             support=Support.of(answer.support[begin:end]),
             likeliest=join_likeliest([(1, one) for one in answer.likeliest[begin:end]]),
+            report=RequestReport(
+                queue_seconds=answer.began and answer.began - self.asked,
+                first_token_seconds=answer.first_sampled and answer.first_sampled - self.asked,
+            ),
         )
 
 
@@ -190,7 +195,7 @@ class InProcessEngine(EngineAdapter):
             uniforms=uniforms,
             stop=watch,
         )
-        request = _Request(answer, asyncio.get_running_loop().create_future())
+        request = _Request(answer, asyncio.get_running_loop().create_future(), asked=time.monotonic())
         partial.follow(request)
         self._alive()  # the engine may have ended while the stop strings were read
         self._waiting.append(request)
@@ -382,7 +387,10 @@ class InProcessEngine(EngineAdapter):
         """
         decoder.remove(leaving)
         if admitted:
+            began = time.monotonic()
             decoder.admit(admitted)
+            for answer in admitted:
+                answer.began, answer.first_sampled = began, time.monotonic()
             return
         while decoder.answers:
             self._step(decoder)

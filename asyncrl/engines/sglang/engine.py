@@ -317,7 +317,9 @@ class SGLangEngine(EngineAdapter):
             context_tokens=self._context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
+        asked = time.monotonic()
         async with self._places.place():
+            held_seconds = time.monotonic() - asked
             with (self._adapters or self._loader).in_use() as (version, names):
                 reply = Reply(
                     sent_version=version,
@@ -327,6 +329,7 @@ class SGLangEngine(EngineAdapter):
                     num_prompt_tokens=len(prompt_tokens),
                     has_support=sampling.reports_support,
                     has_likeliest=sampling.top_logprobs > 0,
+                    held_seconds=held_seconds,
                 )
                 partial.follow(reply)
                 request = self._request(prompt_tokens, sampling, seed=seed, stream=is_seen or not self._has_spans)

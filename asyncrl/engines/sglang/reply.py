@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.data.model_folder import ExpertCounts
-from asyncrl.engines.generation import Generation, SpanRecorder, Version
+from asyncrl.engines.generation import NO_REPORT, Generation, RequestReport, SpanRecorder, Version
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import ConfigError, EngineError, PromptError
 from asyncrl.images.store import ImageFile
@@ -127,6 +127,7 @@ class Reply:
     num_prompt_tokens  prompt tokens of the request
     has_support        whether the support of each token is asked for
     has_likeliest      whether the likeliest tokens at each place are asked for
+    held_seconds       how long the request waited before it was sent
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Reply:
         num_prompt_tokens: int = 0,
         has_support: bool = False,
         has_likeliest: bool = False,
+        held_seconds: float = 0.0,
     ) -> None:
         self._has_support = has_support
         self._has_likeliest = has_likeliest
@@ -155,7 +157,8 @@ class Reply:
         self._expert_counts = experts
         self._num_prompt_tokens = num_prompt_tokens
         self._experts: ExpertArray = NO_EXPERTS
-        self._cached_tokens = 0
+        self._held_seconds = held_seconds
+        self._report = NO_REPORT
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -201,7 +204,7 @@ class Reply:
             version_spans=self._spans.spans(len(self._tokens), begin=begin),
             finish_reason=str(self._finish.get("type")) if self._finish is not None else "",
             experts=keep_last(self._experts, len(self._tokens) - begin + 1) if begin else self._experts,
-            cached_tokens=self._cached_tokens,
+            report=self._report,
             support=Support.of(self._supports[begin:]),
             likeliest=Likeliest.of(self._likeliest[begin:]),
         )
@@ -235,7 +238,7 @@ class Reply:
         if self._has_likeliest:
             self._take_likeliest(meta, len(entries))
         self._finish = meta.get("finish_reason")
-        self._cached_tokens = int(meta.get("cached_tokens") or 0)
+        self._report = read_report(meta, held_seconds=self._held_seconds)
         if self._expert_counts is not None and (text := meta.get("routed_experts")):
             num_tokens = self._num_prompt_tokens + len(self._tokens)
             self._experts = read_experts(text, self._expert_counts, num_tokens=num_tokens)
@@ -260,6 +263,18 @@ class Reply:
     def _version(self, text: str) -> Version:
         version = self._stamps.read(text)
         return self._sent_version if self._keeps_version else version
+
+
+def read_report(meta: Mapping[str, Any], *, held_seconds: float) -> RequestReport:
+    """Return what the server says of a request: times with enable-metrics, and with its last tokens alone."""
+    queue, first = meta.get("queue_time"), meta.get("first_token_latency")
+    return RequestReport(
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        queue_seconds=None if queue is None else held_seconds + float(queue),
+        first_token_seconds=None if first is None else held_seconds + float(first),
+        drafted_tokens=int(meta.get("spec_num_proposed_drafts") or 0),
+        accepted_tokens=int(meta.get("spec_num_correct_drafts") or 0),
+    )
 
 
 def require_support(meta: Mapping[str, Any]) -> tuple[list[list[int]], list[float]]:

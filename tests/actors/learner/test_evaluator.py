@@ -66,12 +66,13 @@ class Incarnation:
     resume_points: Mapping[int, int] = field(default_factory=dict)
     its: EvaluationSet = field(default_factory=sums)
     channel: Channel = field(default_factory=Channel)
+    enough: float = 1.0
     results: dict[tuple[float, int], Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(
             self.bus,
-            section=section(every_steps=10, place="dedicated", timeout_seconds=0, at_end=False),
+            section=section(every_steps=10, place="dedicated", timeout_seconds=0, at_end=False, enough=self.enough),
             sets=[self.its],
             seed=0,
             last_step=100,
@@ -151,6 +152,20 @@ async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus:
     assert await bus.last_sequence(EVALUATION_PROMPTS) == 2
     row = incarnation.results[0, 20]
     assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("enough", "num_answers"), [(0.6, 3), (0.61, 4), (0.01, 1)])
+async def test_an_evaluation_ends_once_enough_prompts_have_answers(
+    bus: MemoryBus, enough: float, num_answers: int
+) -> None:
+    await bus.put(EVALUATION, LAST)
+    await answer(bus, LAST, *range(num_answers))
+    incarnation = Incarnation(bus, enough=enough)
+    await incarnation.evaluator.start()
+    await incarnation.until_idle()  # no worker answers the rest
+    row = incarnation.results[0, 20]
+    assert row["evaluation/complete"] == 0.0
+    assert (row["evaluation/sums/prompts"], row["evaluation/sums/missing"]) == (5.0, 5.0 - num_answers)
 
 
 async def test_an_engine_that_never_keeps_to_the_version_ends_its_evaluation_with_the_reason(

@@ -61,6 +61,7 @@ def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
             "aime: min_new_tokens must be <= max_new_tokens (8), got 20",
         ),
         ({"datasets": [AIME | {"system_prompt": "Be brief."}]}, "system_prompt needs chat_template = true"),
+        ({"enough": 0.0}, "enough must be in (0, 1], got 0"),
         ({"share": 0.0}, "share = 0 leaves no engine to evaluate on"),
         ({"share": 1.5}, "share = 1.5 is more than all rollout workers; use at most 1"),
         ({"place": "dedicated", "workers": 0}, "workers = 0 leaves no engine to evaluate on"),
@@ -83,6 +84,8 @@ def test_checkpoint_best_names_a_known_data_set(best: str, problem: str) -> None
         run_of({}, checkpoint={"best": best})
     with pytest.raises(ConfigError, match='place = "folder"'):
         run_of({"place": "folder"}, checkpoint={"best": "aime/mean@8"})
+    with pytest.raises(ConfigError, match="use enough = 1"):
+        run_of({"enough": 0.9}, checkpoint={"best": "aime/mean@8"})
 
 
 def test_data_sets_that_are_never_evaluated_are_refused() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.data.model_folder import ExpertCounts
-from asyncrl.engines.generation import Generation
+from asyncrl.engines.generation import Generation, RequestReport
 from asyncrl.engines.sglang.client import lines
 from asyncrl.engines.sglang.reply import Reply, sampling_params
 from asyncrl.engines.sglang.versions import Stamps
@@ -57,10 +57,17 @@ def test_a_request_overtaken_by_a_load_owns_its_first_token_to_the_old_weights()
     assert finished(reply.generation())[1] == [(0, 1), (1, 2)]
 
 
-def test_tokens_that_the_server_had_cached_are_counted() -> None:
-    reply = new_reply()
-    reply.take_whole(body([5], finish_reason=LENGTH, cached_tokens=32), late_tokens=0)
-    assert reply.generation().cached_tokens == 32
+def test_what_the_server_says_of_a_request_is_kept() -> None:
+    times = {"queue_time": 0.5, "first_token_latency": 0.75}
+    drafts = {"spec_num_proposed_drafts": 8, "spec_num_correct_drafts": 6}
+    reply = Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), held_seconds=2.0)
+    reply.take_whole(body([5], finish_reason=LENGTH, cached_tokens=32, **times, **drafts), late_tokens=0)
+    assert reply.generation().report == RequestReport(
+        cached_tokens=32, queue_seconds=2.5, first_token_seconds=2.75, drafted_tokens=8, accepted_tokens=6
+    )
+    bare = new_reply()
+    bare.take_whole(body([5], finish_reason=LENGTH), late_tokens=0)
+    assert bare.generation().report == RequestReport()
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])

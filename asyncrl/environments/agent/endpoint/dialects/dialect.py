@@ -49,7 +49,7 @@ def usage(replies: Sequence[Turn]) -> Json:
         "prompt_tokens": prompt,
         "completion_tokens": answers,
         "total_tokens": prompt + answers,
-        "prompt_tokens_details": {"cached_tokens": min(prompt, replies[0].answer.cached_tokens)},
+        "prompt_tokens_details": {"cached_tokens": min(prompt, replies[0].answer.report.cached_tokens)},
     }
 
 
