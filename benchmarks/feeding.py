@@ -205,7 +205,7 @@ def loopback() -> float:
     data = torch.zeros(_LOOPBACK_BYTES, dtype=torch.uint8)
     began = time.perf_counter()
     for piece in torch.split(data, feeding._PIECE_BYTES):
-        group.begin_feed(piece, 1).wait(group.info.timeout)
+        group.begin_feed(piece, 1)()
     group.receive_feed(torch.empty(1, dtype=torch.uint8), 1)
     seconds = time.perf_counter() - began
     group.close()
@@ -218,7 +218,7 @@ def _receive(port: int) -> None:
     group = RankGroup(open_store(info), info)
     for piece in torch.split(torch.empty(_LOOPBACK_BYTES, dtype=torch.uint8), feeding._PIECE_BYTES):
         group.receive_feed(piece, 0)
-    group.begin_feed(torch.zeros(1, dtype=torch.uint8), 0).wait(info.timeout)
+    group.begin_feed(torch.zeros(1, dtype=torch.uint8), 0)()
     for kind in (COMMAND, PART):  # until it says goodbye
         group.receive(0, kind)
     group.close()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -84,8 +84,8 @@ class Shares:
         """Send what the block of ranks that begins with ``first`` needs."""
         receivers = [first] if first else receivers_of(self._layout, 0)
         for piece in self.pieces(first) if receivers else ():
-            for sending in [group.begin_feed(torch.from_numpy(piece), rank) for rank in receivers]:
-                sending.wait(group.info.timeout)
+            for finish in [group.begin_feed(torch.from_numpy(piece), rank) for rank in receivers]:
+                finish()
 
     def pieces(self, rank: int) -> Iterator[NDArray[np.uint8]]:
         """Yield the bytes for a rank, its share and then the experts of its layers, in pieces as ``receive`` takes
@@ -120,14 +120,14 @@ class Shares:
 def receive(group: RankGroup, feed: Feed, layout: Layout) -> tuple[MicroBatch, ...]:
     """Receive this rank's share and pass it on. Raises RuntimeError if a rank is gone."""
     rank, data = group.info.rank, torch.empty(feed.num_bytes, dtype=torch.uint8)
-    receivers, sending = receivers_of(layout, rank), list[Any]()
+    receivers, sending = receivers_of(layout, rank), list[Callable[[], None]]()
     for piece in torch.split(data, _PIECE_BYTES):
         group.receive_feed(piece, sender_of(layout, rank))
-        for work in sending:
-            work.wait(group.info.timeout)
+        for finish in sending:
+            finish()
         sending = [group.begin_feed(piece, receiver) for receiver in receivers]
-    for work in sending:
-        work.wait(group.info.timeout)
+    for finish in sending:
+        finish()
     return unpack(data.numpy(), feed)
 
 

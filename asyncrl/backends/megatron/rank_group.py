@@ -21,12 +21,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -46,6 +47,8 @@ _GRACE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.05
 _GOODBYE: Final = timedelta(seconds=5)
 _LONGEST_PROBLEM: Final = 300
+_GLOO_PLACE: Final = re.compile(r"^\[\S*gloo/\S+\] (.*?)(?:\. This is typically .*)?$")
+"""Around what gloo says: where in its code, and guesses."""
 _LOOPBACK: Final = "127.0.0.1"
 _AGENT_KEY: Final = "asyncrl/learner"
 
@@ -223,7 +226,8 @@ class RankGroup:
         self.store = store
         self._why_ended = why_ended
         self._end = end
-        self._lost: list[str] = []
+        self._gone: list[str] = []
+        self._failed: list[str] = []
         self._losing = threading.Condition()
         self._is_handled = threading.Event()
         """Set once this process knows that a rank is gone, or closes."""
@@ -323,13 +327,24 @@ class RankGroup:
             self._gloo.recv([data], rank, kind).wait(timeout)
         return data.numpy().tobytes()
 
-    def begin_feed(self, piece: torch.Tensor, rank: int) -> Any:
-        """Begin to send bytes of a length that the other rank knows. Returns gloo's work, to wait for."""
-        return self._gloo.send([piece], rank, FEED)
+    def begin_feed(self, piece: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Begin to send bytes of a length that the other rank knows. Returns what waits until it has them.
+
+        Both raise RuntimeError if the rank is gone, or does not take them in time.
+        """
+        with _naming(rank, "takes none of its share"):
+            work = self._gloo.send([piece], rank, FEED)
+
+        def finish() -> None:
+            with _naming(rank, "takes none of its share"):
+                work.wait(self.info.timeout)
+
+        return finish
 
     def receive_feed(self, into: torch.Tensor, rank: int) -> None:
         """Receive bytes. Raises RuntimeError if the rank is gone, or does not send them in time."""
-        self._gloo.recv([into], rank, FEED).wait(self.info.timeout)
+        with _naming(rank, "passes no share on"):
+            self._gloo.recv([into], rank, FEED).wait(self.info.timeout)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -340,13 +355,14 @@ class RankGroup:
             problem = self.receive(rank, END).decode(errors="replace")
             if not problem:
                 return
-            lost = f"{name} failed: {problem}"
+            lost, known = f"{name} failed: {problem}", self._failed
         except RuntimeError:
             if self._is_handled.is_set():
                 return
             lost = f"{name} is gone: {self._why_ended(rank, 0.5) or 'its connection has ended'}"
+            known = self._gone
         with self._losing:
-            self._lost.append(lost)
+            known.append(lost)
             self._losing.notify_all()
         if not self._is_handled.wait(_GRACE_SECONDS):
             if self.info.rank == 0:  # the learner speaks for all
@@ -355,12 +371,15 @@ class RankGroup:
             self._end(1)
 
     def lost(self, *, within: float = 1.0) -> str:
-        """Name the ranks that are gone, and why; "" if none. Waits ``within`` seconds for one that is ending."""
+        """Name the ranks that are gone, and why; "" if none. Waits ``within`` seconds for one that is ending.
+
+        Of ranks that say why they fail it names the first: others fail because it did.
+        """
         with self._losing:
-            self._losing.wait_for(lambda: self._lost, within)
-            if self._lost:
+            self._losing.wait_for(lambda: self._gone or self._failed, within)
+            if self._gone or self._failed:
                 self._is_handled.set()
-            return "; ".join(self._lost)
+            return "; ".join([*self._gone, *self._failed[:1]])
 
     def fail(self, error: Exception) -> None:
         """Tell rank 0 why this rank fails."""
@@ -387,8 +406,18 @@ class Hello:
     settings: Mapping[str, str]
 
 
+@contextlib.contextmanager
+def _naming(rank: int, problem: str) -> Iterator[None]:
+    """Name the other rank in an error of gloo, which knows only an address."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"learner rank {rank} {problem}: {describe(error)}") from error
+
+
 def describe(error: Exception) -> str:
     """Return the error in one line: its first lines may be empty, or only say where it was found."""
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    text = _GLOO_PLACE.sub(r"\1", text)
     text = text if len(text) <= _LONGEST_PROBLEM else f"{text[:_LONGEST_PROBLEM]}..."
     return text if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {text}"

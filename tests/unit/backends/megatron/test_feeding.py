@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import queue
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -12,14 +16,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.backends.megatron import feeding
+from asyncrl.backends.megatron import feeding, rank_group
 from asyncrl.backends.megatron.feeding import Shares, receivers_of, sender_of
+from asyncrl.backends.megatron.rank_group import RankGroup, RankInfo, open_store
 from asyncrl.config.layout import Layout
 from asyncrl.messages import codec
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from tests.harness.backends import sequences
 from tests.harness.packing import pack
+from tests.harness.ports import free_ports
+from tests.harness.ranks import Ends
 
 BIG = Layout(ranks=128, tensor=4, pipeline=4, context=2, expert=16)
 
@@ -101,24 +108,14 @@ class Wire:
 
 class Group:
     def __init__(self, wire: Wire, rank: int) -> None:
-        self._wire, self.info = wire, Info(rank)
+        self._wire, self.info = wire, RankInfo(rank=rank)
 
-    def begin_feed(self, piece: torch.Tensor, rank: int) -> Info:
+    def begin_feed(self, piece: torch.Tensor, rank: int) -> Callable[[], None]:
         self._wire.queues[self.info.rank, rank].put(piece.clone())
-        return self.info
+        return lambda: None  # what was sent has been taken
 
     def receive_feed(self, into: torch.Tensor, rank: int) -> None:
         into.copy_(self._wire.queues[rank, self.info.rank].get(timeout=60))
-
-
-class Info:
-    timeout = None
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def wait(self, timeout: None) -> None:
-        """What was sent has been taken."""
 
 
 def test_shares_are_passed_on_piece_by_piece_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +134,53 @@ def test_shares_are_passed_on_piece_by_piece_to_every_rank(monkeypatch: pytest.M
         for rank, received in enumerate(receiving, start=1):
             expected = [in_layers(one, layers[layout.stage(rank)]) for one in given[layout.share(rank)]]
             assert all(is_same(*pair) for pair in zip(received.result(), expected, strict=True))
+
+
+class Mortal(RankGroup):
+    """A rank without the thread that keeps its connections open, so they end with it like those of a process."""
+
+    def _watch(self, rank: int) -> None:
+        pass
+
+    def die(self) -> None:
+        self._gloo = None
+        gc.collect()
+
+
+def test_a_rank_that_dies_while_shares_are_passed_on_ends_all_in_a_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0 -> 1, 2 and 1 -> 3: rank 3 dies after its first piece, which it got from rank 1."""
+    monkeypatch.setattr(feeding, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(rank_group, "_GOODBYE", timedelta(seconds=0.1))
+    layout, port = Layout(ranks=4, tensor=4), free_ports(1)[0]
+    shares = Shares([[row()]], layout, [None])
+
+    def join(rank: int) -> RankGroup:
+        info = RankInfo(rank=rank, ranks=4, host="127.0.0.1", port=port, timeout_seconds=60.0)
+        return (Mortal if rank else RankGroup)(open_store(info), info, end=Ends())
+
+    def receive(group: Mortal) -> str:
+        """As a process of this rank does."""
+        problem = ""
+        try:
+            feeding.receive(group, shares.feed(group.info.rank), layout)
+        except RuntimeError as error:
+            group.fail(error)
+            problem = str(error)
+        group.die()
+        return problem
+
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(join, range(4))
+        between, beside, dying = (group for group in others if isinstance(group, Mortal))
+        receiving = [threads.submit(receive, group) for group in (between, beside)]
+        sending = threads.submit(shares.send, first)
+        dying.receive_feed(torch.empty(1000, dtype=torch.uint8), 1)
+        dying.die()
+        assert re.match(r"learner rank 3 takes none of its share: RuntimeError: [^\[]", receiving[0].result())
+        with pytest.raises(RuntimeError, match=r"learner rank 1 takes none of its share"):
+            sending.result()
+        assert re.search(r"learner rank 3( on \S+ \(pid \d+\) is gone| takes none of its share)", first.lost())
+        first.close()
+        assert "learner rank 0 passes no share on" in receiving[1].result()
