@@ -289,7 +289,7 @@ class Loop:
             rollout=RolloutSection(
                 group_size=self.group_size,
                 max_new_tokens=4,
-                function=self.function if self.publish_every == 1 else "given",
+                function=self.function,
             ),
             learner=LearnerSection(
                 groups_per_batch=self.groups_per_batch,

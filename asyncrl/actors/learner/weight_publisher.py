@@ -25,6 +25,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import ACTORS, SENT, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.weights.after_write import AfterWrite
 from asyncrl.weights.port import Sender, WeightChannel
 
 if TYPE_CHECKING:
@@ -54,12 +55,15 @@ class WeightPublisher:
         waits: WaitTracker | None = None,
         resumed_from: int = 0,
         evaluator: Evaluator | None = None,
+        after_write: AfterWrite | None = None,
     ) -> None:
         """
         waits         the learner's wait tracker
         resumed_from  the policy version that the learner started from
         evaluator     learns of each stored version before its folder is announced
+        after_write   called for each stored version before that (weights.after_write)
         """
+        self._after_write = after_write
         self._evaluator = evaluator
         self._resumed_from = resumed_from
         self._waits = waits or WaitTracker()
@@ -133,12 +137,15 @@ class WeightPublisher:
         Return when it was published, and what was written.
         """
         taken, self._next = self._next or first, None
-        store = functools.partial(
-            self._channel.publish,
-            taken.snapshot,
-            incarnation=taken.incarnation,
-            policy_version=taken.policy_version,
-        )
+
+        def store() -> WeightVersion:
+            version = self._channel.publish(
+                taken.snapshot, incarnation=taken.incarnation, policy_version=taken.policy_version
+            )
+            if self._after_write is not None:
+                self._after_write(version)
+            return version
+
         note = f"of version {taken.policy_version}"
         try:
             with self._waits.waiting(

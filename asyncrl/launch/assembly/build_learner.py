@@ -78,6 +78,7 @@ from asyncrl.policies.groups.validation import GroupValidation, PromptSpec
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.window import NeededWindow
 from asyncrl.rewards.load import oddities as reward_oddities
+from asyncrl.weights.after_write import load_after_write
 from asyncrl.weights.port import WeightChannel
 
 # -- learner -----------------------------------------------------------------------------------------------------------
@@ -210,7 +211,14 @@ def assemble_learner(
         run,
         backend=backend,
         algorithm=algorithm,
-        weights=WeightPublisher(bus, channel, waits=waits, resumed_from=state.policy_version, evaluator=evaluator),
+        weights=WeightPublisher(
+            bus,
+            channel,
+            waits=waits,
+            resumed_from=state.policy_version,
+            evaluator=evaluator,
+            after_write=load_after_write(run.weights.after_write),
+        ),
         waits=waits,
         restore_from=restore_from,
         profile=registry.profiler(run),

@@ -30,6 +30,7 @@ from asyncrl.policies.evaluation.pinned_workers import num_pinned
 from asyncrl.policies.evaluation.results import metric_names
 from asyncrl.policies.groups.selection import own_order
 from asyncrl.rewards.load import SERVED_KINDS
+from asyncrl.weights.after_write import load_after_write
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -208,6 +209,7 @@ def _check_settings(run: RunConfig) -> None:
 
     check_sinks(run)
     Hooks(run.algorithm.hooks)
+    load_after_write(run.weights.after_write)
 
 
 def _check_data(run: RunConfig) -> None:
@@ -330,11 +332,12 @@ def _check_engine_and_channel(run: RunConfig) -> None:
                 engine.check_weight_updater(run.of_pool(pool))
         except ConfigError as error:
             raise ConfigError(f"rollout.pools.{pool}: {error}") from None
-    if run.weights.every_steps > 1 and rollout_functions.traits(run.rollout.function).samples:
+    most_steps = 1 if run.run.colocated else run.max_staleness + 1
+    if run.weights.every_steps > most_steps and rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
-            f'weights: every_steps {run.weights.every_steps} needs rollout.function = "given": each prompt is sampled '
-            "with the version it was published at or a newer one, so engines need them all; what publishing takes "
-            "holds up no step"
+            f"weights: every_steps {run.weights.every_steps}: the last step before a new version trains tokens that "
+            f"are {run.weights.every_steps - 1} versions old, and this run trains none older than {most_steps - 1} "
+            f"(staleness.max_staleness, run.mode, run.colocated); use at most {most_steps}"
         )
     if not engine.generates and rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(

@@ -42,8 +42,9 @@ class NeededWindow:
 
     @classmethod
     def from_run(cls, run: RunConfig) -> NeededWindow | None:
-        """Return the window of the run; None where it is always full: staleness.admission, and modes without slack."""
-        if run.run.mode != "async" or run.staleness.admission == "full":
+        """Return the window of the run; None where it is always full: staleness.admission, modes without slack, and
+        where steps wait for a version that others skip (weights.every_steps)."""
+        if run.run.mode != "async" or run.staleness.admission == "full" or run.weights.every_steps > 1:
             return None
         return cls(groups_per_batch=run.learner.groups_per_batch, largest=run.window)
 

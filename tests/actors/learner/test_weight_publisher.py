@@ -14,10 +14,11 @@ import pytest
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import WeightsSection
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import WEIGHTS
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.after_write import load_after_write
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker
@@ -131,8 +132,21 @@ async def test_a_channel_without_a_sender_announces_folders_only() -> None:
     assert bus.announced == [("folder", 1), ("folder", 2)]
 
 
-async def test_only_each_third_version_and_the_last_are_published(bus_factory: Any, tmp_path: Path) -> None:
-    loop, engine = Loop(await bus_factory(), tmp_path, steps=8, max_staleness=2, publish_every=3), Engine()
+@pytest.mark.parametrize("function", ["given", "single_turn"])
+async def test_only_each_third_version_and_the_last_are_published(
+    bus_factory: Any, tmp_path: Path, function: str
+) -> None:
+    """And what is sampled in between is not older than the bound."""
+    loop = Loop(
+        await bus_factory(),
+        tmp_path,
+        steps=8,
+        max_staleness=2,
+        publish_every=3,
+        function=function,
+        staleness={"admission": "needed"},
+    )
+    engine = Engine()
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), engine)))
         await loop.run_learner()
@@ -140,6 +154,46 @@ async def test_only_each_third_version_and_the_last_are_published(bus_factory: A
     assert set(engine.loads) <= {3, 6, 8}
     assert (await loop.bus.states(WEIGHTS))[""].policy_version == 8
     assert loop.recorder.rows[-1]["weights/version"] == 8
+    if function != "given":
+        assert max(row["staleness/max"] for row in loop.recorder.rows) == 2
+        assert all(row["staleness/dropped_groups"] == 0 for row in loop.recorder.rows)
+
+
+uploaded: list[tuple[str, int]] = []
+
+
+def upload(version: WeightVersion) -> None:
+    uploaded.append((version.uri, version.policy_version))
+
+
+def fail(version: WeightVersion) -> None:
+    raise RuntimeError(f"no room for {version.policy_version}")
+
+
+async def test_a_function_of_ones_own_has_each_version_before_engines_are_told_of_it() -> None:
+    uploaded.clear()
+    bus, channel = Recorded(), Channel(None)
+    for name, problem in (("upload", ""), ("fail", "weights.after_write: .*:fail raised RuntimeError: no room for 1")):
+        publisher = WeightPublisher(bus, channel, after_write=load_after_write(f"{__name__}:{name}"))
+        channel.may_write.release()
+        with pytest.raises(AsyncRLError, match=problem) if problem else contextlib.nullcontext():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    await publisher.publish(SNAPSHOT, incarnation=0, policy_version=1, num_engines=0, group=group)
+            except ExceptionGroup as error:
+                raise error.exceptions[0] from None
+        publisher.close()
+        assert bus.announced == [("folder", 1)]  # not a second time
+    assert uploaded == [((await bus.states(WEIGHTS))[""].uri, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("uploaded", "is a list, not a function"), ("Recorded", "function of one argument, version")],
+)
+def test_a_function_that_cannot_be_called_with_a_version_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^weights.after_write: .*{problem}"):
+        load_after_write(f"{__name__}:{name}")
 
 
 def test_there_is_no_version_between_two_steps() -> None:

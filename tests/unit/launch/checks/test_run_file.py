@@ -350,10 +350,12 @@ def test_evaluation_must_fit_the_context_of_sglang(make_run: RunMaker, tmp_path:
         summarize(config.load(path, SERVER))
 
 
-def test_engines_that_sample_need_every_version(make_run: RunMaker) -> None:
-    with pytest.raises(ConfigError, match='^weights: every_steps 2 needs rollout.function = "given"') as refused:
-        check(make_run("weights.every_steps=2"))
-    assert "\n" not in str(refused.value)
+def test_versions_are_published_before_tokens_get_too_old(make_run: RunMaker) -> None:
+    check(make_run("weights.every_steps=4", "staleness.max_staleness=3"))
+    for keys, most in ((("staleness.max_staleness=3",), 4), (("run.mode=sync",), 1), (("run.mode=one_step_off",), 2)):
+        with pytest.raises(ConfigError, match="^weights: every_steps 5: the last step before a new version") as refused:
+            check(make_run("weights.every_steps=5", *keys))
+        assert str(refused.value).endswith(f"use at most {most}")
 
 
 def test_own_rollout_function_may_sample_nothing(make_run: RunMaker) -> None:
