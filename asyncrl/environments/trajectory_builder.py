@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +117,12 @@ class TrajectoryBuilder:
         self._turn_rewards[self._turn] = self._turn_rewards.get(self._turn, 0.0) + reward
 
     def trajectory(
-        self, *, reward: float = math.nan, reward_parts: Mapping[str, float] | None = None, finish_reason: str = ""
+        self,
+        *,
+        reward: float = math.nan,
+        reward_parts: Mapping[str, float] | None = None,
+        finish_reason: str = "",
+        metadata: Mapping[str, Any] | None = None,
     ) -> Trajectory:
         """Return the trajectory of all turns so far.
 
@@ -125,6 +131,7 @@ class TrajectoryBuilder:
         reward_parts   each becomes the metric reward/NAME for every reward.kind; a part of the same name from the
                        reward function wins
         finish_reason  empty: that of the last answer; use "length" for a conversation that was cut off
+        metadata       left for hooks and filters: texts, numbers, lists and tables
 
         Raises ValueError if no turn is the model's.
         """
@@ -144,6 +151,7 @@ class TrajectoryBuilder:
             prompt_tokens=self._tokens[: self._num_prompt_tokens],
             turn_rewards=tuple(TurnReward(start=at, reward=value) for at, value in self._turn_rewards.items()),
             images=self.images,
+            metadata=dict(metadata or {}),
         )
 
     def _routed(self, answer: Generation) -> ExpertArray:

@@ -273,6 +273,7 @@ class Trajectory:
     teacher_logprobs   f32[T], what a served teacher gives each token, at temperature 1; empty without one
     images             all images of prompt and answer, in order; ``start`` counts from the prompt's first token
     teacher_likeliest  tokens at each place, under that teacher (teacher.top_logprobs)
+    metadata           what the rollout function leaves for hooks and filters; anything that msgpack can carry
     """
 
     tokens: NDArray[np.int32]
@@ -293,6 +294,7 @@ class Trajectory:
     images: tuple[ImageRef, ...] = ()
     likeliest: Likeliest = NONE
     teacher_likeliest: Likeliest = NONE
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_array(self, "tokens", np.int32)

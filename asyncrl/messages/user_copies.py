@@ -43,6 +43,7 @@ def own_trajectory(trajectory: Trajectory) -> Trajectory:
     return _changed(
         trajectory,
         reward_parts=dict(trajectory.reward_parts),
+        metadata=copy.deepcopy(trajectory.metadata),
         support=own_support(trajectory.support),
         likeliest=own_likeliest(trajectory.likeliest),
         teacher_likeliest=own_likeliest(trajectory.teacher_likeliest),

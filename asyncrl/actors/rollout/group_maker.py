@@ -25,9 +25,10 @@ from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.actors.rollout.worker_images import SampleImages, WorkerImages
 from asyncrl.config import plugins
 from asyncrl.environments.port import RolloutFn, Tokenizer
-from asyncrl.errors import OUTAGES, EngineDied, EngineError, Outage, RewardError, RolloutError
+from asyncrl.errors import OUTAGES, EngineDied, EngineError, MessageError, Outage, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
+from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.images import ImageRef, check_images
 from asyncrl.messages.rollout import label_text
@@ -39,6 +40,7 @@ from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 MOST_EXPLAINED: Final = 100
 NO_ROLLOUTS: Final[Mapping[str, RolloutFn]] = {}
+_LARGEST_METADATA: Final = 2**16
 _NO_PROMPT: Final = np.zeros(0, np.int32)
 
 Rollout = tuple[Trajectory, ...]
@@ -453,9 +455,25 @@ def check_rollout(
                 resumed=min(num_resumed, sampled) if is_alone or not num_resumed else sampled,
                 reward=given.reward,
                 reward_parts=dict(given.reward_parts),
+                metadata=_own_metadata(one),
             )
         )
     return tuple(parts)
+
+
+def _own_metadata(one: Trajectory) -> dict[str, Any]:
+    """Return a copy as the learner will get it. Raises ValueError for what cannot be sent."""
+    if not one.metadata:
+        return {}
+    try:
+        data = encode(one.metadata)
+    except MessageError as error:
+        raise ValueError(f"the metadata of its trajectory: {error}") from error
+    if len(data) > _LARGEST_METADATA:
+        raise ValueError(
+            f"the metadata of its trajectory has {len(data):,} bytes, and {_LARGEST_METADATA:,} are allowed"
+        )
+    return decode(data, dict)
 
 
 def _images_of(one: Trajectory, prompt: PromptGroup) -> tuple[ImageRef, ...]:

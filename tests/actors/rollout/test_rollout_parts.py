@@ -12,15 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.group_maker import GroupRules, check_rollout
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
+from asyncrl.config import AlgorithmSection
 from asyncrl.environments.port import Generate
 from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import RolloutError
-from asyncrl.messages import PromptGroup, SamplingParams, Trajectory, TurnReward
+from asyncrl.messages import PromptGroup, SamplingParams, Trajectory, TrajectoryGroup, TurnReward
 from asyncrl.policies.batching import packing
+from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.hooks import Hooks
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes
 from tests.harness.groups import trajectory
@@ -82,6 +86,48 @@ async def test_trains_each_part_of_a_rollout_once_with_its_advantage(bus: Bus, t
 def test_refuses_parts_that_cannot_be_trained(made: Any, problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=problem):
         check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9)
+
+
+class ByMetadata:
+    """A hook that trains no answer whose rollout function says so."""
+
+    def batch(self, batch: Batch, groups: Sequence[TrajectoryGroup]) -> Batch:
+        answers = [one for group in groups for one in group.trajectories]
+        return batch.without(number for number, one in enumerate(answers) if one.metadata.get("train") is False)
+
+
+async def leaves_out(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    turns = TrajectoryBuilder(prompt.prompt_tokens)
+    turns.add_answer(await generate(turns.tokens))
+    return turns.trajectory(metadata={"train": index != 1, "seen": ["a", {"b": 0.5}]})
+
+
+async def test_a_hook_reads_what_the_rollout_function_left_for_it(bus: Bus, tmp_path: Path) -> None:
+    loop = fakes.Loop(
+        bus, tmp_path, steps=1, algorithm_section=AlgorithmSection(hooks=(f"{__name__}:ByMetadata",)), function="own"
+    )
+    loop.validator = Validator(bus, hooks=Hooks(loop.algorithm_section.hooks))
+    await fakes.run_all(loop, fakes.worker(bus, fakes.Engine(), rollout=leaves_out))
+    trained = {
+        number
+        for micro_batch in loop.backend.trained[0]
+        for number, place in zip(micro_batch.sequences.tolist(), packing.sequence_slices(micro_batch), strict=True)
+        if micro_batch.response_mask[place].any()
+    }
+    assert trained == {0, 2}  # of two groups with two answers each
+
+
+def test_metadata_that_cannot_be_sent_fails_its_sample() -> None:
+    table: dict[str, Any] = {"pair": (1, 2)}
+    (made,) = check_rollout(
+        dataclasses.replace(trajectory(), metadata=table), PROMPT, index=0, num_resumed=0, context_tokens=9
+    )
+    assert made.metadata == {"pair": [1, 2]}
+    for wrong, problem in (({"a": object()}, "object is no type of a message"), ({"a": "b" * 2**16}, "are allowed")):
+        with pytest.raises(ValueError, match=f"the metadata of its trajectory.* {problem}"):
+            check_rollout(
+                dataclasses.replace(trajectory(), metadata=wrong), PROMPT, index=0, num_resumed=0, context_tokens=9
+            )
 
 
 @pytest.mark.parametrize(
