@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -52,27 +53,29 @@ transformers' defaults."""
 
 
 def make_vision_model(name: str, folder: Path, *, dtype: str = "bfloat16") -> Path:
-    """Write config, weights (normal, 0.02; tied embeddings) and tokenizer to ``folder``, and return it."""
+    """Write config, weights (normal, 0.02; tied embeddings), tokenizer and processor to ``folder``, and return it."""
     import torch
     import transformers
 
     from asyncrl.data.tiny_model import make_tokenizer
-    from asyncrl.data.tiny_vision_model import write_weights
+    from asyncrl.data.tiny_vision_model import CHAT_TEMPLATE, VISION_TOKENS, write_weights
 
     kind, text, vision = VISION_SHAPES[name]
     tokenizer = make_tokenizer(max_positions=text["max_position_embeddings"])
+    tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *VISION_TOKENS]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    vision_start, image, vision_end, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    last = text["vocab_size"] - 1
     config = getattr(transformers, f"{kind}Config")(
         architectures=[f"{kind}ForConditionalGeneration"],
         text_config={**text, **ends, "bos_token_id": None},
         vision_config=vision,
         tie_word_embeddings=True,
         dtype=getattr(torch, dtype),
-        image_token_id=last,
-        video_token_id=last - 1,
-        vision_start_token_id=last - 2,
-        vision_end_token_id=last - 3,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=vision_start,
+        vision_end_token_id=vision_end,
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.manual_seed(0)
@@ -82,4 +85,15 @@ def make_vision_model(name: str, folder: Path, *, dtype: str = "bfloat16") -> Pa
     tokenizer.save_pretrained(folder)
     transformers.GenerationConfig(**ends).save_pretrained(folder)
     write_weights(model.cpu(), folder)
+    seen = config.vision_config
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": seen.patch_size,
+        "merge_size": seen.spatial_merge_size,
+        "temporal_patch_size": seen.temporal_patch_size,
+        "size": {"shortest_edge": 4 * (seen.patch_size * seen.spatial_merge_size) ** 2, "longest_edge": 2**20},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
     return folder

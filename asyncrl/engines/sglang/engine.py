@@ -51,6 +51,7 @@ from asyncrl.engines.sglang.checks import (
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
+from asyncrl.engines.sglang.images import image_arguments, show_images
 from asyncrl.engines.sglang.machines import FOLLOWING_PORTS, Nodes, Part, address_of, join_engine
 from asyncrl.engines.sglang.options import (
     EXACT,
@@ -62,7 +63,7 @@ from asyncrl.engines.sglang.options import (
     option_name,
 )
 from asyncrl.engines.sglang.options import Options as Options
-from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request, image_data, require_support
+from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request, require_support
 from asyncrl.engines.sglang.server import ServedModel, read_model
 from asyncrl.engines.sglang.versions import SettledVersion, Stamps, new_owner
 from asyncrl.engines.sglang.weights import SGLangUpdater, WeightLoader
@@ -317,6 +318,7 @@ class SGLangEngine(EngineAdapter):
             context_tokens=self._context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
+        shown = await show_images(prompt_tokens, images)
         asked = time.monotonic()
         async with self._places.place():
             held_seconds = time.monotonic() - asked
@@ -333,8 +335,7 @@ class SGLangEngine(EngineAdapter):
                 )
                 partial.follow(reply)
                 request = self._request(prompt_tokens, sampling, seed=seed, stream=is_seen or not self._has_spans)
-                request |= image_data(images)
-                await self._sample(reply, request | names, sent=version)
+                await self._sample(reply, request | shown | names, sent=version)
         return await self._stops.cut(partial.prefix.then(reply.generation()), sampling, stop)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
@@ -479,6 +480,7 @@ class SGLangEngine(EngineAdapter):
             quantization=self._model.quantization,
             stream_interval=options.stream_interval,
             server_arguments={
+                **image_arguments(self._model.path),
                 **lora_arguments(self._lora, self._model.shapes, device=self._device),
                 **memory,
                 **options.server_arguments,

@@ -27,7 +27,6 @@ from asyncrl.data.model_folder import ExpertCounts
 from asyncrl.engines.generation import NO_REPORT, Generation, RequestReport, SpanRecorder, Version
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import ConfigError, EngineError, PromptError
-from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, keep_last, unrouted
@@ -79,11 +78,6 @@ def generate_request(
         "stream": stream,
         "extra_key": extra_key,
     }
-
-
-def image_data(images: Sequence[ImageFile]) -> dict[str, Any]:
-    """Return the part of a request's body that shows images; {} without any."""
-    return {"image_data": [base64.b64encode(one.data).decode() for one in images]} if images else {}
 
 
 EXPERTS_OPTION: Final = "enable-return-routed-experts"
@@ -239,9 +233,19 @@ class Reply:
             self._take_likeliest(meta, len(entries))
         self._finish = meta.get("finish_reason")
         self._report = read_report(meta, held_seconds=self._held_seconds)
+        self._check_prompt(meta)
         if self._expert_counts is not None and (text := meta.get("routed_experts")):
             num_tokens = self._num_prompt_tokens + len(self._tokens)
             self._experts = read_experts(text, self._expert_counts, num_tokens=num_tokens)
+
+    def _check_prompt(self, meta: Mapping[str, Any]) -> None:
+        """Raise PromptError unless the server has read as many tokens as were sent, with those of images."""
+        read = meta.get("prompt_tokens", self._num_prompt_tokens)
+        if self._num_prompt_tokens and read != self._num_prompt_tokens:
+            raise PromptError(
+                f"the server read {read} tokens of a prompt of {self._num_prompt_tokens}: its image processor makes "
+                "other patches than the learner's; does it have the same preprocessor_config.json?"
+            )
 
     def _take_supports(self, meta: Mapping[str, Any], entries: Sequence[Any]) -> None:
         """Read what each token was sampled from, and its logprob among these: ``entries`` have it of all tokens."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl import os_process
-from asyncrl.data.model_folder import ExpertCounts, context_of, experts_of
+from asyncrl.data.model_folder import ExpertCounts, context_of, decoder_config, experts_of
 from asyncrl.engines.sglang.options import (
     CPU_ARGUMENTS,
     LOADER,
@@ -67,7 +67,7 @@ def read_model(model: ServedModel, *, quantized: Path, reports_experts: bool) ->
     path, quantization = model.path, model.quantization
     try:
         served = quantized_model.model_folder(path, quantized, quantization) if quantization else path
-        config = json.loads((served / "config.json").read_text())
+        config = decoder_config(json.loads((served / "config.json").read_text()))
         shapes = trained_shapes(read_shapes(served), config)
     except (OSError, ValueError, WeightsError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error

@@ -1,0 +1,94 @@
+"""What an SGLang server is sent for a prompt with images, and what its own code makes of it."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from asyncrl.engines.sglang.images import image_arguments, show_images
+from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.sglang.versions import Stamps
+from asyncrl.errors import PromptError
+from asyncrl.images.store import ImageFile, digest_of
+from asyncrl.messages.images import ImageRef
+from tests.unit.engines.sglang.test_reply import LENGTH, body
+
+PAD = 9
+PROMPT = np.array([1, 7, PAD, PAD, PAD, PAD, 8, 2, 7, PAD, PAD, 8, 3], dtype=np.int32)
+
+
+def picture(kind: str, *, grid: tuple[int, int, int], start: int) -> ImageFile:
+    written = io.BytesIO()
+    Image.effect_noise((24, 24), 80).convert("RGB").save(written, kind)
+    data = written.getvalue()
+    ref = ImageRef(digest=digest_of(data), grid=grid, start=start, num_tokens=grid[1] * grid[2] // 4)
+    return ImageFile(ref=ref, data=data)
+
+
+def shown() -> list[ImageFile]:
+    return [picture("PNG", grid=(1, 4, 4), start=2), picture("JPEG", grid=(1, 2, 4), start=9)]
+
+
+def of_sglang(file: str, name: str) -> ast.AST:
+    """Return a function or class of the installed SGLang, which takes seconds to import."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or found.origin is None:
+        pytest.skip("SGLang is not installed")
+    tree = ast.parse((Path(found.origin).parent / "srt" / file).read_text())
+    return next(node for node in ast.walk(tree) if getattr(node, "name", "") == name)
+
+
+async def test_sglang_makes_the_prompt_again_from_one_placeholder_for_each_image() -> None:
+    request = await show_images(PROMPT, shown())
+    assert request["input_ids"] == [1, 7, PAD, 8, 2, 7, PAD, 8, 3]
+    function = of_sglang("multimodal/processors/base_processor.py", "_expand_input_ids")
+    function.decorator_list.clear()  # type: ignore[attr-defined]
+    names: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + ast.unparse(function), names)
+    counts = [one.ref.num_tokens for one in shown()]
+    assert names["_expand_input_ids"](request["input_ids"], counts, PAD) == PROMPT.tolist()
+
+
+async def test_the_request_has_fields_that_sglang_reads() -> None:
+    fields = of_sglang("managers/io_struct.py", "GenerateReqInput")
+    names = {ast.unparse(node.target) for node in fields.body if isinstance(node, ast.AnnAssign)}  # type: ignore[attr-defined]
+    assert (await show_images(PROMPT, shown())).keys() <= names
+
+
+async def test_an_image_is_sent_as_a_png_of_its_pixels_and_never_as_a_path() -> None:
+    images = shown()
+    for one, text in zip(images, (await show_images(PROMPT, images))["image_data"], strict=True):
+        sent = Image.open(io.BytesIO(base64.b64decode(text, validate=True)))
+        assert sent.format == "PNG"
+        assert np.array_equal(np.asarray(sent), np.asarray(Image.open(io.BytesIO(one.data)).convert("RGB")))
+
+
+async def test_a_placeholder_that_the_policy_sampled_is_not_shown_as_an_image() -> None:
+    with pytest.raises(PromptError, match="3 placeholders for 2 images"):
+        await show_images(np.append(PROMPT, PAD), shown())
+    assert await show_images(np.append(PROMPT, PAD), []) == {}
+
+
+def test_a_prompt_that_the_server_reads_with_other_patches_fails() -> None:
+    def reply() -> Reply:
+        return Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), num_prompt_tokens=len(PROMPT))
+
+    reply().take_whole(body([5], finish_reason=LENGTH, prompt_tokens=13), late_tokens=0)
+    with pytest.raises(PromptError, match="read 12 tokens of a prompt of 13"):
+        reply().take_whole(body([5], finish_reason=LENGTH, prompt_tokens=12), late_tokens=0)
+
+
+def test_a_server_whose_model_reads_images_has_the_image_processor_of_the_learner(tmp_path: Path) -> None:
+    assert image_arguments(tmp_path) == {}
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "image_token_id": 9}')
+    assert image_arguments(tmp_path) == {}
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert image_arguments(tmp_path) == {"disable-fast-image-processor": True}
