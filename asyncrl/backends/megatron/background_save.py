@@ -1,9 +1,11 @@
 """Writes a rank's part of a checkpoint to disk while the next step runs.
 
-``BackgroundSave`` copies the state to the host, where no step changes it. Training waits only for this copy. A thread
-of every rank then writes the rank's own file. When all ranks are done, rank 0 completes the checkpoint
-(``complete``); before that the files are not a checkpoint. The thread takes part in no collective, so it cannot block
-one.
+A thread of every rank copies the state to the host, chunk by chunk, and writes the rank's own file. It copies ahead of
+the disk as far as there is room (``free_room``): usually everything, before the next update changes the weights. With
+less room that update waits until the rest is copied (``wait_until_copied``), which is as long as the disk takes; there
+are never copies of more than the room and the chunk that is being written. When all ranks are done, rank 0 completes
+the checkpoint (``complete``); before that the files are not a checkpoint. The thread takes part in no collective, so it
+cannot block one.
 
 Megatron's own writer forks a process for each write, which inherits the learner's threads and connections. A thread is
 enough, because torch.save to a stream releases the GIL.
@@ -13,8 +15,10 @@ Tests: tests/unit/backends/megatron/test_background_save.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,15 +50,6 @@ class RankState:
     base: str = ""
 
 
-def _copy_to_host(state: RankState) -> RankState:
-    """Return a copy on the host. CUDA copies may be unfinished until the stream is synchronised."""
-    chunks = []
-    for chunk in state.chunks:
-        home = torch.empty(chunk.data.shape, dtype=chunk.data.dtype, pin_memory=chunk.data.is_cuda)
-        chunks.append(dataclasses.replace(chunk, data=home.copy_(chunk.data.detach(), non_blocking=True)))
-    return dataclasses.replace(state, chunks=chunks)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
     """What a rank wrote of a trained model: see RankState, and Stored for ``chunks``."""
@@ -75,22 +70,30 @@ class SavedPart:
 
 
 class BackgroundSave:
-    """The states of one rank. Writing to disk begins in the constructor."""
+    """The states of one rank. Copying and writing begin in the constructor.
 
-    def __init__(self, states: Iterable[RankState], *, rank: int) -> None:
+    They are of the work that the device has queued until then. Nothing may change them before ``wait_until_copied``.
+    """
+
+    def __init__(self, states: Sequence[RankState], *, rank: int, room: int) -> None:
+        """room: bytes of copies that may wait for the disk"""
         self._rank = rank
+        self._room = room
         self._is_cancelled = threading.Event()
+        self._is_copied = threading.Event()
         self._problem = ""
         self._files: list[SavedFile] = []
-        self._staged: list[RankState] = []
-        try:
-            self._staged = [_copy_to_host(state) for state in states]
-            if any(chunk.data.is_pinned() for state in self._staged for chunk in state.chunks):
-                torch.cuda.current_stream().synchronize()
-        except (RuntimeError, MemoryError) as error:  # too little host memory: reported when all ranks are done
-            self._problem = f"{type(error).__name__}: {error}"
+        self._states = states
+        device = next((chunk.data.device for state in states for chunk in state.chunks if chunk.data.is_cuda), None)
+        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._thread = threading.Thread(target=self._write, name="checkpoint")
         self._thread.start()
+
+    def wait_until_copied(self) -> None:
+        """Wait until the states may change."""
+        self._is_copied.wait()
 
     def result(self, *, wait: bool) -> SavedPart:
         if wait:
@@ -105,23 +108,70 @@ class BackgroundSave:
         self._thread.join()
 
     def _write(self) -> None:
+        states, self._states = self._states, ()
+        copies = self._copies(itertools.chain.from_iterable(state.chunks for state in states))
         try:
-            while self._staged and not self._problem:
-                state = self._staged.pop(0)
+            for state in states:
                 state.folder.mkdir(exist_ok=True)  # for models other than the policy
                 path = state.folder / torch_dist.file_name(self._rank)
-                chunks, sha256 = torch_dist.write_chunks(path, self._until_cancelled(state.chunks))
+                chunks, sha256 = torch_dist.write_chunks(path, itertools.islice(copies, len(state.chunks)))
                 self._files.append(SavedFile(chunks=tuple(chunks), steps=state.steps, base=state.base, sha256=sha256))
-        except Exception as error:  # an exception in a thread would go unnoticed
+        except Exception as error:  # an exception in a thread would go unnoticed; too little memory is one
             self._problem = f"{type(error).__name__}: {error}"
         finally:
-            self._staged.clear()
+            self._is_copied.set()
 
-    def _until_cancelled(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    def _copies(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Yield copies on the host, and copy ahead while there is room."""
+        ahead, num_bytes = deque[Chunk](), 0
         for chunk in chunks:
-            if self._is_cancelled.is_set():
-                raise CheckpointError("the rank ends")
-            yield chunk
+            while ahead and num_bytes + chunk.data.nbytes > self._room:
+                num_bytes -= ahead[0].data.nbytes
+                yield self._copied(ahead.popleft())
+            ahead.append(self._begin_copy(chunk))
+            num_bytes += chunk.data.nbytes
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._is_copied.set()
+        while ahead:
+            yield self._copied(ahead.popleft())
+
+    def _begin_copy(self, chunk: Chunk) -> Chunk:
+        self._end_if_cancelled()
+        with torch.cuda.stream(self._stream):
+            home = torch.empty(chunk.data.shape, dtype=chunk.data.dtype, pin_memory=chunk.data.is_cuda)
+            return dataclasses.replace(chunk, data=home.copy_(chunk.data.detach(), non_blocking=True))
+
+    def _copied(self, chunk: Chunk) -> Chunk:
+        self._end_if_cancelled()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return chunk
+
+    def _end_if_cancelled(self) -> None:
+        if self._is_cancelled.is_set():
+            raise CheckpointError("the rank ends")
+
+
+def free_room(ranks: int) -> int:
+    """Return the bytes of copies that each of a machine's ``ranks`` may hold: half of what the machine has free."""
+    return _free_bytes() // (2 * ranks)
+
+
+def _free_bytes() -> int:
+    """Return the memory that the machine, or this container, can give; 2 GiB where nothing says it."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return 2**31
+    group = Path("/sys/fs/cgroup")
+    try:
+        cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        used = int((group / "memory.current").read_text()) - int(cache)
+        return max(0, min(free, int((group / "memory.max").read_text()) - used))
+    except (OSError, KeyError, ValueError):  # no container, or one without a limit
+        return free
 
 
 def complete(folder: Path, files: Sequence[SavedFile]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from asyncrl.backends import models
 from asyncrl.backends.megatron import cpu_shim, process_groups
-from asyncrl.backends.megatron.background_save import BackgroundSave
+from asyncrl.backends.megatron.background_save import BackgroundSave, free_room
 from asyncrl.backends.megatron.hooks import Hooks, load_hooks
 from asyncrl.backends.megatron.job import Command, ExpertLayers, Job
 from asyncrl.backends.megatron.loaded_model import LoadedModel
@@ -42,6 +42,8 @@ class MegatronRank:
         if job.threads:
             torch.set_num_threads(job.threads)
         self._is_first = info.rank == 0
+        self._local_ranks = info.local_ranks or info.ranks
+        self._room_for_saving: int | None = None
         self._hooks = load_hooks(job.options.hooks)
         self.parts = ExportedParts()
         self._device = device = _device(job.device, info)
@@ -66,6 +68,8 @@ class MegatronRank:
             }
             self._trained = {name: model for name, model in self._loaded.items() if isinstance(model, TrainedModel)}
             self._saved = {name: model for name, model in self._loaded.items() if isinstance(model, SavedWeights)}
+            for trained in self._trained.values():
+                trained.before_update = self._wait_until_copied
             self._hooks.after_start({name: model.stages for name, model in self._loaded.items()})
         except BaseException:
             self.close()
@@ -79,6 +83,7 @@ class MegatronRank:
                 model = self._trained[command.model]
                 if type(self._hooks) is not Hooks:  # it may change the weights
                     model.finish_exports()
+                    self._wait_until_copied()
                 self._hooks.before_step(command.model, model.stages, model.adamws)
                 return model.step(
                     command.micro_batches, batch_tokens=command.batch_tokens, learning_rate=command.learning_rate
@@ -90,6 +95,7 @@ class MegatronRank:
             case "refresh_reference":
                 reference = self._loaded["reference"]
                 assert isinstance(reference, RefreshedModel)
+                self._wait_until_copied()
                 return reference.copy_from(self._loaded[models.POLICY])
             case "forward":
                 if command.model not in self._loaded:
@@ -109,6 +115,7 @@ class MegatronRank:
                     raise CheckpointError("nothing is being saved")
                 return self._saving.result(wait=command.waits)
             case "restore":
+                self._wait_until_copied()
                 for name, saved in self._saved.items():
                     saved.restore(models.saved_in(Path(command.folder), name))
                 return None
@@ -133,10 +140,17 @@ class MegatronRank:
         return None
 
     def _save(self, folder: Path) -> None:
-        """Copy the state to be saved. It is written while later commands run (finish_save)."""
+        """Begin to save the state. It is copied and written while later commands run (finish_save)."""
         self._stop_saving()
         states = [model.state_to_save(models.saved_in(folder, name)) for name, model in self._saved.items()]
-        self._saving = BackgroundSave(states, rank=dist.get_rank())
+        if self._room_for_saving is None:  # once: torch keeps the memory of earlier copies, and uses it again
+            self._room_for_saving = free_room(self._local_ranks)
+        self._saving = BackgroundSave(states, rank=dist.get_rank(), room=self._room_for_saving)
+
+    def _wait_until_copied(self) -> None:
+        """Wait until what is being saved may change."""
+        if self._saving is not None:
+            self._saving.wait_until_copied()
 
     def _stop_saving(self) -> None:
         saving, self._saving = self._saving, None
@@ -149,6 +163,7 @@ class MegatronRank:
         kept_memory_bytes  kept by torch in this process, besides the CUDA context and NCCL's buffers
         used_memory_bytes  used by all processes
         """
+        self._wait_until_copied()
         process_groups.free_exchange()
         self.parts.keep_only(command.held)
         self._loaded[models.POLICY].routing.clear()  # the steps on its batch are done

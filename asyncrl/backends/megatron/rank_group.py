@@ -59,14 +59,16 @@ log = logging.getLogger("asyncrl.learner")
 class RankInfo:
     """This process among the ``ranks`` of a learner.
 
-    local_rank  index among the ranks of its machine, and of its GPU
-    host, port  where rank 0 serves the store by which ranks find each other; "": on this machine, at any free port
-    has_agent   torchrun's agent has a store there; rank 0 then uses another port and publishes it in the agent's store
+    local_rank   index among the ranks of its machine, and of its GPU
+    local_ranks  how many ranks its machine has; 0: all
+    host, port   where rank 0 serves the store by which ranks find each other; "": on this machine, at any free port
+    has_agent    torchrun's agent has a store there; rank 0 then uses another port and publishes it in the agent's store
     """
 
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
+    local_ranks: int = 0
     host: str = ""
     port: int = 0
     has_agent: bool = False
@@ -104,6 +106,7 @@ def rank_from_environment(
         rank=rank,
         ranks=ranks,
         local_rank=number("LOCAL_RANK", 0),
+        local_ranks=number("LOCAL_WORLD_SIZE", 0),
         host=host,
         port=port,
         has_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -9,7 +9,7 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -68,6 +68,8 @@ class TrainedModel(SavedWeights):
             has_loss = job.options.aux_loss_coefficient > 0
             self._balance = ExpertBalance(tallies(self._stages), self._shape, has_loss=has_loss, device=device)
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
+        self.before_update: Callable[[], None] = lambda: None
+        """Waits until weights and moments may change."""
 
     @property
     def adamws(self) -> list[torch.optim.Optimizer]:
@@ -203,6 +205,7 @@ class TrainedModel(SavedWeights):
 
     def _update(self, grad_norm: float, learning_rate: float) -> None:
         self.finish_exports()
+        self.before_update()
         settings = self._settings
         if grad_norm > settings.max_grad_norm:
             self._scale_gradients(settings.max_grad_norm / (grad_norm + 1e-6))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
+import weakref
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from asyncrl.backends.megatron.background_save import BackgroundSave, RankState,
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.errors import CheckpointError
 from asyncrl.tensors.torch_dist import Chunk
-from tests.harness.backends import SETTINGS, distance, started, tiny_model, weights
+from tests.harness.backends import SETTINGS, distance, sequences, shares, started, tiny_model, weights
 
 
 def state(folder: Path, rank: int, data: torch.Tensor) -> RankState:
@@ -27,7 +29,12 @@ def state(folder: Path, rank: int, data: torch.Tensor) -> RankState:
 def test_save_keeps_the_state_of_its_beginning(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).view(4, 3)
     drawn = torch.get_rng_state()
-    saves = [BackgroundSave([state(tmp_path, rank, half)], rank=rank) for rank, half in enumerate(matrix.split(2))]
+    saves = [
+        BackgroundSave([state(tmp_path, rank, half)], rank=rank, room=2**20)
+        for rank, half in enumerate(matrix.split(2))
+    ]
+    for save in saves:
+        save.wait_until_copied()
     matrix += 100.0
     torch.rand(1)
     parts = [save.result(wait=True) for save in saves]
@@ -42,11 +49,100 @@ def test_save_keeps_the_state_of_its_beginning(tmp_path: Path) -> None:
 
 
 def test_a_missing_part_makes_no_checkpoint(tmp_path: Path) -> None:
-    one = BackgroundSave([state(tmp_path, 0, torch.zeros(2, 3))], rank=0).result(wait=True)
+    one = BackgroundSave([state(tmp_path, 0, torch.zeros(2, 3))], rank=0, room=2**20).result(wait=True)
     with pytest.raises(CheckpointError, match="matrix: 6 values were written, but the tensor has 12"):
         complete(tmp_path, one.files)
-    lost = BackgroundSave([state(tmp_path / "nowhere" / "two", 0, torch.zeros(2, 3))], rank=0).result(wait=True)
+    lost = BackgroundSave([state(tmp_path / "nowhere" / "two", 0, torch.zeros(2, 3))], rank=0, room=2**20).result(
+        wait=True
+    )
     assert "No such file or directory" in lost.problem
+
+
+class Counted(BackgroundSave):
+    """Counts the copies of chunks that are alive when one is made. A file is written only as the test lets it."""
+
+    def __init__(self, states: list[RankState], *, room: int) -> None:
+        self.copies: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+        self.writing, self.may_write = threading.Semaphore(0), threading.Semaphore(0)
+        super().__init__(states, rank=0, room=room)
+
+    def _begin_copy(self, chunk: Chunk) -> Chunk:
+        made = super()._begin_copy(chunk)
+        self.copies.append(weakref.ref(made.data))
+        self.most = max(self.most, sum(copy() is not None for copy in self.copies))
+        return made
+
+    def _copied(self, chunk: Chunk) -> Chunk:
+        self.writing.release()
+        assert self.may_write.acquire(timeout=60)
+        return super()._copied(chunk)
+
+
+@pytest.mark.parametrize(("room", "most"), [(0, 2), (2, 3), (4, 5), (10, 10)])
+def test_no_more_is_copied_than_there_is_room_for_and_a_change_waits_for_the_rest(
+    room: int, most: int, tmp_path: Path
+) -> None:
+    """Of ten chunks of two models. Beside the room there is the chunk that is being written."""
+    whole = torch.arange(1000.0).view(10, 100)
+
+    def states(of: Path, data: torch.Tensor) -> list[RankState]:
+        of.mkdir()
+        return [
+            RankState(
+                folder=of / name,
+                chunks=[Chunk(key="key", whole=(5, 100), start=(row, 0), data=part[row : row + 1]) for row in range(5)],
+            )
+            for name, part in zip(("one", "two"), data.split(5), strict=True)
+        ]
+
+    expected = BackgroundSave(states(tmp_path / "at once", whole.clone()), rank=0, room=2**20).result(wait=True)
+    save = Counted(states(tmp_path / "in pieces", whole), room=room * whole[0].nbytes)
+    for number in range(10):
+        assert save.writing.acquire(timeout=60)
+        assert len(save.copies) == min(10, max(room, 1) + number)
+        if len(save.copies) == 10:
+            save.wait_until_copied()
+            whole.zero_()  # the next update
+        save.may_write.release()
+    assert save.result(wait=True) == expected
+    assert save.most == most
+
+
+def test_what_ends_a_save_lets_changes_go_on(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere" / "two"):
+        save = Counted([state(folder, 0, torch.zeros(2, 3))], room=0)
+        ending = threading.Thread(target=save.cancel)
+        ending.start()
+        assert save._is_cancelled.wait(60)
+        save.may_write.release(2)
+        ending.join()
+        save.wait_until_copied()
+        assert save.result(wait=True).problem
+
+
+def test_an_update_waits_until_what_is_saved_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updating, wait, begin_copy = threading.Event(), BackgroundSave.wait_until_copied, BackgroundSave._begin_copy
+
+    def begin_late(save: BackgroundSave, chunk: Chunk) -> Chunk:
+        assert updating.wait(60)
+        return begin_copy(save, chunk)
+
+    def wait_from_now_on(save: BackgroundSave) -> None:
+        updating.set()
+        wait(save)
+
+    monkeypatch.setattr(BackgroundSave, "_begin_copy", begin_late)
+    monkeypatch.setattr(BackgroundSave, "wait_until_copied", wait_from_now_on)
+    with started("megatron-1", tiny_model(tmp_path / "model")) as backend:
+        beside: Any = backend
+        before = weights(backend)
+        beside.begin_save(tmp_path / "saved")
+        backend.step(shares("megatron-1", sequences(0)), learning_rate=1e-2)
+        beside.finish_save(tmp_path / "saved", wait=True)
+        assert distance(weights(backend), before) > 0.0
+        backend.restore(tmp_path / "saved")
+        assert distance(weights(backend), before) == 0.0
 
 
 def test_checkpoint_of_the_reference_backend_is_refused(tmp_path: Path) -> None:
