@@ -2,8 +2,7 @@
 
 Grades are written to a file as they are made, so that a command that was interrupted goes on where it stopped:
 
-    BRANCH/regrade/grades.jsonl
-    {"graded_by": "9f0c..."}                    digest of the reward, its code, and the labels
+    BRANCH/regrade/grades-9f0c....jsonl         digest of the reward, its code, and the labels
     {"sequence": 7, "group": 3, "rewards": [[1.0, {}], [0.0, {}]]}
     {"sequence": 9, "group": 5, "error": "reward my_rewards:score_v2: raised KeyError: 'x'"}
 
@@ -43,7 +42,7 @@ from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 log = logging.getLogger("asyncrl.check")
 
-GRADES_FILE: Final = "grades.jsonl"
+BEGUN_FILE: Final = "begun.json"
 AWAY_SECONDS: Final = 5.0
 MAYBE_ATTEMPTS: Final = 3
 
@@ -76,43 +75,50 @@ class Grade:
         return bool(self.error) or [value for value, _ in self.rewards] != group.rewards
 
 
-class GradesFile:
-    """The grades so far.  graded_by: digest of what they are made with. Raises ConfigError for those of another one."""
+def claim(folder: Path, command: Mapping[str, Any]) -> None:
+    """Record what the branch is written with. Raises ConfigError if another command has begun to write it."""
+    path, text = folder / "regrade" / BEGUN_FILE, json.dumps(command, sort_keys=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.read_text() != text:
+        raise ConfigError(
+            f"{folder}: another reward, other labels, or another predicate began to write this branch; give that "
+            "command again, remove the folder, or name another with --out"
+        )
+    path.write_text(text)
 
-    def __init__(self, path: Path, *, graded_by: str) -> None:
+
+def grades_path(folder: Path, *, graded_by: str) -> Path:
+    """Return the file of a branch with its grades.  graded_by: digest of what they are made with"""
+    return folder / "regrade" / f"grades-{graded_by[:16]}.jsonl"
+
+
+class GradesFile:
+    """The grades so far."""
+
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.grades: dict[int, Grade] = {}
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
         *lines, torn = self._file.read().split(b"\n")
         try:
-            head, *tables = [json.loads(line) for line in lines] or [{"graded_by": graded_by}]
-            for table in tables:
+            for line in lines:
+                table = json.loads(line)
                 rewards = tuple((value, parts) for value, parts in table.pop("rewards", ()))
                 self.grades[table["sequence"]] = Grade(rewards=rewards, **table)
         except (ValueError, TypeError, KeyError, AttributeError):
             self._file.close()
             raise ConfigError(f"{path}: is damaged; remove it, and its groups are graded again") from None
-        if head != {"graded_by": graded_by}:
-            self._file.close()
-            raise ConfigError(
-                f"{path}: has grades of another reward, other code, or other labels; remove {path.parent.parent}, or "
-                "name another folder with --out"
-            )
         if torn:  # of a killed command
             self._file.truncate(self._file.tell() - len(torn))
-        if not lines:
-            self._write({"graded_by": graded_by})
 
     def add(self, grade: Grade) -> None:
         self.grades[grade.sequence] = grade
-        self._write({name: value for name, value in dataclasses.asdict(grade).items() if value != "" and value != ()})
+        table = {name: value for name, value in dataclasses.asdict(grade).items() if value != "" and value != ()}
+        self._file.write(json.dumps(table).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
-
-    def _write(self, table: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(table).encode() + b"\n")
 
 
 class Grader:

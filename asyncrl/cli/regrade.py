@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import shlex
-import shutil
 import statistics
 import sys
 import time
@@ -69,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from asyncrl.audit.branch import LINEAGE_FILE, require_own_states, trunk_of
     from asyncrl.audit.recorded_groups import FIELDS
+    from asyncrl.audit.regrade import claim
 
     if not (options.reward or options.label_file or options.retract or options.overrides):
         raise ConfigError("regrade: say what to change, with --reward, --label-file, or --retract")
@@ -104,12 +104,14 @@ def run(options: argparse.Namespace) -> int:
         _print_changes(regraded, first=first, trained=trained, retracts=retract is not None)
     if options.dry_run or not regraded.changed:
         if not regraded.changed:
-            shutil.rmtree(out / "regrade", ignore_errors=True)
-            with contextlib.suppress(OSError):
+            work.grades_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # they hold something else
+                work.grades_path.parent.rmdir()
                 out.rmdir()
         print(json.dumps(found) if options.json else "no branch is written")
         return 0
     require_own_states(trunk, first=first)
+    claim(out, work.command)
     with _server(branch, token=token) as own:
         write = functools.partial(work.write, own, regraded, is_quiet=options.json)
         state = recorded.on_bus(old, write, token=token)
@@ -194,12 +196,11 @@ class _Regrade:
         return trunk.prompts.overlong > 0 or trunk.next_group_id > trunk.prompts.next_group_id
 
     async def grade(self, old: RunConfig, bus: Bus) -> Regraded:
-        from asyncrl.audit.regrade import GRADES_FILE, GradesFile, regrade
+        from asyncrl.audit.regrade import GradesFile, regrade
         from asyncrl.messages.topics import TRAJECTORIES
 
         grader = self._grader(old) if self._regrades else None
-        path = self._branch.run_directory / "regrade" / GRADES_FILE
-        grades = GradesFile(path, graded_by=self._graded_by()) if grader is not None else None
+        grades = GradesFile(self.grades_path) if grader is not None else None
         try:
             return await regrade(
                 bus,
@@ -239,8 +240,7 @@ class _Regrade:
                 sequences=sequences,
                 position=self._finder.position,
                 lineage={
-                    "command": self._command,
-                    "graded_by": self._graded_by(),
+                    **self.command,
                     "groups_changed": sum(one.is_changed for one in regraded.changes),
                     "groups_retracted": sorted(regraded.retracted),
                 },
@@ -255,6 +255,17 @@ class _Regrade:
         finally:
             await target.close()
         return state.step
+
+    @property
+    def grades_path(self) -> Path:
+        from asyncrl.audit.regrade import grades_path
+
+        return grades_path(self._branch.run_directory, graded_by=self._graded_by())
+
+    @property
+    def command(self) -> dict[str, Any]:
+        """What the branch is made with, for its lineage."""
+        return {"command": self._command, "graded_by": self._graded_by()}
 
     def _grader(self, old: RunConfig) -> Grader:
         from asyncrl.adapters import registry

@@ -22,7 +22,7 @@ from asyncrl.adapters import registry
 from asyncrl.audit.account import account_with
 from asyncrl.audit.branch import copy_log, lineage_of, trunk_of, write_branch
 from asyncrl.audit.recorded_groups import FIELDS, PromptFinder
-from asyncrl.audit.regrade import Grade, Grader, GradesFile, Regraded, regrade
+from asyncrl.audit.regrade import Grade, Grader, GradesFile, Regraded, claim, grades_path, regrade
 from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
@@ -143,7 +143,7 @@ async def regrade_here(
         tokenizer=load_tokenizer(Path(run.model.path)),
         finder=finder,
     )
-    grades = GradesFile(branch.run_directory / "regrade" / "grades.jsonl", graded_by="test")
+    grades = GradesFile(grades_path(branch.run_directory, graded_by="test"))
     found = await regrade(
         source,
         trunk.history,
@@ -244,22 +244,28 @@ def test_new_rewards_that_fail_or_a_filter_rejects_leave_the_batch(task: Path, t
 
 
 def test_grades_of_another_reward_or_in_a_damaged_file_are_not_used(tmp_path: Path) -> None:
-    path = tmp_path / "branch" / "regrade" / "grades.jsonl"
-    grades = GradesFile(path, graded_by="one")
+    path = grades_path(tmp_path, graded_by="one")
+    grades = GradesFile(path)
     grades.add(Grade(sequence=1, group=0, rewards=((1.0, {"part": 0.5}), (0.0, {}))))
     grades.add(Grade(sequence=2, group=1, error="no"))
     made = dict(grades.grades)
     grades.close()
     with path.open("ab") as file:
         file.write(b'{"sequence": 3')  # of a killed command
-    again = GradesFile(path, graded_by="one")
-    assert again.grades == made
-    again.close()
-    with pytest.raises(ConfigError, match="has grades of another reward"):
-        GradesFile(path, graded_by="two")
+    for reward, its in (("two", {}), ("one", made)):
+        again = GradesFile(grades_path(tmp_path, graded_by=reward))
+        assert again.grades == its
+        again.close()
     path.write_text(path.read_text().replace("sequence", "sequences"))
     with pytest.raises(ConfigError, match="is damaged; remove it"):
-        GradesFile(path, graded_by="one")
+        GradesFile(path)
+
+
+def test_a_branch_that_one_command_began_is_not_gone_on_with_by_another(tmp_path: Path) -> None:
+    claim(tmp_path, {"reward": "a", "where": "step > 4"})
+    claim(tmp_path, {"where": "step > 4", "reward": "a"})
+    with pytest.raises(ConfigError, match="another predicate began to write this branch; give that command again"):
+        claim(tmp_path, {"reward": "a", "where": "step > 5"})
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -273,7 +279,9 @@ def test_the_command_goes_on_where_it_was_interrupted_and_the_run_goes_on_from_i
     command = ("regrade", run, "--reward", f"{HERE}:right")
     code, said, err = asyncrl(*command, "--dry-run", capsys=capsys)
     assert (code, said.splitlines()[-1]) == (0, "no branch is written"), err
-    grades = out / "regrade" / "grades.jsonl"
+    (grades,) = (out / "regrade").glob("grades-*.jsonl")
+    code, _, err = asyncrl("regrade", run, "--reward", "exact", "--dry-run", capsys=capsys)
+    assert code == 0, err  # another reward has grades of its own
     made = grades.read_bytes()
     grades.write_bytes(made[: len(made) // 2])  # as if killed in the middle of a line
     code, said, err = asyncrl(*command, capsys=capsys)
