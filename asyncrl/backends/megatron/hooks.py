@@ -13,7 +13,7 @@ import torch
 from asyncrl.config import plugins
 
 
-class Hooks:
+class MegatronHooks:
     """Derive from this class and name yours in the run file: hooks = "package.module:MyHooks". Each rank makes one.
 
     ``stages`` are a rank's parts of Megatron's GPTModel: one, or several with virtual_pipeline. An error raised here
@@ -35,10 +35,12 @@ class Hooks:
         """
 
 
-def load_hooks(name: str) -> Hooks:
+def load_hooks(name: str) -> MegatronHooks:
     """Return an object of the class that learner.options.hooks names. Raises ConfigError."""
     if not name:
-        return Hooks()
+        return MegatronHooks()
     where = "learner.options.hooks"
-    made: Hooks = plugins.make(plugins.load_subclass(name, where=where, kind=Hooks), where=where, name=name)
+    made: MegatronHooks = plugins.make(
+        plugins.load_subclass(name, where=where, kind=MegatronHooks), where=where, name=name
+    )
     return made

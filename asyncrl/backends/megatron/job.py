@@ -61,8 +61,8 @@ class Options:
     computed the batch's logprobs, so that the ratio does not jump where a router changes its mind. Tokens that the
     engine routed (rollout.routing_replay) keep the engine's experts."""
     hooks: str = ""
-    """"package.module:Class", derived from asyncrl.backends.megatron.hooks.Hooks: your code on every rank after the
-    start, before logprobs are computed, and before an optimizer step. Empty: none."""
+    """"package.module:Class", derived from asyncrl.backends.megatron.hooks.MegatronHooks: your code on every rank after
+    the start, before logprobs are computed, and before an optimizer step. Empty: none."""
     timeout_seconds: float = 600.0
     """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. A rank that makes no progress for so long
     ends the learner; one that dies does so at once."""

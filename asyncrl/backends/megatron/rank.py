@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from asyncrl.backends import models
 from asyncrl.backends.megatron import cpu_shim, process_groups
 from asyncrl.backends.megatron.background_save import BackgroundSave, free_room
-from asyncrl.backends.megatron.hooks import Hooks, load_hooks
+from asyncrl.backends.megatron.hooks import MegatronHooks, load_hooks
 from asyncrl.backends.megatron.job import Command, ExpertLayers, Job
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
@@ -81,7 +81,7 @@ class MegatronRank:
         match command.name:
             case "step":
                 model = self._trained[command.model]
-                if type(self._hooks) is not Hooks:  # it may change the weights
+                if type(self._hooks) is not MegatronHooks:  # it may change the weights
                     model.finish_exports()
                     self._wait_until_copied()
                 self._hooks.before_step(command.model, model.stages, model.adamws)

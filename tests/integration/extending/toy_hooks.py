@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from asyncrl.backends.megatron.hooks import Hooks
+from asyncrl.backends.megatron.hooks import MegatronHooks
 
 
-class HalveHead(Hooks):
+class HalveHead(MegatronHooks):
     """learner.options.hooks = "tests.integration.extending.toy_hooks:HalveHead" """
 
     def after_start(self, models: Mapping[str, Sequence[torch.nn.Module]]) -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from asyncrl.backends import huggingface
-from asyncrl.backends.megatron.hooks import Hooks, load_hooks
+from asyncrl.backends.megatron.hooks import MegatronHooks, load_hooks
 from asyncrl.backends.megatron.job import Options
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import ConfigError
@@ -89,7 +89,7 @@ def test_a_family_of_ones_own_is_named_in_the_run_file(arcee: Path) -> None:
 SEEN: list[str] = []
 
 
-class Recorder(Hooks):
+class Recorder(MegatronHooks):
     """Records when it is called, and halves a weight before the first forward pass."""
 
     def after_start(self, models: Mapping[str, Sequence[torch.nn.Module]]) -> None:
@@ -127,7 +127,9 @@ def test_hooks_see_the_start_and_come_before_logprobs_and_steps(tmp_path: Path) 
 
 def test_what_is_no_class_of_hooks_is_refused_in_one_line() -> None:
     assert load_hooks(Options().hooks).before_forward("policy", []) is None  # type: ignore[func-returns-value]
-    with pytest.raises(ConfigError, match=r"^learner.options.hooks: '.*:sequences' is no class derived from .*Hooks$"):
+    with pytest.raises(
+        ConfigError, match=r"^learner.options.hooks: '.*:sequences' is no class derived from .*MegatronHooks$"
+    ):
         load_hooks("tests.harness.backends:sequences")
 
 
