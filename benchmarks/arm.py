@@ -299,7 +299,6 @@ def _row(plan: Plan, *, window: Window, backend: TimedBackend) -> Row:
         "mode": plan.mode,
         "workers": plan.workers,
         "learner_machines": plan.learner_machines,
-        "is_colocated": plan.is_colocated,
         "tokens_per_second": tokens / seconds,
         "learner_idle": waiting,
         "learner_overhead": 1 - waiting - sum(step_seconds for _, step_seconds in trained) / seconds,

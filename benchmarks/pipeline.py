@@ -85,11 +85,10 @@ class Scene:
             warmup=warmup,
             steps=warmup + steps,
             seed=self.seed,
-            is_colocated=True,
             eviction=self.eviction if mode == "async" else "",
         )
         apart = [
-            dataclasses.replace(plan, workers=workers, learner_machines=self.machines - workers, is_colocated=False)
+            dataclasses.replace(plan, workers=workers, learner_machines=self.machines - workers)
             for workers in range(1, self.machines)
         ]
         return [*apart, plan] if mode == "sync" else apart
@@ -100,7 +99,7 @@ def measure(scene: Scene, *, mode: Mode, kind: LengthKind, sweep: str, tries: in
     timing, lengths = scene.timing(), Lengths(kind, mean=scene.length_mean, maximum=scene.length_max)
     of_group = group_lengths(lengths, group_size=scene.group_size, seed=scene.seed)
     ideal = {plan: Ideal(plan, timing, of_group).tokens_per_second() for plan in scene.plans(mode)}
-    for plan in chosen(ideal, sweep=sweep):
+    for plan in chosen(ideal, sweep=sweep, machines=scene.machines):
         row = least_starved(plan, timing=timing, lengths=lengths, tries=tries)
         yield (
             {"lengths": kind, "machines": scene.machines}
@@ -109,8 +108,9 @@ def measure(scene: Scene, *, mode: Mode, kind: LengthKind, sweep: str, tries: in
                 "ideal_tokens_per_second": ideal[plan],
                 "of_ideal": row["tokens_per_second"] / ideal[plan],
                 "ideal_by_workers": {
-                    str(plan.workers): speed for plan, speed in ideal.items() if not plan.is_colocated
+                    str(plan.workers): speed for plan, speed in ideal.items() if not is_colocated(plan, scene.machines)
                 },
+                "is_colocated": is_colocated(plan, scene.machines),
                 "eviction": plan.eviction,
                 "length_max": scene.length_max,
                 "length_mean_generated": lengths.mean,
@@ -127,13 +127,18 @@ def least_starved(plan: Plan, *, timing: Timing, lengths: Lengths, tries: int) -
     return min(rows, key=lambda row: float(row["starved_share"])) | {"tries": len(rows)}
 
 
-def chosen(ideal: Mapping[Plan, float], *, sweep: str) -> list[Plan]:
+def is_colocated(plan: Plan, machines: int) -> bool:
+    """Return whether every machine generates, then trains."""
+    return plan.workers + plan.learner_machines > machines
+
+
+def chosen(ideal: Mapping[Plan, float], *, sweep: str, machines: int) -> list[Plan]:
     """Return the best split, for async also its neighbours, for sync also colocated; or all splits."""
     if sweep == "all":
         return list(ideal)
-    best = max((plan for plan in ideal if not plan.is_colocated), key=lambda plan: ideal[plan])
+    best = max((plan for plan in ideal if not is_colocated(plan, machines)), key=lambda plan: ideal[plan])
     reach = 1 if sweep == "near" and best.mode == "async" else 0
-    return [plan for plan in ideal if plan.is_colocated or abs(plan.workers - best.workers) <= reach]
+    return [plan for plan in ideal if is_colocated(plan, machines) or abs(plan.workers - best.workers) <= reach]
 
 
 HEAD = (

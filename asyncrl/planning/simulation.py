@@ -232,7 +232,6 @@ class Plan:
     warmup: int
     seed: int
     prompt_tokens: float = 16
-    is_colocated: bool = False
     eviction: Literal["", "wait", "drop"] = ""
     discard: Discard = "groups"
     opens: Literal["needed", "full"] = "needed"

@@ -64,7 +64,6 @@ def speeds(
             warmup=2 * (bound + 1),
             steps=2 * (bound + 1) + 12,
             seed=seed,
-            is_colocated=plan.is_colocated,
         )
         found = simulation.Ideal(simulated, timing, of_group).tokens_per_second()
         yield plan, found, groups_per_batch * group_size * lengths.mean / found

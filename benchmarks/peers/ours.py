@@ -55,7 +55,6 @@ def run_ours(
         steps=warmup + scene.steps,
         seed=scene.seed,
         prompt_tokens=PROMPT_TOKENS,
-        is_colocated=is_colocated,
         eviction=eviction,
         discard=discard,
         opens=opens,
