@@ -115,9 +115,15 @@ def plan_from(
         last = max((entry.step for entry, _, _ in steps(history)), default=0)
         raise ConfigError(f"--batches: {recorded.directory} has steps 1 to {last}")
     for _, begun, _ in trained:
-        if not recorded.settings(begun).checkpoint.keep_log:
+        settings = recorded.settings(begun)
+        if not settings.checkpoint.keep_log:
             raise ConfigError(
                 f"--from {recorded.directory}: checkpoint.keep_log was off, so what was trained is no longer on its log"
+            )
+        if (sampled := settings.rollout.temperature) != run.rollout.temperature:
+            raise ConfigError(
+                f"rollout.temperature: {recorded.directory} sampled at {sampled:g}, and logits would be divided by "
+                f"{run.rollout.temperature:g}; add --set rollout.temperature={sampled:g}"
             )
     _check(run)
     return [Planned(*one, run=run, number=number) for number, one in enumerate(trained * times, 1)]

@@ -286,6 +286,7 @@ def test_another_run_file_is_trained_on_recorded_batches_and_on_one_again_and_ag
     assert "is a folder; with --from, name the run file" in refused(run.run_directory, "--from", run.run_directory)
     assert "they choose batches of another run" in refused(run.run_directory, "--times", "2")
     assert "with --from use --batches" in refused(*base, "--from-step", "2")
+    assert "add --set rollout.temperature=1\n" in refused(*base, "--set", "rollout.temperature=0.5")
 
 
 @pytest.mark.slow
