@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -26,7 +27,14 @@ AGENTS = ROOT / "examples" / "agents"
 
 
 async def play(
-    name: str, row: dict[str, Any], generate: Any, tokenizer: Any, *, max_new_tokens: int = 0, **options: Any
+    name: str,
+    row: dict[str, Any],
+    generate: Any,
+    tokenizer: Any,
+    *,
+    max_new_tokens: int = 0,
+    context_tokens: int = 4096,
+    **options: Any,
 ) -> Sequence[Trajectory]:
     """Play one sample of the run file ``name``."""
     section = config.load(AGENTS / f"{name}.toml").rollout
@@ -35,7 +43,7 @@ async def play(
         of_harness["processes"] = 1
     chosen = {**section.options, "harness_options": of_harness}
     made = load_rollout(config.RolloutSection(function="agent", options=chosen))(tokenizer)
-    generate.attempt, generate.context_tokens = 1, 4096
+    generate.attempt, generate.context_tokens = 1, context_tokens
     prompt = PromptGroup(
         group_id=0,
         prompt_tokens=[1],
@@ -179,6 +187,44 @@ async def test_a_program_of_the_openai_agents_sdk_runs_untouched() -> None:
     engine = Scripted([call, "It has 7 lamps."])
     row = {"prompt": "How many lamps has the island Koro?", "label": "7"}
     (made,) = await play("openai_agents", row, engine, TOKENIZER, venv=venv)
+    assert made.reward == 1.0 and len(engine.answers) == 2
+    assert [*made.prompt_tokens.tolist(), *made.tokens.tolist()][: len(engine.given[1])] == engine.given[1]
+
+
+async def test_a_program_of_strands_agents_runs_untouched() -> None:
+    venv = venv_with("strands")
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"island": "Koro"}}\n</tool_call>'
+    engine = Scripted([call, "It has 7 lamps."])
+    row = {"prompt": "How many lamps has the island Koro?", "label": "7"}
+    (made,) = await play("strands", row, engine, TOKENIZER, venv=venv)
+    assert made.reward == 1.0 and len(engine.answers) == 2
+    assert [*made.prompt_tokens.tolist(), *made.tokens.tolist()][: len(engine.given[1])] == engine.given[1]
+
+
+@pytest.mark.parametrize(
+    ("agent", "call"),
+    [
+        ("claude", {"name": "Bash", "arguments": {"command": "echo 7 > answer.txt", "description": "answer"}}),
+        ("codex", {"name": "exec_command", "arguments": {"cmd": "echo 7 > answer.txt"}}),
+    ],
+)
+async def test_claude_code_and_codex_run_untouched(agent: str, call: dict[str, Any]) -> None:
+    """Where one of TEST_VENVS has them: npm install --prefix FOLDER @anthropic-ai/claude-code @openai/codex"""
+    folders = [Path(one) / "node_modules" / ".bin" for one in os.environ.get("TEST_VENVS", "").split(os.pathsep)]
+    programs = next((one for one in folders if (one / agent).exists()), None)
+    if programs is None:
+        pytest.skip(f"no folder of TEST_VENVS has {agent}")
+    engine = Scripted([f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "It is written."])
+    row = {"prompt": "How many lamps has the island Koro?", "label": "7"}
+    (made,) = await play(
+        "coding_cli",
+        row,
+        engine,
+        TOKENIZER,
+        context_tokens=200_000,
+        command=["python", "examples/agents/coding_cli.py", agent],
+        environment={"PATH": os.pathsep.join([str(programs), os.environ["PATH"]])},
+    )
     assert made.reward == 1.0 and len(engine.answers) == 2
     assert [*made.prompt_tokens.tolist(), *made.tokens.tolist()][: len(engine.given[1])] == engine.given[1]
 

@@ -130,6 +130,7 @@ _NO_EFFECT: Final[Mapping[str, Any]] = {
     "response_format": {"type": "text"},
     "modalities": ["text"],
     "truncation": "disabled",
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},  # of Claude Code
     **dict.fromkeys(("add_generation_prompt", "repetition_penalty", "length_penalty", "typical_p", "best_of"), 1),
 }
 _CHOICES: Final = ("auto", "none")

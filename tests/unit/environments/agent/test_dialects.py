@@ -318,6 +318,44 @@ async def test_harmless_fields_are_accepted_and_overridden_ones_are_named() -> N
         assert [turn.overridden for turn in client.session.turns] == [{}, {"temperature": 0.2, "seed": 7}]
 
 
+CLAUDE_CODE: Any = {  # 2.1.197, shortened
+    "model": "m",
+    "system": [{"type": "text", "text": "You help.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}],
+    "tools": [{"name": "Bash", "description": "Run it.", "input_schema": FUNCTION["parameters"]}],
+    "metadata": {"user_id": "{}"},
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "stream": True,
+}
+CODEX: Any = {  # 0.171.0, shortened
+    "model": "m",
+    "input": [
+        {"type": "message", "id": "msg_1", "role": role, "content": [{"type": "input_text", "text": said}]}
+        for role, said in (("developer", "You help."), ("developer", "Skills."), ("user", "Here."), ("user", "hi"))
+    ],
+    "tools": [{"type": "function", "strict": False, **FUNCTION}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "01a2292f",
+    "client_metadata": {"session_id": "01a2292f"},
+    "stream": True,
+}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/messages?beta=true", CLAUDE_CODE), ("/v1/responses", CODEX)])
+async def test_what_claude_code_and_codex_send_is_served(path: str, body: Any) -> None:
+    async with Client(Scripted(["hello"])) as client:
+        found = await client.post(path, body)
+        assert "hello" in json.dumps(found)
+    assert client.check() == 1
+
+
 # -- stop strings ------------------------------------------------------------------------------------------------------
 
 SEARCH = "<think>\nLook.\n</think>\n\nAction: look\nObservation: "
