@@ -84,14 +84,14 @@ class BackendAdapter(Adapter):
         return run.learner.ranks if run.learner.device != "cpu" else 0
 
     @classmethod
-    def memory(cls, run: RunConfig) -> Sequence[Phase]:
+    def memory(cls, run: RunConfig, algorithm: Algorithm) -> Sequence[Phase]:
         """Return what a rank needs, phase by phase, an estimate; empty if it is unknown, or the rank is on a CPU."""
         return ()
 
     @classmethod
-    def gpu_bytes(cls, run: RunConfig) -> int:
+    def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm) -> int:
         """Return the GPU memory that a rank needs at most, an estimate: an engine on its GPU takes the rest."""
-        return learner_bytes(run, recomputes_all=False)
+        return learner_bytes(run, recomputes_all=False, needs_logits=algorithm.needs_logits)
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:

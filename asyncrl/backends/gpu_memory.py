@@ -39,8 +39,15 @@ _FRAGMENTED: Final = 1.1
 """What torch's allocator holds for each byte of activations."""
 _HEAD_BYTES: Final = 2 * 2**30
 """Logits in float32, a chunk at a time."""
-_RING_BYTES: Final = 5 * 2**29
-"""Blocks for what an export does not copy on the device: for engines (weights/ring.py) and for writers of folders."""
+_LOGITS_BYTES: Final = 32
+"""Of each logit, where a loss is over all of them: 24 for logits, their distribution and their gradients (counted on a
+CPU, at their peak in the backward pass), and 8 for a loss such as a Kullback-Leibler divergence."""
+_PATCHES_PER_TOKEN: Final = 1
+"""Of pictures in a packed row, assumed: a quarter of its tokens stand for four patches each. There may be four times as
+many."""
+_RING_BYTES: Final = 3 * 2**30
+"""Blocks for what an export does not copy on the device: 2 GiB for engines (weights/ring.py), and 256 MiB for each of
+the four writers of folders (weights/files.py)."""
 _PIECES_BYTES: Final = 2**30
 """Offloaded moments that are on the device during an update (megatron/optimizer.py)."""
 MOMENT_BYTES: Final = 8
@@ -99,6 +106,7 @@ def phases(
     offloads_moments: bool = False,
     moment_bytes: int = MOMENT_BYTES,
     shares_prefixes: bool = False,
+    needs_logits: bool = False,
     exports_to: ExportsTo = "device",
 ) -> tuple[Phase, ...]:
     """Return what a rank needs. Raises WeightsError.
@@ -106,13 +114,18 @@ def phases(
     recomputes_all   only one activation per layer is kept
     moment_bytes     in which AdamW's moments of a parameter are kept between updates
     shares_prefixes  a layer copies keys and values of tokens that sequences share
+    needs_logits     the loss is over the whole vocabulary
     exports_to       where a version of full training is copied
     """
     folder = Path(run.model.path)
-    state = _state(run, read_shapes(folder), run.learner.layout)
-    config = decoder_config(json.loads((folder / "config.json").read_text()))
-    copied = _copied_keys(run, config) if shares_prefixes else 0.0
-    passes = _FRAGMENTED * (_passes(run, config, recomputes_all=recomputes_all) + copied + _HEAD_BYTES)
+    shapes = read_shapes(folder)
+    state = _state(run, shapes, run.learner.layout)
+    whole = json.loads((folder / "config.json").read_text())
+    config = decoder_config(whole)
+    passes = _passes(run, config, recomputes_all=recomputes_all) + _passes_of_tower(run, whole, shapes)
+    passes += _copied_keys(run, config) if shares_prefixes else 0.0
+    passes += _logits(run, config) if needs_logits else _HEAD_BYTES
+    passes *= _FRAGMENTED
     loaded = state.loaded + _CONTEXT_BYTES
     versions, host_versions = _versions(run, state, exports_to)
     kept = state.moments * moment_bytes / MOMENT_BYTES
@@ -138,6 +151,21 @@ def has_room_for_copy(run: RunConfig, *, total: int, **settings: Any) -> bool:
     return max(phase.device for phase in phases(run, exports_to="device", **settings)) <= total
 
 
+def describe_shortage(run: RunConfig, *, total: int, **settings: Any) -> str:
+    """Return one line if the estimate of a phase with its activations exceeds ``total`` bytes; "" if all are below.
+
+    settings  see phases
+    """
+    largest = max(phases(run, **settings), key=lambda phase: phase.device)
+    if largest.device <= total:
+        return ""
+    recompute = "" if settings["recomputes_all"] else 'learner.options.recompute = "full" or '
+    return (
+        f"learner: in its {largest.name} a rank needs about {largest.device / 2**30:.0f} GiB, and its GPU has "
+        f"{total / 2**30:.0f} GiB; if it runs out of memory, use {recompute}fewer learner.micro_batch_tokens"
+    )
+
+
 def learner_bytes(
     run: RunConfig,
     *,
@@ -145,6 +173,7 @@ def learner_bytes(
     offloads_moments: bool = False,
     moment_bytes: int = MOMENT_BYTES,
     shares_prefixes: bool = False,
+    needs_logits: bool = False,
     exports_to: ExportsTo = "device",
 ) -> int:
     """Return the peak bytes of one rank whose GPU an engine shares."""
@@ -154,6 +183,7 @@ def learner_bytes(
         offloads_moments=offloads_moments,
         moment_bytes=moment_bytes,
         shares_prefixes=shares_prefixes,
+        needs_logits=needs_logits,
         exports_to=exports_to,
     )
     handed_over = 0.0  # an engine beside it maps a whole version
@@ -325,6 +355,27 @@ def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> 
     tokens = run.learner.micro_batch_tokens / (layout.tensor * layout.context)
     of_head = 0 if run.learner.lora.rank else 6 * config.get("vocab_size", 0) * hidden / layout.tensor
     return float(tokens * kept / layout.pipeline + of_head)
+
+
+def _passes_of_tower(run: RunConfig, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Return the bytes of activations that a trained vision tower keeps, whatever is recomputed. Every rank of a row
+    has all its pictures."""
+    learner, tower = run.learner, config.get("vision_config")
+    is_kept = not learner.lora.rank and any(
+        re.match(VISION_TOWER, name) and is_trained(name, freeze=learner.frozen, train_only=learner.train_only)
+        for name in shapes
+    )
+    if not tower or not is_kept:
+        return 0.0
+    # Counted on a CPU in Qwen2.5-VL's layers (RMSNorm in float32, gated) and in Qwen3-VL's (LayerNorm, not gated).
+    of_hidden, of_feed_forward = (30, 8) if tower.get("hidden_act") == "silu" else (22, 4)
+    of_layer = of_hidden * tower.get("hidden_size", 0) + of_feed_forward * tower.get("intermediate_size", 0)
+    return float(_PATCHES_PER_TOKEN * learner.micro_batch_tokens * tower.get("depth", 0) * of_layer)
+
+
+def _logits(run: RunConfig, config: dict[str, Any]) -> float:
+    """Return the bytes of all logits of a row, which every rank of a copy of the model has."""
+    return float(_LOGITS_BYTES * run.learner.micro_batch_tokens * config.get("vocab_size", 0))
 
 
 def _copied_keys(run: RunConfig, config: dict[str, Any]) -> float:

@@ -135,7 +135,7 @@ class SavesBeside(Protocol):
     """A backend that can write a checkpoint while it trains. For other backends, the learner waits for ``save``."""
 
     def begin_save(self, folder: Path) -> None:
-        """Copy what ``save`` writes and begin to write it. An earlier unfinished save is abandoned."""
+        """Begin to write what ``save`` would write now. An earlier unfinished save is abandoned."""
         ...
 
     def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:

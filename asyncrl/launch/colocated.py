@@ -74,7 +74,7 @@ def limit_memory(run: RunConfig, engine: Engine, *, num_engines: int) -> None:
     """
     if not isinstance(engine, LimitsMemory):  # it takes memory as it needs it
         return
-    needed, gpu = registry.backend_class(run).gpu_bytes(run), read_gpu_memory()
+    needed, gpu = registry.backend_class(run).gpu_bytes(run, registry.algorithm(run)), read_gpu_memory()
     share = (gpu.total - needed) // num_engines
     log.info(
         "beside the learner, which may need %.1f of %.1f GiB: each of %d engines takes %.1f GiB",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 import os
 import time
 import weakref
@@ -60,6 +61,9 @@ if TYPE_CHECKING:
     from asyncrl.backends.megatron.rank import MegatronRank
 
 
+log = logging.getLogger("asyncrl.learner")
+
+
 class MegatronBackend(BackendAdapter):
     """Rank 0 runs in the caller's process. At most one instance per process, because Megatron's state is global.
 
@@ -76,11 +80,11 @@ class MegatronBackend(BackendAdapter):
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:
         policy = AuxiliaryModel(path=Path(run.model.path), objective=algorithm, optimizer=optimizer_settings(run))
         settings = shared_settings.shared_settings(run, options=cls.options(run))
-        job = cls.make_job(run, models.with_policy(policy, auxiliary))
+        job = cls.make_job(run, models.with_policy(policy, auxiliary), needs_logits=algorithm.needs_logits)
         return cls(job, info=cls._rank_info(run), settings=settings)
 
     @classmethod
-    def make_job(cls, run: RunConfig, models: Mapping[str, AuxiliaryModel]) -> Job:
+    def make_job(cls, run: RunConfig, models: Mapping[str, AuxiliaryModel], *, needs_logits: bool = False) -> Job:
         return Job(
             models=models,
             temperature=run.rollout.temperature,
@@ -92,7 +96,7 @@ class MegatronBackend(BackendAdapter):
             transformer=run.learner.megatron,
             quantization=run.weights.quantization,
             takes_turns=run.run.colocated,
-            exports_to=cls._exports_to(run),
+            exports_to=cls._exports_to(run, needs_logits=needs_logits),
             family=huggingface.load_family(run.model.family),
         )
 
@@ -101,17 +105,17 @@ class MegatronBackend(BackendAdapter):
         return rank_from_environment(ranks=run.learner.ranks, timeout_seconds=cls.options(run).timeout_seconds)
 
     @classmethod
-    def memory(cls, run: RunConfig) -> Sequence[gpu_memory.Phase]:
+    def memory(cls, run: RunConfig, algorithm: Algorithm) -> Sequence[gpu_memory.Phase]:
         if resolve_device(run.learner.device, section="learner") == "cpu":
             return ()
-        return gpu_memory.phases(run, **cls._memory_settings(run))
+        return gpu_memory.phases(run, **cls._memory_settings(run, needs_logits=algorithm.needs_logits))
 
     @classmethod
-    def gpu_bytes(cls, run: RunConfig) -> int:
-        return gpu_memory.learner_bytes(run, **cls._memory_settings(run))
+    def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm) -> int:
+        return gpu_memory.learner_bytes(run, **cls._memory_settings(run, needs_logits=algorithm.needs_logits))
 
     @classmethod
-    def _exports_to(cls, run: RunConfig) -> gpu_memory.ExportsTo:
+    def _exports_to(cls, run: RunConfig, *, needs_logits: bool) -> gpu_memory.ExportsTo:
         """Return where a version is copied: on the device unless its GPU is known to be too small."""
         options: Options = cls.options(run)
         if options.exports != "auto":
@@ -122,18 +126,21 @@ class MegatronBackend(BackendAdapter):
             total = read_gpu_memory().total
         except ConfigError:
             return "device"
-        return "device" if gpu_memory.has_room_for_copy(run, total=total, **cls._state_settings(run)) else "host"
+        settings = cls._state_settings(run, needs_logits=needs_logits)
+        return "device" if gpu_memory.has_room_for_copy(run, total=total, **settings) else "host"
 
     @classmethod
-    def _memory_settings(cls, run: RunConfig) -> dict[str, Any]:
-        return {"exports_to": cls._exports_to(run), **cls._state_settings(run)}
+    def _memory_settings(cls, run: RunConfig, *, needs_logits: bool) -> dict[str, Any]:
+        exports_to = cls._exports_to(run, needs_logits=needs_logits)
+        return {"exports_to": exports_to, **cls._state_settings(run, needs_logits=needs_logits)}
 
     @classmethod
-    def _state_settings(cls, run: RunConfig) -> dict[str, Any]:
+    def _state_settings(cls, run: RunConfig, *, needs_logits: bool) -> dict[str, Any]:
         options: Options = cls.options(run)
         return {
             "recomputes_all": options.recompute == "full",
             "shares_prefixes": run.learner.shared_prefixes != "off" and not cls.why_no_shared_prefixes(run),
+            "needs_logits": needs_logits,
             **_moments(run, options),
         }
 
@@ -168,6 +175,10 @@ class MegatronBackend(BackendAdapter):
                 return
             exports_to: gpu_memory.ExportsTo = "device" if options.exports == "device" else "host"
             gpu_memory.refuse(run, total=total, exports_to=exports_to, **_moments(run, options))
+            if shortage := gpu_memory.describe_shortage(
+                run, total=total, exports_to=exports_to, **cls._state_settings(run, needs_logits=False)
+            ):
+                log.warning("%s", shortage)
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:

@@ -15,7 +15,9 @@ from asyncrl.backends import gpu_memory
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import summary
+from asyncrl.weights import files, ring
 from benchmarks.gpu.shapes import SHAPES, num_parameters, sizes
+from benchmarks.gpu.vision_shapes import VISION_SHAPES
 
 GIB = 2**30
 
@@ -160,3 +162,43 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match=r"use learner.lora or learner.ranks = 8 with expert_parallel = 8$") as caught:
         refuse(mixture, offloads_moments=False)
     assert "\n" not in str(caught.value)
+
+
+def test_the_ring_and_the_writers_of_folders_are_counted() -> None:
+    assert gpu_memory._RING_BYTES == ring.RING_BYTES + files._WRITERS * files._STAGING_BYTES
+
+
+def test_all_logits_of_a_row_are_counted_where_the_loss_is_over_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of("0.6B", tmp_path, monkeypatch, "learner.micro_batch_tokens=8192")
+    own, all_logits = (phases_of(run, needs_logits=needs)["step"].device for needs in (False, True))
+    assert all_logits - own == pytest.approx(1.1 * (32 * 8192 * 151_936 - 2 * GIB), rel=1e-6)
+
+
+def run_with_tower(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RunConfig:
+    """A run of Qwen2.5-VL 3B, with the number of weights of its parts."""
+    run = run_of("1.7B", folder, monkeypatch, *overrides)
+    _, text, tower = VISION_SHAPES["Qwen2.5-VL-3B"]
+    (folder / "config.json").write_text(
+        json.dumps({"text_config": text, "vision_config": tower | {"hidden_act": "silu"}})
+    )
+    sizes = {"model.layers.0.mlp.up_proj.weight": (3086, 10**6), "visual.blocks.0.mlp.up_proj.weight": (669, 10**6)}
+    monkeypatch.setattr(gpu_memory, "read_shapes", lambda folder: sizes)
+    return run
+
+
+def test_a_row_with_pictures_that_a_trained_tower_keeps_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows of 16k tokens with 16 pictures of 32 x 32 patches the frozen tower fitted an H200, the trained not."""
+    describe = functools.partial(
+        gpu_memory.describe_shortage, total=int(139.8 * GIB), recomputes_all=False, exports_to="host"
+    )
+    overrides = ["learner.micro_batch_tokens=16384"]
+    assert not describe(run_with_tower(tmp_path, monkeypatch, *overrides))
+    trained = run_with_tower(tmp_path, monkeypatch, *overrides, "learner.train_vision=true")
+    expected = (
+        r'in its step a rank needs about 1\d\d GiB, .* has 140 GiB; .* "full" or fewer learner.micro_batch_tokens$'
+    )
+    assert re.search(expected, describe(trained))
