@@ -47,6 +47,7 @@ from asyncrl.bus.port import Bus, LogMark
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError, FilterError
+from asyncrl.images.store import share_images
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.metrics.sinks import JsonLines
@@ -162,6 +163,7 @@ async def write_branch(
     for name in _COPIED:
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(trunk.recorded.directory / name, out / name)
+    await asyncio.to_thread(share_images, trunk.recorded.directory, out)
     first = regraded.first_step(trained=trunk.step)
     done, folder = trunk.recorded.checkpoint_before(first, trunk.history)
     retraining = _Retraining(trunk, regraded, run=run, sequences=sequences, position=position, done=done)

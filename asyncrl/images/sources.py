@@ -5,22 +5,23 @@ Tests: tests/unit/images/test_sources.py.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
-import http.client
 import stat
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+
+import aiohttp
 
 from asyncrl.errors import ImageError
 
 MOST_BYTES: Final = 64 * 2**20
 """Most bytes of an image's file."""
-_FETCH_SECONDS: Final = 30.0
+FETCH_SECONDS: Final = 60.0
+"""Most time for an image of a URL: redirects, and the whole file."""
 
 
 def read_source(source: Any, *, folder: Path | None, allow_urls: bool) -> bytes:
@@ -29,7 +30,7 @@ def read_source(source: Any, *, folder: Path | None, allow_urls: bool) -> bytes:
     source      bytes; a table of Hugging Face's {"bytes": ..., "path": ...} or {"base64": ...}; a data URL; a URL;
                 a path
     folder      folder of relative paths; None: paths are not read, as those of an agent
-    allow_urls  whether http(s) is fetched
+    allow_urls  whether http(s) is fetched: not in the thread of an event loop
 
     Raises ImageError.
     """
@@ -85,10 +86,25 @@ def _fetch(url: str, *, is_allowed: bool) -> bytes:
     if not is_allowed:
         raise ImageError(f"{url[:200]} is a URL, and images.allow_urls is false")
     try:
-        with urllib.request.urlopen(url, timeout=_FETCH_SECONDS) as response:
-            return _limited(response.read(MOST_BYTES + 1))
-    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        return asyncio.run(_download(url))
+    except TimeoutError:
+        raise ImageError(f"{url[:200]} cannot be fetched: it is not there whole after {FETCH_SECONDS:g} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
         raise ImageError(f"{url[:200]} cannot be fetched: {error}") from None
+
+
+async def _download(url: str) -> bytes:
+    limit = aiohttp.ClientTimeout(total=FETCH_SECONDS)
+    async with (
+        aiohttp.ClientSession(timeout=limit, trust_env=True, raise_for_status=True) as session,
+        session.get(url) as response,
+    ):
+        data = bytearray()
+        async for piece in response.content.iter_any():
+            data += piece
+            if len(data) > MOST_BYTES:
+                break
+        return _limited(bytes(data))
 
 
 def _limited(data: bytes) -> bytes:

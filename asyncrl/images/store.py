@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
@@ -43,6 +44,18 @@ class ImageFile:
 
     ref: ImageRef
     data: bytes
+
+
+def share_images(run_directory: Path, branch: Path) -> None:
+    """Give the folder of a run's branch the run's images: links, or copies on another file system."""
+    for file in (run_directory / FOLDER).glob("[!.]*"):
+        target = branch / FOLDER / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            try:
+                os.link(file, target)
+            except OSError:
+                shutil.copy2(file, target)
 
 
 class ImageStore:
@@ -125,7 +138,10 @@ class ImageStore:
         if self._objects is not None:
             with contextlib.suppress(ObjectGone):
                 return b"".join(self._objects.read(PREFIX + digest))
-        raise ImageError(f"image {digest[:12]} is nowhere: not in the run's folder, and not on its bus")
+        looked = [str(self._folder)] if self._folder is not None else []
+        looked += ["the run's bus"] if self._objects is not None else []
+        mend = "; put the files of that folder back, they have the names of their SHA-256" if self._folder else ""
+        raise ImageError(f"image {digest[:12]} is nowhere: not in {', and not on '.join(looked)}{mend}")
 
     def _remember(self, digest: str, data: bytes) -> None:
         with self._lock:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.errors import ImageError
+from asyncrl.images import sources
 from asyncrl.images.sources import read_source
 
 DATA = b"a picture"
@@ -53,6 +56,26 @@ def test_what_is_nowhere_is_refused_with_its_reason(tmp_path: Path, source: Any,
 def test_an_address_that_is_none_costs_its_row(url: str) -> None:
     with pytest.raises(ImageError, match="cannot be fetched"):
         read_source(url, folder=None, allow_urls=True)
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na pic"])
+def test_an_image_that_does_not_arrive_whole_costs_its_row_and_no_more_than_its_time(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "FETCH_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> socket.socket:
+            connection, _ = server.accept()
+            connection.sendall(said)
+            return connection
+
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(answer)
+            url = f"http://127.0.0.1:{server.getsockname()[1]}/a.png"
+            with pytest.raises(ImageError, match=r"a\.png cannot be fetched: it is not there whole after 0\.1 s"):
+                read_source(url, folder=None, allow_urls=True)
+            held.result().close()
 
 
 @pytest.mark.parametrize("source", ["/etc/passwd", "a.png", "file:///etc/passwd", "http://localhost/"])

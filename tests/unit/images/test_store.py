@@ -10,7 +10,7 @@ import pytest
 from asyncrl.bus.memory.stores import Objects
 from asyncrl.bus.port import ObjectInfo
 from asyncrl.errors import ImageError
-from asyncrl.images.store import PREFIX, ImageStore, digest_of
+from asyncrl.images.store import FOLDER, PREFIX, ImageStore, digest_of, share_images
 
 
 def test_a_worker_reads_what_the_learner_published(tmp_path: Path) -> None:
@@ -71,3 +71,15 @@ def test_memory_keeps_the_newest_images(tmp_path: Path) -> None:
     digests = [store.add(bytes([n]) * 4) for n in range(5)]
     assert len(store._cache) == 2
     assert [store.get(digest)[0] for digest in digests] == [0, 1, 2, 3, 4]  # the others are in the folder
+
+
+def test_a_branch_has_the_images_of_its_run_and_a_missing_folder_is_named(tmp_path: Path) -> None:
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    share_images(run, branch)  # of text
+    digest = ImageStore(folder=run / FOLDER).add(b"a picture")
+    lost = ImageStore(folder=branch / FOLDER)
+    with pytest.raises(ImageError, match=f"is nowhere: not in {branch / FOLDER}; put the files of that folder back"):
+        lost.get(digest)
+    for _ in range(2):
+        share_images(run, branch)
+    assert lost.get(digest) == b"a picture"
