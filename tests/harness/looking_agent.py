@@ -1,4 +1,4 @@
-"""An agent that answers about the prompt's image, is shown another one, and answers again. Imports nothing of asyncrl."""
+"""An agent that answers about the prompt's image, is shown another one, and answers again. It knows no asyncrl."""
 
 from __future__ import annotations
 
