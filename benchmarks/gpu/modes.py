@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.arm import REPOSITORY
-from benchmarks.gpu.estimate import arm_seconds, speeds
+from benchmarks.gpu.estimate import SPEEDS, arm_seconds, speeds
 from benchmarks.gpu.fleet import Fleet, FleetError, has_gpu
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.plans import KINDS, Plan, parse_arm, plans
@@ -135,6 +135,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         options.set, options.engine = assignments(options.set), assignments(options.engine)
     except ValueError as error:
         parser.error(str(error))
+    if options.estimate and options.shape not in SPEEDS:
+        parser.error(f"--estimate: no speeds of {options.shape} were measured, only of {', '.join(SPEEDS)}")
     if options.prestart is None:
         options.prestart = options.shape in ("tiny", "0.6B")  # a GPU must have room for two learners
     return options

@@ -14,7 +14,7 @@ from asyncrl.engines.generation import Generation
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
 from asyncrl.policies.batching.packing import pack_for_ranks
 from asyncrl.policies.metric import histogram
-from benchmarks.gpu import lengths, plans, prefixes, shapes, window
+from benchmarks.gpu import lengths, modes, plans, prefixes, shapes, window
 from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.learner import layout_of
 from benchmarks.gpu.learner_step import Variant, sequences
@@ -233,6 +233,14 @@ def test_with_a_barrier_every_engine_gets_an_even_part_of_the_batch() -> None:
 def test_an_estimate_counts_whole_steps() -> None:
     # start 15, one step of warm-up, then ceil(20 / 8) = 3 steps
     assert arm_seconds(step_seconds=8.0, warmup=1, window_seconds=20.0) == 15 + 4 * 8
+
+
+def test_an_estimate_of_a_shape_that_was_not_measured_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        modes.arguments(["--estimate", "--shape", "30B-A3B:48"])
+    assert "--estimate: no speeds of 30B-A3B:48 were measured, only of tiny, 0.6B, " in capsys.readouterr().err
 
 
 # -- layouts of a learner ----------------------------------------------------------------------------------------------
