@@ -83,12 +83,6 @@ class Layout:
         """Return the pipeline stage of a rank, in [0, pipeline)."""
         return rank // (self.tensor * self.context * self.data_parallel)
 
-    def peers(self, rank: int) -> Sequence[int]:
-        """Return the ranks that this rank communicates with in every layer, including itself."""
-        together = math.lcm(self.tensor * self.context, self.expert * self.expert_tensor)
-        first = rank - rank % together
-        return range(first, first + together)
-
     @property
     def output_ranks(self) -> Sequence[int]:
         """The rank of each share that has its outputs: the first rank of the share on the last stage."""

@@ -146,13 +146,6 @@ def test_an_export_is_made_by_the_first_copy_without_the_rest_of_its_rows() -> N
     assert (layout.exporters, experts.exporters, Layout(ranks=4).exporters) == (4, 4, 1)
 
 
-def test_peers_share_a_copy_a_stage_or_experts() -> None:
-    layout = Layout(ranks=16, tensor=2, context=2, pipeline=2)
-    assert list(layout.peers(5)) == [4, 5, 6, 7]
-    assert list(Layout(ranks=8, tensor=2, expert=4).peers(5)) == [4, 5, 6, 7]  # two copies share the experts
-    assert list(Layout(ranks=2).peers(1)) == [1]
-
-
 @pytest.mark.parametrize(
     ("sizes", "multiple"),
     [
