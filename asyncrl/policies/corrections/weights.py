@@ -115,7 +115,7 @@ class MISSequence(Correction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IcePop(Correction):
+class IcePop(MISToken):
     """The token's ratio if low <= ratio <= high, else 0: ``mis_token`` with both bounds.
 
     alpha 0.5 and beta 5 as in NeMo-RL, verl and OpenRLHF; slime uses 0.5 and 2. Made for mixtures of experts, where
@@ -127,12 +127,6 @@ class IcePop(Correction):
 
     low: Floor = 0.5
     high: Cap = 5.0
-
-    def problem(self) -> str:
-        return bounds_problem(self, self.low, self.high)
-
-    def formula(self, log_ratio: Array) -> torch.Tensor:
-        return _inside(ratio(log_ratio), self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
