@@ -149,9 +149,9 @@ _AT_ONCE: Final = 2**22
 
 
 def interval(
-    values: NDArray[np.float64], *, seed: int, coverage: float = 0.95, resamples: int = RESAMPLES
+    values: NDArray[np.float64], *, seed: int, resamples: int = RESAMPLES
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return percentile intervals of the means of M quantities over P prompts.  [P, M] -> low [M], high [M]
+    """Return 95 % percentile intervals of the means of M quantities over P prompts.  [P, M] -> low [M], high [M]
 
     Prompts are drawn with replacement; all quantities share the same draws. With one prompt, low equals high.
     """
@@ -166,8 +166,7 @@ def interval(
         stop = min(resamples, start + block)
         counts = generator.multinomial(num_prompts, even, size=stop - start)
         means[start:stop] = counts @ values / num_prompts
-    tail = (1 - coverage) / 2
-    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
+    low, high = np.quantile(means, [0.025, 0.975], axis=0)
     return low, high
 
 
