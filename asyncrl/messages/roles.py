@@ -25,6 +25,8 @@ LEARNERS_ACTORS: Final = {"learner": LEARNER, "prompts": PROMPT_SOURCE, "weights
 
 QUARANTINED: Final = "quarantined"
 """Phase of a worker whose groups the learner does not train."""
+BEGINS_NOTHING: Final = ("starting", QUARANTINED)
+"""Phases of workers that start no group."""
 
 
 def process_name(actor: str, role: str) -> str:

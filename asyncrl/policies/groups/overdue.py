@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from asyncrl.messages import Heartbeat
-from asyncrl.messages.roles import PROMPT_SOURCE, QUARANTINED, WORKER
+from asyncrl.messages.roles import BEGINS_NOTHING, PROMPT_SOURCE, WORKER
 
 _LOOKS_APART: Final = 10.0
 """A longer gap between two looks, in seconds, does not count as waiting: this process may have received nothing."""
@@ -59,6 +59,6 @@ class Overdue:
 
 def all_wait_for_prompts(beats: Iterable[Heartbeat]) -> bool:
     """Return whether there are rollout workers, and each one that has started waits only for prompts."""
-    workers = [beat for beat in beats if beat.role == WORKER and beat.phase not in ("starting", QUARANTINED)]
+    workers = [beat for beat in beats if beat.role == WORKER and beat.phase not in BEGINS_NOTHING]
     waits = [[wait.on for wait in beat.waits if wait.on] for beat in workers]
     return bool(waits) and all(found and set(found) == {PROMPT_SOURCE} for found in waits)

@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from asyncrl.messages import Heartbeat, VersionSpan
-from asyncrl.messages.roles import QUARANTINED
+from asyncrl.messages.roles import BEGINS_NOTHING
 from asyncrl.policies.groups.states import PublishedPrompt
 from asyncrl.policies.staleness.staleness import ResumePoints, effective_version
-
-_CANNOT_BEGIN = ("starting", QUARANTINED)
 
 
 class StartedGroups:
@@ -40,7 +38,7 @@ class StartedGroups:
         reported: dict[int, int] = {}
         versions: list[int] = []
         for beat in workers:
-            if beat.phase in _CANNOT_BEGIN:
+            if beat.phase in BEGINS_NOTHING:
                 continue
             versions.append(_effective(beat, beat.policy_version, resume_points))
             for group, version in beat.begun.items():
