@@ -33,16 +33,16 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "ratio twice, by row": (["algorithm.name=cispo", "algorithm.correction=icepop"], "count that ratio twice"),
     "nothing corrects": (
         ["algorithm.correction=none"],
-        r'correction = "none" trains data up to 4 versions old as if it were fresh, which collapses',
+        r'correction = "none" trains data up to 8 versions old as if it were fresh, which collapses',
     ),
     "a mask of next to nothing": (
         ["algorithm.correction=veto"],
-        r'correction = "veto" trains data up to 4 versions old as if it were fresh.* counts 1, and may count 0.5; use',
+        r'correction = "veto" trains data up to 8 versions old as if it were fresh.* counts 1, and may count 0.5; use',
     ),
     "outliers alone": (["algorithm.correction=outlier_mask"], "as if it were fresh"),
     "a bound that binds nothing": (
         ["algorithm.correction=k_stat", "algorithm.options={high=1e9}"],
-        '"k_stat" trains data up to 4 versions old as if it were fresh',
+        '"k_stat" trains data up to 8 versions old as if it were fresh',
     ),
     "a mask of large ratios alone": (
         ["algorithm.correction=geo_mask", "algorithm.options={low=0, high=1.1}"],
