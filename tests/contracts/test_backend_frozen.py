@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from asyncrl.backends.kernels import delta_rule
 from tests.harness.backends import (
     LEARNING_RATE,
     RANKS,
@@ -120,3 +122,20 @@ def test_options_of_megatron_reach_its_configuration(folder: Path) -> None:
     with started("megatron-1", folder, transformer={"init_method_std": 0.5}) as backend:
         network = backend._started()._loaded["policy"]._stages[0]  # type: ignore[attr-defined]
         assert network.config.init_method_std == 0.5
+
+
+@pytest.mark.parametrize(("choice", "asks"), [("auto", True), ("torch", False)])
+def test_linear_attention_asks_for_kernels_unless_plain_torch_is_chosen(
+    choice: str, asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.dtype] = []
+
+    def have_none(x: torch.Tensor) -> bool:
+        asked.append(x.dtype)
+        return False
+
+    monkeypatch.setattr(delta_rule, "_may_have_kernels", have_none)
+    folder = tiny_model(tmp_path / "model", architecture="qwen3_next")
+    with started("megatron-1", folder, options={"linear_attention": choice}) as backend:
+        backend.forward(shares("megatron-1", sequences()))
+    assert bool(asked) == asks

@@ -52,6 +52,7 @@ class Chunks:
     runs        number of chunks of each run
     positions   i64[N]: position of each token in its sequence
     boundaries  i64[D + 1], on the device, and on the host
+    has_kernels  False: plain torch, whatever is installed (learner.options.linear_attention)
     """
 
     indices: torch.Tensor
@@ -60,9 +61,12 @@ class Chunks:
     positions: torch.Tensor
     boundaries: torch.Tensor
     host_boundaries: torch.Tensor
+    has_kernels: bool = True
 
     @classmethod
-    def from_boundaries(cls, boundaries: NDArray[np.int32], device: torch.device) -> Chunks:
+    def from_boundaries(
+        cls, boundaries: NDArray[np.int32], device: torch.device, *, has_kernels: bool = True
+    ) -> Chunks:
         """boundaries: i32[D + 1]"""
         # Example: sequences of 70, 1 and 129 tokens. Longest first: 129, 70, 1, with 3, 2 and 1 chunks of 64. The runs
         # are [3, 2, 1] chunks: the first chunks of all three, the second ones of two, the third one of the longest.
@@ -86,7 +90,7 @@ class Chunks:
             },
             device,
         )
-        return cls(runs=runs, host_boundaries=torch.from_numpy(ends), **moved)
+        return cls(runs=runs, host_boundaries=torch.from_numpy(ends), has_kernels=has_kernels, **moved)
 
     @property
     def ends(self) -> dict[str, torch.Tensor]:
@@ -99,7 +103,11 @@ def short_convolution(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) ->
 
     x [N, channels], kernels [channels, 1, width] -> [N, channels]
     """
-    if _may_have_kernels(x) and convolution_agrees(x.device, x.dtype, kernels.shape[0], kernels.shape[-1]):
+    if (
+        chunks.has_kernels
+        and _may_have_kernels(x)
+        and convolution_agrees(x.device, x.dtype, kernels.shape[0], kernels.shape[-1])
+    ):
         return flash_linear_attention.short_convolution(x, kernels, **chunks.ends)
     return _convolve(x, kernels, chunks)
 
@@ -129,7 +137,8 @@ def gated_delta_rule(
     step        f32[N, value heads]: b
     """
     rows = (query, key, value, log_decay, step)
-    if _may_have_kernels(value) and rule_agrees(value.device, value.dtype, key.shape[1:], value.shape[1:]):
+    may_have = chunks.has_kernels and _may_have_kernels(value)
+    if may_have and rule_agrees(value.device, value.dtype, key.shape[1:], value.shape[1:]):
         return flash_linear_attention.gated_delta_rule(*rows, **chunks.ends)
     return _read_in_chunks(rows, chunks)
 

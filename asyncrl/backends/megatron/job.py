@@ -56,6 +56,9 @@ class Options:
     """Train the model's multi-token-prediction layers, with which engines speculate, on the policy's tokens: this
     factor of their negative log likelihood, a mean over the batch's trained tokens and the layers. slime's
     --mtp-loss-scaling-factor is 0.2. The policy itself gets no gradient of it. 0: they are left out of the model."""
+    linear_attention: Literal["auto", "torch"] = "auto"
+    """Kernels of linear attention (Qwen3-Next, Qwen3.5). auto: flash-linear-attention on CUDA in 16 bits, if it is
+    installed and computes what plain torch does in a first try. torch: plain torch."""
     replay_own_routing: bool = False
     """With several optimizer steps per batch: all of them route a token to the experts that the learner chose when it
     computed the batch's logprobs, so that the ratio does not jump where a router changes its mind. Tokens that the

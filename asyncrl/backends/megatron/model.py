@@ -73,8 +73,12 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         head: Head,
         chunk: int | None = None,
         num_draft_layers: int = 0,
+        has_kernels: bool = True,
     ) -> None:
-        """chunk: index among the stage's interleaved parts; None if the stage has one part"""
+        """
+        chunk        index among the stage's interleaved parts; None if the stage has one part
+        has_kernels  whether linear attention may use flash-linear-attention
+        """
         self.part = _part(config, shape, chunk, num_draft_layers)
         own = shape.family.specification if shape.family else None
         submodules = own(config, shape) if own else layer_specification(config, shape)
@@ -98,6 +102,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self._vision = shape.vision
         self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
         self._has_linear_attention = any(map(shape.has_linear_attention, self.part.layers))
+        self._has_kernels = has_kernels
         self._vocabulary_size = shape.vocabulary_size
         self._longest = shape.latent.indexer.chosen if shape.latent and shape.latent.indexer else 0
         self.draft_layers = torch.nn.ModuleList(
@@ -148,7 +153,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         """Return what the layers need of a row besides hidden states."""
         rotary = self._rotary(row)
         local = None if self._local_frequencies is None else fused.rotary(row.positions, self._local_frequencies)
-        chunks = Chunks.from_boundaries(row.boundaries, row.tokens.device) if self._has_linear_attention else None
+        chunks = None
+        if self._has_linear_attention:
+            chunks = Chunks.from_boundaries(row.boundaries, row.tokens.device, has_kernels=self._has_kernels)
         return RowParameters(
             qkv_format="sbhd",
             row=row,
@@ -302,7 +309,16 @@ def build_stages(
     config = transformer_config(job, shape, job.torch_dtype)
     chunks = [None] if job.layout.virtual_pipeline == 1 else range(job.layout.virtual_pipeline)
     stages = [
-        PackedGPT(config, shape, device, head=head, chunk=chunk, num_draft_layers=num_draft_layers) for chunk in chunks
+        PackedGPT(
+            config,
+            shape,
+            device,
+            head=head,
+            chunk=chunk,
+            num_draft_layers=num_draft_layers,
+            has_kernels=job.options.linear_attention == "auto",
+        )
+        for chunk in chunks
     ]
     for stage in stages:
         stage.to(device, job.torch_dtype)

@@ -88,8 +88,10 @@ def test_convolution_stays_within_sequences(lengths: tuple[int, ...]) -> None:
     assert_same(lambda: delta_rule.short_convolution(x, kernels, chunks), one_by_one, [x, kernels])
 
 
-@pytest.mark.parametrize("agrees", [False, True])
-def test_kernels_that_do_not_agree_are_not_called(agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("agrees", "has_kernels"), [(False, True), (True, True), (True, False)])
+def test_kernels_that_do_not_agree_or_are_not_wanted_are_not_called(
+    agrees: bool, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used: list[str] = []
 
     def kernels(name: str) -> Callable[..., torch.Tensor]:
@@ -100,7 +102,7 @@ def test_kernels_that_do_not_agree_are_not_called(agrees: bool, monkeypatch: pyt
     monkeypatch.setattr(delta_rule, "_may_have_kernels", lambda x: True)
     for name in ("rule_agrees", "convolution_agrees"):
         monkeypatch.setattr(delta_rule, name, lambda *_: agrees)
-    chunks = Chunks.from_boundaries(boundaries((3,)), CPU)
+    chunks = Chunks.from_boundaries(boundaries((3,)), CPU, has_kernels=has_kernels)
     delta_rule.gated_delta_rule(*inputs(3), chunks)
     delta_rule.short_convolution(torch.zeros(3, 2), torch.zeros(2, 1, WIDTH), chunks)
-    assert used == (["gated_delta_rule", "short_convolution"] if agrees else [])
+    assert used == (["gated_delta_rule", "short_convolution"] if agrees and has_kernels else [])
