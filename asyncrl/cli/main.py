@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import TextIOWrapper
 from typing import Any, Final, NoReturn, Protocol, cast
 
+from asyncrl.cli.head_comment import command_that_makes
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, exit_code_of, leaves
 from asyncrl.logs import as_typed, in_a_line
 from asyncrl.version import VERSION
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         where = "asyncrl" if isinstance(error, ConfigError) else f"asyncrl {name}"
-        print(f"{where}: {as_typed(in_a_line(str(error)))}", file=sys.stderr)
+        print(f"{where}: {as_typed(in_a_line(str(error)))}{_how_to_make(options, error)}", file=sys.stderr)
         code = exit_code_of(error)
     except BrokenPipeError:  # the reader of stdout is gone, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -231,6 +232,15 @@ def _refuse(name: str, unknown: Sequence[str]) -> NoReturn:
     known = re.findall(r"--[a-z][a-z-]+", subparser.format_help())
     near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
     subparser.error(f"unknown argument {unknown[0]}{f', did you mean {near[0]}' if near else ''}")
+
+
+def _how_to_make(options: argparse.Namespace, error: AsyncRLError) -> str:
+    """Return how the run file says that a missing file is made."""
+    run_file = getattr(options, "run_file", None)
+    if run_file is None or not isinstance(error, ConfigError):
+        return ""
+    command = command_that_makes(run_file, str(error))
+    return f"; make it as {run_file} says: {command}" if command else ""
 
 
 def _unknown_verb(name: str) -> str:
