@@ -54,7 +54,8 @@ REFUSED_ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "it reads images, too; `asyncrl import-model` writes its text part",
     "Qwen3_5MoeForConditionalGeneration": "it reads images, too; `asyncrl import-model` writes its text part",
     "Gemma2ForCausalLM": "its scores and logits have soft caps, every second layer a window",
-    "Gemma3ForConditionalGeneration": "it reads images, too; save its text part as a Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "it reads images, too, whose tokens attend both ways, and all attention here is "
+    "causal; save its text part as a Gemma3ForCausalLM",
 }
 """Known architectures that are not supported, and why."""
 

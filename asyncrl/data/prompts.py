@@ -197,7 +197,8 @@ class PromptDataset:
                 continue
             seen.add(found.key)
             if not len(row.tokens):
-                oddities.skip()
+                if not row.problem:  # which is a warning already
+                    oddities.skip()
                 continue
             first = first or row
             is_plain = not self._data.chat_template and not self._data.conversation_key
