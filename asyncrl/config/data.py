@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,6 +25,9 @@ class DataFile:
     weight: float = 0.0
     """Share of prompts drawn from this file, relative to the sum of all weights, in whole rows of an epoch and at least
     one. 0 in all files: every row once per epoch."""
+    weights: tuple[float, ...] = ()
+    """Weights by epoch, instead of ``weight``: a curriculum. The last one stays, and in an epoch with 0 the file rests.
+    An epoch has as many rows as all files together."""
     function: str = ""
     """Rollout function of these prompts, as rollout.function; empty: that one."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
@@ -33,6 +36,22 @@ class DataFile:
     def __post_init__(self) -> None:
         require(bool(self.path), "path is empty; name a file")
         require(self.weight >= 0, f"weight must be >= 0, got {self.weight:g}")
+        require(not (self.weight and self.weights), "weight and weights are both there; keep one")
+        require(
+            not self.weights or (min(self.weights) >= 0 and max(self.weights) > 0),
+            f"weights must be >= 0, and one of them above 0, got {list(self.weights)}",
+        )
+
+    @property
+    def by_epoch(self) -> tuple[float, ...]:
+        """Its weights by epoch, of which the last one stays."""
+        return self.weights or (self.weight,)
+
+
+def weights_by_epoch(files: Sequence[DataFile]) -> list[list[float]]:
+    """Return the weights of all files in each epoch until they stay.  -> [epochs][files]"""
+    count = max((len(file.by_epoch) for file in files), default=0)
+    return [[file.by_epoch[min(epoch, len(file.by_epoch) - 1)] for file in files] for epoch in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +116,13 @@ class DataSection:
             not self.source or not (self.epochs or not self.shuffle),
             "shuffle and epochs are for files; a source gives its rows in its own order, and None when it ends",
         )
-        weights = [file.weight for file in self.files]
+        weights = [any(file.by_epoch) for file in self.files]
         require(
             all(weights) or not any(weights),
             "some of files have a weight and some have none; give each one, or none",
         )
+        for epoch, each in enumerate(weights_by_epoch(self.files)):
+            require(not any(weights) or any(each), f"files: all weights of epoch {epoch} are 0; give one a weight")
         require_template(self, "chat_template_options", "tools_key", "conversation_key", "system_prompt")
         require(
             not (self.conversation_key and self.response_key),

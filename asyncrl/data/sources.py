@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl import config
 from asyncrl.config import plugins, tables
+from asyncrl.config.data import weights_by_epoch
 from asyncrl.data.row_files import Check, Rows, digest, open_rows, require_data
 from asyncrl.errors import ConfigError
 
@@ -54,9 +55,9 @@ def open_positions(data: config.DataSection, *, seed: int, check: Check) -> Posi
     files = _files(data)
     rows = [open_rows(file.path, check=check) for file in files]
     names = [file.name or ("" if not data.files else Path(file.path).name) for file in files]
-    weights = [file.weight for file in files]
+    weights = weights_by_epoch(files)
     order = _Order(data, seed=seed)
-    return Mixture(rows, names, weights, order=order) if any(weights) else Joined(rows, names, order=order)
+    return Mixture(rows, names, weights, order=order) if any(weights[0]) else Joined(rows, names, order=order)
 
 
 def digests(data: config.DataSection) -> dict[str, str]:
@@ -119,22 +120,35 @@ class Mixture:
     Raises ConfigError for a file whose share of an epoch is not even one row, because it would never be drawn.
     """
 
-    def __init__(self, files: Sequence[Rows], names: Sequence[str], weights: Sequence[float], *, order: _Order) -> None:
+    def __init__(
+        self, files: Sequence[Rows], names: Sequence[str], weights: Sequence[Sequence[float]], *, order: _Order
+    ) -> None:
+        """weights: [epochs][files]; the last ones stay"""
         self._files, self._names, self._order = files, names, order
         total = sum(len(rows) for rows in files)
-        self._counts = shares(weights, total)
-        for name, weight, count in zip(names, weights, self._counts, strict=True):
-            if not count:
-                least = (sum(weights) - weight) / (total - 1)
-                raise ConfigError(
-                    f"data.files: {name}: its share (weight = {weight:g}) is less than one of an epoch's {total:,} "
-                    f"rows, so it would never be drawn; raise the weight to {least:.3g}, or remove the file"
-                )
+        self._counts = np.array([shares(each, total) for each in weights])  # i64[epochs, files]
+        for each, counts in zip(weights, self._counts, strict=True):
+            for name, weight, count in zip(names, each, counts, strict=True):
+                if weight and not count:
+                    least = (sum(each) - weight) / (total - 1)
+                    raise ConfigError(
+                        f"data.files: {name}: its share (weight = {weight:g}) is less than one of an epoch's {total:,} "
+                        f"rows, so it would never be drawn; raise the weight to {least:.3g}, or remove the file"
+                    )
         self._pattern: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
 
     @property
     def num_rows(self) -> int:
-        return int(self._counts.sum())
+        return int(self._counts[0].sum())
+
+    def _counts_of(self, epoch: int) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = self._counts[min(epoch, len(self._counts) - 1)]
+        return counts
+
+    def _num_before(self, epoch: int, file: int) -> int:
+        """Return how many rows of a file come in all epochs before this one."""
+        given = self._counts[:epoch, file]
+        return int(given.sum()) + (epoch - len(given)) * int(self._counts[-1, file])
 
     def at(self, position: int) -> Found | None:
         epoch, place = divmod(position, self.num_rows)
@@ -142,7 +156,7 @@ class Mixture:
             return None
         file_of, number_of = self._epoch(epoch)
         file = int(file_of[place])
-        passed, index = divmod(epoch * int(self._counts[file]) + int(number_of[place]), len(self._files[file]))
+        passed, index = divmod(self._num_before(epoch, file) + int(number_of[place]), len(self._files[file]))
         index = int(self._order.of(passed, len(self._files[file]), file=file + 1)[index])
         return _find(self._files, self._names, file, index, epoch)
 
@@ -150,12 +164,13 @@ class Mixture:
         """Return for each place of the epoch: the file, and how many rows of that file come before it."""
         if self._pattern is None or self._pattern[0] != epoch:
             # Evenly spread: the k-th of n rows of a file is due at (k + 1/2) / n of the epoch.
-            due = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in self._counts])
-            files = np.repeat(np.arange(len(self._counts)), self._counts)
+            counts = self._counts_of(epoch)
+            due = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+            files = np.repeat(np.arange(len(counts)), counts)
             is_shuffled = self._order.is_shuffled
             file_of = files[self._order.of(epoch, len(files)) if is_shuffled else np.argsort(due, kind="stable")]
             number_of = np.zeros(len(files), np.int64)
-            for file in range(len(self._counts)):
+            for file in range(len(counts)):
                 mine = file_of == file
                 number_of[mine] = np.arange(np.count_nonzero(mine))
             self._pattern = (epoch, file_of, number_of)

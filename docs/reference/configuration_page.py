@@ -19,6 +19,11 @@ from asyncrl import config
 
 _NAMED: Final = ("parts", "pools")
 """Keys of tables by a name that the user chooses."""
+_LISTED: Final = {
+    "data": ("data.files", config.DataFile),
+    "evaluation": ("evaluation.datasets", config.EvaluationDataset),
+}
+"""Section -> its table that may be there several times."""
 _NAMES: Final = {int: "whole number", float: "number", str: "text", bool: "true, false"}
 
 HEAD: Final = (
@@ -46,10 +51,9 @@ def page() -> str:
                 parts.append(f"\n### [{name}.{key}]\n\n" + _table(inner, f"{name}.{key}", {}))
             elif dataclasses.is_dataclass(one := next(reversed(typing.get_args(inner)), None)) and key in _NAMED:
                 parts.append(f"\n### [{name}.{key}.NAME]\n\n" + _table(one, f"{name}.{key}", {}))
-        if name == "evaluation":
-            parts.append(
-                "\n### [[evaluation.datasets]]\n\n" + _table(config.EvaluationDataset, "evaluation.datasets", {})
-            )
+        if name in _LISTED:
+            listed, one = _LISTED[name]
+            parts.append(f"\n### [[{listed}]]\n\n" + _table(one, listed, {}))
         for named in (named for named in TABLES if named.startswith(f"{name}.")):
             parts.append("\n".join([f"\n### {named}\n", "| name | what it is |", "|---|---|", *rows(named), ""]))
             for adapter, address in TABLES[named].items():

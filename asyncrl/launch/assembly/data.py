@@ -51,7 +51,9 @@ def index_rows(run: RunConfig) -> Positions:
 
 def num_usable(run: RunConfig, num_rows: int, *, num_too_long: int) -> int:
     """Return how many prompts of an epoch are not known to be too long."""
-    is_mixture = any(file.weight for file in run.data.files)  # a row comes several times in an epoch, or not at all
+    is_mixture = any(
+        any(file.by_epoch) for file in run.data.files
+    )  # a row comes several times in an epoch, or not at all
     return num_rows if is_mixture else num_rows - num_too_long
 
 

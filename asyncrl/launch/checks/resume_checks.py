@@ -277,7 +277,7 @@ def _rate(value: float | None) -> str:
 def _order(run: RunConfig) -> Any:
     """Return the settings that determine the order of the rows."""
     data = run.data
-    files = [(_absolute(file.path), file.weight) for file in data.files]
+    files = [(_absolute(file.path), file.by_epoch) for file in data.files]
     return (run.run.seed, data.shuffle, data.source, data.options, files, _absolute(data.path) if data.path else None)
 
 

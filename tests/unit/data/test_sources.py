@@ -67,6 +67,37 @@ def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffl
         assert "bb" not in "".join(prompt[0] for prompt in epochs[0])
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_weights_by_epoch_are_a_curriculum_whose_last_epoch_stays(tmp_path: Path, shuffle: bool) -> None:
+    """Of 8 rows an epoch has 8, 0, then 6, 2, then 2, 6. No row repeats before all rows of its file were used."""
+    files = (
+        config.DataFile(path=write(tmp_path / "a.jsonl", "a", 4), weights=(1.0, 3.0, 1.0)),
+        config.DataFile(path=write(tmp_path / "b.jsonl", "b", 4), weights=(0.0, 1.0, 3.0)),
+    )
+    dataset = opened(files=files, shuffle=shuffle)
+    epochs = [prompts(dataset, 8 * n, 8 * n + 8) for n in range(4)]
+    assert [sum(prompt[0] == "a" for prompt in epoch) for epoch in epochs] == [8, 6, 2, 2]
+    assert prompts(opened(files=files, shuffle=shuffle), 26, 28) == epochs[3][2:4]
+    for file, count in (("a", 18), ("b", 14)):
+        drawn = [prompt for epoch in epochs for prompt in epoch if prompt[0] == file]
+        assert len(drawn) == count
+        assert all(len(set(drawn[n : n + 4])) == len(drawn[n : n + 4]) for n in range(0, count, 4))
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ([{"weight": 1.0, "weights": (1.0,)}], "weight and weights are both there"),
+        ([{"weights": (0.0, 0.0)}], "weights must be >= 0, and one of them above 0"),
+        ([{"weights": (1.0, 0.0)}, {"weights": (1.0, 0.0, 1.0)}], "all weights of epoch 1 are 0"),
+        ([{"weights": (1.0,)}, {}], "some of files have a weight"),
+    ],
+)
+def test_weights_by_epoch_that_make_no_order_are_refused(weights: list[dict[str, Any]], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config.DataSection(files=tuple(config.DataFile(path="a.jsonl", **each) for each in weights))
+
+
 def test_the_digest_of_data_changes_with_the_contents_of_its_files_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "a", 3)
     data = config.DataSection(path=f"{path}[1:]")
