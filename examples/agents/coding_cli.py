@@ -1,7 +1,8 @@
 """Plays a task with Claude Code or Codex, unchanged, in a folder of its own: python coding_cli.py claude, or codex.
 
 The agent is to leave its answer in answer.txt; that it is the label is the reward, which goes to REWARD_FILE because
-the agent prints what the model says. Both have their tools switched on without questions: confine the worker.
+the agent prints what the model says. Both have their tools switched on without questions: put them below bubblewrap
+(docs/guides/environments.md), or confine the worker.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -34,7 +34,7 @@ REWARD_FILE: Final = "REWARD_FILE"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     command: tuple[str, ...]
-    """The program and its arguments; {model} and {base_url} are replaced."""
+    """The program and its arguments; {model}, {base_url} and {reward_folder} (that of REWARD_FILE) are replaced."""
     reward: Literal["stdout", "file", "grader"] = "stdout"
     """Where the reward comes from. stdout: the line of the output that is a JSON object with a reward; it may also have
     reward_parts, turn_rewards and metrics. file: the file named by REWARD_FILE, which holds such an object or a number.
@@ -82,16 +82,17 @@ class CommandHarness:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True))
                 file = Path(folder) / "reward.json"
                 variables[REWARD_FILE] = str(file)
-            output, errors = await self._run(task, endpoint, variables)
+            command = [_fill(part, endpoint, file) for part in self._options.command]
+            output, errors = await self._run(command, task, variables)
             try:
                 return self._outcome(output, file)
             except (ValueError, OSError) as error:
                 raise _error(" ".join(str(error).split()), said=_last_line(errors)) from error
 
-    async def _run(self, task: Task, endpoint: Endpoint, variables: Mapping[str, str]) -> tuple[bytes, bytes]:
+    async def _run(self, command: Sequence[str], task: Task, variables: Mapping[str, str]) -> tuple[bytes, bytes]:
         """Run the program and return the ends of its output and of its errors. Raises RolloutError."""
         program = await Program.start(
-            [_fill(part, endpoint) for part in self._options.command],
+            command,
             environment=variables,
             directory=self._options.directory,
             memory_mib=self._options.memory_mib,
@@ -191,8 +192,13 @@ async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
         await stdin.wait_closed()
 
 
-def _fill(part: str, endpoint: Endpoint) -> str:
-    return part.replace("{model}", endpoint.model).replace("{base_url}", endpoint.base_url)
+def _fill(part: str, endpoint: Endpoint, file: Path | None) -> str:
+    folder = "" if file is None else str(file.parent)
+    return (
+        part.replace("{model}", endpoint.model)
+        .replace("{base_url}", endpoint.base_url)
+        .replace("{reward_folder}", folder)
+    )
 
 
 def _last_line(text: bytes) -> str:

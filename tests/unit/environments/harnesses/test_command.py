@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +171,36 @@ def test_the_last_line_of_a_program_that_dies_at_once_is_the_reason(script: str,
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert {*runner.run(play())} == {f"harness command: {reason}"}
+
+
+CONFINED = (
+    *("bwrap", "--unshare-all", "--share-net", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc"),
+    *("--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/root", "--tmpfs", "/home"),
+    *("--bind", "{reward_folder}", "{reward_folder}", "--"),
+)
+"""As docs/guides/environments.md has it."""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"], check=False).returncode != 0
+    if shutil.which("bwrap")
+    else True,
+    reason="bubblewrap cannot start here",
+)
+async def test_a_program_below_bubblewrap_reaches_the_endpoint_and_no_file_of_the_workers() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    with tempfile.NamedTemporaryFile(dir="/tmp") as secret, server:
+        script = (
+            "import json, os, socket; found = {}\n"
+            f"socket.create_connection({server.getsockname()!r}).close()\n"
+            f"found['secret'] = float(os.path.exists({secret.name!r}))\n"
+            "try: open('/usr/here', 'w'); found['wrote'] = 1.0\n"
+            "except OSError: found['wrote'] = 0.0\n"
+            f"json.dump({{'reward': 0.5, 'metrics': found}}, open(os.environ[{REWARD_FILE!r}], 'w'))"
+        )
+        command = (*CONFINED, "/usr/bin/env", "python3", "-c", script)
+        outcome = await CommandHarness(Options(command=command, reward="file"))(TASK, ENDPOINT)
+        assert outcome == Outcome(reward=0.5, metrics={"secret": 0.0, "wrote": 0.0})
 
 
 async def test_a_cancelled_sample_ends_its_program(tmp_path: Path) -> None:
