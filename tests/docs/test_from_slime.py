@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
+from asyncrl.backends.megatron.transformer_config import KEYS as MEGATRON
 from tests import ROOT
 
 DOCS = ROOT / "docs"
@@ -50,6 +51,10 @@ def test_every_key_exists_and_takes_the_value_that_is_named() -> None:
         if key not in KEYS[section] or not all(word in REFERENCE or f"`{word}`" in NAMES for word in words):
             wrong.append(code)
     assert wrong == []
+
+
+def test_a_name_of_megatron_s_is_refused_with_a_key_that_exists() -> None:
+    assert [key for key in MEGATRON.values() if key.rpartition(".")[2] not in KEYS[key.rpartition(".")[0]]] == []
 
 
 def test_every_command_and_section_exists() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
@@ -125,6 +126,45 @@ _NOT_OURS: Final = re.compile(
 learner.options."""
 
 
+KEYS: Final[Mapping[str, str]] = {
+    "lr": "learner.learning_rate",
+    "min_lr": "learner.min_learning_rate",
+    "lr_decay_style": "learner.schedule",
+    "lr_decay_iters": "learner.decay_steps",
+    "lr_warmup_iters": "learner.warmup_steps",
+    "weight_decay": "learner.weight_decay",
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "learner.betas"),
+    "adam_eps": "learner.eps",
+    "clip_grad": "learner.max_grad_norm",
+    "use_distributed_optimizer": "learner.options.distributed_optimizer",
+    "optimizer_cpu_offload": "learner.options.offload_optimizer",
+    **dict.fromkeys(
+        ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"), "learner.options.moments_dtype"
+    ),
+    **dict.fromkeys(
+        ("main_grads_dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32"),
+        "learner.options.gradients_dtype",
+    ),
+    "tensor_model_parallel_size": "learner.tensor_parallel",
+    "sequence_parallel": "learner.sequence_parallel",
+    "pipeline_model_parallel_size": "learner.pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "learner.virtual_pipeline",
+    "context_parallel_size": "learner.context_parallel",
+    "expert_model_parallel_size": "learner.expert_parallel",
+    "expert_tensor_parallel_size": "learner.expert_tensor_parallel",
+    **dict.fromkeys(
+        ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+        "learner.options.recompute",
+    ),
+    "moe_aux_loss_coeff": "learner.options.aux_loss_coefficient",
+    **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "learner.options.draft_coefficient"),
+    **dict.fromkeys(("bf16", "params_dtype"), "model.dtype"),
+    "distributed_timeout_minutes": "learner.options.timeout_seconds",
+    "seed": "run.seed",
+}
+"""Megatron's name -> the key of the run file that decides it."""
+
+
 _KINDS: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: ""}
 
 
@@ -152,14 +192,12 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") ->
     known = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
     own = _own_fields(job, shape, job.torch_dtype)
     for name, value in job.transformer.items():
+        if name in KEYS:
+            raise ConfigError(f"learner.megatron: {name} is {KEYS[name]} here; set that instead")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"learner.megatron: {name} is not a field of Megatron's TransformerConfig{hint}")
-        if name == "moe_aux_loss_coeff":
-            raise ConfigError(
-                f"learner.megatron: {name} is learner.options.aux_loss_coefficient here; set that instead"
-            )
         if name in own:
             raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
         if name.startswith(("fp8", "fp4")):

@@ -88,7 +88,7 @@ def test_refuses_mistakes_about_optimizer_steps(run_file: Path, overrides: list[
         (["learner.train_vision=true"], "learner.train_vision: the model has no vision tower; remove the key"),
         (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
         (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
-        (["learner.megatron={mtp_num_layers=1}"], "is for a feature that asyncrl does not support"),
+        (["learner.megatron={cpu_offloading=true}"], "is for a feature that asyncrl does not support"),
         (
             [
                 "learner.ranks=2",
@@ -101,6 +101,7 @@ def test_refuses_mistakes_about_optimizer_steps(run_file: Path, overrides: list[
         (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
         (["learner.megatron={num_layers_in_first_pipeline_stage='1'}"], "_stage must be a whole number, got '1'"),
         (["learner.megatron={cross_entropy_fusion_impl='x'}"], '_impl must be "native" or "te", got \'x\''),
+        (["learner.megatron={clip_grad=1.0}"], "clip_grad is learner.max_grad_norm here; set that instead"),
         (["learner.megatron={moe_aux_loss_coeff=0.1}"], "is learner.options.aux_loss_coefficient here; set that"),
         (["learner.options={aux_loss_coefficient=0.1}"], "aux_loss_coefficient: .* the model has none; remove it"),
         (
