@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from asyncrl import config
-from asyncrl.actors.learner.pictures import Pictures
+from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.adapters import learner_models, registry
@@ -259,7 +259,7 @@ class ReplayTrainer:
             policy_version=step - 1,
             max_staleness=max_staleness,
             resume_points=resume_points,
-            pictures=self._pictures_of(run, groups),
+            image_reader=self._image_reader_of(run, groups),
         )
         done = (number or step) - 1
         rate, critic_rate = learning_rates(run, done)
@@ -303,15 +303,15 @@ class ReplayTrainer:
             self._hooks[names] = Hooks(names)
         return self._hooks[names]
 
-    def _pictures_of(self, run: RunConfig, groups: Sequence[TrajectoryGroup]) -> Pictures | None:
+    def _image_reader_of(self, run: RunConfig, groups: Sequence[TrajectoryGroup]) -> ImageReader | None:
         """Return what makes patches of the groups' images; those of environments are in the groups themselves."""
         if not any(one.images for group in groups for one in group.trajectories):
             return None
-        if (pictures := Pictures.of_run(run, directory=self._recorded)) is None:
+        if (image_reader := ImageReader.of_run(run, directory=self._recorded)) is None:
             raise ConfigError(f"model.path: {run.model.path} reads text alone, and the run's answers show images")
         for data in (data for group in groups for data in group.image_files.values()):
-            pictures.store.add(data)
-        return pictures
+            image_reader.store.add(data)
+        return image_reader
 
     def _backend_for(self, run: RunConfig, folder: Path | None) -> Backend:
         """Return the backend. If the settings changed, recreate it with the same state."""

@@ -89,7 +89,7 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: b
 
 
 def vision_flops(vision: VisionTower, grids: Iterable[Sequence[int]], *, is_trained: bool) -> float:
-    """Return the FLOPs of a vision tower on pictures of these ``grids`` (patches in time, height and width), once each.
+    """Return the FLOPs of a vision tower on images of these ``grids`` (patches in time, height and width), once each.
 
     A patch sees its own frame. A tower that is not trained has a forward pass only.
     """

@@ -43,7 +43,7 @@ _LOGITS_BYTES: Final = 32
 """Of each logit, where a loss is over all of them: 24 for logits, their distribution and their gradients (counted on a
 CPU, at their peak in the backward pass), and 8 for a loss such as a Kullback-Leibler divergence."""
 _PATCHES_PER_TOKEN: Final = 1
-"""Of pictures in a packed row, assumed: a quarter of its tokens stand for four patches each. There may be four times as
+"""Of images in a packed row, assumed: a quarter of its tokens stand for four patches each. There may be four times as
 many."""
 _RING_BYTES: Final = 3 * 2**30
 """Blocks for what an export does not copy on the device: 2 GiB for engines (weights/ring.py), and 256 MiB for each of
@@ -359,7 +359,7 @@ def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> 
 
 def _passes_of_tower(run: RunConfig, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
     """Return the bytes of activations that a trained vision tower keeps, whatever is recomputed. Every rank of a row
-    has all its pictures."""
+    has all its images."""
     learner, tower = run.learner, config.get("vision_config")
     is_kept = not learner.lora.rank and any(
         re.match(VISION_TOWER, name) and is_trained(name, freeze=learner.frozen, train_only=learner.train_only)

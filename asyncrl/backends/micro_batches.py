@@ -87,7 +87,7 @@ class PackedRow:
     rows               i64[M]: tokens that need a logprob
     distribution       how the tokens of ``rows`` were sampled
     layout             the sequences as rectangles, for attention without variable-length support
-    images             the pictures that it shows, on the host
+    images             the images that it shows, on the host
     """
 
     tokens: torch.Tensor

@@ -247,7 +247,7 @@ class LoadedModel:
         """Return the last hidden state of every token, [N, H]."""
         assert row.layout is not None
         with self._rows_alone():
-            decode = _Pictured.from_row(self._decoder, row) if len(row.images) else self._decode_text
+            decode = _WithImages.from_row(self._decoder, row) if len(row.images) else self._decode_text
             rectangles = [decode(row, indices).flatten(0, 1) for indices in row.layout.indices]
         return torch.cat(rectangles)[row.layout.order]
 
@@ -280,10 +280,10 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pictured:
-    """A row that shows pictures, as the text model of a transformers model with a vision tower takes it.
+class _WithImages:
+    """A row that shows images, as the text model of a transformers model with a vision tower takes it.
 
-    embeddings  f[N, H], with the features of pictures in their places
+    embeddings  f[N, H], with the features of images in their places
     positions   i64[3, N]
     shown       i64[N]: which of the placeholder tokens each token is; -1 for text
     of_layers   f[placeholder tokens, H] for each of the first layers
@@ -296,7 +296,7 @@ class _Pictured:
     of_layers: list[torch.Tensor]
 
     @classmethod
-    def from_row(cls, model: Any, row: PackedRow) -> _Pictured:
+    def from_row(cls, model: Any, row: PackedRow) -> _WithImages:
         device, images = row.tokens.device, row.images
         features, places = torch.from_numpy(images.feature_rows).to(device), torch.from_numpy(images.token_rows)
         own, *of_layers = (one.index_select(0, features) for one in vision.features(model.visual, images))

@@ -1,7 +1,7 @@
-"""The vision tower of a model: transformers' own module, run on the pictures of a packed row.
+"""The vision tower of a model: transformers' own module, run on the images of a packed row.
 
-A row shows some pictures at some places. The tower makes features of each picture once; they replace the embeddings of
-the placeholder tokens of all places that show it, so nothing is padded and no text is computed for a picture.
+A row shows some images at some places. The tower makes features of each image once; they replace the embeddings of
+the placeholder tokens of all places that show it, so nothing is padded and no text is computed for an image.
 Tests: tests/unit/backends/test_vision.py, tests/contracts/test_backend_images.py (equal to transformers).
 """
 
@@ -37,7 +37,7 @@ def build_tower(vision: VisionTower, *, device: torch.device, dtype: torch.dtype
 
 
 def attend_in_runs(tower: Any) -> None:
-    """Let the tower attend with FlashAttention. Otherwise it attends picture by picture, and window by window."""
+    """Let the tower attend with FlashAttention. Otherwise it attends image by image, and window by window."""
     import transformers  # takes seconds
 
     transformers.AttentionInterface.register(_IN_RUNS, _attend_in_runs)
@@ -56,7 +56,7 @@ class _PatchProduct(torch.nn.Module):
 
 
 def features(tower: Any, images: PackedImages) -> tuple[torch.Tensor, ...]:
-    """Return the features of the row's pictures, f[F, H]: those of the embedding, then those of the first layers.
+    """Return the features of the row's images, f[F, H]: those of the embedding, then those of the first layers.
 
     Row f of all of them is for the tokens with ``images.feature_rows`` f. A frozen tower keeps no activations.
     """

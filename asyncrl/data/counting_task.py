@@ -1,8 +1,8 @@
-"""A task that needs its pictures: count the squares. Images, prompts and a tiny model are made here, not downloaded.
+"""A task that needs its images: count the squares. Images, prompts and a tiny model are made here, not downloaded.
 
-A picture has 24 x 24 pixels, which the tiny model sees as nine tokens, and one to four squares of any colour in its
+An image has 24 x 24 pixels, which the tiny model sees as nine tokens, and one to four squares of any colour in its
 nine cells. The answer is one digit. Whoever does not look is right once in four times. The arrangements of the held-out
-pictures are in none of the others. ``python -m asyncrl.data.counting_task FOLDER`` writes everything.
+images are in none of the others. ``python -m asyncrl.data.counting_task FOLDER`` writes everything.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def reward(sample: Sample) -> Reward:
 
 
 def arrangements(*, are_held_out: bool) -> list[tuple[int, ...]]:
-    """Return the cells of the squares of each arrangement of the training or held-out pictures."""
+    """Return the cells of the squares of each arrangement of the training or held-out images."""
     found = [cells for count in range(1, MOST + 1) for cells in itertools.combinations(range(_CELLS**2), count)]
     return [cells for number, cells in enumerate(found) if (number % 5 == 4) == are_held_out]
 
 
 def draw(cells: tuple[int, ...], rng: random.Random) -> bytes:
-    """Return the PNG of a picture with a square in each of ``cells``, on a dark ground."""
+    """Return the PNG of an image with a square in each of ``cells``, on a dark ground."""
     ground = tuple(rng.randrange(60) for _ in range(3))
     pixels = [[ground] * _SIDE for _ in range(_SIDE)]
     size = _SIDE // _CELLS
@@ -53,8 +53,8 @@ def draw(cells: tuple[int, ...], rng: random.Random) -> bytes:
 def write(folder: Path, *, seed: int = 0, count: int = 400, architecture: VisionArchitecture = "qwen2_5_vl") -> None:
     """Write prompts.jsonl, held_out.jsonl, their images, blind.jsonl and model, a tiny model, to ``folder``.
 
-    count  number of training pictures, as many of each answer; a quarter as many are held out
-    blind.jsonl asks the held-out questions without their pictures
+    count  number of training images, as many of each answer; a quarter as many are held out
+    blind.jsonl asks the held-out questions without their images
     """
     from asyncrl.data.tiny_vision_model import make_tiny_vision_model  # imports torch
 

@@ -24,7 +24,7 @@ _INVISIBLE: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b\u2028-\u202e\u2060\u2066-\u2069\ufeff\ufffc\ufffd\U000e0000-\U000e007f]"
 )
 """Control characters (the end of a line as Windows has it, too), spaces without width, what reorders text, a byte-order
-mark, and what stands for pictures and broken letters."""
+mark, and what stands for images and broken letters."""
 _MARK: Final = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|\[/?INST\]|<</?SYS>>|\[gMASK\]|\A<s>|</s>(?=\s*\Z)"
     r"|<(?:bos|eos|start_of_turn|end_of_turn)>"

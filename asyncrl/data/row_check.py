@@ -255,7 +255,7 @@ _PLACE_OF_MEDIA: Final = re.compile(
 _NAME_OF_MEDIA: Final = re.compile(
     r"(image|img|picture|photo|video|audio|jpe?g$|png$|webp$|mp4$|wav$|mp3$)", re.IGNORECASE
 )
-"""Beginning of the names that columns of pictures and the like have."""
+"""Beginning of the names that columns of images and the like have."""
 _FILE_OF_MEDIA: Final = re.compile(
     r"data:(image|video|audio)/.*|[^\n]+\.(png|jpe?g|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|m4a)(\?\S*)?",
     re.IGNORECASE | re.DOTALL,
@@ -263,13 +263,13 @@ _FILE_OF_MEDIA: Final = re.compile(
 
 
 def find_media_place(text: str) -> str:
-    """Return the first mark in ``text`` where a picture or the like is meant to be; "" if there is none."""
+    """Return the first mark in ``text`` where an image or the like is meant to be; "" if there is none."""
     found = _PLACE_OF_MEDIA.search(text)
     return found[0] if found else ""
 
 
 def _refuse_media(row: Mapping[str, Any], prompt: Any, where: str, *, image_key: str | None) -> None:
-    """Raise ConfigError if the row has pictures or the like that the model would be asked without.
+    """Raise ConfigError if the row has images or the like that the model would be asked without.
 
     image_key  data.image_key, if the model reads images; None: it reads text alone
     """
@@ -304,7 +304,7 @@ def _without(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_media(value: Any) -> bool:
-    """Whether ``value`` is a picture or the like as data sets hold it: its bytes, its file, or a table with those."""
+    """Whether ``value`` is an image or the like as data sets hold it: its bytes, its file, or a table with those."""
     if isinstance(value, list):
         return any(map(_is_media, value))
     if isinstance(value, str):
@@ -315,7 +315,7 @@ def _is_media(value: Any) -> bool:
 
 
 def _has_bytes(value: Any) -> bool:
-    """Whether ``value`` is what Hugging Face's data sets write for a picture or a sound, whatever the column's name."""
+    """Whether ``value`` is what Hugging Face's data sets write for an image or a sound, whatever the column's name."""
     if isinstance(value, list):
         return any(map(_has_bytes, value))
     return isinstance(value, dict) and value.keys() == {"bytes", "path"} and any(value.values())

@@ -109,7 +109,7 @@ class _Probe:
             policy_version=0,
             max_staleness=self._run.max_staleness,
             resume_points={},
-            pictures=None,
+            image_reader=None,
         )
         began = time.monotonic()
         _, critic_rate = learning_rates(self._run, self._step)

@@ -29,7 +29,7 @@ from asyncrl.config.learner import VISION_TOWER
 from asyncrl.messages.images import ImageRef
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching.images import Picture
+from asyncrl.policies.batching.images import ImagePatches
 from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, pack_for_ranks
 from benchmarks.gpu.learner_profile import profiled
 
@@ -150,7 +150,7 @@ def with_pictures(batch: Sequence[TrainingSequence], side: int, *, vision: Visio
             continue
         reference = ImageRef(digest=f"{number:064x}", grid=(1, side, side), start=1, num_tokens=size)
         mask = one.response_mask & (np.arange(len(one)) > size)
-        made.append(dataclasses.replace(one, response_mask=mask, pictures=(Picture(ref=reference, patches=pixels),)))
+        made.append(dataclasses.replace(one, response_mask=mask, images=(ImagePatches(ref=reference, patches=pixels),)))
     return made
 
 
@@ -267,7 +267,7 @@ def measure(
         phases |= checkpointed(learner, packed[-1], checkpoints) if checkpoints else {}
     lengths = [[len(d) for d in batch] for batch in batches[warm_up:]]
     work = sum(flops.training_flops(shape, step) for step in lengths)
-    grids = [one.ref.grid for batch in batches[warm_up:] for sequence in batch for one in sequence.pictures]
+    grids = [one.ref.grid for batch in batches[warm_up:] for sequence in batch for one in sequence.images]
     if shape.vision:
         work += flops.vision_flops(shape.vision, grids, is_trained=variant.trains_vision)
     work /= sum(seconds)

@@ -162,7 +162,7 @@ class Loop:
             run=self._run,
             algorithm=self._algorithm,
             hooks=Hooks(),
-            pictures=None,
+            image_reader=None,
             shares_prefixes=False,
             policy_version=step,
             max_staleness=self._cell.staleness,

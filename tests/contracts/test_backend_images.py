@@ -16,8 +16,7 @@ from asyncrl.policies.batching.packing import sequence_slices
 from asyncrl.tensors.adapter_names import module_name
 from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import LEARNING_RATE, SETTINGS, forward, shares, started, weights
-from tests.harness.packing import pack
-from tests.harness.pictures import (
+from tests.harness.images import (
     FAMILIES,
     expected_of,
     pictured_sequences,
@@ -25,6 +24,7 @@ from tests.harness.pictures import (
     vision_model,
     with_gradients,
 )
+from tests.harness.packing import pack
 
 KINDS = ("reference", "megatron-1")
 

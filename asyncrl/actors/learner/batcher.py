@@ -29,8 +29,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.actors.learner.live_workers import LiveWorkers
-from asyncrl.actors.learner.pictures import Pictures
 from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.wait_tracker import OpenWait
@@ -136,7 +136,7 @@ class Batcher:
         workers: LiveWorkers | None = None,
         hooks: Hooks | None = None,
         shares_prefixes: bool = False,
-        pictures: Pictures | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
         """picks: maps a step's group count and number to the groups to record; None records no groups
         workers: None if it is unknown which groups workers have started
@@ -156,7 +156,7 @@ class Batcher:
         )
         self._count = run.learner.groups_per_batch
         self._shares_prefixes = shares_prefixes
-        self._pictures = pictures
+        self._image_reader = image_reader
         self._waits_for_stragglers = run.staleness.waits
         self._longest_wait = run.staleness.wait_seconds or math.inf
         self.straggler_wait_seconds = 0.0
@@ -344,7 +344,7 @@ class Batcher:
             policy_version=policy_version,
             max_staleness=self._selection.max_staleness,
             resume_points=self._table.resume_points,
-            pictures=self._pictures,
+            image_reader=self._image_reader,
         )
         mini_batches = recording(
             mini_batches,

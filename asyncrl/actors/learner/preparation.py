@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.actors.learner.pictures import Pictures
+from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.actors.learner.training_step import MiniBatches
 from asyncrl.config import RunConfig
 from asyncrl.messages import TrajectoryGroup
@@ -29,13 +29,13 @@ def prepare(
     policy_version: int,
     max_staleness: int,
     resume_points: ResumePoints,
-    pictures: Pictures | None,
+    image_reader: ImageReader | None,
 ) -> tuple[Batch, MiniBatches]:
     """Return the batch of ``groups`` for the step from ``policy_version``, and its mini-batches for each rank.
 
     max_staleness    bound of the incarnation that took the batch
     shares_prefixes  whether the backend computes tokens once that sequences begin with
-    pictures         None: the model reads text alone
+    image_reader     None: the model reads text alone
     """
     section = run.staleness
     batch = batches.build(
@@ -46,7 +46,7 @@ def prepare(
         resume_points=resume_points,
         age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
         discard=section.discard,
-        **({} if pictures is None else {"pictures": pictures.of}),
+        **({} if image_reader is None else {"images": image_reader.of}),
     )
     batch = hooks.batch(batch, groups, has_advantages=not algorithm.outputs_for_advantage)
     mini_batches = pack_mini_batches(

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.learner.group_filters import GroupFilters
-from asyncrl.actors.learner.pictures import Pictures
+from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.bus.port import Bus, Record
 from asyncrl.errors import FilterError, HopelessError
 from asyncrl.logs import REASON
@@ -112,11 +112,11 @@ class Validator:
         tickets: Tickets | None = None,
         hooks: Hooks | None = None,
         temperatures: Sequence[float] = (),
-        pictures: Pictures | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
         """filters: None keeps every group;  tickets: None for answers without tickets
         temperatures: rollout.temperature of every incarnation, this one last
-        pictures: None: the model reads text alone"""
+        image_reader: None: the model reads text alone"""
         self._bus = bus
         self._validation = validation or GroupValidation()
         self._logprob_check = logprob_check or LogprobMismatch(bound=0.0, every=1)
@@ -124,7 +124,7 @@ class Validator:
         self.hooks = hooks or Hooks()
         self.tickets = tickets or Tickets()
         self._temperatures = temperatures
-        self._pictures = pictures
+        self._image_reader = image_reader
         self._explained = ""
         """The last error of a filter; its traceback is in the log already."""
         self._impossible: dict[str, tuple[int, str]] = {}
@@ -156,9 +156,9 @@ class Validator:
             return ""
         if group_id is None or not table.is_published(group_id) or not table.awaits(record.sequence, group_id):
             return ""  # ``check`` rejects it
-        if self._pictures is None:
+        if self._image_reader is None:
             return "an answer shows an image, and the model reads text alone"
-        return await asyncio.to_thread(self._pictures.problem, group)
+        return await asyncio.to_thread(self._image_reader.problem, group)
 
     def check(
         self,

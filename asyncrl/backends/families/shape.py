@@ -132,7 +132,7 @@ class VisionTower:
     num_layer_features  first layers that each add features of their own to these tokens (DeepStack, arXiv:2406.04334)
     patch_products, token_products  parameters that are multiplied with each patch, and with each token
     size              of a patch's hidden state
-    num_whole, num_windowed  layers in which a patch sees all of its picture, and at most ``window`` patches
+    num_whole, num_windowed  layers in which a patch sees all of its image, and at most ``window`` patches
     """
 
     module: str

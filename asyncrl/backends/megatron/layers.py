@@ -46,7 +46,7 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
     chunks: Chunks | None = None
     """The sequences of the row, for layers with linear attention."""
     layer_features: tuple[torch.Tensor, ...] = ()
-    """f[m, H] for each of the first layers, which adds them to the tokens of ``row`` that show a picture."""
+    """f[m, H] for each of the first layers, which adds them to the tokens of ``row`` that show an image."""
 
     def with_features(self, hidden: torch.Tensor, layer_number: int) -> torch.Tensor:
         """Return what a layer has computed, with its features added.  layer_number: from 1"""

@@ -137,7 +137,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         hidden = None
         layer_features: tuple[torch.Tensor, ...] = ()
         if self.pre_process:
-            hidden, layer_features = self._with_pictures(self._embed(row.tokens, row), row)
+            hidden, layer_features = self._with_images(self._embed(row.tokens, row), row)
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden.requires_grad_()  # frozen embeddings: recomputed layers need a gradient at their input
         after: torch.Tensor = self.decoder(
@@ -202,10 +202,10 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         of_frequency = row.images.positions.t().index_select(1, self._rope_axes)
         return fused.rotary(of_frequency, self._frequencies, self._rope_scale)
 
-    def _with_pictures(self, hidden: torch.Tensor, row: RowPart) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return the embeddings [n, 1, H] with the features of pictures in their places, and those of the first layers.
+    def _with_images(self, hidden: torch.Tensor, row: RowPart) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the embeddings [n, 1, H] with the features of images in their places, and those of the first layers.
 
-        Tensor-parallel and context-parallel ranks each run the tower on all pictures of the row, and take what the
+        Tensor-parallel and context-parallel ranks each run the tower on all images of the row, and take what the
         tokens of their hidden states show.
         """
         if self._vision is None:

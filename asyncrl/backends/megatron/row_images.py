@@ -1,4 +1,4 @@
-"""The pictures of a row, as a rank needs them: positions in three axes, and which tokens show which features.
+"""The images of a row, as a rank needs them: positions in three axes, and which tokens show which features.
 
 Test: tests/unit/backends/test_vision.py.
 """
@@ -19,10 +19,10 @@ from asyncrl.policies.batching.images import PackedImages
 class RowImages:
     """
     positions  i64[3, n] of the tokens of the rank's part, in time, height and width
-    places     i64[m]: the tokens among the rank's hidden states that show a picture; with sequence parallelism these
+    places     i64[m]: the tokens among the rank's hidden states that show an image; with sequence parallelism these
                are a piece of the part
-    features   i64[m]: the features that they show (backends/vision.py), of all pictures of the row
-    images     the pictures, on the host
+    features   i64[m]: the features that they show (backends/vision.py), of all images of the row
+    images     the images, on the host
     """
 
     positions: torch.Tensor

@@ -70,7 +70,7 @@ class RowPart:
     micro_batch        the same data on the host
     num_targets        M, or less if sequences share tokens of ``row.rows``
     shared             what the row's sequences share; None if they share nothing
-    images             what the rank's tokens show; None if the row shows no picture
+    images             what the rank's tokens show; None if the row shows no image
     """
 
     tokens: torch.Tensor

@@ -19,10 +19,10 @@ function isKnown(group, name) {
 }
 
 // The images that prompt and answers show, each once. Those of a run on another machine have no file here.
-function pictures(group, run) {
+function images(group, run) {
   const digests = [...new Set(group.answers.flatMap((answer) => (answer.images ?? []).map(([, , digest]) => digest)))];
   if (!digests.length) return null;
-  return el("div", { class: "pictures" }, ...digests.map((digest) => el("img", { src: `/api/runs/${run}/images/${digest}`, alt: `image ${digest.slice(0, 12)}`, title: `image ${digest.slice(0, 12)}`, loading: "lazy" })));
+  return el("div", { class: "images" }, ...digests.map((digest) => el("img", { src: `/api/runs/${run}/images/${digest}`, alt: `image ${digest.slice(0, 12)}`, title: `image ${digest.slice(0, 12)}`, loading: "lazy" })));
 }
 
 export function openGroup(place, group, run) {
@@ -43,7 +43,7 @@ export function openGroup(place, group, run) {
     el("h2", {}, heading(group)),
     group.problem ? el("p", { class: "bad" }, `no text for each token: ${group.problem}`) : null,
     el("div", { class: "text", "data-part": "prompt" }, group.prompt ?? `tokens ${group.prompt_tokens.join(" ")}`),
-    pictures(group, run),
+    images(group, run),
     group.label ? el("div", { class: "text", "data-part": "label" }, labelled("label: the answer in the data"), group.label) : null,
     group.answers.length ? modes : el("p", { class: "bad" }, group.reason),
     answers,

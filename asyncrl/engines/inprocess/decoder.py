@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import dtype_for, unrouted_rows
-from asyncrl.policies.batching.images import Picture
+from asyncrl.policies.batching.images import ImagePatches
 from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.model_tensors import Shapes
@@ -56,7 +56,7 @@ class RunningSequence:
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     finish_reason: str = ""
     experts: list[NDArray[Any]] = field(default_factory=list)
-    images: Sequence[Picture] = ()
+    images: Sequence[ImagePatches] = ()
     began: float | None = None
     """When its prompt was taken up, and when its first token was there, by time.monotonic(); None: not yet."""
     first_sampled: float | None = None
@@ -226,7 +226,7 @@ class Decoder:
         mask: torch.Tensor,
         *,
         keep: int | torch.Tensor,
-        images: Sequence[Sequence[Picture]] = (),
+        images: Sequence[Sequence[ImagePatches]] = (),
     ) -> torch.Tensor:
         """Return logits [n, kept, V].  images: of each prompt, in a prefill"""
         if self._vision is not None:
@@ -250,7 +250,7 @@ class Decoder:
         mask: torch.Tensor,
         *,
         keep: int | torch.Tensor,
-        images: Sequence[Sequence[Picture]],
+        images: Sequence[Sequence[ImagePatches]],
     ) -> torch.Tensor:
         """As ``_forward``, for a vision-language model."""
         if images:

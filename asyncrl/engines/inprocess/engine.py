@@ -36,7 +36,7 @@ from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.likeliest import join as join_likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import Support
-from asyncrl.policies.batching.images import Picture
+from asyncrl.policies.batching.images import ImagePatches
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import check_layout
 from asyncrl.weights.port import LoadReport, Source
@@ -185,11 +185,11 @@ class InProcessEngine(EngineAdapter):
             context_tokens=decoder.context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=decoder.vocabulary_size)
-        pictures = (
+        patches = (
             await asyncio.get_running_loop().run_in_executor(self._reader, self._read_images, images) if images else ()
         )
         answer = RunningSequence(
-            images=pictures,
+            images=patches,
             prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32),
             sampling=sampling,
             uniforms=uniforms,
@@ -205,7 +205,7 @@ class InProcessEngine(EngineAdapter):
         finally:
             self._forget(request)
 
-    def _read_images(self, images: Sequence[ImageFile]) -> tuple[Picture, ...]:
+    def _read_images(self, images: Sequence[ImageFile]) -> tuple[ImagePatches, ...]:
         """Return the images as patches. Raises PromptError."""
         if self._processor is None:
             self._processor = ImageProcessor(self._model_path)
@@ -224,7 +224,7 @@ class InProcessEngine(EngineAdapter):
                 self._patches[one.ref.digest] = known
                 while sum(kept.nbytes for kept in self._patches.values()) > _PATCH_BYTES and len(self._patches) > 1:
                     del self._patches[next(iter(self._patches))]
-            found.append(Picture(ref=one.ref, patches=known))
+            found.append(ImagePatches(ref=one.ref, patches=known))
         return tuple(found)
 
     def _forget(self, request: _Request) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from asyncrl.messages.images import positions
-from asyncrl.policies.batching.images import Picture
+from asyncrl.policies.batching.images import ImagePatches
 
 
 class VisionLanguageModel:
@@ -22,7 +22,7 @@ class VisionLanguageModel:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def prefill(self, ids: torch.Tensor, images: Sequence[Sequence[Picture]]) -> dict[str, Any]:
+    def prefill(self, ids: torch.Tensor, images: Sequence[Sequence[ImagePatches]]) -> dict[str, Any]:
         """Return the arguments of ``hidden`` for prompts.
 
         ids     i64[prompts, longest]
@@ -56,7 +56,7 @@ class VisionLanguageModel:
         made: torch.Tensor = self._model.model.language_model(**arguments).last_hidden_state
         return made
 
-    def _features(self, images: Sequence[Picture]) -> list[torch.Tensor]:
+    def _features(self, images: Sequence[ImagePatches]) -> list[torch.Tensor]:
         """Return the features of all placeholders f[tokens, H], those of the embedding first. Equal images are
         computed once: all answers of a group show the same."""
         numbers: dict[str, int] = {}
@@ -71,7 +71,7 @@ class VisionLanguageModel:
         return [torch.cat([parts[number] for number in chosen]) for parts in of_each]
 
 
-def delta(num_tokens: int, images: Sequence[Picture]) -> int:
+def delta(num_tokens: int, images: Sequence[ImagePatches]) -> int:
     """Return the position of the token behind a prompt, less its index: an image takes fewer positions than tokens."""
     if not images:
         return 0

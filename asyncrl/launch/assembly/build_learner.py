@@ -19,10 +19,10 @@ from asyncrl.actors.learner.failed_batches import FailedBatches
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.group_remover import GroupRemover
 from asyncrl.actors.learner.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
+from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.metrics_reporter import Gpus, MetricsReporter
-from asyncrl.actors.learner.pictures import Pictures
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
 from asyncrl.actors.learner.sample_files import RotatedLines
@@ -90,8 +90,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     state, restore_from = await _starting_point(
         run, bus=bus, resume=resume, newest_on_bus=-1 if progress is None else progress.incarnation
     )
-    pictures = await asyncio.to_thread(_pictures, run, bus=bus)
-    images = None if pictures is None else pictures.store
+    image_reader = await asyncio.to_thread(_image_reader, run, bus=bus)
+    images = None if image_reader is None else image_reader.store
     rows = await asyncio.to_thread(data.open_rows, run, images=images)
     digests = await asyncio.to_thread(digest_data, run.data)
     files = await asyncio.to_thread(signal_files.digest_files, run)
@@ -105,7 +105,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         await asyncio.to_thread(data.say_first_prompts, rows, sets, of_reward=reward_oddities(run.reward))
         _say_bound(run)
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
-    recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus, pictures=pictures)
+    recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus, image_reader=image_reader)
     learner, prompts = assemble_learner(
         run,
         bus=bus,
@@ -137,7 +137,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         answers=recorders.answers,
         evaluation_sets=sets,
         max_failed_in_a_row=max(32, 2 * run.window),
-        pictures=pictures,
+        image_reader=image_reader,
     )
     senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
     return learner, [prompts, *senders]
@@ -161,7 +161,7 @@ def assemble_learner(
     admission: Admission | None = None,
     evaluation_sets: Sequence[EvaluationSet] = (),
     max_failed_in_a_row: int = 32,
-    pictures: Pictures | None = None,
+    image_reader: ImageReader | None = None,
 ) -> tuple[Learner, PromptSource]:
     """Assemble the learner and the prompt source of its process from their parts.
 
@@ -169,7 +169,7 @@ def assemble_learner(
     data_digests         SHA-256 of each data file by its path, for the history
     samples, answers     recorders of groups and of evaluations; None: nothing is recorded
     admission            None: as the run file says
-    pictures             images of data and answers; None: the model reads text alone
+    image_reader         images of data and answers; None: the model reads text alone
     """
     directory, best = run.run_directory, run.checkpoint.best
     history = History(directory / HISTORY_FILE, incarnation=state.incarnation)
@@ -252,7 +252,7 @@ def assemble_learner(
             workers=workers,
             hooks=validator.hooks,
             shares_prefixes=registry.shared_prefixes(run).is_on,
-            pictures=pictures,
+            image_reader=image_reader,
         ),
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),
@@ -277,7 +277,7 @@ def assemble_learner(
         are_sampled=_are_sampled(run),
         reissue_seconds=run.rollout.reissue_seconds,
         window=NeededWindow.from_run(run) if _are_sampled(run) else None,
-        images=None if pictures is None else pictures.store,
+        images=None if image_reader is None else image_reader.store,
     )
     return learner, prompts
 
@@ -348,12 +348,12 @@ def _num_likeliest(run: RunConfig, vocabulary_size: int) -> dict[str, int]:
     return {name: min(count, vocabulary_size) for name, count in asked.items() if count}
 
 
-def _pictures(run: RunConfig, *, bus: Bus) -> Pictures | None:
+def _image_reader(run: RunConfig, *, bus: Bus) -> ImageReader | None:
     store = ImageStore(objects=bus.objects(), folder=run.run_directory / FOLDER)
-    return Pictures.of_run(run, store=store)
+    return ImageReader.of_run(run, store=store)
 
 
-def _validator(run: RunConfig, *, bus: Bus, pictures: Pictures | None) -> Validator:
+def _validator(run: RunConfig, *, bus: Bus, image_reader: ImageReader | None) -> Validator:
     model = check_model(Path(run.model.path))
     run_files = [*settings_of_incarnations(run.run_directory / HISTORY_FILE), as_table(run)]
     bound = run.learner.quarantine_mismatch if _are_sampled(run) else 0.0
@@ -383,7 +383,7 @@ def _validator(run: RunConfig, *, bus: Bus, pictures: Pictures | None) -> Valida
         tickets=Tickets(secret_files.ticket_secret(run)),
         hooks=Hooks(run.algorithm.hooks),
         temperatures=[one["rollout"]["temperature"] for one in run_files] if _are_sampled(run) else (),
-        pictures=pictures,
+        image_reader=image_reader,
     )
 
 

@@ -16,7 +16,7 @@ from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.turns import turns_of
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
-from asyncrl.policies.batching.images import Picture
+from asyncrl.policies.batching.images import ImagePatches
 from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.policies.evaluation.results import pass_at_k
 from asyncrl.policies.groups.validation import CATEGORY
@@ -80,7 +80,7 @@ def build(
     resume_points: ResumePoints,
     age_weight: AgeWeight | None = None,
     discard: Discard = "groups",
-    pictures: Callable[[TrajectoryGroup, Trajectory], tuple[Picture, ...]] = lambda group, trajectory: (),
+    images: Callable[[TrajectoryGroup, Trajectory], tuple[ImagePatches, ...]] = lambda group, trajectory: (),
 ) -> Batch:
     """Build the batch for the step from ``policy_version``.  Raises AssertionError if any token is over the bound.
 
@@ -88,7 +88,7 @@ def build(
     denominators count whole tokens, so an old batch has less influence. With ``discard`` "trajectories", a trajectory
     over the bound trains nothing, but its rollout's reward stays in the baseline. With "tokens" the same applies to a
     single token. Only the loss weight of that token becomes 0, as with an ``age_weight``, so the rest of a long answer
-    does not count as if it were the whole answer. ``pictures`` returns the images of a trajectory, with their pixels.
+    does not count as if it were the whole answer. ``images`` returns the images of a trajectory, with their pixels.
     """
     # Three levels of numbering. Example: group 0 has two rollouts, and the context of the second was cut in two.
     #     trajectory (sequence)   0  1  2
@@ -140,7 +140,7 @@ def build(
             advantages=sampled,
             loss_weights=weight,
             staleness=age,
-            pictures=pictures(group, trajectory),
+            images=images(group, trajectory),
         )
         for (group, trajectory), mask, sampled, weight, age in zip(
             trajectories, trained, per_token_advantages, weights, ages, strict=True
@@ -271,7 +271,7 @@ def _sequence(
     advantages: NDArray[np.float32],
     loss_weights: NDArray[np.float32],
     staleness: NDArray[np.int32],
-    pictures: tuple[Picture, ...],
+    images: tuple[ImagePatches, ...],
 ) -> TrainingSequence:
     """Return the sequence: prompt, then response, with zeros for the prompt in every per-token array.
 
@@ -301,7 +301,7 @@ def _sequence(
         model_outputs=known,
         support=join([(prompt, WHOLE), (len(mask), trajectory.support)]),
         temperature=group.temperature,
-        pictures=pictures,
+        images=images,
         likeliest={
             name: likeliest.join([(prompt, likeliest.NONE), (len(mask), its)])
             for name, its in (

@@ -1,4 +1,4 @@
-"""The images of a packed row: each picture's patches once, and where the row shows it. Pure.
+"""The images of a packed row: each image's patches once, and where the row shows it. Pure.
 
 Tests: tests/unit/policies/batching/test_images.py.
 """
@@ -15,7 +15,7 @@ from asyncrl.messages.images import ImageRef, positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class ImagePatches:
     """An image of a sequence, with its pixels.
 
     ref      where the sequence, prompt and response, shows it
@@ -28,11 +28,11 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedImages:
-    """The images of a row of N tokens: P different pictures, shown at I places. The eight answers of a group show one.
+    """The images of a row of N tokens: P different images, shown at I places. The eight answers of a group show one.
 
-    patches     f32[K, patch size], of all pictures, one after the other; K is the sum of t h w
-    grids       i32[P, 3], patches of each picture in time, height and width
-    picture     i32[I], the picture that each place shows; places are in the order of the row
+    patches     f32[K, patch size], of all images, one after the other; K is the sum of t h w
+    grids       i32[P, 3], patches of each image in time, height and width
+    image       i32[I], the image that each place shows; places are in the order of the row
     starts      i32[I], index in the row of each place's first placeholder token
     num_tokens  i32[I], number of placeholder tokens of each place
     positions   i32[3, N], position of each token in its sequence in time, height and width (messages/images.py)
@@ -40,14 +40,14 @@ class PackedImages:
 
     patches: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     grids: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    picture: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    image: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     starts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     num_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     positions: NDArray[np.int32] = field(default_factory=lambda: np.zeros((3, 0), np.int32))
 
     def __len__(self) -> int:
         """Number of places."""
-        return len(self.picture)
+        return len(self.image)
 
     @property
     def token_rows(self) -> NDArray[np.int64]:
@@ -57,52 +57,52 @@ class PackedImages:
     @property
     def feature_rows(self) -> NDArray[np.int64]:
         """i64[M]: what replaces each of ``token_rows``, among the vision tower's outputs for ``patches``."""
-        of_picture = np.zeros(len(self.grids), np.int64)
-        of_picture[self.picture] = self.num_tokens
-        return _ranges((np.cumsum(of_picture) - of_picture)[self.picture], self.num_tokens)
+        of_image = np.zeros(len(self.grids), np.int64)
+        of_image[self.image] = self.num_tokens
+        return _ranges((np.cumsum(of_image) - of_image)[self.image], self.num_tokens)
 
 
 NO_IMAGES = PackedImages()
 """A row of text alone."""
 
 
-def pack_images(sequences: Sequence[tuple[int, Sequence[Picture]]]) -> PackedImages:
-    """Return the images of a row.  sequences: number of tokens of each, and its pictures in order"""
-    if not any(pictures for _, pictures in sequences):
+def pack_images(sequences: Sequence[tuple[int, Sequence[ImagePatches]]]) -> PackedImages:
+    """Return the images of a row.  sequences: number of tokens of each, and its images in order"""
+    if not any(images for _, images in sequences):
         return NO_IMAGES
     numbers: dict[tuple[str, tuple[int, int, int]], int] = {}
-    different, picture, places = list[Picture](), list[int](), list[ImageRef]()
+    different, image, places = list[ImagePatches](), list[int](), list[ImageRef]()
     begin = 0
-    for length, pictures in sequences:
-        for one in pictures:
+    for length, images in sequences:
+        for one in images:
             number = numbers.setdefault((one.ref.digest, one.ref.grid), len(numbers))
             if number == len(different):
                 different.append(one)
-            picture.append(number)
+            image.append(number)
             places.append(one.ref.moved(begin))
         begin += length
     return PackedImages(
         patches=np.concatenate([one.patches for one in different]),
         grids=np.array([one.ref.grid for one in different], np.int32),
-        picture=np.array(picture, np.int32),
+        image=np.array(image, np.int32),
         starts=np.array([one.start for one in places], np.int32),
         num_tokens=np.array([one.num_tokens for one in places], np.int32),
         positions=np.concatenate(
-            [positions(length, [one.ref for one in pictures]) for length, pictures in sequences], axis=1
+            [positions(length, [one.ref for one in images]) for length, images in sequences], axis=1
         ),
     )
 
 
-def tokens_by_picture(sequences: Sequence[tuple[NDArray[np.int32], Sequence[Picture]]]) -> list[NDArray[np.int32]]:
-    """Return the tokens of each sequence, with a number below 0 for each picture in place of its placeholders.
+def tokens_by_image(sequences: Sequence[tuple[NDArray[np.int32], Sequence[ImagePatches]]]) -> list[NDArray[np.int32]]:
+    """Return the tokens of each sequence, with a number below 0 for each image in place of its placeholders.
 
-    Sequences that begin alike then begin with the same pictures, too.  sequences: tokens and pictures of each
+    Sequences that begin alike then begin with the same images, too.  sequences: tokens and images of each
     """
     numbers: dict[tuple[str, tuple[int, int, int]], int] = {}
     made = []
-    for tokens, pictures in sequences:
-        own = tokens.copy() if pictures else tokens
-        for one in pictures:
+    for tokens, images in sequences:
+        own = tokens.copy() if images else tokens
+        for one in images:
             number = numbers.setdefault((one.ref.digest, one.ref.grid), len(numbers))
             own[one.ref.start : one.ref.end] = -1 - number
         made.append(own)

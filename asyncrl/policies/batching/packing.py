@@ -22,7 +22,7 @@ from asyncrl.messages.likeliest import Likeliest
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import WHOLE, Support, join
 from asyncrl.policies.batching import prefixes
-from asyncrl.policies.batching.images import NO_IMAGES, PackedImages, Picture, pack_images, tokens_by_picture
+from asyncrl.policies.batching.images import NO_IMAGES, ImagePatches, PackedImages, pack_images, tokens_by_image
 
 _NOTHING_SHARED: Final[NDArray[np.int32]] = np.empty(0, np.int32)
 
@@ -42,7 +42,7 @@ class TrainingSequence:
                        ("teacher_logprobs" of a served teacher)
     support            tokens that each was sampled from (messages/support.py); empty: the whole vocabulary
     temperature        at which it was sampled; 0: rollout.temperature
-    pictures           images that it shows, in order
+    images             images that it shows, in order
     likeliest          tokens at each place, by name: "behavior_likeliest", "teacher_likeliest"; those that are known
     """
 
@@ -56,7 +56,7 @@ class TrainingSequence:
     model_outputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     support: Support = WHOLE
     temperature: float = 0.0
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[ImagePatches, ...] = ()
     likeliest: Mapping[str, Likeliest] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ def pack_for_ranks(
     chosen = _Plan.of(items, ranks=ranks, max_tokens=max_tokens, lengths=lengths, shared=np.zeros_like(lengths))
     order: Sequence[int] = range(len(sequences))
     if shares_prefixes:
-        tokens = tokens_by_picture([(one.tokens, one.pictures) for one in sequences])
+        tokens = tokens_by_image([(one.tokens, one.images) for one in sequences])
         sorted_order, shared = prefixes.sort(tokens, _experts_of_each(sequences))
         plans = _sharing_plans(lengths[sorted_order], shared, ranks=ranks, max_tokens=max_tokens)
         best = min(plans, key=lambda plan: plan.cost)
@@ -357,7 +357,7 @@ def _concatenate(
         temperatures=_temperatures(sequences),
         likeliest=_likeliest(sequences),
         shared=shared if shared.any() else _NOTHING_SHARED,
-        images=pack_images([(len(sequence), sequence.pictures) for sequence in sequences]),
+        images=pack_images([(len(sequence), sequence.images) for sequence in sequences]),
         **per_token,
     )
 

@@ -19,7 +19,7 @@ from asyncrl.backends.weight_map import Part, weight_map
 from asyncrl.config.layout import Layout
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.images import NO_IMAGES, PackedImages, pack_images
-from tests.harness.pictures import picture, tiny_vision_model
+from tests.harness.images import picture, tiny_vision_model
 
 CPU = torch.device("cpu")
 

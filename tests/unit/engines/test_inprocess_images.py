@@ -18,7 +18,7 @@ from asyncrl.images.processor import ImageProcessor
 from asyncrl.images.reading import read_info, write_png
 from asyncrl.images.store import ImageFile, digest_of
 from asyncrl.messages import SamplingParams, replace
-from tests.harness.pictures import vision_model
+from tests.harness.images import vision_model
 
 SAMPLING = SamplingParams(max_new_tokens=5, ignore_eos=True)
 

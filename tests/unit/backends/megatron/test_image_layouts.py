@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from asyncrl.config.learner import VISION_TOWER
 from asyncrl.policies.batching.packing import pack_for_ranks, sequence_slices
 from tests.harness.backends import SETTINGS, distance, forward, learned, num_shares, shares, started, weights
+from tests.harness.images import answers_to_pictures, expected_of, pictured_sequences, tiny_vision_model, vision_model
 from tests.harness.packing import pack
-from tests.harness.pictures import answers_to_pictures, expected_of, pictured_sequences, tiny_vision_model, vision_model
 
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 FROZEN = dataclasses.replace(GENTLE, freeze=(VISION_TOWER,))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from asyncrl.messages.images import ImageRef
-from asyncrl.policies.batching.images import NO_IMAGES, Picture, pack_images
+from asyncrl.policies.batching.images import NO_IMAGES, ImagePatches, pack_images
 
 
-def picture(name: str, *, start: int, grid: tuple[int, int, int] = (1, 2, 4)) -> Picture:
+def picture(name: str, *, start: int, grid: tuple[int, int, int] = (1, 2, 4)) -> ImagePatches:
     size = grid[0] * grid[1] * grid[2]
     ref = ImageRef(digest=name * 64, grid=grid, start=start, num_tokens=size // 4)
-    return Picture(ref=ref, patches=np.full((size, 3), int(name), np.float32))
+    return ImagePatches(ref=ref, patches=np.full((size, 3), int(name), np.float32))
 
 
 def test_a_row_of_text_carries_no_images() -> None:
@@ -22,7 +22,7 @@ def test_a_row_of_text_carries_no_images() -> None:
 def test_answers_that_show_one_picture_carry_its_patches_once() -> None:
     packed = pack_images([(5, [picture("1", start=1)]), (6, [picture("1", start=2)])])
     assert packed.patches.shape == (8, 3)
-    assert packed.picture.tolist() == [0, 0]
+    assert packed.image.tolist() == [0, 0]
     assert packed.starts.tolist() == [1, 7]  # 2 in the second sequence, which begins at 5
     assert packed.token_rows.tolist() == [1, 2, 7, 8]
     assert packed.feature_rows.tolist() == [0, 1, 0, 1]

@@ -2,7 +2,7 @@
 
 Also of a replay, which reads them from the run's folder (RUN/images) and from the groups of the log.
 
-Tests: tests/actors/learner/test_pictures.py.
+Tests: tests/actors/learner/test_image_reader.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from asyncrl.images.reading import read_info, read_pixels
 from asyncrl.images.store import FOLDER, ImageStore, digest_of
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.messages.images import ImageRef
-from asyncrl.policies.batching.images import Picture
+from asyncrl.policies.batching.images import ImagePatches
 
 _CACHE_BYTES: Final = 2**30
 
 
-class Pictures:
+class ImageReader:
     """Blocking; one thread at a time calls ``problem``, another ``of``.
 
     most_pixels  images.max_pixels
@@ -44,8 +44,8 @@ class Pictures:
     @classmethod
     def of_run(
         cls, run: RunConfig, *, store: ImageStore | None = None, directory: Path | None = None
-    ) -> Pictures | None:
-        """Return the pictures of a run; None if its model reads text alone. Raises ConfigError.
+    ) -> ImageReader | None:
+        """Return the images of a run; None if its model reads text alone. Raises ConfigError.
 
         store      None: the folder of images in ``directory``, or in the run's own
         """
@@ -79,9 +79,9 @@ class Pictures:
             grid = self._grids[one.digest] = self.processor.grid(read_info(self.store.get(one.digest)))
         return "" if grid == one.grid else f"{name} has the grid {grid}, and {one.grid} in the answer"
 
-    def of(self, group: TrajectoryGroup, trajectory: Trajectory) -> tuple[Picture, ...]:
+    def of(self, group: TrajectoryGroup, trajectory: Trajectory) -> tuple[ImagePatches, ...]:
         """Return the images of a trajectory as patches. Raises ImageError."""
-        return tuple(Picture(ref=one, patches=self._patches_of(one)) for one in trajectory.images)
+        return tuple(ImagePatches(ref=one, patches=self._patches_of(one)) for one in trajectory.images)
 
     def _patches_of(self, one: ImageRef) -> NDArray[np.float32]:
         if (known := self._patches.get(one.digest)) is not None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from asyncrl.data.tiny_vision_model import make_tiny_vision_model, write_weights
 from asyncrl.messages.images import ImageRef
-from asyncrl.policies.batching.images import Picture
+from asyncrl.policies.batching.images import ImagePatches
 from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.tensors.transformers_models import load_model
 from tests.harness.backends import sequence
@@ -36,11 +36,11 @@ def tiny_vision_model(folder: Path, *, architecture: str, **options: Any) -> Pat
     return folder
 
 
-def picture(grid: tuple[int, int, int], *, start: int, seed: int) -> Picture:
+def picture(grid: tuple[int, int, int], *, start: int, seed: int) -> ImagePatches:
     """Return a picture of noise; the same seed makes the same one."""
     pixels = np.random.default_rng(seed).standard_normal((int(np.prod(grid)), PATCH_SIZE)).astype(np.float32)
     reference = ImageRef(digest=f"{seed:064x}", grid=grid, start=start, num_tokens=len(pixels) // 4)
-    return Picture(ref=reference, patches=pixels)
+    return ImagePatches(ref=reference, patches=pixels)
 
 
 def pictured_sequences(folder: Path, *, seed: int = 0) -> list[TrainingSequence]:
@@ -49,7 +49,7 @@ def pictured_sequences(folder: Path, *, seed: int = 0) -> list[TrainingSequence]
     The last one has a placeholder's token that the policy has sampled: a token like any other.
     """
     square, wide = (1, 4, 4), (1, 2, 6)
-    shown: tuple[tuple[int, list[Picture]], ...] = (
+    shown: tuple[tuple[int, list[ImagePatches]], ...] = (
         (20, [picture(square, start=2, seed=1)]),
         (30, [picture(wide, start=1, seed=2), picture(square, start=6, seed=3)]),
         (11, []),
@@ -71,10 +71,10 @@ def image_token(folder: Path) -> int:
     return int(transformers.AutoConfig.from_pretrained(folder).image_token_id)
 
 
-def showing(plain: TrainingSequence, pictures: Sequence[Picture], *, image: int) -> TrainingSequence:
+def showing(plain: TrainingSequence, images: Sequence[ImagePatches], *, image: int) -> TrainingSequence:
     """Return the sequence with pictures in the place of some tokens, which then are not trained."""
     tokens, is_image = plain.tokens.copy(), np.zeros(len(plain), np.bool_)
-    for one in pictures:
+    for one in images:
         is_image[one.ref.start : one.ref.end] = True
     tokens[is_image] = image
     return dataclasses.replace(
@@ -85,7 +85,7 @@ def showing(plain: TrainingSequence, pictures: Sequence[Picture], *, image: int)
         loss_weights=np.where(is_image, 0, plain.loss_weights).astype(np.float32),
         behavior_logprobs=np.where(is_image, 0, plain.behavior_logprobs).astype(np.float32),
         staleness=np.where(is_image, 0, plain.staleness).astype(np.int32),
-        pictures=tuple(pictures),
+        images=tuple(images),
     )
 
 
@@ -108,13 +108,13 @@ def model_logprobs(model: Any, one: TrainingSequence) -> torch.Tensor:
     """
     ids = torch.from_numpy(one.tokens.astype(np.int64))
     shown: dict[str, torch.Tensor] = {}
-    if one.pictures:
+    if one.images:
         kinds = torch.zeros(len(ids), dtype=torch.int32)
-        for each in one.pictures:
+        for each in one.images:
             kinds[each.ref.start : each.ref.end] = 1
         shown = {
-            "pixel_values": torch.from_numpy(np.concatenate([each.patches for each in one.pictures])),
-            "image_grid_thw": torch.tensor([each.ref.grid for each in one.pictures]),
+            "pixel_values": torch.from_numpy(np.concatenate([each.patches for each in one.images])),
+            "image_grid_thw": torch.tensor([each.ref.grid for each in one.images]),
             "mm_token_type_ids": kinds[None],
         }
     logits = model(ids[None], **shown).logits[0, :-1]

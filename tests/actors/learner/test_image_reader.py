@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.pictures import Pictures
+from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.port import Record
 from asyncrl.data.tiny_vision_model import make_tiny_vision_model
@@ -44,7 +44,7 @@ def group(processor: ImageProcessor, ref: ImageRef = REF, **more: Any) -> Trajec
 
 
 def test_what_an_environment_showed_is_kept_and_becomes_patches(processor: ImageProcessor, tmp_path: Path) -> None:
-    pictures = Pictures(ImageStore(folder=tmp_path), processor, most_pixels=1000)
+    pictures = ImageReader(ImageStore(folder=tmp_path), processor, most_pixels=1000)
     made = group(processor, image_files={REF.digest: PICTURE})
     assert pictures.problem(made) == ""
     assert (tmp_path / REF.digest).read_bytes() == PICTURE
@@ -68,10 +68,10 @@ def test_what_an_environment_showed_is_kept_and_becomes_patches(processor: Image
 def test_images_that_contradict_their_answer_are_not_trained(
     processor: ImageProcessor, tmp_path: Path, ref: ImageRef, files: dict[str, bytes], problem: str
 ) -> None:
-    pictures = Pictures(ImageStore(folder=tmp_path), processor, most_pixels=1000)
+    pictures = ImageReader(ImageStore(folder=tmp_path), processor, most_pixels=1000)
     assert problem in pictures.problem(group(processor, ref, image_files=files))
     if files:
-        assert "more than images.max_pixels" in Pictures(
+        assert "more than images.max_pixels" in ImageReader(
             ImageStore(folder=tmp_path), processor, most_pixels=10
         ).problem(group(processor, image_files={REF.digest: PICTURE}))
 
@@ -81,14 +81,14 @@ async def test_images_are_read_beside_the_event_loop_and_only_of_answers_that_ar
 ) -> None:
     checked_by: list[threading.Thread] = []
 
-    class Checked(Pictures):
+    class Checked(ImageReader):
         def problem(self, group: TrajectoryGroup) -> str:
             checked_by.append(threading.current_thread())
             return super().problem(group)
 
     table = GroupTable(incarnation=0)
     pictures = Checked(ImageStore(folder=tmp_path), processor, most_pixels=1000)
-    validator = Validator(memory_bus(), pictures=pictures)
+    validator = Validator(memory_bus(), image_reader=pictures)
     asked = group(processor)
     asked = replace(asked, trajectories=(replace(asked.trajectories[0], reward=1.0),))
     record: Record[TrajectoryGroup] = Record(sequence=1, key="w0/0", message=asked)
