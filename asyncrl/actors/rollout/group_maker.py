@@ -28,7 +28,7 @@ from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.errors import OUTAGES, EngineDied, EngineError, MessageError, Outage, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, replace
-from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.codec import decode, encode, has_more_values
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.images import ImageRef, check_images
 from asyncrl.messages.rollout import label_text
@@ -41,6 +41,8 @@ from asyncrl.rewards.port import Reward, RewardFn, Sample
 MOST_EXPLAINED: Final = 100
 NO_ROLLOUTS: Final[Mapping[str, RolloutFn]] = {}
 _LARGEST_METADATA: Final = 2**16
+_MOST_VALUES: Final = 2**10
+"""In the metadata of a trajectory. The learner accepts only so many values in a message (messages/codec.py)."""
 _NO_PROMPT: Final = np.zeros(0, np.int32)
 
 Rollout = tuple[Trajectory, ...]
@@ -473,6 +475,8 @@ def _own_metadata(one: Trajectory) -> dict[str, Any]:
         raise ValueError(
             f"the metadata of its trajectory has {len(data):,} bytes, and {_LARGEST_METADATA:,} are allowed"
         )
+    if has_more_values(data, _MOST_VALUES):
+        raise ValueError(f"the metadata of its trajectory has more than {_MOST_VALUES:,} values; join them in a text")
     return decode(data, dict)
 
 

@@ -123,7 +123,11 @@ def test_metadata_that_cannot_be_sent_fails_its_sample() -> None:
         dataclasses.replace(trajectory(), metadata=table), PROMPT, index=0, num_resumed=0, context_tokens=9
     )
     assert made.metadata == {"pair": [1, 2]}
-    for wrong, problem in (({"a": object()}, "object is no type of a message"), ({"a": "b" * 2**16}, "are allowed")):
+    for wrong, problem in (
+        ({"a": object()}, "object is no type of a message"),
+        ({"a": "b" * 2**16}, "are allowed"),
+        ({"a": [0] * 2**10}, "more than 1,024 values"),
+    ):
         with pytest.raises(ValueError, match=f"the metadata of its trajectory.* {problem}"):
             check_rollout(
                 dataclasses.replace(trajectory(), metadata=wrong), PROMPT, index=0, num_resumed=0, context_tokens=9
