@@ -34,6 +34,8 @@ from asyncrl.policies.batching.packing import MicroBatch
 
 _PIECE_BYTES: Final = 2**24
 """What a rank has received before it passes it on."""
+_SCRATCH_BYTES: Final = 2**19
+"""Experts of a stage's layers that are copied together; they stay in a core's cache on their way into a piece."""
 _AT_ONCE: Final = 4
 """Pieces that are made and sent at a time."""
 
@@ -108,7 +110,7 @@ class Shares:
         yield np.frombuffer(self._encoded[share], np.uint8)
         yield np.zeros(feed.experts_start - feed.share_bytes, np.uint8)
         for one in self._shares[share]:
-            yield _with_layers(one, layers).experts.reshape(-1).view(np.uint8)
+            yield from (part.reshape(-1).view(np.uint8) for part in _cut_layers(one.experts, layers))
 
     def _layers_of(self, rank: int) -> Sequence[int]:
         layers = self._layers[self._layout.stage(rank)]
@@ -179,6 +181,20 @@ def _with_layers(one: MicroBatch, layers: Sequence[int]) -> MicroBatch:
     into = np.empty(_shape(one, layers), one.experts.dtype)
     _copy_layers(one.experts, layers, into=into)
     return dataclasses.replace(one, experts=into)
+
+
+def _cut_layers(experts: NDArray[Any], layers: Sequence[int]) -> Iterator[NDArray[Any]]:
+    """Yield the experts of some layers, [n, layers, k] for n tokens at a time. Each is valid until the next."""
+    if len(layers) == experts.shape[1]:
+        yield experts
+        return
+    of_token = len(layers) * experts.shape[2]
+    at_once = min(len(experts), max(1, _SCRATCH_BYTES // max(1, of_token * experts.itemsize)))
+    into = np.empty((at_once, len(layers), experts.shape[2]), experts.dtype)
+    for start in range(0, len(experts), max(1, at_once)):
+        some = experts[start : start + at_once]
+        _copy_layers(some, layers, into=into[: len(some)])
+        yield into[: len(some)]
 
 
 def _copy_layers(experts: NDArray[Any], layers: Sequence[int], *, into: NDArray[Any]) -> None:

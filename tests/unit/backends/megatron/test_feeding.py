@@ -120,6 +120,7 @@ class Group:
 
 def test_shares_are_passed_on_piece_by_piece_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(feeding, "_SCRATCH_BYTES", 100)
     layout = Layout(ranks=16, tensor=2, context=2, pipeline=2)
     layers = ((0, 1, 2), (3, 4, 5))
     given = [[row(seed=number), row(seed=10 + number)] for number in range(2)]
