@@ -46,8 +46,8 @@ _PATCHES_PER_TOKEN: Final = 1
 """Of images in a packed row, assumed: a quarter of its tokens stand for four patches each. There may be four times as
 many."""
 _RING_BYTES: Final = 3 * 2**30
-"""Blocks for what an export does not copy on the device: 2 GiB for engines (weights/ring.py), and 256 MiB for each of
-the four writers of folders (weights/files.py)."""
+"""Blocks for what an export does not copy on the device: 2 GiB for engines (weights/ring.py), and a tensor of up to
+256 MiB for each of the four writers of folders (weights/files.py)."""
 _PIECES_BYTES: Final = 2**30
 """Offloaded moments that are on the device during an update (megatron/optimizer.py)."""
 MOMENT_BYTES: Final = 8

@@ -77,17 +77,11 @@ class Bucket:
 
     def cut(self, bucket_bytes: int) -> Iterator[Bucket]:
         """Split into buckets of at most ``bucket_bytes`` without copying. A larger tensor gets a bucket of its own."""
-        start = 0
+        begin = 0
         for entries in grouped(self.entries, bucket_bytes):
-            yield self.part(start, start + len(entries))
-            start += len(entries)
-
-    def part(self, start: int, stop: int) -> Bucket:
-        """Return the bucket of tensors [start, stop), without copying."""
-        before, entries = self.entries[:start], self.entries[start:stop]
-        begin = sum(entry.num_bytes for entry in before)
-        end = begin + sum(entry.num_bytes for entry in entries)
-        return Bucket(entries=entries, data=self.data[begin:end])
+            end = begin + sum(entry.num_bytes for entry in entries)
+            yield Bucket(entries=tuple(entries), data=self.data[begin:end])
+            begin = end
 
 
 Fill = Callable[[torch.Tensor], None]
@@ -163,12 +157,9 @@ class KeptBucket:
         """See Bucket.cut."""
         start = 0
         for entries in grouped(self.entries, bucket_bytes):
-            yield self.part(start, start + len(entries))
-            start += len(entries)
-
-    def part(self, start: int, stop: int) -> KeptBucket:
-        """See Bucket.part."""
-        return replace(self, entries=self.entries[start:stop], sources=self.sources[start:stop])
+            stop = start + len(entries)
+            yield replace(self, entries=tuple(entries), sources=self.sources[start:stop])
+            start = stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,15 +200,8 @@ class HostBucket:
 
     def cut(self, bucket_bytes: int) -> Iterator[HostBucket]:
         """See Bucket.cut."""
-        start = 0
-        for entries in grouped(self.entries, bucket_bytes):
-            yield self.part(start, start + len(entries))
-            start += len(entries)
-
-    def part(self, start: int, stop: int) -> HostBucket:
-        """See Bucket.part."""
-        part = Bucket(entries=self.entries, data=self.data).part(start, stop)
-        return replace(self, entries=part.entries, data=part.data)
+        for part in Bucket(entries=self.entries, data=self.data).cut(bucket_bytes):
+            yield replace(self, entries=part.entries, data=part.data)
 
 
 AnyBucket: TypeAlias = "Bucket | KeptBucket | HostBucket"

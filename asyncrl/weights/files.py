@@ -44,8 +44,7 @@ _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 _FILE_BYTES: Final = 4 * 2**30
 """Of one file, unless a tensor is larger. Files of a part are written by up to _WRITERS threads."""
 _WRITERS: Final = 4
-_STAGING_BYTES: Final = 256 * 2**20
-"""Bytes that a writer copies from the device at once, and pins on the host."""
+"""Each has one tensor on its way from the device."""
 
 
 class FilesChannel(ChannelAdapter):
@@ -248,23 +247,21 @@ class PartWriter(PartWorker):
 
 
 def _split(snapshot: Snapshot) -> Iterator[Snapshot]:
-    """Yield what goes into each file, in order.
+    """Yield what goes into each file, tensor by tensor, in order.
 
-    Where files end depends on the tensors alone, and not on their buckets, which differ from version to version: only
-    files of equal size have a delta (objects_channel.py).
+    The order, and where files end, depend on the tensors alone, and not on their buckets, which differ from version to
+    version, as where they are copied does: a delta is of equal places in files of equal size (objects_channel.py).
     """
-    buckets, num_bytes = list[AnyBucket](), 0
-    for bucket in snapshot.buckets:
-        start = 0
-        for number, entry in enumerate(bucket.entries):
-            if num_bytes and num_bytes + entry.num_bytes > _FILE_BYTES:
-                if number > start:
-                    buckets.append(bucket.part(start, number))
-                yield Snapshot(buckets=tuple(buckets)).cut(_STAGING_BYTES)
-                buckets, num_bytes, start = [], 0, number
-            num_bytes += entry.num_bytes
-        buckets.append(bucket.part(start, len(bucket.entries)))
-    yield Snapshot(buckets=tuple(buckets)).cut(_STAGING_BYTES)
+    tensors = [one for bucket in snapshot.buckets for one in bucket.cut(1)]
+    tensors.sort(key=lambda one: (-one.entries[0].dtype.itemsize, one.entries[0].name))
+    part, num_bytes = list[AnyBucket](), 0
+    for tensor in tensors:
+        if num_bytes and num_bytes + tensor.num_bytes > _FILE_BYTES:
+            yield Snapshot(buckets=tuple(part))
+            part, num_bytes = [], 0
+        part.append(tensor)
+        num_bytes += tensor.num_bytes
+    yield Snapshot(buckets=tuple(part))
 
 
 def _blocks(snapshot: Snapshot, stream: torch.cuda.Stream | None) -> Iterator[memoryview]:

@@ -90,7 +90,6 @@ def assert_loads_as_published(channel: WeightChannel, model_path: Path, *, ranks
 def test_a_large_part_is_several_files_which_load_as_a_hugging_face_model(
     channel: WeightChannel, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    monkeypatch.setattr(files, "_STAGING_BYTES", 4_000)
     monkeypatch.setattr(files, "_FILE_BYTES", 12_000)
     assert_loads_as_published(channel, model_path, ranks=ranks)
     names = {path.name for path in (tmp_path / "weights" / "0-2").glob("*.safetensors")}

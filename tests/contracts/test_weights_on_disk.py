@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.tensors import safetensors_file
-from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.tensors.host_copies import HostCopies
+from asyncrl.tensors.snapshot import Kept, Snapshot
 from asyncrl.weights import files
 from asyncrl.weights.files import FilesChannel
 from tests.harness.weights import tensors
@@ -35,7 +36,8 @@ FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
 from asyncrl.errors import BackendError, WeightsError
-from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.tensors.host_copies import HostCopies
+from asyncrl.tensors.snapshot import Kept, Snapshot
 from asyncrl.weights.files import FilesChannel
 directory, model_path, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 channel = FilesChannel(directory, keep=2, model_path=model_path)
@@ -124,18 +126,27 @@ def test_progress_never_falls_when_the_folder_of_several_ranks_gets_its_name(
     assert files_channel.progress == 100
 
 
-def test_files_end_at_the_same_tensors_whichever_buckets_they_come_in(
+def later(tensor: torch.Tensor) -> Kept:
+    """As exported to the host: the next update changes it."""
+    return Kept(shape=tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device, source=tensor, until_update=True)
+
+
+def test_files_are_the_same_to_the_byte_whichever_buckets_their_tensors_come_in(
     files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies on the host have other buckets than those on the device, and a version of other files has no delta."""
-    monkeypatch.setattr(files, "_STAGING_BYTES", 300)
+    """A delta is of equal places. Copies on the host have other buckets than those on the device, and another order
+    where some are gathered from tensor-parallel ranks first."""
     monkeypatch.setattr(files, "_FILE_BYTES", 1_000)
     given = [(f"w{number:02}", torch.full((10 + number,), float(number))) for number in range(30)]
-    sizes = list[dict[str, int]]()
-    for version, bucket_bytes in enumerate((500, 700, 10_000), 1):
-        exported = Snapshot.from_tensors(given, bucket_bytes=bucket_bytes)
+    gathered = given[::3]
+    on_host = [one if one in gathered else (one[0], later(one[1])) for one in given]
+    copies = HostCopies(torch.device("cpu"))
+    found_files = list[dict[str, bytes]]()
+    exports = [Snapshot.from_tensors(given, bucket_bytes=num_bytes) for num_bytes in (500, 700, 10_000)]
+    exports.append(Snapshot.from_tensors(on_host, bucket_bytes=600, to_host=copies.copy))
+    for version, exported in enumerate(exports, 1):
         folder = Path(files_channel.publish(exported, incarnation=0, policy_version=version).uri)
-        sizes.append({path.name: path.stat().st_size for path in folder.glob("*.safetensors")})
+        found_files.append({path.name: path.read_bytes() for path in folder.glob("*.safetensors")})
         found = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
         assert all(torch.equal(found[name], one) for name, one in given)
-    assert len(sizes[0]) > 3 and sizes[1:] == sizes[:-1]
+    assert len(found_files[0]) > 3 and found_files[1:] == found_files[:-1]

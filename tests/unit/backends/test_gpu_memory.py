@@ -165,7 +165,7 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch:
 
 
 def test_the_ring_and_the_writers_of_folders_are_counted() -> None:
-    assert gpu_memory._RING_BYTES == ring.RING_BYTES + files._WRITERS * files._STAGING_BYTES
+    assert gpu_memory._RING_BYTES == ring.RING_BYTES + files._WRITERS * 2**28
 
 
 def test_all_logits_of_a_row_are_counted_where_the_loss_is_over_them(

@@ -236,8 +236,7 @@ def test_rows_that_follow_one_another_are_made_at_once() -> None:
     assert (first.asked, other.asked) == ([(0, 5), (7, 9), (0, 1)], [(5, 6)])
 
 
-def test_a_writer_fills_one_block_over_and_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_STAGING_BYTES", 4 * NUMBERS)
+def test_a_writer_fills_one_block_over_and_over(tmp_path: Path) -> None:
     blocks = set[int]()
 
     def made(number: int) -> Kept:
