@@ -126,6 +126,10 @@ _NOT_OURS: Final = re.compile(
 learner.options."""
 
 
+_DISPATCHERS: Final = ("moe_token_dispatcher", "moe_flex_", "moe_enable_deepep", "moe_deepep_", "moe_hybridep_")
+"""Starts of fields for the exchange of tokens between ranks that share experts."""
+
+
 KEYS: Final[Mapping[str, str]] = {
     "lr": "learner.learning_rate",
     "min_lr": "learner.min_learning_rate",
@@ -198,6 +202,11 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") ->
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"learner.megatron: {name} is not a field of Megatron's TransformerConfig{hint}")
+        if name.startswith(_DISPATCHERS):
+            raise ConfigError(
+                f"learner.megatron: {name}: asyncrl's experts exchange tokens by Megatron's all-to-all; DeepEP and "
+                "HybridEP were never tried with them; remove it"
+            )
         if name in own:
             raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
         if name.startswith(("fp8", "fp4")):
