@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Slow tests with a group share a server, keep one worker busy for minutes, and start first. Other slow tests are
     distributed one by one, all remaining tests by file.
     """
+    leave_to_the_night(config, items)
     mark_kinds(items)
     skip_without_gpus(items)
     if not config.getoption("loadgroup", False):  # set in xdist's processes, where "dist" is "no"
@@ -126,6 +128,20 @@ def _length(item: pytest.Item) -> int:
     if item.get_closest_marker("slow") is None:
         return 2
     return 0 if item.get_closest_marker("xdist_group") is not None else 1
+
+
+def leave_to_the_night(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of nightly.txt, unless ASYNCRL_EXPLORE is set or they are named on the command line."""
+    if explores or any("::" in word for word in config.invocation_params.args):
+        return
+    lines = (Path(__file__).parent / "nightly.txt").read_text().splitlines()
+    later = tuple(line for line in lines if line and not line.startswith("#"))
+
+    def is_later(item: pytest.Item) -> bool:
+        return re.sub(r"::Test\w+(?=::)", "", item.nodeid).startswith(later)
+
+    config.hook.pytest_deselected(items=[item for item in items if is_later(item)])
+    items[:] = [item for item in items if not is_later(item)]
 
 
 def mark_kinds(items: list[pytest.Item]) -> None:

@@ -86,6 +86,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--gpus", type=int, default=4, help="learner and engines together (default 4)")
     add("--shape", choices=SHAPES, default="0.6B", help="of the model (default 0.6B)")
+    add("--model", type=Path, metavar="FOLDER", help="of that shape, from benchmarks.gpu.shapes (default: made)")
     add("--splits", nargs="+", default=[], metavar="L+W", help="learner GPUs + engines, the likely best one first")
     add("--modes", nargs="+", choices=KINDS, default=list(KINDS), metavar="ARM", help=" ".join(KINDS))
     add(
@@ -162,10 +163,11 @@ def scene(options: argparse.Namespace, scratch: Path) -> Scene:
         mean=options.length_mean, sigma=options.length_sigma, maximum=options.length_max, seed=options.seed
     )
     dtype = "bfloat16" if has_gpu() else "float32"
-    model = scratch / "model"
-    # In a separate process, so that its GPU memory is free when it ends.
-    words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(model), dtype]
-    subprocess.run(words, cwd=REPOSITORY, check=True)
+    if (model := options.model) is None:
+        model = scratch / "model"
+        # In a separate process, so that its GPU memory is free when it ends.
+        words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(model), dtype]
+        subprocess.run(words, cwd=REPOSITORY, check=True)
     data = write_prompts(scratch / "prompts.jsonl", metadata=lengths.as_metadata(), seed=options.seed)
     return Scene(
         shape=options.shape,

@@ -46,6 +46,7 @@ async def in_progress(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[
 # -- what is sampled ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_the_distribution_sampled_from(
     engine: Engine, old: Model, temperature: float
@@ -101,6 +102,7 @@ async def test_many_generations_run_at_once_and_each_is_right(engine: Engine, ol
     assert engine.stats().tokens_generated >= sum(sampling.max_new_tokens for sampling in samplings)
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 async def test_an_answer_has_all_its_tokens_in_what_the_engine_takes_of_the_context(
     engine: Engine, adapter: tuple[str, Any], old: Model, tmp_path: Path
 ) -> None:
@@ -118,12 +120,14 @@ async def test_an_answer_has_all_its_tokens_in_what_the_engine_takes_of_the_cont
             await engine.generate(np.append(prompt, prompt[:1]), sampling, seed=0)
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
 async def test_training_refuses_penalties(engine: Engine, penalty: str) -> None:
     with pytest.raises(ConfigError, match=f"{penalty}=0.5 changes every logit"):
         await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, **{penalty: 0.5}), seed=0)
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 @pytest.mark.parametrize("truncation", [{"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 12}])
 async def test_a_trained_token_says_what_it_was_sampled_from(
     engine: Engine, old: Model, truncation: dict[str, float]
@@ -146,6 +150,7 @@ async def test_a_trained_token_says_what_it_was_sampled_from(
     assert begun.prefix.support.counts[:9].tolist() == first.support.counts[:9].tolist()
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 async def test_a_trained_token_carries_the_likeliest_at_its_place(engine: Engine, old: Model) -> None:
     """With the logprobs that they had for the sampler, also where an earlier engine began the answer."""
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_logprobs=4)
@@ -159,6 +164,7 @@ async def test_a_trained_token_carries_the_likeliest_at_its_place(engine: Engine
             np.testing.assert_allclose(logprobs, np.log(every[tokens]), atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}])
 async def test_logprobs_of_an_evaluation_are_of_the_tokens_left_and_with_sglang_of_all(
     engine: Engine, adapter: tuple[str, Any], old: Model, options: dict[str, float]

@@ -12,6 +12,7 @@ from asyncrl.data.tiny_model import CHARACTERS, SPECIAL_TOKENS
 from asyncrl.engines.generation import PartialGeneration
 from asyncrl.engines.port import Engine
 from asyncrl.messages import SamplingParams
+from tests.contracts.conftest import SAMPLERS
 from tests.harness.engines import PROMPT, TOLERANCE, Check, Model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
@@ -45,6 +46,7 @@ async def test_a_stop_string_ends_the_answer_and_its_tokens_are_in_it(engine: En
         assert Check(old)(generation) < TOLERANCE
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 async def test_a_stop_string_that_begins_in_what_was_known_ends_the_answer(engine: Engine, old: Model) -> None:
     """The stop strings combine the prefix's last token with each of the 32 likeliest next tokens.
 
@@ -74,6 +76,7 @@ async def test_a_stop_string_that_begins_in_what_was_known_ends_the_answer(engin
         assert Check(old)(answer) < TOLERANCE
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 async def test_no_answer_is_shorter_than_min_new_tokens(engine: Engine, old: Model) -> None:
     """Stop tokens have a quarter of the probability. The logprobs of the tokens sampled instead must reflect that."""
     ends = [*range(4, 14), old.end_token]
@@ -89,6 +92,7 @@ async def test_no_answer_is_shorter_than_min_new_tokens(engine: Engine, old: Mod
         assert np.abs(expected - generation.logprobs).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("adapter", SAMPLERS, indirect=True)
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"repetition_penalty": 1.5}])
 async def test_an_evaluation_may_sample_from_another_distribution(
     engine: Engine, old: Model, options: dict[str, float]

@@ -137,6 +137,19 @@ def test_a_capability_has_its_test(test: str) -> None:
         assert name.rpartition("::")[2] in functions
 
 
+NIGHTLY = [
+    line for line in (ROOT / "tests" / "nightly.txt").read_text().splitlines() if line and not line.startswith("#")
+]
+
+
+def test_every_test_that_is_left_to_the_night_exists_and_no_capability_needs_it() -> None:
+    texts = {path: (ROOT / path).read_text() for path in {line.partition("::")[0] for line in NIGHTLY}}
+    for line in NIGHTLY:
+        path, _, name = line.partition("::")
+        assert f"def {name.partition('[')[0]}(" in texts[path] or not name, line
+    assert not [test for _, test in CAPABILITIES if test.startswith(tuple(NIGHTLY))]
+
+
 QUICKSTART = (ROOT / "docs" / "start" / "quickstart.md").read_text()
 EXTRA_ROWS = re.findall(
     r"(?m)^\| (`[^|]+) \| (.+) \|$", QUICKSTART.partition("### On GPUs")[2].partition("### Check")[0]

@@ -25,7 +25,7 @@ from tests.harness.ray import RayRun, TwoNodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.xdist_group("ray")]
 
-STEPS = 18
+STEPS = 8
 RUN = """
 [run]
 name = "whole"
@@ -56,11 +56,11 @@ kind = "asyncrl.data.demo_task:reward"
 backend = "megatron"
 threads = 1
 groups_per_batch = 16
-learning_rate = 1e-2
+learning_rate = 2e-2
 warmup_steps = 2
 
 [evaluation]
-every_steps = 9
+every_steps = 4
 at_start = true
 at_end = true
 
@@ -70,7 +70,7 @@ path = "{folder}/held_out.jsonl"
 samples = 8
 
 [checkpoint]
-every_steps = 4
+every_steps = 2
 
 [metrics]
 console = false

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ def part_of_engine(model: Model, log: Path) -> sglang.SGLangEngine:
     )
 
 
-@pytest.mark.skipif(not os.environ.get("ASYNCRL_EXPLORE"), reason="two minutes for what a stand-in shows as well")
 @pytest.mark.sglang
 @pytest.mark.slow
 async def test_an_engine_of_two_parts_samples_from_the_model_and_from_the_weights_of_the_next_version(
