@@ -7,6 +7,7 @@
     python -m benchmarks.old_tokens --json FILE --print                              the tables of what is there
     python -m benchmarks.old_tokens.plot docs/results/old_tokens.jsonl docs/results/old_tokens.png
     python -m benchmarks.old_tokens.alarm docs/results/gpu/learning*.jsonl           error rates of the drift alarm
+    python -m benchmarks.old_tokens.real_loop --json docs/results/drift_alarm.jsonl    the same in runs of the real loop
 
 One row a run. A run whose row is there is not repeated, so a stopped command goes on where it was. Runs are
 interleaved: all arms of seed 0, then of seed 1. cells.py says what a run is, tasks.py the tasks, guards.py the guards,
