@@ -65,8 +65,8 @@ ExportsTo = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Most bytes of one rank in a phase.  device: on its GPU.  host: besides, for a checkpoint, versions and offloaded
-    moments"""
+    """Most bytes of one rank in a phase.  device: on its GPU.  host: besides, for a checkpoint (less, if less is free),
+    versions and offloaded moments"""
 
     name: str
     device: int
