@@ -202,3 +202,17 @@ def test_a_row_with_pictures_that_a_trained_tower_keeps_is_warned_of(
         r'in its step a rank needs about 1\d\d GiB, .* has 140 GiB; .* "full" or fewer learner.micro_batch_tokens$'
     )
     assert re.search(expected, describe(trained))
+
+
+def test_what_a_trained_tower_adds_is_estimated_to_a_twentieth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """102.3 GiB instead of 58.4 with full recomputation, on an H200 (docs/results/gpu/vision.jsonl)."""
+    frozen, trained = (
+        phases_of(
+            run_with_tower(
+                tmp_path, monkeypatch, "learner.micro_batch_tokens=16384", f"learner.train_vision={is_trained}"
+            ),
+            exports_to="host",
+        )["step"].device
+        for is_trained in ("false", "true")
+    )
+    assert (trained - frozen) / GIB == pytest.approx(102.26 - 58.43, rel=0.05)
