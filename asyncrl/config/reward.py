@@ -52,6 +52,11 @@ class RewardSection:
         return "none" in (self.kind, *(part.kind for part in self.parts.values()))
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of all rewards that may judge an answer: its own, and those of rows and of parts."""
+        return (self.kind, *self.rows.values(), *(part.kind for part in self.parts.values()))
+
+    @property
     def part_sections(self) -> dict[str, RewardSection]:
         """Each part as if it were the only reward of the run."""
         return {

@@ -181,12 +181,11 @@ def oddities(section: config.RewardSection) -> list[str]:
 
     math-verify's own time limits raise in a thread, and a function that catches every error then gives only zeros.
     """
-    kinds = (section.kind, *section.rows.values(), *(part.kind for part in section.parts.values()))
     return [
         f"reward {kind}: it runs in a thread, where time limits by signals (signal.alarm, math-verify's own) raise; if "
         "it catches that, every answer gets the same reward -> call parse(..., parsing_timeout=None) and "
         'verify(..., timeout_seconds=None), or use reward.kind = "math"'
-        for kind in dict.fromkeys(kinds)
+        for kind in dict.fromkeys(section.kinds)
         if kind and kind not in KINDS and _needs_main_thread(plugins.load(kind, where="reward", table=KINDS))
     ]
 

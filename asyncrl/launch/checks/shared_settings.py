@@ -17,7 +17,7 @@ _KEYS: Final = {
     "data": ("reward_key",),
     "reward": ("kind", "rows", "parts", "keep_special_tokens"),
     "rollout": ("function", "min_group", "extra_samples", "group_seconds", "max_parts", "max_attempts"),
-    "staleness": ("max_staleness", "eviction", "discard"),
+    "staleness": ("eviction", "discard"),
     "weights": ("channel",),
     "bus": ("ack_seconds",),
 }
@@ -26,16 +26,10 @@ _KEYS: Final = {
 
 def settings_checksum(run: RunConfig) -> Mapping[str, float]:
     """Return the checksum as a number of the heartbeat; two processes with the same settings have the same."""
-    values: list[Any] = [VERSION]
+    values: list[Any] = [VERSION, run.max_staleness]  # the number: "auto" depends on the learning rate
     for section, keys in _KEYS.items():
         values += [getattr(getattr(run, section), key) for key in keys]
     parts = {name: [part.kind, part.weight] for name, part in run.reward.parts.items()}
-    code = [
-        run.rollout.function,
-        run.reward.kind,
-        *run.reward.rows.values(),
-        *(part.kind for part in run.reward.parts.values()),
-    ]
-    values += [digest_code(name) for name in code]
+    values += [digest_code(name) for name in (run.rollout.function, *run.reward.kinds)]
     text = json.dumps([parts if value is run.reward.parts else value for value in values], sort_keys=True)
     return {SETTINGS: float(zlib.crc32(text.encode()))}

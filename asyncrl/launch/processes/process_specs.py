@@ -100,6 +100,8 @@ class ProcessSpecs:
     ) -> ChildProcess:
         """Create a learner that waits to take over, on none of the GPUs ``taken``. Raises ConfigError, NoRoom.
 
+        It keeps the staleness bound of the run's workers: "auto" would follow another learning rate.
+
         run     the settings with ``overrides``, which come after those of all processes
         shadow  folder of the shadow learner that it takes its state from; "" for none
         """
@@ -109,6 +111,7 @@ class ProcessSpecs:
             )
         needed = gpus_of_learner(run)
         gpus = () if self._places else free(num_gpus(), taken=taken, needed=needed, given=run.learner.gpus)
+        overrides = (f"staleness.max_staleness={self._run.staleness_bound}", *overrides)
         arguments = ("learner", *self._common, *(word for item in overrides for word in ("--set", item)))
         (environment,) = registry.backend_class(run).environments(run, port=0)
         spec = ProcessSpec(

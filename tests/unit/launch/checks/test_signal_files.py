@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -86,6 +86,15 @@ def test_workers_with_other_code_of_the_reward_are_told_apart(place: Path) -> No
     assert settings_checksum(run) == before
     (place / "my_reward.py").write_text("def f(sample): return 0.0")
     assert settings_checksum(run) != before
+
+
+def test_workers_whose_learning_rate_allows_another_staleness_are_told_apart() -> None:
+    def checksum(*overrides: str) -> Mapping[str, float]:
+        return settings_checksum(config.load(ROOT / "examples" / "gpu.toml", overrides))
+
+    rates = [f"learner.learning_rate={rate}" for rate in ("4e-6", "8e-6")]
+    assert checksum(rates[0]) != checksum(rates[1])
+    assert checksum(rates[1]) == checksum("staleness.max_staleness=4")
 
 
 def test_files_that_options_name_are_recorded_alone_or_in_a_command(place: Path) -> None:

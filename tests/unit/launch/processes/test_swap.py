@@ -61,7 +61,8 @@ async def test_a_learner_takes_over_when_it_is_ready_and_the_other_has_left(swap
     await it.until(lambda: NEW in it.names)
     new = it.launcher.named(NEW)
     assert new.spec.arguments[-3:] == ("--resume", "--standby", NEW)
-    assert new.spec.arguments[2:4] == ("--set", "learner.ranks=2")
+    bound = "staleness.max_staleness=4"  # of the workers, whatever the new learning rate allows
+    assert new.spec.arguments[2:6] == ("--set", bound, "--set", "learner.ranks=2")
     assert not old.signals
     old.drains = False
     swapping.ready()
