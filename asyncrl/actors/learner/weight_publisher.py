@@ -125,6 +125,8 @@ class WeightPublisher:
         while (first := self._next) is not None:
             self._next = None
             since, version = await self._disk.write(functools.partial(self._store, first), what="weights")
+            if self._after_write is not None:
+                await self._call(self._after_write, version)
             if self._evaluator is not None:
                 await self._evaluator.begin_if_due(version)
             await self._announce(version)
@@ -138,14 +140,12 @@ class WeightPublisher:
         """
         taken, self._next = self._next or first, None
 
-        def store() -> WeightVersion:
-            version = self._channel.publish(
-                taken.snapshot, incarnation=taken.incarnation, policy_version=taken.policy_version
-            )
-            if self._after_write is not None:
-                self._after_write(version)
-            return version
-
+        store = functools.partial(
+            self._channel.publish,
+            taken.snapshot,
+            incarnation=taken.incarnation,
+            policy_version=taken.policy_version,
+        )
         note = f"of version {taken.policy_version}"
         try:
             with self._waits.waiting(
@@ -158,6 +158,10 @@ class WeightPublisher:
         except BaseException:
             self._next = self._next or taken
             raise
+
+    async def _call(self, after_write: AfterWrite, version: WeightVersion) -> None:
+        with self._waits.waiting("weights.after_write", on="after_write", note=f"of version {version.policy_version}"):
+            await asyncio.get_running_loop().run_in_executor(self._thread, after_write, version)
 
 
 class WeightSender(Actor):

@@ -88,6 +88,12 @@ PARTS: Final[Mapping[str, Part]] = {
         "look at learner.log; if it stays so, it is restarted from its checkpoint",
     ),
     "disk": Part("disk", " has been writing a file", "check the disks of run.directory and weights.directory"),
+    "after_write": Part(
+        "after_write",
+        "'s function weights.after_write has not returned",
+        "look at what it waits for: engines load no newer weights before",
+        cure="",  # it would be called again, and take as long
+    ),
     ROOM: Part(
         "no room",
         " has been waiting for a disk that cannot be written",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -167,13 +168,13 @@ def upload(version: WeightVersion) -> None:
 
 
 def fail(version: WeightVersion) -> None:
-    raise RuntimeError(f"no room for {version.policy_version}")
+    raise OSError(errno.ENOSPC, f"no room for {version.policy_version}")  # not of the disk that the run waits for
 
 
 async def test_a_function_of_ones_own_has_each_version_before_engines_are_told_of_it() -> None:
     uploaded.clear()
     bus, channel = Recorded(), Channel(None)
-    for name, problem in (("upload", ""), ("fail", "weights.after_write: .*:fail raised RuntimeError: no room for 1")):
+    for name, problem in (("upload", ""), ("fail", "weights.after_write: .*:fail raised OSError: .* no room for 1")):
         publisher = WeightPublisher(bus, channel, after_write=load_after_write(f"{__name__}:{name}"))
         channel.may_write.release()
         with pytest.raises(AsyncRLError, match=problem) if problem else contextlib.nullcontext():

@@ -183,6 +183,11 @@ TABLE: dict[str, Row] = {
         says="learner has been writing a file for 8 s (a checkpoint to be written",
         waits={LEARNER: (on("disk", 8, what="a checkpoint to be written"),)},
     ),
+    "a function of the user's after each version hangs": Row(
+        fault="after_write",
+        says="learner's function weights.after_write has not returned for 400 s (of version 7",
+        waits={LEARNER: (on("after_write", 400, what="of version 7"),)},
+    ),
     "a model cannot be read": Row(
         fault="start",
         says="worker w2 has been starting for 26 s (its engine to start)",
