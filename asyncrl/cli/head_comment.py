@@ -22,12 +22,12 @@ def command_that_makes(run_file: Path, problem: str) -> str:
 
     "" if there is none.
     """
-    missing = [word for word in _WORD.findall(problem) if "/" in word and not Path(word).exists()]
     try:
+        missing = [word for word in _WORD.findall(problem) if "/" in word and not Path(word).exists()]
         head = itertools.takewhile(lambda line: line.startswith("#"), run_file.read_text().splitlines())
         commands = [found[1] for line in head if (found := _COMMAND.fullmatch(line))]
         return next((one for one in commands if _names_one(shlex.split(one), missing)), "")
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # also of a path that is too long, or in a folder of someone else
         return ""
 
 

@@ -28,6 +28,7 @@ HEAD = """# A run.
         ("data.path: runs/ab/prompts.jsonl: no such data file", ""),
         ("data.path: runs/b: no such data file", ""),
         ("learner.ranks must be > 0", ""),
+        (f"model.path: {'a/' * 3000}: no such model folder", ""),  # the name of no file
     ],
 )
 def test_a_missing_file_is_made_by_the_command_that_names_it(
