@@ -187,6 +187,7 @@ class _Regrade:
         self._trunk, self._branch = trunk, branch
         self._where, self._retract, self._parallel = where, retract, parallel
         self._regrades, self._label_file, self._command = regrades, label_file, command
+        self._graded_by = graded_by(branch, label_file=label_file)
         self._rows = open_rows(branch)
         self._finder = PromptFinder(self._rows, branch, has_overlong=self._rows_may_be_skipped(trunk))
 
@@ -260,12 +261,12 @@ class _Regrade:
     def grades_path(self) -> Path:
         from asyncrl.audit.regrade import grades_path
 
-        return grades_path(self._branch.run_directory, graded_by=self._graded_by())
+        return grades_path(self._branch.run_directory, graded_by=self._graded_by)
 
     @property
     def command(self) -> dict[str, Any]:
         """What the branch is made with, for its lineage."""
-        return {"command": self._command, "graded_by": self._graded_by()}
+        return {"command": self._command, "graded_by": self._graded_by}
 
     def _grader(self, old: RunConfig) -> Grader:
         from asyncrl.adapters import registry
@@ -278,16 +279,18 @@ class _Regrade:
         tokenizer = load_tokenizer(Path(old.model.path), trusts_code=old.model.trust_remote_code)
         return Grader(old, reward=reward, tokenizer=tokenizer, finder=self._finder, labels=labels)
 
-    def _graded_by(self) -> str:
-        """Return a digest of everything that decides a grade, as far as it can be seen."""
-        from asyncrl.config.record import as_table
-        from asyncrl.launch.checks.signal_files import digest_code
 
-        table = as_table(self._branch)["reward"]
-        kinds = [table["kind"], *table.get("rows", {}).values()]
-        labels = "" if self._label_file is None else hashlib.sha256(self._label_file.read_bytes()).hexdigest()
-        graded_by = [table, [digest_code(kind) for kind in kinds], labels]
-        return hashlib.sha256(json.dumps(graded_by, sort_keys=True).encode()).hexdigest()
+def graded_by(run: RunConfig, *, label_file: Path | None) -> str:
+    """Return a digest of everything that decides a grade, as far as it can be seen. Raises ConfigError."""
+    from asyncrl.config.record import as_table
+    from asyncrl.launch.checks.signal_files import digest_code
+
+    code = [digest_code(kind) for kind in run.reward.kinds]
+    try:
+        labels = "" if label_file is None else hashlib.sha256(label_file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"--label-file {label_file}: cannot be read: {error.strerror}") from None
+    return hashlib.sha256(json.dumps([as_table(run)["reward"], code, labels], sort_keys=True).encode()).hexdigest()
 
 
 class _Progress:

@@ -27,6 +27,7 @@ from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.bus.port import Bus
+from asyncrl.cli.regrade import graded_by
 from asyncrl.config import RunConfig
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
@@ -266,6 +267,19 @@ def test_a_branch_that_one_command_began_is_not_gone_on_with_by_another(tmp_path
     claim(tmp_path, {"where": "step > 4", "reward": "a"})
     with pytest.raises(ConfigError, match="another predicate began to write this branch; give that command again"):
         claim(tmp_path, {"reward": "a", "where": "step > 5"})
+
+
+def test_grades_are_of_the_code_of_every_part_of_the_reward(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "its_part.py").write_text("def f(sample): return 1.0")
+    parts = '{exact = {kind = "exact"}, own = {kind = "its_part:f"}}'
+    run = there(task, tmp_path, "reward.kind=parts", f"reward.parts={parts}")
+    before = graded_by(run, label_file=None)
+    assert graded_by(run, label_file=None) == before
+    (tmp_path / "its_part.py").write_text("def f(sample): return 0.0")
+    assert graded_by(run, label_file=None) != before
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
