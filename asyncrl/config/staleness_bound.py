@@ -28,17 +28,22 @@ def bound_for(learning_rate: float, *, trains_adapters: bool) -> int:
 
     1e-6 to 4e-6: 8    8e-6: 4    1e-5: 3    2e-5 and more: 1    from 1e-3 on, and for adapters: 4
     """
-    if trains_adapters or learning_rate >= _OF_RANDOM_WEIGHTS:
+    if _is_unknown(learning_rate, trains_adapters):
         return _UNKNOWN
     return max(1, min(_LARGEST, int(LARGEST_SHOWN * _ROUNDING / learning_rate)))
 
 
-def beyond_what_was_shown(learning_rate: float, max_staleness: int) -> str:
+def beyond_what_was_shown(learning_rate: float, max_staleness: int, *, trains_adapters: bool) -> str:
     """Return one line if nothing shows that such a run learns as a synchronous one does; else ""."""
     product = learning_rate * max_staleness
-    if product <= LARGEST_SHOWN * _ROUNDING or learning_rate >= _OF_RANDOM_WEIGHTS:
+    if product <= LARGEST_SHOWN * _ROUNDING or _is_unknown(learning_rate, trains_adapters):
         return ""
     return (
         f"learning_rate {learning_rate:g} x max_staleness {max_staleness} is {product:.2g}; some runs over "
         f"{LARGEST_SHOWN:g} learned less than synchronous ones: lower either (docs/results/old_tokens.md)"
     )
+
+
+def _is_unknown(learning_rate: float, trains_adapters: bool) -> bool:
+    """Whether nothing here speaks of such a rate."""
+    return trains_adapters or learning_rate >= _OF_RANDOM_WEIGHTS

@@ -163,10 +163,11 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
 
 
 def _of_old_tokens(run: RunConfig, algorithm: Algorithm) -> str:
-    """Adapters have rates of their own, and what is not sampled by the policy has no age that matters."""
-    if run.learner.lora.rank or algorithm.loss.is_supervised:
+    """What is not sampled by the policy has no age that matters."""
+    if algorithm.loss.is_supervised:
         return ""
-    return beyond_what_was_shown(run.learner.learning_rate, run.max_staleness)
+    adapters = run.learner.lora.rank > 0
+    return beyond_what_was_shown(run.learner.learning_rate, run.max_staleness, trains_adapters=adapters)
 
 
 def _component(one: component.Component) -> Component:

@@ -229,11 +229,13 @@ def open_sinks(run: RunConfig, *, resume: bool, step: int = 0) -> list[Sink]:
     if run.metrics.wandb:
         from asyncrl.metrics.wandb import WandB
 
+        settings = secret_values.settings_without_secrets(run)
+        settings["staleness"]["max_staleness"] = run.staleness_bound  # "auto" says little in a table of runs
         wandb = WandB(
             project=run.metrics.wandb_project,
             name=run.run.name,
             directory=run.run_directory,
-            config=secret_values.settings_without_secrets(run),
+            config=settings,
             resume=resume,
         )
         made.append(BackgroundSink(wandb, name="W&B"))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
+from asyncrl.config.staleness_bound import beyond_what_was_shown
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,9 +122,12 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
     for key, is_set in (
         ("rollout.extra_samples", run_config.rollout.extra_samples),
         ("rollout.load", run_config.load == "drain"),
+        ("weights.every_steps", run_config.weights.every_steps > 1),
     ):
         if is_set:
             yield f"{key} is not simulated"
+    if run_config.run.mode == "async" and (problem := _beyond(run_config, found.best.max_staleness)):
+        yield problem
     if engine.num_failed:
         yield f"{engine.num_failed} of {engine.num_failed + len(engine.groups)} groups failed"
     if engine.num_unfinished:
@@ -135,6 +139,12 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         yield few_running(run_config, engine.most_running)
     if found.learner.larger == 0.0:
         yield f"learner.micro_batch_tokens: twice {run_config.learner.micro_batch_tokens:,} does not fit"
+
+
+def _beyond(run_config: RunConfig, max_staleness: int) -> str:
+    """Say what speaks against the recommended bound, which is chosen for its speed."""
+    learner = run_config.learner
+    return beyond_what_was_shown(learner.learning_rate, max_staleness, trains_adapters=learner.lora.rank > 0)
 
 
 def few_running(run_config: RunConfig, most_running: float) -> str:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import wandb
 
+from asyncrl import config
 from asyncrl.actors.learner.metrics_reporter import worker_metrics
 from asyncrl.messages import Heartbeat
-from asyncrl.metrics.sinks import Console, JsonLines
+from asyncrl.metrics.sinks import Console, JsonLines, open_sinks
 from asyncrl.metrics.wandb import WandB
 from asyncrl.policies.metric import Histogram, Metric
+from tests import ROOT
 from tests.harness.metric_names import is_known
 
 STALENESS = Histogram(edges=(0.0, 1.0, 2.0), counts=(3, 4))
@@ -94,6 +96,16 @@ def test_wandb_gets_staleness_live(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert history[0]["staleness/histogram/bins"] == [0.0, 1.0, 2.0]
     for name in ("weights/w0/lag_versions", "learner/idle_ratio", "rollout/idle_ratio", "staleness/dropped_groups"):
         assert history[0][name] == ROW[name]
+
+
+def test_wandb_gets_the_staleness_bound_as_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("asyncrl.metrics.wandb.WandB", lambda **arguments: given.update(arguments) or Console(1))
+    overrides = [f"run.directory={tmp_path}", "metrics.wandb=true", 'staleness.max_staleness="auto"']
+    run = config.load(ROOT / "examples" / "demo.toml", overrides)
+    for sink in open_sinks(run, resume=False):
+        sink.close()
+    assert given["config"]["staleness"]["max_staleness"] == run.max_staleness
 
 
 def _history(path: Path) -> Iterator[dict[str, Any]]:

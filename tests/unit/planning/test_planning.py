@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl import config
 from asyncrl.config.layout import Layout
 from asyncrl.config.run import Mode
 from asyncrl.messages import VersionSpan
+from asyncrl.planning import command
 from asyncrl.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
 from asyncrl.planning.simulation import (
     DecodeReading,
@@ -24,6 +27,7 @@ from asyncrl.planning.simulation import (
     fit_training,
     version_spans,
 )
+from tests import ROOT
 from tests.harness.planning import plan
 
 ONE = Units(copy=1, engine=1)
@@ -41,6 +45,20 @@ def timing(*, decode: float, train: float) -> Timing:
         train_tokens_per_second=train,
         train_seconds=0.0,
     )
+
+
+@pytest.mark.parametrize(("rate", "every", "said"), [("4e-6", 1, []), ("2e-5", 2, ["not simulated", "is 0.00016"])])
+def test_a_plan_says_what_speaks_against_its_bound_and_what_it_leaves_out(
+    rate: str, every: int, said: list[str]
+) -> None:
+    run = config.load(ROOT / "examples" / "gpu.toml", [f"learner.learning_rate={rate}", f"weights.every_steps={every}"])
+    found: Any = SimpleNamespace(
+        engine=SimpleNamespace(num_failed=0, num_unfinished=0, most_running=run.rollout.max_running),
+        learner=SimpleNamespace(larger=None),
+        best=SimpleNamespace(max_staleness=8),
+    )
+    notes = list(command.notes(run, found))
+    assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
 
 
 @given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 9))
