@@ -24,12 +24,16 @@ def command_that_makes(run_file: Path, problem: str) -> str:
     """
     try:
         missing = [word for word in _WORD.findall(problem) if "/" in word and not Path(word).exists()]
-        head = itertools.takewhile(lambda line: line.startswith("#"), run_file.read_text().splitlines())
+        head = itertools.takewhile(lambda line: line.startswith("#"), run_file.read_text("utf-8-sig").splitlines())
         commands = [found[1] for line in head if (found := _COMMAND.fullmatch(line))]
-        return next((one for one in commands if _names_one(shlex.split(one), missing)), "")
     except (OSError, ValueError):  # also of a path that is too long, or in a folder of someone else
         return ""
+    return next((one for one in commands if _names_one(one, missing)), "")
 
 
-def _names_one(words: list[str], paths: list[str]) -> bool:
+def _names_one(command: str, paths: list[str]) -> bool:
+    try:
+        words = shlex.split(command)
+    except ValueError:  # prose with an apostrophe
+        return False
     return any(path == word or path.startswith(f"{word.rstrip('/')}/") for word in words for path in paths)

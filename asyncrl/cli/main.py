@@ -24,7 +24,7 @@ from typing import Any, Final, NoReturn, Protocol, cast
 
 from asyncrl.cli.head_comment import command_that_makes
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, exit_code_of, leaves
-from asyncrl.logs import as_typed, in_a_line
+from asyncrl.logs import as_typed, in_a_line, printable
 from asyncrl.version import VERSION
 
 VERBS: Final = {
@@ -240,7 +240,7 @@ def _how_to_make(options: argparse.Namespace, error: AsyncRLError) -> str:
     if run_file is None or not isinstance(error, ConfigError):
         return ""
     command = command_that_makes(run_file, str(error))
-    return f"; make it as {run_file} says: {command}" if command else ""
+    return f"; make it as {run_file} says: {printable(command)}" if command else ""
 
 
 def _unknown_verb(name: str) -> str:

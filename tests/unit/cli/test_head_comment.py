@@ -44,6 +44,24 @@ def test_a_missing_file_is_made_by_the_command_that_names_it(
     assert command_that_makes(tmp_path / "none.toml", problem) == ""
 
 
+def test_the_command_is_found_beside_prose_and_behind_the_byte_order_mark_of_an_editor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.toml"
+    file.write_text("#   It isn't in git:\n#   python -m makers.data runs/a   # ours\n", "utf-8-sig")
+    assert command_that_makes(file, "data.path: runs/a/p.jsonl: no such data file") == "python -m makers.data runs/a"
+
+
+def test_a_comment_cannot_control_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("#   make \x1b[31m runs/a\n")
+    _, _, err = asyncrl("check", "run.toml", capsys=capsys)
+    assert "\x1b" not in err and "make ?[31m runs/a" in err
+
+
 def test_a_newcomer_who_checks_an_example_before_its_data_are_made_is_told_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
