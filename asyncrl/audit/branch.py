@@ -479,7 +479,10 @@ def _save(state: LearnerState, run: RunConfig, trainer: ReplayTrainer, *, folder
         elif folder is not None:
             shutil.copytree(folder, target, dirs_exist_ok=True)
         else:
-            raise ConfigError("--retract: no batch is left to train, so the branch would be a new run")
+            raise ConfigError(
+                "regrade: without the groups that are retracted or cannot be graded no batch is left to train, so the "
+                "branch would be a new run"
+            )
 
     unfinished = checkpoint.begin(run.run_directory / "checkpoints", state, save_backend=save_backend)
     checkpoint.finish(unfinished, finish_backend=dict, keep=1)

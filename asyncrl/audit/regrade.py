@@ -93,10 +93,15 @@ def grades_path(folder: Path, *, graded_by: str) -> Path:
 
 
 class GradesFile:
-    """The grades so far."""
+    """The grades so far, by sequence.
+
+    Until the branch is begun, groups that an earlier command could not grade are left out, as what failed may be
+    mended. Then they are on the branch's log, and stay as they are.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_begun = (path.parent / BEGUN_FILE).exists()
         self.grades: dict[int, Grade] = {}
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
@@ -105,7 +110,9 @@ class GradesFile:
             for line in lines:
                 table = json.loads(line)
                 rewards = tuple((value, parts) for value, parts in table.pop("rewards", ()))
-                self.grades[table["sequence"]] = Grade(rewards=rewards, **table)
+                grade = Grade(rewards=rewards, **table)
+                if is_begun or not grade.error:
+                    self.grades[grade.sequence] = grade
         except (ValueError, TypeError, KeyError, AttributeError):
             self._file.close()
             raise ConfigError(f"{path}: is damaged; remove it, and its groups are graded again") from None
@@ -236,6 +243,16 @@ class Regraded:
     def changed(self) -> set[int]:
         """Ids of groups that are trained otherwise, or not at all."""
         return {one.group for one in self.changes if one.is_changed} | self.retracted
+
+    @property
+    def first_error(self) -> str:
+        """Why the first group of the log that cannot be graded cannot; "" if every group can."""
+        return next((grade.error for _, grade in sorted(self.grades.items()) if grade.error), "")
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether groups were graded, and none of them can be."""
+        return bool(self.grades) and all(grade.error for grade in self.grades.values())
 
     def first_step(self, *, trained: int) -> int:
         """Return the first step that differs, of ``trained`` steps; ``trained`` + 1 if none of them does."""

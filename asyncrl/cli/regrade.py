@@ -30,6 +30,7 @@ from asyncrl.audit.run_folder import Address, RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.logs import in_a_line
 from asyncrl.os_process import own_command
 from asyncrl.policies.audit.entries import present
 from asyncrl.policies.groups.predicate import Predicate
@@ -110,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
                 out.rmdir()
         print(json.dumps(found) if options.json else "no branch is written")
         return 0
+    if regraded.all_failed:  # before the folder is another command's
+        raise ConfigError(f"regrade: none of the {found['groups']} groups can be graded; the first: {found['error']}")
     require_own_states(trunk, first=first)
     claim(out, work.command)
     with _server(branch, token=token) as own:
@@ -362,6 +365,7 @@ def _as_json(regraded: Regraded, *, first: int, trained: int) -> dict[str, Any]:
         "changed": sum(one.is_changed for one in regraded.changes),
         "other_advantages": sum(one.has_other_advantages for one in regraded.changes),
         "failed": sum(math.isnan(one.new) for one in regraded.changes),
+        "error": regraded.first_error,
         "retracted": len(regraded.retracted),
         "first_step": first if first <= trained else None,
         "tasks": _rows(regraded.changes, by="task"),
@@ -385,7 +389,7 @@ def _print_changes(regraded: Regraded, *, first: int, trained: int, retracts: bo
     said = _as_json(regraded, first=first, trained=trained)
     parts = [f"{said['changed']} of {said['groups']} groups have other rewards, {said['other_advantages']} other "]
     parts[0] += "advantages"
-    parts += [f"{said['failed']} cannot be graded"] if said["failed"] else []
+    parts += [f"{said['failed']} cannot be graded, the first: {in_a_line(said['error'])}"] if said["failed"] else []
     parts += [f"{said['retracted']} retracted"] if retracts else []
     parts.append(f"the first step that differs is {first}" if first <= trained else f"no step up to {trained} differs")
     print("; ".join(parts))

@@ -19,3 +19,7 @@ def broken(sample: Sample) -> float:
     if "5" in sample.prompt:
         raise KeyError("x")
     return right(sample)
+
+
+def failing(sample: Sample) -> float:
+    raise KeyError("y")

@@ -249,14 +249,18 @@ def test_grades_of_another_reward_or_in_a_damaged_file_are_not_used(tmp_path: Pa
     grades = GradesFile(path)
     grades.add(Grade(sequence=1, group=0, rewards=((1.0, {"part": 0.5}), (0.0, {}))))
     grades.add(Grade(sequence=2, group=1, error="no"))
-    made = dict(grades.grades)
+    made, failed = {1: grades.grades[1]}, {2: grades.grades[2]}
     grades.close()
     with path.open("ab") as file:
         file.write(b'{"sequence": 3')  # of a killed command
     for reward, its in (("two", {}), ("one", made)):
         again = GradesFile(grades_path(tmp_path, graded_by=reward))
-        assert again.grades == its
+        assert again.grades == its, "what failed is graded again"
         again.close()
+    claim(tmp_path, {"reward": "one"})
+    begun = GradesFile(path)
+    assert begun.grades == made | failed, "and is on the branch's log"
+    begun.close()
     path.write_text(path.read_text().replace("sequence", "sequences"))
     with pytest.raises(ConfigError, match="is damaged; remove it"):
         GradesFile(path)
@@ -350,6 +354,9 @@ def test_mistakes_get_one_line(graded_wrong: RunConfig, tmp_path: Path, capsys: 
     assert "did you mean step" in refused(run, "--reward", "exact", "--where", "stpe > 4")
     assert "--set run.steps=9: only keys of [reward]" in refused(run, "--set", "run.steps=9", "--out", tmp_path / "x")
     assert "reward.kind" in refused(run, "--reward", "exactt", "--out", tmp_path / "x")
+    failing = ("--reward", f"{HERE}:failing", "--out", tmp_path / "z")
+    assert "groups can be graded; the first: " in (said := refused(run, *failing)) and "KeyError: 'y'" in said
+    assert not (tmp_path / "z" / "regrade" / "begun.json").exists()
     copy = tmp_path / "run"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("weights"))
     forge(copy / "history.jsonl", '"keep_log": true', '"keep_log": false')
