@@ -469,6 +469,7 @@ def _own_metadata(one: Trajectory) -> dict[str, Any]:
         return {}
     try:
         data = encode(one.metadata)
+        own = decode(data, dict[str, Any])
     except MessageError as error:
         raise ValueError(f"the metadata of its trajectory: {error}") from error
     if len(data) > _LARGEST_METADATA:
@@ -477,7 +478,7 @@ def _own_metadata(one: Trajectory) -> dict[str, Any]:
         )
     if has_more_values(data, _MOST_VALUES):
         raise ValueError(f"the metadata of its trajectory has more than {_MOST_VALUES:,} values; join them in a text")
-    return decode(data, dict)
+    return own
 
 
 def _images_of(one: Trajectory, prompt: PromptGroup) -> tuple[ImageRef, ...]:

@@ -123,8 +123,10 @@ def test_metadata_that_cannot_be_sent_fails_its_sample() -> None:
         dataclasses.replace(trajectory(), metadata=table), PROMPT, index=0, num_resumed=0, context_tokens=9
     )
     assert made.metadata == {"pair": [1, 2]}
+    wrong: dict[Any, Any]
     for wrong, problem in (
         ({"a": object()}, "object is no type of a message"),
+        ({1: 0.5}, "Expected `str`, got `int`"),  # the learner would take the worker for broken
         ({"a": "b" * 2**16}, "are allowed"),
         ({"a": [0] * 2**10}, "more than 1,024 values"),
     ):
