@@ -78,6 +78,19 @@ def test_an_image_that_does_not_arrive_whole_costs_its_row_and_no_more_than_its_
             held.result().close()
 
 
+async def test_an_image_is_fetched_in_the_thread_of_a_loop_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(2**16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(DATA), DATA))
+
+        sent = pool.submit(answer)
+        assert read_source(f"http://127.0.0.1:{server.getsockname()[1]}/a.png", folder=None, allow_urls=True) == DATA
+        sent.result()
+
+
 @pytest.mark.parametrize("source", ["/etc/passwd", "a.png", "file:///etc/passwd", "http://localhost/"])
 def test_an_agent_names_no_file_of_the_worker_and_no_address(source: str) -> None:
     with pytest.raises(ImageError):
