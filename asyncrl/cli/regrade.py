@@ -82,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or options.run_directory.with_name(f"{options.run_directory.absolute().name}-regraded")
     if (out / LINEAGE_FILE).exists() or RecordedRun(out).history_file.exists() and not (out / "regrade").exists():
         raise ConfigError(f"--out {out}: already holds a run; name another folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / "regrade").exists():  # its weights/ would be removed
+        raise ConfigError(f"--out {out}: holds files of something else; name a new folder")
     branch = _settings(recorded, out, reward=options.reward, overrides=options.overrides)
     regrades = bool(options.reward or options.label_file or options.overrides)
     work = _Regrade(

@@ -164,7 +164,7 @@ class EvaluationSection:
     def __post_init__(self) -> None:
         require(self.every_steps >= 0, f"every_steps must be >= 0 (0 is off), got {self.every_steps}")
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is off), got {self.timeout_seconds}")
-        require(0 < self.enough <= 1, f"enough must be in (0, 1], got {self.enough:g}")
+        require(0 < self.enough <= 1, f"enough must be in (0, 1], got {self.enough}")
         names = [dataset.name for dataset in self.datasets]
         for name in names:
             require(names.count(name) == 1, f"datasets: two are called {name!r}; metrics need a name for each")

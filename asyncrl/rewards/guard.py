@@ -272,8 +272,11 @@ TOTALS: Final = ("score", "reward", "overall", "total")
 
 def _as_reward(value: Any, *, largest: float) -> Reward:
     if isinstance(value, Mapping) and isinstance(name := value.get(CATEGORY), str):
-        reward = _as_reward({key: other for key, other in value.items() if key != CATEGORY}, largest=largest)
-        return Reward(value=reward.value, parts={**reward.parts, f"{CATEGORY}/{name}": 1.0})
+        rest = {key: other for key, other in value.items() if key != CATEGORY}
+        if not rest:
+            raise RewardError(f"has a category and no number: {name[:40]!r}")
+        reward = _as_reward(rest, largest=largest)
+        return Reward(value=reward.value, parts=reward.parts | ({f"{CATEGORY}/{name}": 1.0} if name else {}))
     if isinstance(value, Reward):
         return Reward(value=_number(value.value), parts=_numbers(value.parts))
     if isinstance(value, Mapping) and (total := [name for name in TOTALS if name in value]):

@@ -44,7 +44,8 @@ class EvaluationRound:
         self._recorded = {its.name: recorder.picks(its) for its in sets} if recorder is not None else {}
         self._sets = tuple(sets)
         self._places = prompts_of(sets)
-        self._num_enough = math.ceil(round(enough * len(self._places), 6))  # 0.7 * 10 is a little more than 7
+        least = min(1, len(self._places))
+        self._num_enough = max(least, math.ceil(round(enough * len(self._places), 6)))  # 0.7 * 10 is a little over 7
         self._verdicts = Verdicts(evaluation)
         self.answered: dict[int, Answered] = {}
         self.failed: dict[int, str] = {}

@@ -154,7 +154,7 @@ async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus:
     assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize(("enough", "num_answers"), [(0.6, 3), (0.61, 4), (0.01, 1)])
+@pytest.mark.parametrize(("enough", "num_answers"), [(0.6, 3), (0.61, 4), (1e-9, 1)])
 async def test_an_evaluation_ends_once_enough_prompts_have_answers(
     bus: MemoryBus, enough: float, num_answers: int
 ) -> None:

@@ -354,6 +354,8 @@ def test_mistakes_get_one_line(graded_wrong: RunConfig, tmp_path: Path, capsys: 
     assert "did you mean step" in refused(run, "--reward", "exact", "--where", "stpe > 4")
     assert "--set run.steps=9: only keys of [reward]" in refused(run, "--set", "run.steps=9", "--out", tmp_path / "x")
     assert "reward.kind" in refused(run, "--reward", "exactt", "--out", tmp_path / "x")
+    (tmp_path / "mine" / "weights").mkdir(parents=True)
+    assert "holds files of something else" in refused(run, "--reward", f"{HERE}:right", "--out", tmp_path / "mine")
     failing = ("--reward", f"{HERE}:failing", "--out", tmp_path / "z")
     assert "groups can be graded; the first: " in (said := refused(run, *failing)) and "KeyError: 'y'" in said
     assert not (tmp_path / "z" / "regrade" / "begun.json").exists()

@@ -233,11 +233,12 @@ def of_kinds(sample: Sample) -> dict[str, Any]:
 
 
 async def test_a_category_of_a_dict_is_a_part_that_does_not_count() -> None:
-    kinds = [sample(label=None), sample(label="late"), sample(label=3)]
+    kinds = [sample(label=None), sample(label="late"), sample(label=3), sample(label="")]
     assert await load(f"{HERE}:of_kinds")(kinds) == [
         Reward(value=0.0, parts={"category/no box": 1.0}),
         Reward(value=0.75, parts={"right": 0.75, "category/late": 1.0}),
         Reward(value=3.75, parts={"right": 0.75, "category": 3.0}),  # a number is a part like others
+        Reward(value=0.75, parts={"right": 0.75}),  # of no category
     ]
 
 
