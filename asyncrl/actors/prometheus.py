@@ -38,6 +38,8 @@ FOLDER: Final = "prometheus"
 
 _EVALUATION: Final = re.compile(r"evaluation/([^/[]+)(?:\[(.*)\])?/(.+)")
 """Data set, tag, metric. They become labels, so a dashboard can draw data sets that it does not know."""
+_CATEGORY: Final = re.compile(r"reward/(?:(.*)\.)?category/(.+)")
+"""Part of the reward, if several make it up, and category of answers. They become labels, as users name them."""
 _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -129,6 +131,9 @@ def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float
         if evaluation := _EVALUATION.fullmatch(name):
             dataset, tag, metric = evaluation.groups(default="")
             add("evaluation", float(value), actor="learner", dataset=dataset, tag=tag, metric=metric)
+        elif category := _CATEGORY.fullmatch(name):
+            part, kind = category.groups(default="")
+            add("reward/category", float(value), actor="learner", part=part, category=kind)
         elif name.count("/") < 2:  # numbers of one worker are served by that worker
             add(name, float(value), actor="learner")
     for beat in beats:

@@ -117,6 +117,16 @@ def test_data_sets_tags_and_metrics_of_an_evaluation_are_labels() -> None:
     ]
 
 
+def test_categories_of_answers_are_labels() -> None:
+    numbers = {"reward/category/no box": 0.5, "reward/category/日本": 0.25, "reward/style.category/late": 1.0}
+    assert exposition("r", (), numbers).splitlines() == [
+        "# TYPE asyncrl_reward_category gauge",
+        'asyncrl_reward_category{run="r",actor="learner",part="",category="no box"} 0.5',
+        'asyncrl_reward_category{run="r",actor="learner",part="",category="日本"} 0.25',
+        'asyncrl_reward_category{run="r",actor="learner",part="style",category="late"} 1.0',
+    ]
+
+
 @pytest.mark.parametrize("address", ["9400", ":9400", "host", "host:0", "host:70000", "http://host:1"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="prometheus must be HOST:PORT"):
