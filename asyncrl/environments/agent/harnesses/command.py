@@ -29,12 +29,14 @@ _KEPT_BYTES: Final = 2**18
 _SHOWN: Final = 300
 """Characters of the program's last line to show in an error."""
 REWARD_FILE: Final = "REWARD_FILE"
+_REWARD_FOLDER: Final = "{reward_folder}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     command: tuple[str, ...]
-    """The program and its arguments; {model}, {base_url} and {reward_folder} (that of REWARD_FILE) are replaced."""
+    """The program and its arguments. {model}, {base_url} and, with reward = "file", {reward_folder} (that of
+    REWARD_FILE) are replaced."""
     reward: Literal["stdout", "file", "grader"] = "stdout"
     """Where the reward comes from. stdout: the line of the output that is a JSON object with a reward; it may also have
     reward_parts, turn_rewards and metrics. file: the file named by REWARD_FILE, which holds such an object or a number.
@@ -55,6 +57,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
             raise ConfigError('command is empty; name a program: command = ["python", "agent.py"]')
+        if self.reward != "file" and any(_REWARD_FOLDER in part for part in self.command):
+            raise ConfigError(f'command: {_REWARD_FOLDER} is there only with reward = "file", got "{self.reward}"')
         if self.memory_mib < 0 or self.output_mib < 1:
             raise ConfigError("memory_mib must be >= 0 and output_mib >= 1")
         environment.check_names(self.environment)
@@ -193,12 +197,8 @@ async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
 
 
 def _fill(part: str, endpoint: Endpoint, file: Path | None) -> str:
-    folder = "" if file is None else str(file.parent)
-    return (
-        part.replace("{model}", endpoint.model)
-        .replace("{base_url}", endpoint.base_url)
-        .replace("{reward_folder}", folder)
-    )
+    filled = part.replace("{model}", endpoint.model).replace("{base_url}", endpoint.base_url)
+    return filled if file is None else filled.replace(_REWARD_FOLDER, str(file.parent))
 
 
 def _last_line(text: bytes) -> str:

@@ -226,6 +226,7 @@ async def test_a_cancelled_sample_ends_its_program(tmp_path: Path) -> None:
         ({"command": ["python3"], "directory": "/nowhere"}, "directory: /nowhere is not a folder"),
         ({"command": ["python3"], "environment": {"A": 1}}, "'A' must be a text"),
         ({"command": ["python3"], "reward": "stderr"}, "reward must be one of"),
+        ({"command": ["python3", "{reward_folder}"]}, 'command: {reward_folder} is there only with reward = "file"'),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(options: dict[str, Any], problem: str) -> None:
