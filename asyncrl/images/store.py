@@ -55,7 +55,9 @@ def share_images(run_directory: Path, branch: Path) -> None:
             try:
                 os.link(file, target)
             except OSError:
-                shutil.copy2(file, target)
+                hidden = target.with_name(f".{file.name}")
+                shutil.copy2(file, hidden)
+                hidden.replace(target)  # a killed command leaves no half of an image
 
 
 class ImageStore:

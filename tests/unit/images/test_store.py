@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,3 +85,21 @@ def test_a_branch_has_the_images_of_its_run_and_a_missing_folder_is_named(tmp_pa
     for _ in range(2):
         share_images(run, branch)
     assert lost.get(digest) == b"a picture"
+
+
+def test_a_copy_that_breaks_off_is_no_image_of_the_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_link(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    def break_off(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:1])
+        raise KeyboardInterrupt
+
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    digest = ImageStore(folder=run / FOLDER).add(b"a picture")
+    monkeypatch.setattr("os.link", no_link)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.copy2", break_off)
+        share_images(run, branch)
+    share_images(run, branch)
+    assert ImageStore(folder=branch / FOLDER).get(digest) == b"a picture"
