@@ -276,7 +276,7 @@ def _as_reward(value: Any, *, largest: float) -> Reward:
         if not rest:
             raise RewardError(f"has a category and no number: {name[:40]!r}")
         reward = _as_reward(rest, largest=largest)
-        return Reward(value=reward.value, parts=reward.parts | ({f"{CATEGORY}/{name}": 1.0} if name else {}))
+        return Reward(value=reward.value, parts={**reward.parts, **({f"{CATEGORY}/{name}": 1.0} if name else {})})
     if isinstance(value, Reward):
         return Reward(value=_number(value.value), parts=_numbers(value.parts))
     if isinstance(value, Mapping) and (total := [name for name in TOTALS if name in value]):
