@@ -135,13 +135,17 @@ def leave_to_the_night(config: pytest.Config, items: list[pytest.Item]) -> None:
     if explores or any("::" in word for word in config.invocation_params.args):
         return
     lines = (Path(__file__).parent / "nightly.txt").read_text().splitlines()
-    later = tuple(line for line in lines if line and not line.startswith("#"))
+    later = [line for line in lines if line and not line.startswith("#")]
+    is_later = re.compile("|".join(map(pattern_of_line, later)))
+    left = [item for item in items if is_later.match(re.sub(r"::Test\w+(?=::)", "", item.nodeid))]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
 
-    def is_later(item: pytest.Item) -> bool:
-        return re.sub(r"::Test\w+(?=::)", "", item.nodeid).startswith(later)
 
-    config.hook.pytest_deselected(items=[item for item in items if is_later(item)])
-    items[:] = [item for item in items if not is_later(item)]
+def pattern_of_line(line: str) -> str:
+    """Return the pattern of the tests that a line of nightly.txt names: a file, a test, or the beginning of a case of
+    it. A test whose name only begins like a listed one is another test."""
+    return re.escape(line) + ("" if "[" in line else r"(?![^:\[])")
 
 
 def mark_kinds(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.conftest import pattern_of_line
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -147,7 +148,23 @@ def test_every_test_that_is_left_to_the_night_exists_and_no_capability_needs_it(
     for line in NIGHTLY:
         path, _, name = line.partition("::")
         assert f"def {name.partition('[')[0]}(" in texts[path] or not name, line
-    assert not [test for _, test in CAPABILITIES if test.startswith(tuple(NIGHTLY))]
+    later = re.compile("|".join(map(pattern_of_line, NIGHTLY)))
+    assert not [test for _, test in CAPABILITIES if later.match(test)]
+
+
+@pytest.mark.parametrize(
+    ("line", "left", "kept"),
+    [
+        ("a.py::test_x", ("a.py::test_x", "a.py::test_x[1-2]"), ("a.py::test_x_too", "a.py::test_x2[1]")),
+        ("a.py::test_x[one", ("a.py::test_x[one]", "a.py::test_x[one-2]"), ("a.py::test_x[two]", "a.py::test_x")),
+        ("a.py", ("a.py::test_x",), ("tests/a.py::test_x", "a.pyx::test_x")),
+    ],
+)
+def test_a_test_whose_name_begins_like_one_that_is_left_to_the_night_is_not_left(
+    line: str, left: tuple[str, ...], kept: tuple[str, ...]
+) -> None:
+    pattern = re.compile(pattern_of_line(line))
+    assert all(map(pattern.match, left)) and not any(map(pattern.match, kept))
 
 
 QUICKSTART = (ROOT / "docs" / "start" / "quickstart.md").read_text()
