@@ -157,7 +157,7 @@ class EvaluationSection:
     """An evaluation that takes longer is reported as incomplete; 0: no limit."""
     enough: float = 1.0
     """Share of all prompts whose answers end an evaluation. Below 1 it is reported as incomplete, and its means leave
-    the slowest prompts out, which are usually those with the longest answers."""
+    the slowest prompts out, which are usually those with the longest answers. `asyncrl evaluate` takes them all."""
     datasets: tuple[EvaluationDataset, ...] = ()
     """The data sets: one table [[evaluation.datasets]] each."""
 

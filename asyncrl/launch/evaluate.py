@@ -75,7 +75,9 @@ def evaluate(run: RunConfig, model: SavedModel, *, answers: SampleFile | None = 
     run = dataclasses.replace(
         _with_model(run, model),
         bus=dataclasses.replace(run.bus, kind="memory", url="", options={}),
-        evaluation=dataclasses.replace(run.evaluation, place="dedicated", at_start=True, at_end=False, every_steps=0),
+        evaluation=dataclasses.replace(
+            run.evaluation, place="dedicated", at_start=True, at_end=False, every_steps=0, enough=1.0
+        ),
         checkpoint=dataclasses.replace(run.checkpoint, best=""),
         metrics=dataclasses.replace(run.metrics, samples_per_evaluation=num_recorded),
     )
