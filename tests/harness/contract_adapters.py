@@ -1,4 +1,4 @@
-"""Additional adapters for the contract suites: a toy of each kind, and one named by the user.
+"""Additional adapters for the contract suites: one named by the user, and a toy of each kind.
 
     ASYNCRL_CONTRACT_ENGINE=my_package.my_engine:MyEngine pytest tests/contracts/test_engine.py
 
@@ -28,9 +28,9 @@ TOYS: Final = {
 
 
 def extra(port: str) -> list[str]:
-    """Return addresses of the adapters to add to a suite's own."""
+    """Return addresses of the adapters to add to a suite's own. Toys are for nightly runs (tests/nightly.txt)."""
     mine = os.environ.get(f"ASYNCRL_CONTRACT_{port.upper()}")
-    return [TOYS[port], *([mine] if mine else [])]
+    return [*([TOYS[port]] if os.environ.get("ASYNCRL_EXPLORE") else []), *([mine] if mine else [])]
 
 
 def is_extra(name: str) -> bool:

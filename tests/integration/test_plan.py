@@ -48,7 +48,7 @@ def test_every_group_that_an_engine_begins_is_seen_to_its_end_and_trained(demo: 
 def test_a_plan_says_the_keys_to_set_and_what_to_expect(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(demo, tmp_path, "--gpus", "3", "--seconds", "3", "--json") == 0
+    assert plan(demo, tmp_path, "--gpus", "3", "--seconds", "1", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["learner.ranks"] + found["settings"]["rollout.workers"] == 3
     assert found["best"] in found["splits"]

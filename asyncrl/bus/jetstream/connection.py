@@ -73,9 +73,9 @@ LEADERLESS: Final = {10004, 10008, 10009, IN_PROCESS}
 temporarily unavailable; no longer the leader; a message stuck while being stored."""
 IS_GONE: Final = "not found", "no message found", "stream store EOF"
 """Descriptions of error 10043, and of 10057, which also has other meanings. The last: beyond the end of the stream."""
-BUSY: Final = {*LEADERLESS, 10012, 10167}
-"""Temporary JetStream errors. Besides LEADERLESS: a consumer's store cannot be created while a consumer of the same
-name is being removed; too many requests."""
+BUSY: Final = {*LEADERLESS, 10012, 10149, 10167}
+"""Temporary JetStream errors. Besides LEADERLESS: a consumer's store, or the consumer, cannot be created while one of
+the same name is being removed; too many requests."""
 
 NO_STREAM: Final = 10059
 STREAM_GONE: Final = {NO_STREAM, 10060}
