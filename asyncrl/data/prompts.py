@@ -32,6 +32,8 @@ _NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 _NO_MASK: NDArray[np.bool_] = np.zeros(0, np.bool_)
 _SAMPLE = 256
 """Number of rows of a large file that ``PromptDataset.check_first_rows`` tokenises."""
+_MOST_EXPLAINED: Final = 10
+"""Rows whose images cannot be shown that are named; a folder that is missing breaks all of them."""
 _SHOWN: Final = 1500
 """Characters that are shown of each end of a long prompt."""
 _LONGEST_TOKEN = 1024
@@ -308,7 +310,10 @@ class PromptDataset:
         problem = f"{found.where}: {error}"
         if found.key not in self._broken:
             self._broken[found.key] = problem
-            log.warning("%s; the row is left out", problem)
+            if len(self._broken) <= _MOST_EXPLAINED:
+                log.warning("%s; the row is left out", problem)
+            if len(self._broken) == _MOST_EXPLAINED:
+                log.warning("further such rows are left out and counted (data/overlong_prompts), and not named")
         return PromptRow(epoch=found.epoch, prompt="", tokens=_NO_TOKENS, problem=problem)
 
     def _tokens_of(self, text: str) -> list[int]:

@@ -57,7 +57,7 @@ def read_source(source: Any, *, folder: Path | None, allow_urls: bool) -> bytes:
     if folder is None:
         raise ImageError("is no data URL, and files and URLs are not read for an agent; send base64")
     is_url = source.startswith("file://")
-    return _read(folder / (urllib.parse.unquote(source.removeprefix("file://")) if is_url else source), source)
+    return _read(folder / (urllib.parse.unquote(source.removeprefix("file://")) if is_url else source))
 
 
 def _decode(text: Any) -> bytes:
@@ -69,7 +69,7 @@ def _decode(text: Any) -> bytes:
         raise ImageError("is not base64") from None
 
 
-def _read(path: Path, name: str) -> bytes:
+def _read(path: Path) -> bytes:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # a device has no end, and a pipe may wait for ever
@@ -79,7 +79,7 @@ def _read(path: Path, name: str) -> bytes:
         return path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        shown = name if len(name) <= 200 else name[:197] + "..."
+        shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."
         raise ImageError(f"{shown} cannot be read: {reason}") from None
 
 

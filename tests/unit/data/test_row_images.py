@@ -86,10 +86,20 @@ def test_a_broken_image_costs_its_row_and_says_why_once(
     first, second, third = (rows.at(position) for position in range(3))
     assert first is not None and second is not None and third is not None
     assert len(first.tokens) == len(third.tokens) == 0 and len(second.tokens) > 0
-    assert "rows.jsonl:1: image 1 none.png cannot be read" in first.problem
+    assert f"rows.jsonl:1: image 1 {tmp_path}/none.png cannot be read" in first.problem
     assert "places for 2 images, and the row has 1" in third.problem
     rows.at(3)  # the next epoch
     assert sum("none.png" in record.message for record in caplog.records) == 1
+
+
+def test_a_missing_folder_is_no_warning_for_each_of_its_rows(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = opened(tmp_path, model, [{"prompt": "b"}, *({"prompt": "a", "images": [f"{n}.png"]} for n in range(40))])
+    caplog.set_level(logging.WARNING)
+    caplog.clear()
+    assert all(rows.at(position) for position in range(41)) and rows.broken == 40
+    assert len(caplog.records) == 11 and "further such rows" in caplog.records[-1].message
 
 
 def test_limits_cost_the_row_too(tmp_path: Path, model: Path) -> None:

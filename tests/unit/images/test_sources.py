@@ -52,6 +52,11 @@ def test_what_is_nowhere_is_refused_with_its_reason(tmp_path: Path, source: Any,
         read_source(source, folder=tmp_path, allow_urls=False)
 
 
+def test_a_missing_file_is_named_with_the_folder_that_it_was_looked_for_in(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match=f"^{tmp_path}/none.png cannot be read"):
+        read_source("none.png", folder=tmp_path, allow_urls=False)
+
+
 @pytest.mark.parametrize("url", ["http://a b/c.png", "http://[x/c.png", "http://a:port/c.png"])
 def test_an_address_that_is_none_costs_its_row(url: str) -> None:
     with pytest.raises(ImageError, match="cannot be fetched"):
