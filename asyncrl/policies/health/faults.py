@@ -250,7 +250,7 @@ def other_settings(seen: Observation) -> Iterable[Finding]:
                 cause=f"worker {name} was started with other settings, code, or version of asyncrl than the learner",
                 cost="its answers may be of another task than the others'",
                 remedy="restart it with the learner's run file: [reward] and rollout.function with their code, "
-                "[staleness] and weights.channel must be the same",
+                '[staleness] (if its bound is "auto", also learner.learning_rate) and weights.channel must be the same',
                 host=actor.beat.host,
                 pid=actor.beat.pid,
             )
