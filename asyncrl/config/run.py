@@ -504,6 +504,13 @@ class RunConfig:
         return bound
 
     @property
+    def why_staleness_bound(self) -> str:
+        """What the bound follows, "for learning_rate 1e-06"; "" if the run file or the mode says the bound."""
+        if self.run.mode != "async" or self.staleness.max_staleness != "auto":
+            return ""
+        return "for adapters" if self.learner.lora.rank > 0 else f"for learning_rate {self.learner.learning_rate:g}"
+
+    @property
     def window(self) -> int:
         """Maximum number of outstanding groups: (max_staleness + 1) x groups_per_batch."""
         return (self.max_staleness + 1) * self.learner.groups_per_batch

@@ -205,9 +205,8 @@ def _default(section: Any, key: str) -> Any:
 
 def _consequences(summary: Summary) -> list[str]:
     run_config = summary.settings
-    is_chosen = run_config.run.mode == "async" and run_config.staleness.max_staleness == "auto"
-    why = f", for learning_rate {run_config.learner.learning_rate:g}" if is_chosen else ""
-    bound = f"{summary.max_staleness} versions ({run_config.run.mode}{why})"
+    why = ", ".join(filter(None, (run_config.run.mode, run_config.why_staleness_bound)))
+    bound = f"{summary.max_staleness} versions ({why})"
     is_most = run_config.data.epochs and (summary.num_looked_at < summary.num_prompts or run_config.algorithm.filters)
     return [
         f"algorithm         {summary.algorithm}" + (f", {summary.paper}" if summary.paper else ""),

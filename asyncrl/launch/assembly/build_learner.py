@@ -433,8 +433,8 @@ def _are_sampled(run: RunConfig) -> bool:
 
 def _say_bound(run: RunConfig) -> None:
     """Print the staleness bound if the run chose it."""
-    if run.run.mode == "async" and run.staleness.max_staleness == "auto" and _are_sampled(run):
-        print_line(f"staleness       at most {run.max_staleness}, for learning_rate {run.learner.learning_rate:g}")
+    if run.why_staleness_bound and _are_sampled(run):
+        print_line(f"staleness       at most {run.max_staleness}, {run.why_staleness_bound}")
 
 
 async def _starting_point(

@@ -178,3 +178,12 @@ WRONG = {
 def test_incompatible_layout_sizes_are_refused(sizes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         Layout(**sizes)
+
+
+def test_a_bound_that_the_run_chose_says_what_it_follows() -> None:
+    table = record.as_table(run_config(), has_defaults=True) | {"staleness": {}}
+    rated = {**table, "learner": {"backend": "megatron", "learning_rate": 1e-5}}
+    adapted = {**table, "learner": {"backend": "megatron", "learning_rate": 1e-5, "lora": {"rank": 4}}}
+    said = [tables.build(RunConfig, one, "run.toml").why_staleness_bound for one in (rated, adapted)]
+    assert said == ["for learning_rate 1e-05", "for adapters"]
+    assert run_config(max_staleness=4).why_staleness_bound == run_config(mode="sync").why_staleness_bound == ""
