@@ -351,7 +351,7 @@ class WeightsSection:
     """"package.module:function" of your own that is called as function(version) in the learner, beside its steps, when
     a version is stored, before engines are told of its folder: version.uri is the folder (with "objects" its key), and
     version.policy_version its number, which may come again after a resume. No newer version is stored until it returns.
-    What it raises ends the run. Empty: none."""
+    What it raises ends the learner, and after run.restarts new starts the run. Empty: none."""
     every_steps: int = 1
     """Steps between published versions. Tokens get up to every_steps - 1 versions older, so that it must be at most the
     bound on their age + 1, unless nothing is sampled (rollout.function = "given"). More than 1 opens the full window
