@@ -23,7 +23,7 @@ from tests.harness.forked import ForkServer
 from tests.harness.process_trees import all_gone, descendants, end_of
 from tests.harness.ray import RayRun, TwoNodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200)]
 
 STEPS = 8
 RUN = """
