@@ -37,7 +37,7 @@ from tests.harness.forked import MODELS, ForkServer
 # nightly runs.
 explores = bool(os.environ.get("ASYNCRL_EXPLORE"))
 hypothesis.settings.register_profile(
-    "asyncrl", deadline=None, database=None, max_examples=200 if explores else 15, derandomize=not explores
+    "asyncrl", deadline=None, database=None, max_examples=200 if explores else 30, derandomize=not explores
 )
 hypothesis.settings.load_profile("asyncrl")
 

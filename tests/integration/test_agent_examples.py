@@ -181,22 +181,13 @@ def venv_with(package: str) -> str:
     return pytest.skip(f"no virtual environment of TEST_VENVS has {package}")
 
 
-async def test_a_program_of_the_openai_agents_sdk_runs_untouched() -> None:
-    venv = venv_with("agents")
+@pytest.mark.parametrize(("program", "package"), [("openai_agents", "agents"), ("strands", "strands")])
+async def test_a_program_of_an_agent_framework_runs_untouched(program: str, package: str) -> None:
+    venv = venv_with(package)
     call = '<tool_call>\n{"name": "look_up", "arguments": {"island": "Koro"}}\n</tool_call>'
     engine = Scripted([call, "It has 7 lamps."])
     row = {"prompt": "How many lamps has the island Koro?", "label": "7"}
-    (made,) = await play("openai_agents", row, engine, TOKENIZER, venv=venv)
-    assert made.reward == 1.0 and len(engine.answers) == 2
-    assert [*made.prompt_tokens.tolist(), *made.tokens.tolist()][: len(engine.given[1])] == engine.given[1]
-
-
-async def test_a_program_of_strands_agents_runs_untouched() -> None:
-    venv = venv_with("strands")
-    call = '<tool_call>\n{"name": "look_up", "arguments": {"island": "Koro"}}\n</tool_call>'
-    engine = Scripted([call, "It has 7 lamps."])
-    row = {"prompt": "How many lamps has the island Koro?", "label": "7"}
-    (made,) = await play("strands", row, engine, TOKENIZER, venv=venv)
+    (made,) = await play(program, row, engine, TOKENIZER, venv=venv)
     assert made.reward == 1.0 and len(engine.answers) == 2
     assert [*made.prompt_tokens.tolist(), *made.tokens.tolist()][: len(engine.given[1])] == engine.given[1]
 

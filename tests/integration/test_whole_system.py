@@ -25,7 +25,7 @@ from tests.harness.ray import RayRun, TwoNodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200)]
 
-STEPS = 12
+STEPS = 14
 RUN = """
 [run]
 name = "whole"
@@ -60,7 +60,7 @@ learning_rate = 2e-2
 warmup_steps = 2
 
 [evaluation]
-every_steps = 6
+every_steps = 7
 at_start = true
 at_end = true
 
@@ -142,7 +142,7 @@ async def test_a_mixture_learns_as_an_agent_on_sglang_under_ray_across_a_kill(
     assert median(fresh) < 1e-4, fresh  # where two experts are nearly equal, one token may have the other one
     held_out = {int(row["step"]): row["evaluation/held_out/mean@8"] for row in lines if row.get("evaluation/complete")}
     assert {0, STEPS} <= set(held_out)
-    assert held_out[0] < 0.2 < 0.35 < held_out[STEPS], held_out
+    assert held_out[0] < 0.2 < 0.4 < held_out[STEPS], held_out
     found = run.audit()
     assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0), found
 

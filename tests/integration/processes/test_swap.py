@@ -1,9 +1,11 @@
-"""A learner with another layout takes over a running run of real processes."""
+"""A learner with another layout takes over a running run of real processes, and is killed after that."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -35,11 +37,14 @@ async def test_a_learner_of_two_ranks_takes_over_and_the_worker_never_stops(
         assert after["w0"] == before["w0"]
         (new,) = set(after.values()) - set(before.values())
         assert len(grandchildren(new)) == 1
+        os.kill(new, signal.SIGKILL)
+        swapped = run.steps
+        await run.until(lambda: run.steps >= swapped + 2, "steps after a restart")
         assert await asyncio.to_thread(run.drain) == 130, run.said
         found = run.audit()
         assert found["code"] == 0, found
         begun = [json.loads(line) for line in (run.run_directory / "history.jsonl").read_text().splitlines()]
         layouts = [one["settings"]["learner"]["ranks"] for one in begun if one["kind"] == "begun"]
-        assert layouts == [1, 2]
+        assert layouts == [1, 2, 2]
     finally:
         run.kill()
