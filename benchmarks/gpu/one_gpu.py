@@ -8,7 +8,7 @@ Name arms in turn (async sync async sync) to interleave them. An arm is measured
 --windows windows of --seconds each, one after the other; a window ends with the first step that is over behind it.
 
 Arms: async (the engine goes on during the step), sync; with "_files" weights go through a folder in memory, not on
-the device.
+the device. With --set learner.gpus=[0] rollout.gpus=[1] the same arms run on two GPUs.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ RUN_FILE: Final = "benchmarks/gpu/modes.toml"
 _ARM: Final = re.compile(r"(async|sync)(_files)?")
 _STEPS: Final = 200
 """More than any arm takes: the log must have room for all of them."""
+_MISMATCH: Final = ("mismatch/mean", "mismatch/routing_replayed", "mismatch/routing_own")
 _PREFILL_GRAPHS: Final = "disable-prefill-cuda-graph"
 REHEARSAL: Final[Mapping[str, Any]] = {
     "shape": "tiny",
@@ -83,6 +84,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--arms", nargs="+", default=["async", "sync", "async", "sync"], metavar="ARM", help="in this order")
     add("--shape", choices=SHAPES, default="0.6B", help="of the model (default 0.6B)")
+    add("--model", type=Path, metavar="FOLDER", help="of that shape, from benchmarks.gpu.shapes (default: made)")
     add("--groups", type=int, default=64, help="groups per batch (default 64)")
     add("--group-size", type=int, default=8, help="samples of a group (default 8)")
     add("--length-mean", type=float, default=500.0, help="tokens of an answer, before the cut (default 500)")
@@ -118,7 +120,7 @@ def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -
         "run.directory": scratch / "runs",
         "run.mode": mode,
         "run.steps": _STEPS,
-        "model.path": scratch / "model",
+        "model.path": options.model or scratch / "model",
         "model.dtype": "bfloat16" if has_gpu() else "float32",
         "data.path": scratch / "prompts.jsonl",
         "rollout.workers": 1,
@@ -214,6 +216,7 @@ def _measure(rows: Sequence[Row]) -> Row:
         "pause_p50": float(np.quantile(pauses, 0.5)) if pauses else 0.0,
         "pause_p99": float(np.quantile(pauses, 0.99)) if pauses else 0.0,
         "memory_gib": max(row.get("learner/memory_bytes") or 0 for row in steps) / 2**30,
+        **{name: mean(name) for name in sorted({name for row in steps for name in row if name in _MISMATCH})},
     }
 
 
@@ -238,9 +241,10 @@ def main(given: Sequence[str] | None = None) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-one-gpu-", dir=memory if os.access(memory, os.W_OK) else None))
     rows: list[Row] = []
     try:
-        dtype = "bfloat16" if has_gpu() else "float32"
-        words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(scratch / "model"), dtype]
-        subprocess.run(words, cwd=REPOSITORY, check=True)
+        if options.model is None:
+            dtype = "bfloat16" if has_gpu() else "float32"
+            words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(scratch / "model"), dtype]
+            subprocess.run(words, cwd=REPOSITORY, check=True)
         lengths = Lengths(mean=options.length_mean, sigma=1.0, maximum=options.length_max, seed=0)
         write_prompts(scratch / "prompts.jsonl", metadata=lengths.as_metadata(), seed=0)
         print(HEAD, flush=True)
