@@ -99,10 +99,12 @@ def run(options: argparse.Namespace) -> int:
     )
     token = arguments.bus_token()
     old = recorded.newest_settings()
+    began = time.monotonic()
     regraded = recorded.on_bus(old, functools.partial(work.grade, old), token=token)
+    seconds = time.monotonic() - began
     trained = trunk.step
     first = regraded.first_step(trained=trained)
-    found: dict[str, Any] = _as_json(regraded, first=first, trained=trained)
+    found: dict[str, Any] = _as_json(regraded, first=first, trained=trained) | {"grading_seconds": seconds}
     if not options.json:
         _print_changes(regraded, first=first, trained=trained, retracts=retract is not None)
     if options.dry_run or not regraded.changed:

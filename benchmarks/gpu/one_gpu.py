@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,14 +75,13 @@ def line(row: Row) -> str:
     )
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+def run_parser(module: str, doc: str | None, *, arms: Sequence[str], seconds: float) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark that is a run on one GPU."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.one_gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--arms", nargs="+", default=["async", "sync", "async", "sync"], metavar="ARM", help="in this order")
+    add("--arms", nargs="+", default=list(arms), metavar="ARM", help="in this order")
     add("--shape", choices=SHAPES, default="0.6B", help="of the model (default 0.6B)")
     add("--model", type=Path, metavar="FOLDER", help="of that shape, from benchmarks.gpu.shapes (default: made)")
     add("--groups", type=int, default=64, help="groups per batch (default 64)")
@@ -91,23 +90,35 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--length-max", type=int, default=4096, help="where lengths are cut (default 4096)")
     add("--running", type=int, default=384, help="sequences that the engine may run (default 384)")
     add("--max-staleness", type=int, default=4, help="of async (default 4)")
-    add("--seconds", type=float, default=45.0, help="of a window (default 45)")
-    add("--windows", type=int, default=1, help="windows of each arm (default 1)")
+    add("--seconds", type=float, default=seconds, help=f"of a window (default {seconds:g})")
     add("--limit", type=float, default=400.0, help="seconds an arm may take with its start (default 400)")
     add("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of the SGLang server")
     add("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="of the run file, for every arm")
     add("--json", type=Path, metavar="FILE", help="rows are added there, one object a line")
     add("--out", type=Path, metavar="FOLDER", help="logs of the arms are copied there")
     add("--rehearse", action="store_true", help="tiny, on a CPU")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None, *, arm: re.Pattern[str]) -> argparse.Namespace:
+    """Return the options; with --rehearse REHEARSAL's are the defaults.  arm: matches every arm that there is"""
     options = parser.parse_args(given)
     if options.rehearse:
-        parser.set_defaults(**REHEARSAL)
+        known = vars(options)
+        parser.set_defaults(**{key: value for key, value in REHEARSAL.items() if key in known})
         options = parser.parse_args(given)
-    for arm in options.arms:
-        if not _ARM.fullmatch(arm):
-            parser.error(f"{arm!r}: no such arm")
+    for name in options.arms:
+        if not arm.fullmatch(name):
+            parser.error(f"{name!r}: no such arm")
     options.set, options.engine = assignments(options.set), assignments(options.engine)
     return options
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    arms = ("async", "sync", "async", "sync")
+    parser = run_parser("benchmarks.gpu.one_gpu", __doc__, arms=arms, seconds=45.0)
+    parser.add_argument("--windows", type=int, default=1, help="windows of each arm (default 1)")
+    return parse(parser, given, arm=_ARM)
 
 
 def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -235,11 +246,11 @@ def ratios(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    options = arguments(given)
+@contextlib.contextmanager
+def prepared(options: argparse.Namespace) -> Iterator[Path]:
+    """Yield a folder, in memory if there is one, with the model and the prompts; it is removed afterwards."""
     memory = Path("/dev/shm")
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-one-gpu-", dir=memory if os.access(memory, os.W_OK) else None))
-    rows: list[Row] = []
     try:
         if options.model is None:
             dtype = "bfloat16" if has_gpu() else "float32"
@@ -247,14 +258,23 @@ def main(given: Sequence[str] | None = None) -> int:
             subprocess.run(words, cwd=REPOSITORY, check=True)
         lengths = Lengths(mean=options.length_mean, sigma=1.0, maximum=options.length_max, seed=0)
         write_prompts(scratch / "prompts.jsonl", metadata=lengths.as_metadata(), seed=0)
-        print(HEAD, flush=True)
-        for number, arm in enumerate(options.arms):
-            for row in run_arm(arm, number, options, scratch):
-                rows.append(row)
-                print(line(row), flush=True)
-                keep(row, options.json)
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    options = arguments(given)
+    rows: list[Row] = []
+    try:
+        with prepared(options) as scratch:
+            print(HEAD, flush=True)
+            for number, arm in enumerate(options.arms):
+                for row in run_arm(arm, number, options, scratch):
+                    rows.append(row)
+                    print(line(row), flush=True)
+                    keep(row, options.json)
+    finally:
         print("", *ratios(rows), sep="\n", flush=True)
     return int(any("error" in row for row in rows))
 
