@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -50,10 +51,18 @@ def draw(cells: tuple[int, ...], rng: random.Random) -> bytes:
     return write_png(_SIDE, _SIDE, bytes(value for row in pixels for pixel in row for value in pixel))
 
 
-def write(folder: Path, *, seed: int = 0, count: int = 400, architecture: VisionArchitecture = "qwen2_5_vl") -> None:
+def write(
+    folder: Path,
+    *,
+    seed: int = 0,
+    count: int = 400,
+    architecture: VisionArchitecture = "qwen2_5_vl",
+    sizes: Mapping[str, int] | None = None,
+) -> None:
     """Write prompts.jsonl, held_out.jsonl, their images, blind.jsonl and model, a tiny model, to ``folder``.
 
     count  number of training images, as many of each answer; a quarter as many are held out
+    sizes  of the model, as in make_tiny_vision_model
     blind.jsonl asks the held-out questions without their images
     """
     from asyncrl.data.tiny_vision_model import make_tiny_vision_model  # imports torch
@@ -81,6 +90,7 @@ def write(folder: Path, *, seed: int = 0, count: int = 400, architecture: Vision
         characters="01234567 ?howmany",
         max_positions=64,
         initializer_range=0.05,
+        **(sizes or {}),
     )
 
 

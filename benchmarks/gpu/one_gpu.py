@@ -206,12 +206,12 @@ def windows(rows: Sequence[Row], warmup: int, options: argparse.Namespace) -> tu
         last = next((index for index, row in enumerate(rows) if start and row["time"] - start >= options.seconds), None)
         if last is None:
             return False, found
-        found.append(_measure(rows[first - 1 : last + 1]))
+        found.append(measure_run(rows[first - 1 : last + 1]))
         first = last + 1
     return True, found
 
 
-def _measure(rows: Sequence[Row]) -> Row:
+def measure_run(rows: Sequence[Row]) -> Row:
     """Measure from the end of the first row's step to the end of the last one's."""
     steps = rows[1:]
     pauses = [row["weights/pause_seconds"] for row in steps if row.get("weights/pause_seconds")]

@@ -162,6 +162,7 @@ def server_environment(base: Mapping[str, str], *, device: str, options: Options
         **base,
         "HF_HUB_OFFLINE": "1",  # the model is a local folder
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would hang while generation is paused
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",  # the vision tower's outputs would outlive its weights: no update removes them
     }
     if device == "cpu":
         environment.update(_CPU_ENVIRONMENT)

@@ -139,6 +139,13 @@ def test_a_server_on_a_cpu_compiles_nothing_that_nobody_asks_for() -> None:
     assert disables("cuda", {}) is None
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_keeps_no_output_of_the_vision_tower_that_new_weights_make_wrong(device: str) -> None:
+    """SGLang keeps it by the image's hash, and empties this cache for no new weights."""
+    base = {"SGLANG_VLM_CACHE_SIZE_MB": "4096"}
+    assert sglang_server.server_environment(base, device=device)["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+
+
 def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_server_has_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
