@@ -6,7 +6,7 @@ because small weights give small logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -91,14 +91,17 @@ def make_tiny_model(
     max_positions: int = 512,
     initializer_range: float = 0.02,
     tie_word_embeddings: bool = False,
+    entries: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write config, float32 weights, tokenizer and generation config to ``folder``, and return ``folder``.
 
     Equal arguments write equal bytes. The vocabulary is SPECIAL_TOKENS, ``characters`` and ``phrases``.
+
+    entries  further entries of config.json
     """
     tokenizer = make_tokenizer(characters, phrases=phrases, max_positions=max_positions)
     config_type = getattr(transformers, _CONFIGS[architecture])
-    entries: dict[str, Any] = dict(
+    settings: dict[str, Any] = dict(
         architectures=[config_type.__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"],
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -115,7 +118,7 @@ def make_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
     )
-    config = config_type(**(entries | _family_entries(architecture, hidden_size, num_heads)))
+    config = config_type(**{**settings, **_family_entries(architecture, hidden_size, num_heads), **(entries or {})})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,14 @@ def num_shares(kind: str) -> int:
 
 
 def tiny_model(
-    folder: Path, *, architecture: str = "qwen3", tied: bool = False, num_layers: int = 2, hidden_size: int = 64
+    folder: Path,
+    *,
+    architecture: str = "qwen3",
+    tied: bool = False,
+    num_layers: int = 2,
+    hidden_size: int = 64,
+    initializer_range: float = 0.15,
+    **sizes: Any,
 ) -> Path:
     """Write a model with logits far from uniform, biases and norms other than 0 and 1, and a nonzero pad embedding.
 
@@ -93,16 +102,17 @@ def tiny_model(
     make_tiny_model(
         folder,
         architecture=architecture,  # type: ignore[arg-type]
-        initializer_range=0.15,
+        initializer_range=initializer_range,
         tie_word_embeddings=tied,
         num_layers=num_layers,
         hidden_size=hidden_size,
+        **sizes,
     )
     model = hugging_face(folder)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
-        embedding[0] = 0.15 * torch.randn(embedding.shape[1], generator=generator)
+        embedding[0] = initializer_range * torch.randn(embedding.shape[1], generator=generator)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):  # gpt-oss has a bias for each expert
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
@@ -111,6 +121,27 @@ def tiny_model(
                 buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(folder)
     return folder
+
+
+def with_draft_layer(folder: Path, architecture: str, *, hidden_size: int = 64, **sizes: Any) -> Path:
+    """Write a model of two layers and a draft layer: the third layer of a model of three, and what goes around it.
+
+    The model of three is in ``folder`` / "three".  sizes: further arguments of tiny_model
+    """
+    three, layer = folder / "three", "model.layers.2."
+    tiny_model(three, architecture=architecture, num_layers=3, hidden_size=hidden_size, **sizes)
+    tensors = safetensors.torch.load_file(three / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{layer}{name}.weight"] = 1 + 0.3 * torch.randn(hidden_size, generator=generator)
+    tensors[f"{layer}eh_proj.weight"] = 0.1 * torch.randn(hidden_size, 2 * hidden_size, generator=generator)
+    made = shutil.copytree(three, folder / "drafting", ignore=shutil.ignore_patterns("*.safetensors"))
+    safetensors.torch.save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((three / "config.json").read_text())
+    settings |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    settings.pop("layer_types", None)
+    (made / "config.json").write_text(json.dumps(settings))
+    return made
 
 
 def gradients_of_megatron(backend: Backend) -> dict[str, torch.Tensor]:

@@ -57,13 +57,24 @@ def check_draft(info: Mapping[str, Any], *, url: str, has_drafts: bool) -> None:
 
     has_drafts  the folder of every version has the model's own draft layers
     """
-    algorithm = str(info.get("speculative_algorithm") or "").upper()
+    algorithm = _speculation(info)
     if algorithm in DRAFT_MODELS - (OWN_DRAFTS if has_drafts else frozenset()):
         raise ConfigError(
             f"engine.options.url: the server at {url} samples with a draft model ({algorithm}), which versions do not "
             'have and loads would read from their folders; start it without, with "NGRAM", or with "NEXTN" and draft '
             'layers that are trained (learner.options.draft_coefficient, weights.channel = "files")'
         )
+
+
+def keeps_draft(info: Mapping[str, Any]) -> bool:
+    """Whether the server samples with a draft model from a folder of its own, which no version changes; from its
+    /server_info."""
+    path = info.get("speculative_draft_model_path")
+    return _speculation(info) in DRAFT_MODELS and bool(path) and path != info.get("model_path")
+
+
+def _speculation(info: Mapping[str, Any]) -> str:
+    return str(info.get("speculative_algorithm") or "").upper()
 
 
 def check_attached(run: RunConfig) -> None:
@@ -205,15 +216,20 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *,
         if quantization is not None:
             _require_served(info, quantization)
         return 0
-    ranks = int(info.get("tp_size") or 1)
+    ranks, has_own_draft = int(info.get("tp_size") or 1), keeps_draft(info)
     is_plain = (
         LOADER in (info.get("custom_weight_loader") or ())
         and int(info.get("dp_size") or 1) == 1  # SGLang cannot update replicas from tensors
         and int(info.get("nnodes") or 1) == 1  # other hosts cannot see the file we hold open
         and not info.get("quantization")  # SGLang quantizes in its own loader
-        and not info.get("speculative_algorithm")  # the draft model is also read from the folder
+        and (has_own_draft or _speculation(info) in ("", "NGRAM"))  # else the draft model is read from the folder, too
     )
-    return ranks if is_plain and ranks <= _MOST_RANKS_OF_LOADER else 0
+    if has_own_draft and not is_plain:
+        raise ConfigError(
+            "engine.options: server_arguments: speculative-draft-model-path: SGLang would load the policy into the "
+            "draft model as well; remove dp-size and weights.quantization, and use engines of one machine"
+        )
+    return ranks if is_plain and (has_own_draft or ranks <= _MOST_RANKS_OF_LOADER) else 0
 
 
 def is_whole(info: Mapping[str, Any]) -> bool:

@@ -48,6 +48,7 @@ from asyncrl.engines.sglang.checks import (
     context_before_start,
     context_of_server,
     is_whole,
+    keeps_draft,
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
@@ -524,11 +525,13 @@ class SGLangEngine(EngineAdapter):
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
         self._loader.is_whole = is_whole(info)
+        self._loader.keeps_draft = is_ours and keeps_draft(info)
         if self._reports_experts and not info.get(EXPERTS_OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{EXPERTS_OPTION} of the server at {self.url}')
         version = str(info.get("version", "0"))
         check_version(self._options, url=self.url, version=version)
-        check_draft(info, url=self.url, has_drafts=self._has_drafts)
+        if not self._loader.keeps_draft:
+            check_draft(info, url=self.url, has_drafts=self._has_drafts)
         self._updater = SGLangUpdater(
             self._client.control,
             self._loader,

@@ -112,8 +112,8 @@ EXACT: Final[Mapping[str, Any]] = {
 }
 """Options with which a server computes as the learner does (run.exact; backends/kernels/sglang_rows.py)."""
 DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
-"""Values of speculative-algorithm with a draft model. The server loads it again from the folder of every version, which
-holds the policy, and with learner.options.draft_coefficient its own draft layers."""
+"""Values of speculative-algorithm with a draft model. Without speculative-draft-model-path it is in the folder of every
+version, which holds the policy, and with learner.options.draft_coefficient its own draft layers."""
 OWN_DRAFTS: Final = frozenset({"EAGLE", "NEXTN"})
 """Those that use the draft layers of the model itself."""
 
@@ -156,8 +156,9 @@ def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = Fa
 def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) -> None:
     """Raise ConfigError for options that SGLang takes and with which no rollout worker can work.
 
-    drafts  draft models whose weights the server has
+    drafts  draft models whose weights the server has, without a folder of their own
     """
+    has_folder = any(name.startswith("speculative-draft-model") and value for name, value in arguments.items())
     for name, value in arguments.items():
         if name.startswith("disaggregation-mode") and value not in (None, "null"):
             raise ConfigError(
@@ -165,11 +166,12 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) ->
                 "read prompts and sample; remove it (a frozen model that is served so elsewhere: name its router in "
                 "servers.NAME.url)"
             )
-        if name.startswith("speculative-algo") and str(value).upper() in DRAFT_MODELS - drafts:
+        if name.startswith("speculative-algo") and str(value).upper() in DRAFT_MODELS - drafts and not has_folder:
             raise ConfigError(
                 f"engine.options: server_arguments: {name} = {value!r}: the server would load its draft model from "
-                'the folder of every version, which has only the policy; use "NGRAM", which needs none, or "NEXTN" '
-                'with draft layers that are trained (learner.options.draft_coefficient, weights.channel = "files")'
+                'the folder of every version, which has only the policy; use "NGRAM", which needs none, '
+                'speculative-draft-model-path of a model that stays as it is, or "NEXTN" with draft layers that are '
+                'trained (learner.options.draft_coefficient, weights.channel = "files")'
             )
 
 

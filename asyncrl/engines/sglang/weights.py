@@ -74,6 +74,8 @@ class WeightLoader:
         """Ranks of the server if they have our loader (loader.py); 0 if SGLang's own loader is used."""
         self.is_whole = False
         """Whether one process of the server has all weights, so its answer to a load is that of every rank."""
+        self.keeps_draft = False
+        """Whether the server has a draft model that loads must leave alone."""
         self.finds_groups = True
         """False once our loader has not found a group that the server had joined."""
         self._is_torn = False
@@ -137,7 +139,7 @@ class WeightLoader:
             update = self._by_loader(version, loader.serialize_groups(parts, problem=problem))
             return await self._switch(version, self._in_session([update]), what=what, problem=problem)
         updates = [
-            (_FROM_LEARNER, _describe_bucket(bucket) | {"group_name": group} | self._body(version))
+            (_FROM_LEARNER, _describe_bucket(bucket) | {"group_name": group} | self._body(version) | self._for_policy)
             for group, buckets in parts
             for bucket in buckets
         ]
@@ -146,10 +148,17 @@ class WeightLoader:
         return await self._switch(version, self._in_session(updates), what=what)
 
     def _by_loader(self, version: Version, instruction: str) -> Update:
-        body = self._body(version)
+        body = self._body(version) | self._for_policy
         body["load_format"] = LOADER
         body["serialized_named_tensors"] = [instruction] * self.ranks_with_loader
         return _BY_LOADER, body
+
+    @property
+    def _for_policy(self) -> dict[str, Any]:
+        """What a request needs so that a draft model stays as it is, by 0.5.23 and by 0.5.16."""
+        if not self.keeps_draft:
+            return {}
+        return {"selector": "target"} if self.has_sessions else {"disable_draft_model": True}
 
     def _in_session(self, updates: list[Update]) -> list[Update]:
         return [(_BEGIN, {}), *updates, (_END, {})] if self.has_sessions else updates

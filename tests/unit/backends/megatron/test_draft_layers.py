@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from asyncrl import config
 from asyncrl.backends.megatron import refusals
@@ -24,32 +24,14 @@ from tests.harness.backends import (
     sequences,
     shares,
     started,
-    tiny_model,
     weights,
+    with_draft_layer,
 )
 
 SMOOTH = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
 """A step that shows the size of a gradient, and is not clipped."""
 COEFFICIENT = 0.5
 DRAFT = "model.layers.2."
-
-
-def with_draft_layer(folder: Path, architecture: str) -> Path:
-    """Write a model of two layers and a draft layer: the third layer of a model of three, and what goes around it."""
-    tiny_model(folder / "three", architecture=architecture, num_layers=3)
-    tensors = load_file(folder / "three" / "model.safetensors")
-    generator = torch.Generator().manual_seed(5)
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{DRAFT}{name}.weight"] = 1 + 0.3 * torch.randn(64, generator=generator)
-    tensors[f"{DRAFT}eh_proj.weight"] = 0.1 * torch.randn(64, 128, generator=generator)
-    made = folder / "drafting"
-    made.mkdir()
-    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-    settings = json.loads((folder / "three" / "config.json").read_text())
-    settings |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    settings.pop("layer_types", None)
-    (made / "config.json").write_text(json.dumps(settings))
-    return made
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])

@@ -120,6 +120,26 @@ async def test_an_instruction_names_the_open_file_and_the_one_in_the_folder(mode
     assert file == str(model.folder / "model.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("has_sessions", "says"), [(True, {"selector": "target"}), (False, {"disable_draft_model": True})]
+)
+async def test_a_load_leaves_a_draft_model_of_its_own_alone(
+    model: Model, has_sessions: bool, says: dict[str, Any]
+) -> None:
+    asked: dict[str, Mapping[str, Any]] = {}
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        asked[path] = body
+        return {"success": True}
+
+    loader = WeightLoader(
+        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), is_open=asyncio.Event()
+    )
+    loader.ranks_with_loader, loader.keeps_draft, loader.has_sessions = 1, True, has_sessions
+    await loader.load(model.version(4), model.folder)
+    assert asked["/update_weights_from_tensor"].items() >= says.items()
+
+
 async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:

@@ -71,14 +71,34 @@ def test_options_that_sglang_takes_and_that_cannot_work_in_a_run_are_refused(nam
         ({"dp_size": 2}, 0),
         ({"nnodes": 2}, 0),
         ({"quantization": "fp8"}, 0),
-        ({"speculative_algorithm": "EAGLE"}, 0),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/policy"}, 0),
+        ({"speculative_algorithm": "NGRAM"}, 1),
+        ({"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "/draft", "tp_size": 4}, 4),
         ({"custom_weight_loader": ["mine.load"]}, 0),
         ({"custom_weight_loader": None}, 0),
     ],
 )
 def test_our_loader_reads_files_in_plain_servers_and_sglang_in_all_others(said: dict[str, Any], ranks: int) -> None:
-    info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
+    info = {
+        "tp_size": 1,
+        "dp_size": 1,
+        "nnodes": 1,
+        "custom_weight_loader": [sglang_server.LOADER],
+        "model_path": "/policy",
+    }
     assert checks.ranks_with_loader(info | said) == ranks
+
+
+def test_a_draft_model_of_its_own_is_taken_where_loads_can_leave_it_alone() -> None:
+    """SGLang's own loads write the policy into the draft model, too."""
+    check_arguments({"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": "/draft"})
+    own = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/draft", "model_path": "/policy"}
+    info = own | {"custom_weight_loader": [sglang_server.LOADER]}
+    for said in ({"quantization": "fp8"}, {"dp_size": 2}, {"nnodes": 2}):
+        with pytest.raises(
+            ConfigError, match="speculative-draft-model-path: SGLang would load the policy into the draft"
+        ):
+            checks.ranks_with_loader(info | said)
 
 
 def test_a_server_of_your_own_must_serve_the_format_that_versions_have(tmp_path: Path) -> None:

@@ -1,0 +1,297 @@
+"""SGLang on a GPU: families and options that its CPU server does not run, held to the logprobs of a Megatron learner.
+
+Each test starts a server of a small random model whose heads have published sizes. Several share a GPU, so they may run
+beside each other. ``record_property`` keeps what was measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.backends.port import Backend
+from asyncrl.engines.generation import Generation
+from asyncrl.engines.sglang.engine import Options, SGLangEngine
+from asyncrl.messages import SamplingParams
+from asyncrl.policies.batching.packing import TrainingSequence
+from asyncrl.weights.files import FilesChannel
+from tests.harness.backends import VOCABULARY, forward, sequences, shares, started, tiny_model, with_draft_layer
+from tests.harness.packing import pack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.asyncio]
+
+DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
+SERVER: Final[Mapping[str, Any]] = {
+    "attention-backend": "triton",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "disable-cuda-graph": True,
+    "disable-prefill-cuda-graph": True,
+    "mem-fraction-static": 0.2,
+    "max-total-tokens": 8192,
+    "max-running-requests": 32,
+}
+LEARNING_RATE: Final = 0.02
+"""One step of AdamW moves every weight by about this, two fifths of its deviation."""
+
+Record = Callable[[str, object], None]
+Answers = Sequence[tuple[NDArray[np.int32], Generation]]
+
+LATENT: Final[Mapping[str, Any]] = {"hidden_size": 1024, "num_heads": 8}
+"""Latent attention of DeepSeek-V3's sizes: 512 latent numbers, heads of 128 + 64."""
+SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+    "gpt_oss": {"num_heads": 8},
+    "gemma3": {"num_heads": 2, "num_kv_heads": 1},
+    "qwen3_next": {"entries": {"linear_value_head_dim": 128}},
+    "qwen3_5": {"entries": {"linear_value_head_dim": 128}},
+    "qwen3_5_moe": {"entries": {"linear_value_head_dim": 128}},
+}
+"""Where heads are not of 128 numbers."""
+MOONLIGHT: Final[Mapping[str, Any]] = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
+"""Moonlight and Kimi-K2 are a DeepseekV3ForCausalLM with one group of experts; Moonlight's queries are not latent."""
+
+
+@pytest.fixture(autouse=True)
+def all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers import every model, not only those of the CPU's tests (tests/conftest.py)."""
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
+
+
+def made(folder: Path, architecture: str, **more: Any) -> Path:
+    """Write a model with bfloat16's rounding far below the differences between two versions."""
+    sizes = {"hidden_size": 512, "num_heads": 4, **SIZES.get(architecture, {}), **more}
+    return tiny_model(folder, architecture=architecture, initializer_range=0.05, **sizes)
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, arguments: Mapping[str, Any] | None = None, **settings: Any) -> AsyncIterator[Any]:
+    engine = SGLangEngine(
+        folder,
+        device=DEVICE,
+        dtype="bfloat16",
+        version=(0, 0),
+        options=Options(server_arguments={**(SERVER if DEVICE == "cuda" else {}), **(arguments or {})}),
+        log_path=folder.parent / "server.log",
+        **settings,
+    )
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+        print((folder.parent / "server.log").read_text(errors="replace")[-6000:])
+
+
+def learner(folder: Path, **settings: Any) -> contextlib.AbstractContextManager[Backend]:
+    return started("megatron-1", folder, device=DEVICE, dtype="bfloat16", **settings)
+
+
+def prompts(count: int = 16, *, seed: int = 0) -> list[NDArray[np.int32]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(4, VOCABULARY, 20 + 5 * n).astype(np.int32) for n in range(count)]
+
+
+async def answer(engine: Any, asked: Sequence[NDArray[np.int32]], *, tokens: int = 32) -> Answers:
+    """Let the engine answer all prompts at once, every second one greedily."""
+    greedy = SamplingParams(max_new_tokens=tokens, ignore_eos=True, temperature=0.0, is_trained=False)
+    sampled = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    made = (engine.generate(one, greedy if n % 2 else sampled, seed=n) for n, one in enumerate(asked))
+    return list(zip(asked, await asyncio.gather(*made), strict=True))
+
+
+def trained(backend: Backend, answers: Answers) -> NDArray[np.float32]:
+    """Return the learner's logprobs of all tokens of the answers."""
+    rows = [as_sequence(prompt, one) for prompt, one in answers]
+    (packed,) = pack(rows, max_tokens=sum(len(row.tokens) for row in rows))
+    found = forward(backend, "megatron-1", packed)
+    order = np.argsort(packed.sequences, kind="stable")
+    spans = [slice(packed.boundaries[n], packed.boundaries[n + 1]) for n in order]
+    return np.concatenate([found[span][packed.response_mask[span]] for span in spans])
+
+
+def as_sequence(prompt: NDArray[np.int32], made: Generation) -> TrainingSequence:
+    tokens = np.concatenate([prompt, made.tokens])
+    mask = np.arange(len(tokens)) >= len(prompt)
+    zeros = np.zeros(len(tokens), np.float32)
+    return TrainingSequence(
+        tokens=tokens,
+        response_mask=mask,
+        behavior_logprobs=np.concatenate([zeros[: len(prompt)], made.logprobs]),
+        advantages=zeros,
+        loss_weights=zeros,
+        staleness=zeros.astype(np.int32),
+    )
+
+
+def sampled(answers: Answers) -> NDArray[np.float32]:
+    """Return the engine's logprobs of all tokens of the answers."""
+    return np.concatenate([one.logprobs for _, one in answers])
+
+
+async def hold_two_versions(
+    engine: Any, backend: Backend, folder: Path, record: Record, *, mean: float = 0.05, largest: float = 1.0
+) -> None:
+    """The engine's logprobs are the learner's, before and after a step; the step moves them far more than they differ.
+
+    A mixture's largest difference is where rounding chooses other experts (test_on_gpu.py of the megatron backend).
+    """
+    before = await answer(engine, prompts())
+    first = trained(backend, before)
+    backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
+    moved = float(np.abs(trained(backend, before) - first).mean())
+    channel = FilesChannel(folder.parent / "weights", keep=2, model_path=folder)
+    await engine.load(channel.publish(backend.export(), incarnation=0, policy_version=1))
+    after = await answer(engine, prompts(seed=1))
+    for name, errors in {
+        "before": np.abs(sampled(before) - first),
+        "after": np.abs(sampled(after) - trained(backend, after)),
+    }.items():
+        record(f"{name}_mean", round(float(errors.mean()), 5))
+        record(f"{name}_max", round(float(errors.max()), 4))
+        record(f"{name}_tokens", errors.size)
+        assert errors.mean() < mean, name
+        assert errors.max() < largest, name
+    record("moved_mean", round(moved, 4))
+    assert moved > 3 * mean
+    assert {span.policy_version for _, one in after for span in one.version_spans} == {1}
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("glm4_moe", "glm4", "deepseek_v3", "llama", "minimax_m2", "gpt_oss", "gemma3", "qwen2"),
+        *("glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"),
+    ],
+)
+async def test_a_family_is_sampled_as_it_is_trained(architecture: str, tmp_path: Path, record_property: Record) -> None:
+    folder = made(tmp_path / "model", architecture)
+    async with serving(folder) as engine:
+        with learner(folder) as backend:
+            await hold_two_versions(engine, backend, folder, record_property)
+
+
+async def test_moonlight_is_sampled_as_it_is_trained(tmp_path: Path, record_property: Record) -> None:
+    folder = made(tmp_path / "model", "deepseek_v3", entries=MOONLIGHT)
+    async with serving(folder) as engine:
+        with learner(folder) as backend:
+            await hold_two_versions(engine, backend, folder, record_property)
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+async def test_every_version_is_served_in_fp8(architecture: str, tmp_path: Path, record_property: Record) -> None:
+    """weights.quantization = "fp8": the server starts on a quantized copy and loads quantized versions."""
+    folder = made(tmp_path / "model", architecture)
+    async with serving(folder, quantization="fp8", quantized=tmp_path / "quantized") as engine:
+        with learner(folder, quantization="fp8") as backend:
+            await hold_two_versions(engine, backend, folder, record_property, mean=0.15, largest=3.0)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3"])
+async def test_keys_and_values_in_fp8(dtype: str, tmp_path: Path, record_property: Record) -> None:
+    folder = made(tmp_path / "model", "qwen3")
+    async with serving(folder, {"kv-cache-dtype": dtype}) as engine:
+        with learner(folder) as backend:
+            await hold_two_versions(engine, backend, folder, record_property, mean=0.15, largest=3.0)
+
+
+async def test_the_state_of_linear_attention_in_bfloat16(tmp_path: Path, record_property: Record) -> None:
+    folder = made(tmp_path / "model", "qwen3_next")
+    async with serving(folder, {"mamba-ssm-dtype": "bfloat16"}) as engine:
+        with learner(folder) as backend:
+            await hold_two_versions(engine, backend, folder, record_property, mean=0.1, largest=2.0)
+
+
+# -- speculation, cache ------------------------------------------------------------------------------------------------
+
+
+STEPS: Final = {"speculative-num-steps": 1, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 2}
+
+
+@pytest.mark.parametrize("kind", ["NGRAM", "NEXTN", "STANDALONE"])
+async def test_speculation_changes_no_greedy_token(kind: str, tmp_path: Path, record_property: Record) -> None:
+    """The same tokens as a server without, except after two that are equally likely but for rounding; and versions.
+
+    STANDALONE drafts with the first version, which stays: it is accepted less once the policy has moved.
+    """
+    options: dict[str, Any] = {}
+    if kind == "NEXTN":
+        folder = with_draft_layer(tmp_path, "glm4_moe", hidden_size=512, num_heads=4, initializer_range=0.05)
+        options, arguments = {"draft_coefficient": 0.2}, STEPS
+    else:
+        folder = made(tmp_path / "model", "qwen3")
+        draft = shutil.copytree(folder, tmp_path / "draft")
+        own = {**STEPS, "speculative-draft-model-path": str(draft)}
+        arguments = own if kind == "STANDALONE" else {"speculative-num-draft-tokens": 4}
+    plain_folder = tmp_path / "plain" / "model"
+    plain_folder.parent.mkdir()
+    plain_folder.symlink_to(folder)
+    asked = [np.tile(one[:8], 6) for one in prompts()]
+    async with (
+        serving(folder, {"speculative-algorithm": kind, **arguments}, has_drafts=kind == "NEXTN") as engine,
+        serving(plain_folder) as plain,
+    ):
+        ours, theirs = await answer_greedily(engine, asked), await answer_greedily(plain, asked)
+        record_property("accepted", accepted(ours))
+        differ = [list(one.tokens) != list(other.tokens) for one, other in zip(ours, theirs, strict=True)]
+        record_property("answers_that_differ", f"{sum(differ)} of {len(ours)}")
+        for one, other in itertools.compress(zip(ours, theirs, strict=True), differ):
+            at = int(np.argmax(one.tokens != other.tokens))
+            assert abs(one.logprobs[at] - other.logprobs[at]) < 0.05, f"token {at} of an answer"
+        with learner(folder, options=options) as backend:
+            await hold_two_versions(engine, backend, folder, record_property)
+        later = accepted(await answer_greedily(engine, asked))
+        record_property("accepted_later", later)
+        assert accepted(ours) > 0
+        if kind == "STANDALONE":
+            assert later < 0.9 < accepted(ours)
+
+
+def accepted(answers: Sequence[Generation]) -> float:
+    """Return the share of the drafted tokens that the policy took."""
+    drafted = sum(one.report.drafted_tokens for one in answers)
+    return sum(one.report.accepted_tokens for one in answers) / max(1, drafted)
+
+
+async def answer_greedily(engine: Any, asked: Sequence[NDArray[np.int32]]) -> list[Generation]:
+    greedy = SamplingParams(max_new_tokens=64, ignore_eos=True, temperature=0.0, is_trained=False)
+    return list(await asyncio.gather(*(engine.generate(one, greedy, seed=0) for one in asked)))
+
+
+async def test_what_leaves_the_cache_comes_back_from_the_host(tmp_path: Path, record_property: Record) -> None:
+    """Prompts of 8,000 tokens pass a cache of 2,048; the first ones are then read from the host, and a new version
+    reads none of them."""
+    folder = made(tmp_path / "model", "qwen3")
+    arguments = {"enable-hierarchical-cache": True, "hicache-size": 1, "hicache-write-policy": "write_through"}
+    few = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    random = np.random.default_rng(0)
+    asked = [random.integers(4, VOCABULARY, 200).astype(np.int32) for _ in range(40)]
+    async with serving(folder, {**arguments, "max-total-tokens": 2048, "max-running-requests": 4}) as engine:
+        for one in asked:
+            await engine.generate(one, few, seed=0)
+        again = [(one, await engine.generate(one, few, seed=1)) for one in asked[:8]]
+        cached = [one.report.cached_tokens for _, one in again]
+        record_property("cached_tokens", str(cached))
+        with learner(folder) as backend:
+            errors = np.abs(sampled(again) - trained(backend, again))
+            record_property("again_mean", round(float(errors.mean()), 5))
+            assert errors.mean() < 0.05
+            assert min(cached) > 150
+            await hold_two_versions(engine, backend, folder, record_property)
