@@ -13,7 +13,7 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.images.reading import write_png
 from asyncrl.rewards.port import Reward, Sample
@@ -57,7 +57,7 @@ def write(
     seed: int = 0,
     count: int = 400,
     architecture: VisionArchitecture = "qwen2_5_vl",
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write prompts.jsonl, held_out.jsonl, their images, blind.jsonl and model, a tiny model, to ``folder``.
 

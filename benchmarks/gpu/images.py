@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,6 +56,8 @@ SERVER: Final[Mapping[str, Any]] = {
 COUNTS: Final = {"hidden_size": 128, "num_heads": 2, "vision_size": 128}
 """Heads of 64, as kernels of GPUs want them."""
 WARM_UP: Final = 2
+_MOST_STEPS: Final = 200
+"""More than any arm with a shape takes: the log must have room for all of them."""
 COMPARED: Final = 8
 REHEARSAL: Final[Mapping[str, Any]] = {
     "arms": ["tiny-Qwen2.5-VL:trained", "tiny-Qwen2.5-VL:frozen", COUNTING],
@@ -228,7 +230,7 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path, data: Path) 
     made: dict[str, Any] = {
         "run.name": _name(arm),
         "run.directory": scratch / "runs",
-        "run.steps": options.learns if learns else options.steps,
+        "run.steps": options.learns if learns else _MOST_STEPS,
         "model.path": data / "model",
         "model.dtype": "bfloat16" if has_gpu() else "float32",
         "data.path": data / "prompts.jsonl",
@@ -285,8 +287,13 @@ def run_arm(arm: str, options: argparse.Namespace, scratch: Path) -> Row:
     words = ["-m", "asyncrl", "run", run_file, *override_words(overrides(arm, options, scratch, data))]
     output = out / f"{_name(arm)}.out"
     used: list[int] = []
+
+    def is_enough() -> bool:
+        """An arm with a shape is killed, so that it writes no checkpoint."""
+        return arm != COUNTING and len(read_rows(run / "metrics.jsonl")) >= options.steps
+
     with _memory(used):
-        problem = _ended(words, output, seconds=options.limit)
+        problem = _ended(words, output, seconds=options.limit, is_enough=is_enough)
     rows = read_rows(run / "metrics.jsonl")
     try:
         if arm == COUNTING:
@@ -384,8 +391,9 @@ def _child(words: Sequence[str], output: Path, options: argparse.Namespace) -> s
     return problem
 
 
-def _ended(words: Sequence[str], output: Path, *, seconds: float) -> str:
+def _ended(words: Sequence[str], output: Path, *, seconds: float, is_enough: Callable[[], bool] = lambda: False) -> str:
     """Run Python with ``words``. Return why it did not end well, or ""; everything that it started ends with it."""
+    until = time.monotonic() + seconds
     with output.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, *words],
@@ -396,10 +404,13 @@ def _ended(words: Sequence[str], output: Path, *, seconds: float) -> str:
             preexec_fn=os_process.asks_for_signal_on_parent_death(signal.SIGKILL),
         )
     try:
-        code = process.wait(seconds)
-        return f"ended with exit code {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        return f"not over after {seconds:.0f} s"
+        while not is_enough():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(0.5)
+                return f"ended with exit code {code}" if code else ""
+            if time.monotonic() > until:
+                return f"not over after {seconds:.0f} s"
+        return ""
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
