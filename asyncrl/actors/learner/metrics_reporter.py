@@ -23,6 +23,7 @@ from asyncrl.messages.topics import EVALUATION_METRICS, METRICS, PROMPTS, TRAJEC
 from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.background import BackgroundSink
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
+from asyncrl.policies.batching.categories import MOST, Categories
 from asyncrl.policies.batching.hooks import Hooks
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
@@ -85,6 +86,7 @@ class MetricsReporter:
         self.rang: dict[str, int] = {}
         """Name of an alarm -> the last step at which it was on."""
         self._activity = ActivityBetweenSteps()
+        self._categories = Categories()
         self._left_out = () if has_behavior else _OF_BEHAVIOR
 
     async def report(
@@ -100,6 +102,7 @@ class MetricsReporter:
         """workers: their newest heartbeats;  cursor: the last log sequence read;  disk: waits if a sink's disk is full
         groups: the step's groups"""
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
+        row = self._join_rare_categories(row, step=step)
         workers = self._activity.update(workers)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, step)  # alarms need these
         if self._gpus is not None:
@@ -122,6 +125,18 @@ class MetricsReporter:
         self._show(step, rung)
         self.newest = step_metrics(step, row)
         await self._put(self.newest)
+
+    def _join_rare_categories(self, row: Mapping[str, Metric], *, step: int) -> dict[str, Metric]:
+        were_all_named = not self._categories.num_joined
+        joined = self._categories.join_rest(row)
+        if were_all_named and self._categories.num_joined:
+            log.warning(
+                "step %d: the reward has named more than %d categories; further ones are counted together, as "
+                "reward/category/other. Let it name kinds of answers, not texts such as str(error)",
+                step,
+                MOST,
+            )
+        return joined
 
     def _show(self, step: int, rung: Sequence[Alarm]) -> None:
         """Serve sinks that want more than numbers. ``rung``: alarms that went on."""

@@ -42,7 +42,9 @@ MOST_EXPLAINED: Final = 100
 NO_ROLLOUTS: Final[Mapping[str, RolloutFn]] = {}
 _LARGEST_METADATA: Final = 2**16
 _MOST_VALUES: Final = 2**10
-"""In the metadata of a trajectory. The learner accepts only so many values in a message (messages/codec.py)."""
+_MOST_IN_GROUP: Final = 2**17
+"""In the metadata of a trajectory, and of a whole group, which each trajectory has an equal share of. The learner
+accepts only so many values in a message (messages/codec.py) and would blame the worker."""
 _NO_PROMPT: Final = np.zeros(0, np.int32)
 
 Rollout = tuple[Trajectory, ...]
@@ -457,14 +459,17 @@ def check_rollout(
                 resumed=min(num_resumed, sampled) if is_alone or not num_resumed else sampled,
                 reward=given.reward,
                 reward_parts=dict(given.reward_parts),
-                metadata=_own_metadata(one),
+                metadata=_own_metadata(one, most=_MOST_IN_GROUP // (prompt.group_size * len(trajectories))),
             )
         )
     return tuple(parts)
 
 
-def _own_metadata(one: Trajectory) -> dict[str, Any]:
-    """Return a copy as the learner will get it. Raises ValueError for what cannot be sent."""
+def _own_metadata(one: Trajectory, *, most: int) -> dict[str, Any]:
+    """Return a copy as the learner will get it. Raises ValueError for what cannot be sent.
+
+    most  values that its share of a group's message has room for
+    """
     if not one.metadata:
         return {}
     try:
@@ -476,8 +481,8 @@ def _own_metadata(one: Trajectory) -> dict[str, Any]:
         raise ValueError(
             f"the metadata of its trajectory has {len(data):,} bytes, and {_LARGEST_METADATA:,} are allowed"
         )
-    if has_more_values(data, _MOST_VALUES):
-        raise ValueError(f"the metadata of its trajectory has more than {_MOST_VALUES:,} values; join them in a text")
+    if has_more_values(data, most := min(most, _MOST_VALUES)):
+        raise ValueError(f"the metadata of its trajectory has more than {most:,} values; join them in a text")
     return own
 
 

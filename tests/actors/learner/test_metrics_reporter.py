@@ -39,3 +39,14 @@ async def test_a_row_over_the_limit_of_the_bus_goes_to_observers_without_its_lon
     assert found[EVALUATION_METRICS].numbers["evaluation/complete"] == 1.0
     assert all(len(row) >= 2000 for row in rows.rows)
     assert caplog.text.count("larger than bus.max_message_bytes") == 1
+
+
+async def test_too_many_categories_of_answers_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Rows()
+    reporter, disk = MetricsReporter(MemoryBus(**BUS_SIZES), [rows]), Disk(WaitTracker())
+    for step in range(1, 4):
+        named: dict[str, Metric] = {f"reward/category/error {step}.{n}": 0.01 for n in range(40)}
+        await reporter.report(step, named, workers=(), cursor=0, disk=disk)
+    assert [sum("category" in name for name in row) for row in rows.rows] == [40, 25, 1]
+    assert rows.rows[1]["reward/category/other"] == pytest.approx(0.16)
+    assert caplog.text.count("as reward/category/other") == 1

@@ -136,6 +136,15 @@ def test_metadata_that_cannot_be_sent_fails_its_sample() -> None:
             )
 
 
+def test_the_metadata_of_a_large_group_has_less_room_in_each_trajectory() -> None:
+    """512 answers of 1,000 values are more than the learner takes in a message; it would blame the worker."""
+    large = dataclasses.replace(PROMPT, group_size=512)
+    made = dataclasses.replace(trajectory(), metadata={"a": [0] * 1000})
+    check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9)
+    with pytest.raises(ValueError, match="the metadata of its trajectory has more than 256 values"):
+        check_rollout(made, large, index=0, num_resumed=0, context_tokens=9)
+
+
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
