@@ -21,7 +21,7 @@ class EngineAdapter(Adapter):
 
     takes: ClassVar[frozenset[str]] = frozenset()
     """What the engine can load besides whole models in their trained dtype: "adapters" (learner.lora.publish), "fp8"
-    (weights.quantization)."""
+    and "fp8_ue8m0" (weights.quantization)."""
 
     generates: ClassVar[bool] = True
     """False for an engine that serves only rollout functions without generation."""

@@ -27,6 +27,13 @@ CONFIG: Final[dict[str, Any]] = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 """The quantization_config in config.json."""
+ROUND: Final = "fp8_ue8m0"
+"""The format whose scales are powers of two, as the UE8M0 of DeepSeek-V3.1 and of Blackwell's kernels."""
+
+
+def config(quantization: str) -> dict[str, Any]:
+    """Return the quantization_config of "fp8" or ROUND."""
+    return CONFIG | ({"scale_fmt": "ue8m0"} if quantization == ROUND else {})
 
 
 def is_scale(name: str) -> bool:
@@ -38,24 +45,32 @@ def scale_name(name: str) -> str:
     return name + _SCALE
 
 
-def quantize_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def quantize_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], quantization: str = "fp8"
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``tensors``, replacing each matrix of a layer by its e4m3 weights and their block scales."""
     for name, tensor in tensors:
         if not module_name(name) or tensor.ndim != 2:
             yield name, tensor
             continue
-        weight, scale = quantize(tensor)
+        weight, scale = quantize(tensor, has_round_scales=quantization == ROUND)
         yield name, weight
         yield scale_name(name), scale
 
 
 @torch.no_grad()
-def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e4m3[R, C] and f32[ceil(R / 128), ceil(C / 128)]. The largest magnitude in a block maps to 448."""
+def quantize(matrix: torch.Tensor, *, has_round_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e4m3[R, C] and f32[ceil(R / 128), ceil(C / 128)]. The largest magnitude in a block maps to 448.
+
+    has_round_scales  scales are rounded up to powers of two, so the largest magnitude maps to 224 to 448
+    """
     rows, columns = matrix.shape
     blocks = _blocks(matrix.float())
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
     scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    if has_round_scales:
+        mantissa, exponent = torch.frexp(scale)  # scale = mantissa x 2^exponent, mantissa in [0.5, 1)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
     whole = (blocks / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
     return whole[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
 

@@ -29,12 +29,12 @@ _NAME_LENGTH: Final = 12
 
 def quantize_tensors(tensors: Tensors, quantization: str) -> Tensors:
     """Yield ``tensors`` in that format; unchanged for an empty one."""
-    return fp8.quantize_tensors(tensors) if quantization else tensors
+    return fp8.quantize_tensors(tensors, quantization) if quantization else tensors
 
 
-def find_format(names: Iterable[str]) -> str:
-    """Return the format of tensors with these names; empty if they are not quantized."""
-    return "fp8" if any(fp8.is_scale(name) for name in names) else ""
+def are_quantized(names: Iterable[str]) -> bool:
+    """Whether tensors with these names are in a format of weights.quantization."""
+    return any(fp8.is_scale(name) for name in names)
 
 
 def find_scale(model: Path) -> str:
@@ -47,7 +47,7 @@ def find_scale(model: Path) -> str:
     return ""
 
 
-def describe_quantization(config: Path, about: dict[str, Any] = fp8.CONFIG) -> None:
+def describe_quantization(config: Path, about: dict[str, Any]) -> None:
     """Add quantization_config to a config.json, to say that its weights are quantized."""
     settings = json.loads(config.read_text())
     text = json.dumps(settings | {"quantization_config": about}, indent=2)
@@ -81,7 +81,7 @@ def model_folder(model: Path, into: Path, quantization: str) -> Path:
 
 
 def write_folder(model: Path, folder: Path, quantization: str, *, group: int = int4.GROUP) -> None:
-    """Write the model in the Hugging Face folder ``model`` to ``folder``, in "fp8" or "int4".
+    """Write the model in the Hugging Face folder ``model`` to ``folder``, in "fp8", "fp8_ue8m0" or "int4".
 
     group: numbers that share a scale in int4
 
@@ -93,7 +93,9 @@ def write_folder(model: Path, folder: Path, quantization: str, *, group: int = i
     for file in files:
         tensors = _tensors(file)
         made = dict(
-            fp8.quantize_tensors(tensors) if quantization == "fp8" else int4.quantize_tensors(tensors, group=group)
+            int4.quantize_tensors(tensors, group=group)
+            if quantization == "int4"
+            else fp8.quantize_tensors(tensors, quantization)
         )
         save_file(made, folder / file.name, metadata={"format": "pt"})
         index |= dict.fromkeys(made, file.name)
@@ -105,7 +107,7 @@ def write_folder(model: Path, folder: Path, quantization: str, *, group: int = i
         text = json.dumps({"metadata": {}, "weight_map": index})
         (folder / weight_files.INDEX_FILE).write_text(text)
     ignored = [name.removesuffix(".weight") for name in kept]
-    about = fp8.CONFIG if quantization == "fp8" else int4.config(ignored, group=group)
+    about = int4.config(ignored, group=group) if quantization == "int4" else fp8.config(quantization)
     describe_quantization(folder / "config.json", about)
 
 

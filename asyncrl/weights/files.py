@@ -29,10 +29,12 @@ from typing import Final
 import safetensors.torch
 import torch
 
+from asyncrl.bus.port import Bus
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
-from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
+from asyncrl.tensors import adapter_names, fp8, quantized_model, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
 from asyncrl.tensors.snapshot import AnyBucket, HostBucket, PartWorker, Snapshot
 from asyncrl.tensors.weight_files import WeightFile
@@ -50,11 +52,25 @@ _WRITERS: Final = 4
 class FilesChannel(ChannelAdapter):
     """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer and any number of readers, in any process."""
 
-    takes = frozenset({"adapters", "fp8"})
+    takes = frozenset({"adapters", "fp8", "fp8_ue8m0"})
     takes_parts = True
 
-    def __init__(self, directory: Path, *, keep: int, model_path: Path) -> None:
-        """``keep``: versions to keep. ``model_path``: folder whose config and tokenizer are added to every version."""
+    @classmethod
+    def build(cls, run: RunConfig, *, bus: Bus) -> FilesChannel:
+        return cls(
+            run.weights_directory,
+            keep=run.weights.keep,
+            model_path=Path(run.model.path),
+            quantization=run.weights.quantization or "fp8",
+        )
+
+    def __init__(self, directory: Path, *, keep: int, model_path: Path, quantization: str = "fp8") -> None:
+        """
+        keep          versions to keep
+        model_path    folder whose config and tokenizer are added to every version
+        quantization  format of versions that are quantized
+        """
+        self._quantization = quantization
         self._directory = directory.absolute()
         self._keep = max(keep, 1)
         self._model_path = model_path
@@ -88,8 +104,9 @@ class FilesChannel(ChannelAdapter):
             add_companions(temporary, self._model_path)
             if adapters is not None:
                 (temporary / CONFIG_FILE).write_text(json.dumps(adapters, indent=1))
-            if quantized_model.find_format(name for one in files for name in one.names):
-                quantized_model.describe_quantization(temporary / "config.json")
+            if quantized_model.are_quantized(name for one in files for name in one.names):
+                about = fp8.config(self._quantization)
+                quantized_model.describe_quantization(temporary / "config.json", about)
             num_bytes = sum(one.num_bytes for one in files)
             sha256 = _complete(temporary, files)
             if os.path.lexists(folder):  # published by an earlier process that crashed before its checkpoint

@@ -97,15 +97,16 @@ def test_a_large_part_is_several_files_which_load_as_a_hugging_face_model(
     assert not names or (len(names) > ranks and first in names)
 
 
-@pytest.mark.parametrize("quantization", ["fp8"])
-def test_quantized_versions_say_their_format(files_channel: FilesChannel, quantization: str) -> None:
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_ue8m0"])
+def test_quantized_versions_say_their_format(tmp_path: Path, model_path: Path, quantization: str) -> None:
+    channel = FilesChannel(tmp_path / "weights", keep=2, model_path=model_path, quantization=quantization)
     given = {"model.norm.weight": torch.ones(8), "model.layers.0.mlp.up_proj.weight": torch.ones(128, 128)}
     for version in (1, 2):  # the second version takes its config from the first
         exported = Snapshot.from_tensors(quantized_model.quantize_tensors(given.items(), quantization))
-        weights = files_channel.publish(exported, incarnation=0, policy_version=version)
-        folder = files_channel.verify(weights)
+        weights = channel.publish(exported, incarnation=0, policy_version=version)
+        folder = channel.verify(weights)
         config = json.loads((folder / "config.json").read_text())
-        assert config["quantization_config"] == fp8.CONFIG
+        assert config["quantization_config"] == fp8.config(quantization)
         assert set(read_shapes(folder)) == {entry.name for entry in exported.entries}
 
 

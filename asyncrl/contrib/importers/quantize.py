@@ -20,9 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", type=Path, metavar="FOLDER", help="the folder to create")
     parser.add_argument(
         "--format",
-        choices=["fp8", "int4"],
+        choices=["fp8", "fp8_ue8m0", "int4"],
         required=True,
-        help="fp8: e4m3 in blocks of 128 x 128, as DeepSeek-V3. int4: symmetric, as compressed-tensors packs it",
+        help="fp8: e4m3 in blocks of 128 x 128, as DeepSeek-V3; fp8_ue8m0: the same with powers of two as scales. "
+        "int4: symmetric, as compressed-tensors packs it",
     )
     parser.add_argument(
         "--group", type=int, choices=[32, 64, 128], help="numbers of a row that share a scale in int4 (default: 128)"

@@ -57,6 +57,7 @@ from asyncrl.engines.sglang.machines import FOLLOWING_PORTS, Nodes, Part, addres
 from asyncrl.engines.sglang.options import (
     EXACT,
     MEMORY_SAVER,
+    QUANTIZATIONS,
     check_arguments,
     check_updater_arguments,
     has_drafts,
@@ -94,7 +95,7 @@ class SGLangEngine(EngineAdapter):
     """See Engine in engines/port.py."""
 
     options_type = Options
-    takes = frozenset({"adapters", "fp8"})
+    takes = frozenset({"adapters", *QUANTIZATIONS})
     shares_gpus = True
     reads_images = True
 

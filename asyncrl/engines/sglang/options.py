@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError
 LOADER = "asyncrl.engines.sglang.loader.load"
 """Loader of weight files in servers launched by us."""
 
-QUANTIZATIONS: Mapping[str, str] = {"fp8": "fp8"}
+QUANTIZATIONS: Mapping[str, str] = {"fp8": "fp8", "fp8_ue8m0": "fp8"}
 """SGLang's names for the values of weights.quantization."""
 
 CPU_ARGUMENTS: Mapping[str, Any] = {

@@ -42,8 +42,8 @@ async def test_a_row_over_the_limit_of_the_bus_goes_to_observers_without_its_lon
 
 
 async def test_too_many_categories_of_answers_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    rows = Rows()
-    reporter, disk = MetricsReporter(MemoryBus(**BUS_SIZES), [rows]), Disk(WaitTracker())
+    bus, rows = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**16})), Rows()
+    reporter, disk = MetricsReporter(bus, [rows]), Disk(WaitTracker())
     for step in range(1, 4):
         named: dict[str, Metric] = {f"reward/category/error {step}.{n}": 0.01 for n in range(40)}
         await reporter.report(step, named, workers=(), cursor=0, disk=disk)

@@ -192,12 +192,16 @@ async def test_moonlight_is_sampled_as_it_is_trained(tmp_path: Path, record_prop
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-async def test_every_version_is_served_in_fp8(architecture: str, tmp_path: Path, record_property: Record) -> None:
-    """weights.quantization = "fp8": the server starts on a quantized copy and loads quantized versions."""
+@pytest.mark.parametrize(
+    ("architecture", "quantization"), [("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("qwen3", "fp8_ue8m0")]
+)
+async def test_every_version_is_served_in_fp8(
+    architecture: str, quantization: str, tmp_path: Path, record_property: Record
+) -> None:
+    """weights.quantization: the server starts on a quantized copy and loads quantized versions."""
     folder = made(tmp_path / "model", architecture)
-    async with serving(folder, quantization="fp8", quantized=tmp_path / "quantized") as engine:
-        with learner(folder, quantization="fp8") as backend:
+    async with serving(folder, quantization=quantization, quantized=tmp_path / "quantized") as engine:
+        with learner(folder, quantization=quantization) as backend:
             await hold_two_versions(engine, backend, folder, record_property, mean=0.15)
 
 

@@ -13,7 +13,7 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.validation import read_shapes
 from asyncrl.tensors import fp8, quantized_model
 
-ENDS = {"fp8": ("", "_scale_inv")}
+ENDS = {"fp8": ("", "_scale_inv"), "fp8_ue8m0": ("", "_scale_inv")}
 """What the names of the tensors that replace a matrix end in."""
 
 
@@ -27,9 +27,9 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     assert after.keys() - kept == {name + end for name in matrices for end in ENDS[quantization]}
     assert all(torch.equal(after[name], before[name]) for name in kept)
     about = json.loads((made / "config.json").read_text())["quantization_config"]
-    assert about == fp8.CONFIG
-    assert quantized_model.find_format(after) == quantization
-    assert quantized_model.find_format(before) == ""
+    assert about == fp8.CONFIG | ({"scale_fmt": "ue8m0"} if quantization == "fp8_ue8m0" else {})
+    assert quantized_model.are_quantized(after)
+    assert not quantized_model.are_quantized(before)
     assert (made / "tokenizer.json").exists()
     assert read_shapes(made).keys() == after.keys()
     written = (made / "model.safetensors").stat().st_ino
@@ -80,6 +80,10 @@ def test_scales_are_worked_by_hand() -> None:
     assert scale.tolist() == [[1.0], [0.015625]]
     assert [weight[0, 0].float(), weight[1, 1].float(), weight[200, 7].float()] == [448.0, 3.0, -448.0]
     assert fp8.quantize(torch.zeros(128, 128))[1].tolist() == [[1.0]]  # no 0 / 0
+    matrix[0, 0] = 450.0  # 450 / 448 is rounded up to 2, 1 / 64 is a power of two
+    weight, scale = fp8.quantize(matrix, has_round_scales=True)
+    assert scale.tolist() == [[2.0], [0.015625]]
+    assert [weight[0, 0].float(), weight[1, 1].float(), weight[200, 7].float()] == [224.0, 1.5, -448.0]
 
 
 def test_quantizing_twice_changes_nothing() -> None:

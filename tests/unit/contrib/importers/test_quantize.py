@@ -49,7 +49,7 @@ def test_packed_numbers_are_those_of_compressed_tensors() -> None:
     assert torch.equal(packed, helpers.pack_to_int32(numbers, 4))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_ue8m0", "int4"])
 def test_a_quantized_folder_comes_back_close_to_the_whole_one(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -61,8 +61,8 @@ def test_a_quantized_folder_comes_back_close_to_the_whole_one(
     original = load_file(whole / "model.safetensors")
     matrices = {name for name in original if module_name(name) and original[name].ndim == 2}
     assert len(matrices) > 50  # attention and experts
-    if kind == "fp8":
-        assert about == fp8.CONFIG
+    if kind != "int4":
+        assert about == fp8.config(kind)
         assert {name for name, one in stored.items() if one.dtype == torch.float8_e4m3fn} == matrices
     else:
         assert {int4.whole_name(name) for name in stored if int4.is_packed(name)} == matrices
@@ -74,7 +74,7 @@ def test_a_quantized_folder_comes_back_close_to_the_whole_one(
         if name in matrices:
             largest = float(tensor.abs().max())
             error = float((back[name].float() - tensor.float()).abs().max())
-            assert 0 < error <= largest * (2**-4 if kind == "fp8" else 1 / 14)
+            assert 0 < error <= largest * (1 / 14 if kind == "int4" else 2**-4)
         else:
             assert torch.equal(back[name].float(), tensor.float()), name
     assert str(huggingface.read_shape(tmp_path / "back").num_layers) == "2"
