@@ -20,6 +20,7 @@ Seeds of the table are 0, 1, 2, ...; what was chosen by trying (tasks, rates, st
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -57,8 +58,10 @@ def main(given: Sequence[str] | None = None) -> int:
     tasks = {name: table[name]() for name in options.tasks or table}
     done = {Cell.of(row) for row in rows}
     runs = _one_by_one if options.model or options.product else _at_once
+    number, shares = map(int, options.share.split("/"))
+    mine = [cell for seed in options.seeds for cell in cells(options, list(tasks), seed=seed)][number::shares]
     for seed in options.seeds:
-        left = [cell for cell in cells(options, list(tasks), seed=seed) if cell not in done]
+        left = [cell for cell in mine if cell.seed == seed and cell not in done]
         for row in runs(left, tasks, options):
             keep(row, options.json)
             print(f"{row['task']:8s} {row['rate']:8.2e}  staleness {row['staleness']}  {row['guard']:12s}", end="")
@@ -98,12 +101,22 @@ def _one_by_one(left: Sequence[Cell], tasks: Mapping[str, Task], options: argpar
             scratch=Path(folder),
             model=options.model,
             device=options.device,
+            dtype=options.dtype,
+            backend=options.backend,
+            threads=options.threads,
+            warm_up=options.warm_up,
             groups=options.groups,
             group_size=options.group_size,
+            evaluate_every=options.evaluate_every,
+            answers=options.answers,
+            problems=options.problems,
+            graphs=options.graphs,
         )
         for cell in left:
             model = options.model.name if options.model else "tiny, of the product"
-            yield {**Loop(cell, tasks[cell.task], scene).run(), "model": model}
+            row = Loop(cell, tasks[cell.task], scene).run()
+            gc.collect()  # the memory of a learner that is closed
+            yield {**row, "model": model, "backend": options.backend, "dtype": options.dtype}
 
 
 def read(path: Path | None) -> list[Row]:
@@ -123,8 +136,8 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file of rows: read first, then appended to")
     parser.add_argument("--print", action="store_true", help="run nothing, print the tables")
     parser.add_argument("--tasks", nargs="+", default=[], help="(default: all)")
-    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates")
-    parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS), help="age of every token")
+    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES), help="learning rates")
+    parser.add_argument("--staleness", nargs="*", type=int, default=list(STALENESS), help="age of every token")
     parser.add_argument("--guards", nargs="*", choices=GUARDS, default=[one for one in GUARDS if one != "tis"])
     parser.add_argument("--guard-rate", type=float, default=2e-2, help="learning rate of the guards' runs")
     parser.add_argument("--guard-staleness", type=int, default=4, help="age of every token in the guards' runs")
@@ -135,6 +148,14 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--product", action="store_true", help="the tiny tasks run by run, with the product's backend")
     parser.add_argument("--model", type=Path, help="folder of a real model (default: a tiny one with random weights)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of learner and sampler")
+    parser.add_argument("--backend", default="reference", help="learner's backend (default: reference; megatron)")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps in which the learning rate rises (default 0)")
+    parser.add_argument("--evaluate-every", type=int, default=10, help="steps between evaluations (default 10)")
+    parser.add_argument("--answers", type=int, default=192, help="in an evaluation (default 192)")
+    parser.add_argument("--problems", type=int, default=0, help="most held-out problems (default: all)")
+    parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="on a GPU, sample without CUDA graphs")
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="run only every Nth cell, from the Ith on")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args(given)
 

@@ -37,16 +37,19 @@ def configure(cell: Cell, settings: dict[str, Any]) -> config.RunConfig:
         "run.steps": cell.steps,
         "staleness.max_staleness": cell.staleness,
         "learner.learning_rate": cell.rate,
+        "learner.min_learning_rate": 0.0,  # the demo's is larger than the rates of real models
         **settings,
         **GUARDS[cell.guard].settings,
     }
     return config.load(RUN_FILE, [f"{key}={_toml(value)}" for key, value in changes.items()])
 
 
-def share_of_rate(cell: Cell, *, step: int) -> float:
-    """Return the factor of the learning rate in a step: min(1, safe_at / staleness), if the guard scales it."""
+def share_of_rate(cell: Cell, *, step: int, warm_up: int = 0) -> float:
+    """Return the factor of the learning rate in a step: that of the warm-up, times min(1, safe_at / staleness) if the
+    guard scales it."""
+    risen = min(1.0, (step + 1) / max(warm_up, 1))
     age, safe_at = min(step, cell.staleness), GUARDS[cell.guard].safe_at
-    return min(1.0, safe_at / age) if safe_at and age else 1.0
+    return risen * min(1.0, safe_at / age) if safe_at and age else risen
 
 
 def _toml(value: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +24,7 @@ import torch
 from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.training_step import train_batch
 from asyncrl.adapters import registry
-from asyncrl.backends.optimizer_settings import OptimizerSettings
-from asyncrl.backends.reference import Options, ReferenceBackend
-from asyncrl.config import RunConfig
+from asyncrl.backends.reference import ReferenceBackend
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.batching.hooks import Hooks
@@ -35,6 +34,8 @@ from benchmarks.old_tokens.cells import Cell, Row, configure, share_of_rate
 from benchmarks.old_tokens.guards import GUARDS
 from benchmarks.old_tokens.sampler import Sampled, Sampler
 from benchmarks.old_tokens.tasks import Problem, Task, encode, make_model
+
+Weights = dict[str, torch.Tensor]
 
 KEPT: Final = (
     "reward/mean",
@@ -55,16 +56,26 @@ class Scene:
 
     model     folder of a real model; None: a tiny one, with random weights for each seed
     scratch   folder for models
-    answers   about so many answers to held-out problems in an evaluation
+    dtype     of learner and sampler; the optimizer's weights are float32
+    warm_up   steps in which the learning rate rises to the cell's
+    answers   so many answers to held-out problems in an evaluation, or one to each if they are more
+    problems  most held-out problems; 0: all
+    graphs    whether a sampler on a GPU has CUDA graphs
     """
 
     scratch: Path
     model: Path | None = None
     device: str = "cpu"
+    dtype: str = "float32"
+    backend: str = "reference"
+    threads: int = 1
+    warm_up: int = 0
     groups: int = 8
     group_size: int = 8
     evaluate_every: int = 10
     answers: int = 192
+    problems: int = 0
+    graphs: bool = True
 
 
 class Loop:
@@ -73,49 +84,73 @@ class Loop:
         folder = scene.model or first_model(cell.seed, scene)
         self._tokenizer = load_tokenizer(folder)
         self._prompts: dict[Problem, list[int]] = {}
-        settings = {"rollout.group_size": scene.group_size, "learner.groups_per_batch": scene.groups}
-        self._run = configure(cell, {"model.path": folder, "model.dtype": "float32", **settings})
+        settings = {
+            "model.path": folder,
+            "model.dtype": scene.dtype,
+            "rollout.group_size": scene.group_size,
+            "learner.groups_per_batch": scene.groups,
+            "learner.backend": scene.backend,
+            "learner.device": scene.device,
+            "learner.threads": scene.threads,
+        }
+        self._run = configure(cell, settings)
         self._algorithm = registry.algorithm(self._run)
         self._needs_entropies = "behavior_entropy" in self._algorithm.loss.inputs
-        self._backend = _backend(self._run, self._algorithm, device=scene.device)
-        self._sampler = Sampler(folder, tokenizer=self._tokenizer, device=scene.device)
-        self._gradients = Gradients(self._backend, damps=GUARDS[cell.guard].damps)
+        self._backend = registry.backend(self._run)
+        self._shares_prefixes = registry.shared_prefixes(self._run).is_on
+        self._sampler = sampler(scene, folder)
+        self._held_out = list(task.held_out)[: scene.problems or None]
+        self._gradients = Gradients(damps=GUARDS[cell.guard].damps)
 
     def run(self) -> Row:
         """Train, and return the row."""
-        started = time.process_time()
+        started, began = time.process_time(), time.monotonic()
         cell, backend = self._cell, self._backend
         backend.start()
-        self._gradients.attach()
-        held: collections.deque[Any] = collections.deque(maxlen=cell.staleness + 1)  # oldest first
-        held.append(backend.export())
+        try:
+            row = self._row()
+        finally:
+            backend.close()
+        seconds = {"cpu_seconds": time.process_time() - started, "seconds": time.monotonic() - began}
+        return {**dataclasses.asdict(cell), **row, **{name: round(value, 1) for name, value in seconds.items()}}
+
+    def _row(self) -> Row:
+        cell, backend = self._cell, self._backend
+        if isinstance(backend, ReferenceBackend):
+            self._gradients.attach(backend)
+        held: collections.deque[Weights] = collections.deque(maxlen=cell.staleness + 1)  # oldest first
+        held.append(self._weights())
         steps: list[dict[str, float]] = []
-        curve = [(0, self._exam(held[-1]))]
+        exam = self._exam(held[-1])
+        curve = [(0, exam["held_out"])]
         trained: collections.Counter[str] = collections.Counter()
         for step in range(cell.steps):
             version = max(0, step - cell.staleness)
-            groups = self._sampled(step, version=version, snapshot=held[0])
+            groups = self._sampled(step, version=version, weights=held[0])
             trained.update(group.label for group in groups)
             metrics = self._trained(groups, step=step)
             steps.append({name: metrics[name] for name in KEPT if name in metrics})
-            held.append(backend.export())
-            if (step + 1) % self._scene.evaluate_every == 0:
-                curve.append((step + 1, self._exam(held[-1])))
+            held.append(self._weights())
+            if (step + 1) % self._scene.evaluate_every == 0 or step + 1 == cell.steps:
+                exam = self._exam(held[-1])
+                curve.append((step + 1, exam["held_out"]))
         return {
-            **dataclasses.asdict(cell),
-            "held_out": curve[-1][1],
+            **exam,
             "curve": curve,
             "trained": trained,
             "metrics": in_short({name: [one.get(name, 0.0) for one in steps] for name in KEPT}),
-            "cpu_seconds": round(time.process_time() - started, 1),
         }
 
-    def _sampled(self, step: int, *, version: int, snapshot: Any) -> list[TrajectoryGroup]:
-        """Return the batch of a step, sampled by the weights in ``snapshot``."""
+    def _weights(self) -> Weights:
+        """Return a copy of the weights on the device, so that the backend keeps none of its own."""
+        return {name: tensor.to(self._scene.device, copy=True) for name, tensor in self._backend.export().tensors()}
+
+    def _sampled(self, step: int, *, version: int, weights: Weights) -> list[TrajectoryGroup]:
+        """Return the batch of a step, sampled by ``weights``."""
         cell, size = self._cell, self._scene.group_size
         rng = np.random.default_rng((cell.seed, step, 1))
         problems = [self._task.trained[i] for i in rng.integers(len(self._task.trained), size=self._scene.groups)]
-        self._sampler.load(snapshot.tensors())
+        self._sampler.load(weights.items())
         rollouts = self._rollouts([one for one in problems for _ in range(size)], seed=cell.seed * 100_003 + step)
         return [
             TrajectoryGroup(
@@ -135,7 +170,7 @@ class Loop:
             [self._prompt(one) for one in problems],
             replies=[partial(self._task.reply, one) for one in problems],
             turn_tokens=self._task.turn_tokens,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator(self._scene.device).manual_seed(seed),
         )
 
     def _prompt(self, problem: Problem) -> list[int]:
@@ -163,7 +198,7 @@ class Loop:
             algorithm=self._algorithm,
             hooks=Hooks(),
             image_reader=None,
-            shares_prefixes=False,
+            shares_prefixes=self._shares_prefixes,
             policy_version=step,
             max_staleness=self._cell.staleness,
             resume_points={},
@@ -176,31 +211,44 @@ class Loop:
             mini_batches,
             algorithm=self._algorithm,
             step=step,
-            learning_rate=self._cell.rate * share_of_rate(self._cell, step=step),
+            learning_rate=self._cell.rate * share_of_rate(self._cell, step=step, warm_up=self._scene.warm_up),
         )
         found = {name: float(value) for name, value in batch.metrics.items() if isinstance(value, float)}
         return found | dict(result.metrics) | self._gradients.metrics
 
-    def _exam(self, snapshot: Any) -> float:
-        """Return the mean reward on the held-out problems, at temperature 1; equal random numbers in all arms."""
-        self._sampler.load(snapshot.tensors())
-        problems = list(self._task.held_out) * max(1, round(self._scene.answers / len(self._task.held_out)))
+    def _exam(self, weights: Weights) -> Row:
+        """Return the mean reward on the held-out problems at temperature 1, its error over problems, and that of each
+        kind; equal random numbers in all arms."""
+        self._sampler.load(weights.items())
+        each = max(1, round(self._scene.answers / len(self._held_out)))
+        problems = self._held_out * each
         rollouts = self._rollouts(problems, seed=1)
-        rewards = [self._task.reward(problem, one.said) for problem, one in zip(problems, rollouts, strict=True)]
-        return round(float(np.mean(rewards)), 4)
+        rewards = np.array(
+            [self._task.reward(problem, one.said) for problem, one in zip(problems, rollouts, strict=True)]
+        )
+        of_problem = rewards.reshape(each, -1).mean(0)
+        kinds = {
+            kind: float(np.mean([one for one, its in zip(of_problem, self._held_out, strict=True) if its.kind == kind]))
+            for kind in dict.fromkeys(one.kind for one in self._held_out)
+        }
+        return {
+            "held_out": round(float(of_problem.mean()), 4),
+            "held_out_error": round(float(of_problem.std(ddof=1) / len(of_problem) ** 0.5), 4),
+            "held_out_of": {kind: round(value, 4) for kind, value in kinds.items()},
+        }
 
 
 class Gradients:
     """Looks at the clipped gradients before AdamW's update: their cosine with those of the step before and with its
     first moment. With ``damps``, GAC changes them."""
 
-    def __init__(self, backend: ReferenceBackend, *, damps: bool) -> None:
-        self._backend, self._damps = backend, damps
+    def __init__(self, *, damps: bool) -> None:
+        self._damps = damps
         self._before: torch.Tensor | None = None
         self.metrics: dict[str, float] = {}
 
-    def attach(self) -> None:
-        optimizer = self._backend._trained["policy"]._optimizer  # no port has gradients
+    def attach(self, backend: ReferenceBackend) -> None:
+        optimizer = backend._trained["policy"]._optimizer  # no port has gradients
         optimizer.register_step_pre_hook(lambda one, *_: self._look(one))
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
@@ -224,19 +272,15 @@ def _with_entropies(micro_batch: Any) -> Any:
     return dataclasses.replace(micro_batch, model_outputs={"behavior_entropy": entropies})
 
 
-def _backend(run: RunConfig, algorithm: Any, *, device: str) -> ReferenceBackend:
-    learner = run.learner
-    return ReferenceBackend(
-        Path(run.model.path),
-        algorithm=algorithm,
-        optimizer=OptimizerSettings(
-            betas=(learner.betas[0], learner.betas[1]), eps=learner.eps, max_grad_norm=learner.max_grad_norm
-        ),
-        temperature=1.0,
-        device=device,
-        dtype=run.model.dtype,
-        threads=1,
-        options=Options(),
+@functools.lru_cache(maxsize=1)
+def sampler(scene: Scene, folder: Path) -> Sampler:
+    """Return the sampler of a model. The runs of a process share it: on a GPU it is slow to make."""
+    return Sampler(
+        folder,
+        tokenizer=load_tokenizer(folder),
+        device=scene.device,
+        dtype=getattr(torch, scene.dtype),
+        graphs=scene.graphs,
     )
 
 

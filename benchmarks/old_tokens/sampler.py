@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.old_tokens.decoder import Decoder
+
 Reply = Callable[[Sequence[str]], str]
 """What the environment says after the turns so far; "" ends the rollout."""
 
@@ -36,22 +38,15 @@ class Sampled:
 class Sampler:
     """A copy of the model whose weights are those of any version."""
 
-    def __init__(self, model: Path, *, tokenizer: Any, device: str) -> None:
-        from transformers import AutoModelForCausalLM
-
+    def __init__(self, model: Path, *, tokenizer: Any, device: str, dtype: torch.dtype, graphs: bool) -> None:
         self._tokenizer = tokenizer
         self._device = torch.device(device)
         self._end: int = tokenizer.eos_token_id
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        self._model = loaded.to(self._device).eval()
+        self._decoder = Decoder(model, device=self._device, dtype=dtype, graphs=graphs)
 
-    @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        own = self._model.state_dict()
-        for name, tensor in weights:
-            own[name].copy_(tensor)
+        self._decoder.load(weights)
 
-    @torch.no_grad()
     def sample(
         self,
         prompts: Sequence[Sequence[int]],
@@ -104,30 +99,15 @@ class Sampler:
         self, contexts: Sequence[Sequence[int]], *, turn_tokens: int, generator: torch.Generator
     ) -> list[Sampled]:
         """Continue each context until the end token, or for ``turn_tokens``."""
-        longest = max(map(len, contexts))
-        padded = [[self._end] * (longest - len(one)) + list(one) for one in contexts]
-        mask = [[0] * (longest - len(one)) + [1] * len(one) for one in contexts]
-        tokens, attends = torch.tensor(padded, device=self._device), torch.tensor(mask, device=self._device)
-        positions = (attends.cumsum(1) - 1).clamp(min=0)
-        given, cache = tokens, None
+        batch = self._decoder.start(contexts, most=turn_tokens)
         columns = []
         ended = torch.zeros(len(contexts), dtype=torch.bool, device=self._device)
         for _ in range(turn_tokens):
-            output = self._model(
-                input_ids=given, attention_mask=attends, position_ids=positions, past_key_values=cache, use_cache=True
-            )
-            cache = output.past_key_values
-            distribution = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
-            uniform = torch.rand(distribution.shape, generator=generator).to(self._device)
-            chosen = (distribution - (-uniform.log()).log()).argmax(-1)  # Gumbel's trick
-            logprob = distribution.gather(1, chosen[:, None])[:, 0]
-            entropy = -(distribution.exp() * distribution).sum(-1)
-            columns.append((chosen, logprob, entropy, ~ended))
-            ended |= chosen == self._end
+            batch.sample(generator)
+            columns.append((batch.tokens.clone(), batch.logprobs.clone(), batch.entropies.clone(), ~ended))
+            ended |= batch.tokens == self._end
             if bool(ended.all()):
                 break
-            given, positions = chosen[:, None], positions[:, -1:] + 1
-            attends = torch.cat([attends, attends.new_ones(len(contexts), 1)], 1)
         stacked = [torch.stack(column, 1).tolist() for column in zip(*columns, strict=True)]
         rows = zip(*stacked, strict=True)
         return [

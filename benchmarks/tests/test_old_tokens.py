@@ -12,6 +12,7 @@ from benchmarks.old_tokens import alarm, table, tasks
 from benchmarks.old_tokens.__main__ import main, read
 from benchmarks.old_tokens.candidates import ESTR, SAT, SequenceGate, damp_repeated
 from benchmarks.old_tokens.cells import Cell, share_of_rate
+from benchmarks.old_tokens.decoder import Decoder
 
 RECORDED = Path("docs/results/gpu")
 SMALL = ["--tasks", "search", "--rates", "0.01", "--seeds", "0", "--steps", "4", "--groups", "2", "--group-size", "4"]
@@ -51,9 +52,31 @@ def test_the_products_backend_trains_tokens_that_are_as_old_as_the_cell_says(tmp
     assert old[0] < 1e-6 < min(old[1:])  # the first weights train what they sampled; no later ones do
 
 
+def test_the_sampler_reports_the_logprobs_that_transformers_computes(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tasks.make_model(tmp_path / "model", seed=0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    decoder = Decoder(folder, device=torch.device("cpu"), dtype=torch.float32, graphs=True)
+    decoder.load(model.state_dict().items())
+    contexts = [[4, 5, 6, 7], [9], [4, 5, 6, 7]]
+    batch = decoder.start(contexts, most=3)
+    for _ in range(3):
+        batch.sample(torch.Generator().manual_seed(0))
+        contexts = [[*one, token] for one, token in zip(contexts, batch.tokens.tolist(), strict=True)]
+        for row, context in enumerate(contexts):
+            with torch.no_grad():
+                distribution = torch.log_softmax(model(torch.tensor([context[:-1]])).logits[0, -1], -1)
+            assert float(batch.logprobs[row]) == pytest.approx(float(distribution[context[-1]]), abs=1e-5)
+            assert float(batch.entropies[row]) == pytest.approx(
+                float(-(distribution.exp() * distribution).sum()), abs=1e-5
+            )
+
+
 def test_a_rate_falls_with_the_age_of_the_tokens_that_are_there() -> None:
     cell = Cell(task="search", rate=1.0, staleness=4, guard="rate_1", seed=0, steps=9)
     assert [share_of_rate(cell, step=step) for step in (0, 1, 2, 8)] == [1.0, 1.0, 0.5, 0.25]
+    assert [share_of_rate(cell, step=step, warm_up=4) for step in (0, 1, 8)] == [0.25, 0.5, 0.25]
 
 
 # -- guards ------------------------------------------------------------------------------------------------------------
