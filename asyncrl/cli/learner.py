@@ -42,11 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.standby:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {TAKE_OVER})  # in all threads: it may come early
     run_config = arguments.load(options)
     end_with_parent()
     set_learner_environment(run_config)  # in every rank: each has a part of the model to send
     if rank := backend_class(run_config).rank_here(run_config):
-        return _serve(run_config, rank=rank)
+        return _serve(run_config, rank=rank, standby=options.standby)
     run_config = arguments.with_bus_address(run_config)
     logs.log_to(run_config.run_directory / "logs" / "learner.log")
     return run_learner(
@@ -66,8 +68,6 @@ def run_learner(
     standby  name of this process if another learner has the run, which this one is to take over
     shadow   folder of a shadow learner whose state replaces the backend's part of the newest checkpoint then
     """
-    if standby:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {TAKE_OVER})  # in all threads: it may come early
     check_learner(run_config)
     if resume:  # also after a death: the run file and the model may have changed since
         resume_checks.check_settings(run_config)
@@ -95,9 +95,11 @@ def _promote(run_config: RunConfig, shadow: Path) -> None:
     asyncio.run(promote(recorded, shadow, keep=run_config.checkpoint.keep, say=print_line))
 
 
-def _serve(run_config: RunConfig, *, rank: int) -> int:
+def _serve(run_config: RunConfig, *, rank: int, standby: str) -> int:
     logs.log_to(run_config.run_directory / "logs" / f"learner-rank-{rank}.log")
     check_learner(run_config)
+    if standby:
+        _wait_to_take_over(ready_file(run_config.run_directory, standby))
     serve_rank(run_config)
     return 0
 

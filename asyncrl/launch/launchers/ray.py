@@ -192,6 +192,13 @@ class RayLauncher(LauncherAdapter):
         return process
 
     async def release(self, name: str) -> None:
+        await self._leave(name)
+        async with self._placed:  # nobody waits for what does not come again, such as a learner that was swapped
+            self._unplaced.discard(name)
+            self._placed.notify_all()
+
+    async def _leave(self, name: str) -> None:
+        """Give back the place of a process."""
         self._running.pop(name, None)
         if (place := self._places.pop(name, None)) is not None:
             await asyncio.to_thread(self._ray.util.remove_placement_group, place.group)
@@ -241,11 +248,13 @@ class RayLauncher(LauncherAdapter):
     async def _find_place(self, spec: ProcessSpec) -> _Place:
         """Return the process's former place if it still exists, else a new one. Waits while the cluster is full, and
         says so."""
+        if spec.meets:  # of a learner that is to take over (swap.py)
+            self._met.add(spec.meets)
         await self._wait_for_those_before(spec)
         while (place := self._places.get(spec.name)) is None or not await self._is_there(spec, place):
             if spec.role in _LEARNERS or spec.name in self._met:
                 self._unplaced.add(spec.name)
-            await self.release(spec.name)
+            await self._leave(spec.name)
             async with self._turn:  # the next process should see where this one went
                 machines = await asyncio.to_thread(self._machines)
                 place = self._places[spec.name] = self._reserve(spec, machines)
@@ -268,7 +277,7 @@ class RayLauncher(LauncherAdapter):
 
         def is_before(name: str) -> bool:
             if spec.role == LEARNER_RANK:
-                return name in (LEARNER, spec.beside)
+                return name in (spec.meets, spec.beside)
             return name != spec.name and name not in workers_of_others
 
         async with self._placed:

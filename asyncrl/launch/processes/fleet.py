@@ -24,7 +24,7 @@ from asyncrl.errors import AsyncRLError, NoRoom
 from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.messages import Event
 from asyncrl.messages.control import FleetSize, FleetStatus
-from asyncrl.messages.roles import WORKER
+from asyncrl.messages.roles import LEARNER_RANK, WORKER
 from asyncrl.messages.topics import EVENTS, FLEET, FLEET_STATUS, METRICS
 from asyncrl.policies.fleet_size import Change, FleetSizer
 
@@ -122,6 +122,10 @@ class Fleet:
             self.children.remove(child)
         child.gone.set()
         self.changed.set()
+
+    def ranks_of(self, learner: ChildProcess) -> list[ChildProcess]:
+        """Return the other ranks of a learner, if they are processes of their own (learner.machines)."""
+        return [one for one in self.children if one.spec.role == LEARNER_RANK and one.spec.meets == learner.name]
 
     def add(self, child: ChildProcess) -> None:
         """Keep another process running."""

@@ -105,7 +105,7 @@ async def launch(
             stack.enter_context(_handle_signals(manager.interrupt))
         numbers = itertools.count(1)
 
-        def new_learner(more: Sequence[str], taken: frozenset[int], shadow: str) -> ChildProcess:
+        def new_learner(more: Sequence[str], taken: frozenset[int], shadow: str) -> Sequence[ChildProcess]:
             changed = config.load(run_file, [*overrides, *more])
             name = f"{LEARNER}-swap{next(numbers)}"
             return specs.new_learner(changed, more, name=name, taken=taken, shadow=shadow)

@@ -160,7 +160,7 @@ class ProcessManager:
             child.is_kept_running = False
             return None
         if child.spec.role == LEARNER and not (child.is_leaving and ended.code):
-            self._on_learner_exit(ended)
+            self._on_learner_exit(child, ended)
         if child.is_leaving:
             has_left = ended.code in (0, INTERRUPTED)
             self.say(f"{child.name} has left" if has_left else f"{ended.reason} while it left; others have its work")
@@ -191,7 +191,7 @@ class ProcessManager:
             self.say(f"{ended.reason} after {ended.uptime_seconds:.0f} s; {cost}")
         return delay
 
-    def _on_learner_exit(self, ended: Exit) -> None:
+    def _on_learner_exit(self, learner: ChildProcess, ended: Exit) -> None:
         """End the run if the learner is done, or was told to end. Otherwise end its other ranks, for its restart."""
         if self._over.is_set():
             self._start_no_more_ranks()
@@ -204,9 +204,8 @@ class ProcessManager:
             self._is_done = True
             self._over.set()
         else:
-            for child in self.fleet.children:  # they would end by themselves unless they hang
-                if child.spec.role == LEARNER_RANK:
-                    child.signal(signal.SIGKILL)
+            for rank in self.fleet.ranks_of(learner):  # they would end by themselves unless they hang
+                rank.signal(signal.SIGKILL)
 
     def _start_no_more_ranks(self) -> None:
         for child in self.fleet.children:

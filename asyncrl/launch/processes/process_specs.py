@@ -6,13 +6,12 @@ import dataclasses
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from asyncrl.adapters import registry
 from asyncrl.adapters.registry import gpus_of_servers
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, NoRoom
+from asyncrl.errors import NoRoom
 from asyncrl.launch.launchers.placement import Gpus, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
@@ -70,7 +69,7 @@ class ProcessSpecs:
         of_engines = (*gpus.workers, *gpus.evaluation_workers, *(gpus.processes[name] for name in of_pools))
         self._beside = Counter(gpu for its in of_engines for gpu in its)
         return [
-            *self._learner(gpus.learner, resume=resume),
+            *self._learner(run, gpus.learner, resume=resume),
             *(
                 self._model_server(name, gpus.servers[name], num_gpus=each)
                 for name, each in gpus_of_servers(run).items()
@@ -97,76 +96,53 @@ class ProcessSpecs:
 
     def new_learner(
         self, run: RunConfig, overrides: Sequence[str], *, name: str, taken: frozenset[int], shadow: str = ""
-    ) -> ChildProcess:
-        """Create a learner that waits to take over, on none of the GPUs ``taken``. Raises ConfigError, NoRoom.
+    ) -> list[ChildProcess]:
+        """Create a learner that waits to take over, on none of the GPUs ``taken``, and its separate ranks.
+
+        Raises NoRoom.
 
         It keeps the staleness bound of the run's workers: "auto" would follow another learning rate.
 
         run     the settings with ``overrides``, which come after those of all processes
         shadow  folder of the shadow learner that it takes its state from; "" for none
         """
-        if run.learner.machines > 1 or self._run.learner.machines > 1:
-            raise ConfigError(
-                "learner.machines: a learner on several machines is not swapped; end the run and --resume it"
-            )
         needed = gpus_of_learner(run)
         gpus = () if self._places else free(num_gpus(), taken=taken, needed=needed, given=run.learner.gpus)
         overrides = (f"staleness.max_staleness={self._run.staleness_bound}", *overrides)
-        arguments = ("learner", *self._common, *(word for item in overrides for word in ("--set", item)))
-        (environment,) = registry.backend_class(run).environments(run, port=0)
-        spec = ProcessSpec(
-            name=name,
-            role=LEARNER,
-            arguments=arguments,
-            num_gpus=needed,
-            gpus=gpus,
-            environment={**self._environment, **environment},
-        )
-        return ChildProcess(
-            spec=spec,
-            restarts=RestartPolicy(self._run.run.restarts),
-            restart_arguments=("--resume",),
-            standby_arguments=("--standby", name, *(("--promote", shadow) if shadow else ())),
-            resumed=True,
-            is_standby=True,
-        )
+        ranks = self._learner(run, gpus, resume=True, name=name, overrides=overrides)
+        for one in ranks:
+            of_shadow = ("--promote", shadow) if shadow and one.spec.role == LEARNER else ()
+            one.standby_arguments, one.is_standby = ("--standby", one.name, *of_shadow), True
+        return ranks
 
-    def _learner(self, gpus: Gpus, *, resume: bool) -> list[ChildProcess]:
-        environments = registry.backend_class(self._run).environments(self._run, port=_free_port())
-        if self._run.learner.machines == 1:
-            return [self._rank(LEARNER, gpus, environments[0], num_gpus=gpus_of_learner(self._run), resume=resume)]
-        names = [f"{LEARNER}-{rank}" if rank else LEARNER for rank in range(len(environments))]
-        each = len(names) // self._run.learner.machines
+    def _learner(
+        self, run: RunConfig, gpus: Gpus, *, resume: bool, name: str = LEARNER, overrides: Sequence[str] = ()
+    ) -> list[ChildProcess]:
+        """Return the learner, and with learner.machines its other ranks.  gpus: of all of them"""
+        environments = registry.backend_class(run).environments(run, port=_free_port())
+        names = [f"{name}-{rank}" if rank else name for rank in range(len(environments))]
+        is_one, needed = len(names) == 1, gpus_of_learner(run)
+        each = len(names) // run.learner.machines
         leaders = names[::each]
-        return [
-            self._rank(
-                name,
-                gpus[rank : rank + 1],
-                environment,
-                num_gpus=min(1, gpus_of_learner(self._run)),
-                resume=resume,
+        specs = [
+            ProcessSpec(
+                name=its,
+                role=LEARNER_RANK if rank else LEARNER,
+                arguments=("learner", *self._common, *(word for item in overrides for word in ("--set", item))),
+                num_gpus=needed if is_one else min(1, needed),
+                gpus=gpus if is_one else gpus[rank : rank + 1],
+                environment={**self._environment, **environment},
                 beside="" if rank % each == 0 else leaders[rank // each],
-                apart=tuple(leader for leader in leaders if rank % each == 0 and leader != name),
-                meets=LEARNER,
+                apart=tuple(leader for leader in leaders if rank % each == 0 and leader != its),
+                meets="" if is_one else name,
             )
-            for rank, (name, environment) in enumerate(zip(names, environments, strict=True))
+            for rank, (its, environment) in enumerate(zip(names, environments, strict=True))
         ]
-
-    def _rank(
-        self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool, **placement: Any
-    ) -> ChildProcess:
-        """Return the learner or another rank of it.  placement: co-location constraints (ProcessSpec)"""
-        spec = ProcessSpec(
-            name=name,
-            role=LEARNER if name == LEARNER else LEARNER_RANK,
-            arguments=("learner", *self._common),
-            num_gpus=num_gpus,
-            gpus=gpus,
-            environment={**self._environment, **environment},
-            **placement,
-        )
-        restarts = RestartPolicy(self._run.run.restarts)
-        return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
+        restarts = self._run.run.restarts
+        return [
+            ChildProcess(spec=spec, restarts=RestartPolicy(restarts), restart_arguments=("--resume",), resumed=resume)
+            for spec in specs
+        ]
 
     def _model_server(self, name: str, gpus: Gpus, *, num_gpus: int) -> ChildProcess:
         own = {"ASYNCRL_BUS_TOKEN": self._server.server_token(name)} if self._server is not None else {}

@@ -33,14 +33,16 @@ from typing import Final, Literal, get_args
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, HAND_OVER_SECONDS, Fleet
-from asyncrl.messages.roles import LEARNER
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 
 LOOK_SECONDS: Final = 0.2
+RANK_SECONDS: Final = 10.0
+"""Time for a rank to end once its learner has left."""
 TAKE_OVER: Final = signal.SIGUSR1
 
-NewLearner = Callable[[Sequence[str], frozenset[int], str], ChildProcess]
+NewLearner = Callable[[Sequence[str], frozenset[int], str], Sequence[ChildProcess]]
 """Creates a learner that waits to take over, with these overrides, on none of these GPUs, with the state of the shadow
-in this folder ("": of none). Raises ConfigError, NoRoom."""
+in this folder ("": of none); then its other ranks, if they are processes of their own. Raises ConfigError, NoRoom."""
 
 Phase = Literal["starting", "draining", "done", "failed"]
 
@@ -135,6 +137,10 @@ def ready_file(directory: Path, name: str) -> Path:
     return directory / "swap" / f"{name}.ready"
 
 
+def _gone(its: Sequence[ChildProcess]) -> list[str]:
+    return [one.name for one in its if one.gone.is_set()]
+
+
 class LearnerSwapper:
     """waits for: a request in the run's folder; then the new learner, and the end of the present one"""
 
@@ -181,59 +187,78 @@ class LearnerSwapper:
         """Start a new learner, and let it take over once it is ready."""
         changed, shadow = request.read()
         overrides = (*self._overrides, *changed)
-        new = self._new_learner(overrides, self._taken(), shadow)
+        new, *ranks = its = self._new_learner(overrides, self._taken(), shadow)
         own = self._new_learner(self._overrides, self._taken(), "") if shadow else None  # while the run file is sound
         self._fleet.say(f"{new.name} starts, to take over from the learner")
         request.answer(SwapStatus(phase="starting"))
-        ready = ready_file(self._directory, new.name)
-        self._fleet.add(new)
+        ready = [ready_file(self._directory, one.name) for one in its]
+        for one in its:
+            self._fleet.add(one)
         try:
-            await self._until(lambda: ready.exists() and not new.gone.is_set(), new, request)
+            await self._until(lambda: all(map(Path.exists, ready)) and not _gone(its), its, request)
             request.answer(SwapStatus(phase="draining"))
         except (AsyncRLError, OSError) as error:
-            await self._end(new)
+            await self._end(its)
             raise AsyncRLError(f"{error}; the present learner goes on") from None
         for old in [one for one in self._fleet.children if one.spec.role == LEARNER and one is not new]:
-            old.drain()
-            later = asyncio.get_running_loop().call_later
-            later(DRAIN_SECONDS, old.signal, signal.SIGTERM)
-            later(DRAIN_SECONDS + HAND_OVER_SECONDS, old.signal, signal.SIGKILL)
-            await old.gone.wait()
-        new.signal(TAKE_OVER)
+            await self._drain(old)
+        for one in its:
+            one.signal(TAKE_OVER)
         if own is not None:
             try:  # it removes the file once the shadow's state is in a checkpoint
-                await self._until(lambda: not ready.exists(), new, request)
+                await self._until(lambda: not ready[0].exists(), [new], request)
             except AsyncRLError as error:
-                await self._end(new)
+                await self._end(its)
                 self._begin(own)
                 raise AsyncRLError(f"{error}; a learner with the run's own settings and state goes on") from None
         self._overrides = overrides
         self._fleet.say(f"{new.name} has taken over")
-        if not new.is_kept_running:  # it died just now: it starts again, as a learner that is resumed
-            await new.gone.wait()
-        self._begin(new)
+        for one in its:
+            if not one.is_kept_running:  # it died just now: it starts again, as one that is resumed
+                await one.gone.wait()
+        self._begin(its)
         with contextlib.suppress(OSError):
             request.answer(SwapStatus(phase="done"))
 
-    def _begin(self, new: ChildProcess) -> None:
-        """Make it the learner of the run."""
-        new.is_standby = False
-        if not new.is_kept_running:
-            self._fleet.add(new)
+    async def _drain(self, old: ChildProcess) -> None:
+        """Wait until the present learner has ended its step and left, with its ranks."""
+        ranks = self._fleet.ranks_of(old)
+        for rank in ranks:
+            rank.is_leaving = True
+            rank.no_restart.set()
+        old.drain()
+        later = asyncio.get_running_loop().call_later
+        later(DRAIN_SECONDS, old.signal, signal.SIGTERM)
+        later(DRAIN_SECONDS + HAND_OVER_SECONDS, old.signal, signal.SIGKILL)
+        await old.gone.wait()
+        for rank in ranks:
+            with contextlib.suppress(TimeoutError):  # it was told that the learner ends
+                await asyncio.wait_for(rank.gone.wait(), RANK_SECONDS)
+        await self._end(ranks)
 
-    async def _until(self, condition: Callable[[], bool], new: ChildProcess, request: SwapRequest) -> None:
-        """Raises AsyncRLError if the new learner ends before, or nobody waits for the swap any more."""
+    def _begin(self, its: Sequence[ChildProcess]) -> None:
+        """Make it the learner of the run."""
+        for one in its:
+            one.is_standby = False
+            if not one.is_kept_running:
+                self._fleet.add(one)
+
+    async def _until(self, condition: Callable[[], bool], its: Sequence[ChildProcess], request: SwapRequest) -> None:
+        """Raises AsyncRLError if one of the processes ends before, or nobody waits for the swap any more."""
         while not condition():
-            if new.gone.is_set():
-                raise AsyncRLError(f"the new learner has ended; see {self._directory}/logs/{new.name}.log")
+            if gone := _gone(its):
+                raise AsyncRLError(f"the new learner has ended; see {self._directory}/logs/{gone[0]}.log")
             if request.is_withdrawn:
                 raise AsyncRLError("`asyncrl swap` was ended")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _end(self, new: ChildProcess) -> None:
-        new.no_restart.set()
-        new.signal(signal.SIGKILL)
-        await new.gone.wait()
+    async def _end(self, its: Sequence[ChildProcess]) -> None:
+        for one in its:
+            one.no_restart.set()
+            one.signal(signal.SIGKILL)
+        for one in its:
+            await one.gone.wait()
 
     def _taken(self) -> frozenset[int]:
-        return frozenset(gpu for one in self._fleet.children if one.spec.role != LEARNER for gpu in one.spec.gpus)
+        of_others = (one for one in self._fleet.children if one.spec.role not in (LEARNER, LEARNER_RANK))
+        return frozenset(gpu for one in of_others for gpu in one.spec.gpus)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.launch.processes import process_manager, swap
 from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.launch.processes.swap import TAKE_OVER, LearnerSwapper, SwapRequest, ready_file
 from asyncrl.policies.health.faults import Finding
@@ -20,18 +21,19 @@ NEW = "learner-swap1"
 class Swapping:
     """A stage whose learner can be swapped, with requests in ``folder``."""
 
-    def __init__(self, stage: Stage, folder: Path) -> None:
-        self.stage, self.folder, self.taken = stage, folder, frozenset[int]()
+    def __init__(self, stage: Stage, folder: Path, *settings: str) -> None:
+        self.stage, self.folder, self.taken, self.settings = stage, folder, frozenset[int](), settings
         self.problem = ""
         self._number = 0
         self.task = asyncio.create_task(LearnerSwapper(folder, stage.manager.fleet, new_learner=self._new).run())
 
-    def _new(self, overrides: Sequence[str], taken: frozenset[int], shadow: str) -> ChildProcess:
+    def _new(self, overrides: Sequence[str], taken: frozenset[int], shadow: str) -> Sequence[ChildProcess]:
         if self.problem:
             raise ConfigError(self.problem)
         self.overrides, self.taken, self._number = overrides, taken, self._number + 1
         name = f"learner-swap{self._number}"
-        return self.stage.specs.new_learner(settings_of(), overrides, name=name, taken=taken, shadow=shadow)
+        settings = settings_of(*self.settings)
+        return self.stage.specs.new_learner(settings, overrides, name=name, taken=taken, shadow=shadow)
 
     def ready(self, name: str = NEW) -> None:
         file = ready_file(self.folder, name)
@@ -215,3 +217,42 @@ async def test_a_learner_that_took_over_is_restarted_when_it_is_stuck(swapping: 
     it.manager._cure(Finding(fault="stuck", actor="learner", cause="it hangs", remedy="", cure="restart"))
     assert it.launcher.named(NEW).signals == [TAKE_OVER, 9]
     await it.until(lambda: NEW in it.names)
+
+
+async def test_a_learner_on_several_machines_is_taken_over_by_all_parts_of_another(
+    stage: Callable[..., Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that dies meanwhile: no part joins the other learner, and none is left of the one that has left."""
+    monkeypatch.setattr(process_manager, "RANK_PAUSE_SECONDS", 0.0)
+    layout = ("learner.backend=megatron", "learner.ranks=2", "learner.machines=2")
+    it = stage(Launcher(), *layout)
+    await it.until_up("learner-1", "w0", "w1")
+    swapping, rank = Swapping(it, tmp_path, *layout), f"{NEW}-1"
+    await asyncio.sleep(0)
+    request = SwapRequest.make(tmp_path, [])
+    await it.until_up("learner-1", "w0", "w1", NEW, rank)
+    await it.until(lambda: all(child.process for child in it.manager.fleet.children))  # the manager knows what is up
+    parts = [it.launcher.named(name) for name in (NEW, rank)]
+    assert [one.spec.arguments[-2:] for one in parts] == [("--standby", NEW), ("--standby", rank)]
+    assert [(one.spec.meets, one.spec.environment["RANK"]) for one in parts] == [(NEW, "0"), (NEW, "1")]
+    of_old = it.launcher.named("learner-1")
+    it.launcher.named("learner").code.set_result(1)
+    await it.until(lambda: it.launcher.named("learner-1") is not of_old)
+    await it.until_up("learner-1", "w0", "w1", NEW, rank)
+    assert (of_old.signals, [one.signals for one in parts]) == ([9], [[], []])
+    await it.until(lambda: all(child.process for child in it.manager.fleet.children))
+    old = it.launcher.named("learner")
+    old.drains, of_old = False, it.launcher.named("learner-1")
+    swapping.ready()
+    await asyncio.sleep(3 * swap.LOOK_SECONDS)
+    assert not old.signals
+    swapping.ready(rank)
+    await swapping.until(request, "draining")
+    of_old.code.set_result(0)
+    old.code.set_result(130)
+    await swapping.until(request, "done")
+    assert [one.signals for one in parts] == [[TAKE_OVER], [TAKE_OVER]]
+    assert set(it.names) == {NEW, rank, "w0", "w1"}
+    parts[0].code.set_result(1)
+    await it.until(lambda: it.launcher.named(rank) is not parts[1] and it.launcher.named(NEW) is not parts[0])
+    assert {it.launcher.named(name).spec.arguments[-1] for name in (NEW, rank)} == {"--resume"}
