@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -75,16 +77,56 @@ class Grade:
         return bool(self.error) or [value for value, _ in self.rewards] != group.rewards
 
 
-def claim(folder: Path, command: Mapping[str, Any]) -> None:
-    """Record what the branch is written with. Raises ConfigError if another command has begun to write it."""
-    path, text = folder / "regrade" / BEGUN_FILE, json.dumps(command, sort_keys=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.read_text() != text:
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Let no other command work on this branch in this context. Raises ConfigError if one does.
+
+    What is empty at the end is removed.
+    """
+    work = folder / "regrade"
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        lock = os.open(work, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be made: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--out {folder}: another command is at work on this branch; wait for it, or name another folder"
+            ) from None
+        except OSError as error:
+            log.debug("%s: not locked, for its disk has no locks: %s", work, error)
+        yield
+    finally:
+        os.close(lock)
+        with contextlib.suppress(OSError):
+            work.rmdir()
+            folder.rmdir()
+
+
+def require_unclaimed(folder: Path, command: Mapping[str, Any]) -> None:
+    """Raise ConfigError if another command has begun to write the branch."""
+    path = folder / "regrade" / BEGUN_FILE
+    if path.exists() and path.read_text() != json.dumps(command, sort_keys=True):
         raise ConfigError(
             f"{folder}: another reward, other labels, or another predicate began to write this branch; give that "
             "command again, remove the folder, or name another with --out"
         )
-    path.write_text(text)
+
+
+def claim(folder: Path, command: Mapping[str, Any]) -> None:
+    """Record what the branch is written with, once that is known to be possible. Raises ConfigError."""
+    require_unclaimed(folder, command)
+    path = folder / "regrade" / BEGUN_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        file.write(json.dumps(command, sort_keys=True))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
 
 
 def grades_path(folder: Path, *, graded_by: str) -> Path:

@@ -67,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.audit.branch import LINEAGE_FILE, require_own_states, trunk_of
+    from asyncrl.audit.branch import LINEAGE_FILE, trunk_of
     from asyncrl.audit.recorded_groups import FIELDS
-    from asyncrl.audit.regrade import claim
+    from asyncrl.audit.regrade import alone
 
     if not (options.reward or options.label_file or options.retract or options.overrides):
         raise ConfigError("regrade: say what to change, with --reward, --label-file, or --retract")
@@ -84,6 +84,22 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: already holds a run; name another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / "regrade").exists():  # its weights/ would be removed
         raise ConfigError(f"--out {out}: holds files of something else; name a new folder")
+    with alone(out):
+        return _regrade(options, recorded, trunk, out, where=where, retract=retract)
+
+
+def _regrade(
+    options: argparse.Namespace,
+    recorded: RecordedRun,
+    trunk: Trunk,
+    out: Path,
+    *,
+    where: Predicate | None,
+    retract: Predicate | None,
+) -> int:
+    from asyncrl.audit.branch import require_own_states
+    from asyncrl.audit.regrade import claim, require_unclaimed
+
     branch = _settings(recorded, out, reward=options.reward, overrides=options.overrides)
     regrades = bool(options.reward or options.label_file or options.overrides)
     work = _Regrade(
@@ -97,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
         command={"reward": options.reward, "where": options.where, "retract": options.retract}
         | {"label_file": str(options.label_file or ""), "set": list(options.overrides)},
     )
+    if not options.dry_run:
+        require_unclaimed(out, work.command)
     token = arguments.bus_token()
     old = recorded.newest_settings()
     began = time.monotonic()
@@ -110,9 +128,6 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run or not regraded.changed:
         if not regraded.changed:
             work.grades_path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # they hold something else
-                work.grades_path.parent.rmdir()
-                out.rmdir()
         print(json.dumps(found) if options.json else "no branch is written")
         return 0
     if regraded.all_failed:  # before the folder is another command's

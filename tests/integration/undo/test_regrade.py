@@ -22,7 +22,7 @@ from asyncrl.adapters import registry
 from asyncrl.audit.account import account_with
 from asyncrl.audit.branch import copy_log, lineage_of, trunk_of, write_branch
 from asyncrl.audit.recorded_groups import FIELDS, PromptFinder
-from asyncrl.audit.regrade import Grade, Grader, GradesFile, Regraded, claim, grades_path, regrade
+from asyncrl.audit.regrade import Grade, Grader, GradesFile, Regraded, alone, claim, grades_path, regrade
 from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
@@ -271,6 +271,16 @@ def test_a_branch_that_one_command_began_is_not_gone_on_with_by_another(tmp_path
     claim(tmp_path, {"where": "step > 4", "reward": "a"})
     with pytest.raises(ConfigError, match="another predicate began to write this branch; give that command again"):
         claim(tmp_path, {"reward": "a", "where": "step > 5"})
+    assert [path.name for path in (tmp_path / "regrade").iterdir()] == ["begun.json"]
+
+
+def test_one_command_at_a_time_is_at_work_on_a_branch_and_leaves_no_empty_folder(tmp_path: Path) -> None:
+    with alone(tmp_path / "out"), pytest.raises(ConfigError, match="another command is at work"):
+        alone(tmp_path / "out").__enter__()
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made: Not a directory"), alone(tmp_path / "file" / "out"):
+        pass
 
 
 def test_grades_are_of_the_code_of_every_part_of_the_reward(
