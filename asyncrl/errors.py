@@ -175,7 +175,10 @@ class FilterError(AsyncRLError):
 
 
 class ImageError(AsyncRLError, ValueError):
-    """An image cannot be read, is too large, or is not here. Its row, answer or group is failed with the reason."""
+    """An image cannot be read, is too large, or is not here. Its row, answer or group is failed with the reason.
+
+    Of a file or source alone the reason is a sentence about "it", and who knows its number or digest puts that before.
+    """
 
 
 class WeightsError(AsyncRLError):

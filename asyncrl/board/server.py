@@ -171,7 +171,7 @@ class Board:
             data = await self._opening.run(ImageStore(folder=folder / FOLDER).get, digest)
             return web.Response(body=data, content_type=read_info(data).mime_type)
         except ImageError as error:
-            raise web.HTTPNotFound(text=f"{error}\n") from None
+            raise web.HTTPNotFound(text=f"this image cannot be shown: {error}\n") from None
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         browser = self.hub.join()

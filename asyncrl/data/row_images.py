@@ -53,7 +53,7 @@ class RowImages:
                 data = upright_file(data, most_pixels=section.max_pixels)
                 found.append((self.store.add(data), self.processor.grid(read_info(data))))
             except ImageError as error:
-                raise ImageError(f"image {number} {error}") from None
+                raise ImageError(f"image {number}: {error}") from None
         return found
 
     def expand(self, tokens: Sequence[int], sources: Sequence[Source]) -> tuple[list[int], tuple[ImageRef, ...]]:

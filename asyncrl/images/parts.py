@@ -111,7 +111,7 @@ def source_of(part: Mapping[str, Any]) -> Source | None:
     if isinstance(found, Mapping) and "url" in found:  # OpenAI
         found = found["url"]
     if found is None and part.get("type") != "image":
-        raise ImageError(f"of a part of type {part.get('type')!r} is missing")
+        raise ImageError(f"a part of type {part.get('type')!r} has no image")
     return {"base64": found} if found is not None and part.get("base64") is found else found
 
 

@@ -84,7 +84,7 @@ class ImageProcessor:
                 max_pixels=size["longest_edge"],
             )
         except ValueError as error:
-            raise ImageError(f"the image of {info.width}x{info.height} pixels has no patches: {error}") from None
+            raise ImageError(f"its {info.width}x{info.height} pixels make no patches: {error}") from None
         return (1, height // self._processor.patch_size, width // self._processor.patch_size)
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
@@ -95,7 +95,7 @@ class ImageProcessor:
         try:
             made = self._processor(images=[read_pixels(data)], return_tensors="np")
         except ValueError as error:
-            raise ImageError(f"the image cannot be made into patches: {error}") from None
+            raise ImageError(f"it cannot be made into patches: {error}") from None
         time, height, width = (int(size) for size in made["image_grid_thw"][0])
         return np.asarray(made["pixel_values"], np.float32), (time, height, width)
 

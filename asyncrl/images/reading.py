@@ -47,9 +47,7 @@ def read_info(data: bytes, *, most_pixels: int = MOST_PIXELS) -> ImageInfo:
     with _opened(data) as image:
         info = ImageInfo(format=str(image.format), width=image.width, height=image.height)
     if info.width * info.height > most_pixels:
-        raise ImageError(
-            f"the image has {info.width}x{info.height} pixels, more than images.max_pixels = {most_pixels:,}"
-        )
+        raise ImageError(f"it has {info.width}x{info.height} pixels, more than images.max_pixels = {most_pixels:,}")
     return info
 
 
@@ -69,7 +67,7 @@ def read_pixels(data: bytes, *, most_pixels: int = MOST_PIXELS) -> Pixels:
                 upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
             return upright.convert("RGB")  # type: ignore[no-any-return]
         except _BROKEN as error:
-            raise ImageError(f"the image is damaged: {error}") from None
+            raise ImageError(f"it is damaged: {error}") from None
 
 
 def upright_file(data: bytes, *, most_pixels: int = MOST_PIXELS) -> bytes:
@@ -109,9 +107,9 @@ def _opened(data: bytes) -> Pixels:
     except UnidentifiedImageError:
         raise ImageError(f"its {len(data):,} bytes are no image of {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError as error:
-        raise ImageError(f"the image is too large: {error}") from None
+        raise ImageError(f"it is too large: {error}") from None
     except _BROKEN as error:
-        raise ImageError(f"the image is damaged: {error}") from None
+        raise ImageError(f"it is damaged: {error}") from None
 
 
 _BROKEN: Final = (OSError, SyntaxError, ValueError, EOFError, OverflowError, IndexError, KeyError, TypeError)

@@ -30,7 +30,7 @@ def read_source(source: Any, *, folder: Path | None, allow_urls: bool) -> bytes:
 
     source      bytes; a table of Hugging Face's {"bytes": ..., "path": ...} or {"base64": ...}; a data URL; a URL;
                 a path
-    folder      folder of relative paths; None: paths are not read, as those of an agent
+    folder      folder of relative paths; None: neither paths nor URLs are read, as those of an agent
     allow_urls  whether http(s) is fetched
 
     Raises ImageError.
@@ -40,33 +40,33 @@ def read_source(source: Any, *, folder: Path | None, allow_urls: bool) -> bytes:
             if source.get(key) is not None:
                 value = source[key]
                 return _decode(value) if key == "base64" else read_source(value, folder=folder, allow_urls=allow_urls)
-        raise ImageError(f"names no image: {', '.join(map(str, source)) or 'an empty table'}")
+        raise ImageError(f"it names no image: {', '.join(map(str, source)) or 'an empty table'}")
     if isinstance(source, bytes | bytearray | memoryview):
         return _limited(bytes(source))
     if source is None:
-        raise ImageError("is missing")
+        raise ImageError("it is missing")
     if not isinstance(source, str):
-        raise ImageError(f"is a {type(source).__name__}, and must be bytes, a path, a URL or base64")
+        raise ImageError(f"it is a {type(source).__name__}, and must be bytes, a path, a URL or base64")
     if source.startswith("data:"):
         head, comma, text = source.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise ImageError("is a data URL without ;base64")
+            raise ImageError("it is a data URL without ;base64")
         return _decode(text)
+    if folder is None:
+        raise ImageError("it is no data URL, and files and URLs are not read for an agent; send base64")
     if source.startswith(("http://", "https://")):
         return _fetch(source, is_allowed=allow_urls)
-    if folder is None:
-        raise ImageError("is no data URL, and files and URLs are not read for an agent; send base64")
     is_url = source.startswith("file://")
     return _read(folder / (urllib.parse.unquote(source.removeprefix("file://")) if is_url else source))
 
 
 def _decode(text: Any) -> bytes:
     if not isinstance(text, str) or len(text) > 4 * MOST_BYTES / 3 + 4:
-        raise ImageError("is no base64 text, or too long")
+        raise ImageError("it is no base64 text, or too long")
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
-        raise ImageError("is not base64") from None
+        raise ImageError("it is not base64") from None
 
 
 def _read(path: Path) -> bytes:
@@ -111,5 +111,5 @@ async def _download(url: str) -> bytes:
 
 def _limited(data: bytes) -> bytes:
     if len(data) > MOST_BYTES:
-        raise ImageError(f"has more than {MOST_BYTES:,} bytes")
+        raise ImageError(f"it has more than {MOST_BYTES:,} bytes")
     return data

@@ -60,7 +60,10 @@ class ImageReader:
             for digest, data in group.image_files.items():
                 if digest_of(data) != digest:
                     return f"the file of image {digest[:12]} has another SHA-256"
-                read_pixels(data, most_pixels=self._most_pixels)  # a damaged one would fail its whole batch
+                try:
+                    read_pixels(data, most_pixels=self._most_pixels)  # a damaged one would fail its whole batch
+                except ImageError as error:
+                    return f"image {digest[:12]}: {error}"
                 self.store.add(data)
             for trajectory in group.trajectories:
                 tokens = np.concatenate([group.prompt_of(trajectory), trajectory.tokens])

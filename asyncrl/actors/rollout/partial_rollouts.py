@@ -267,7 +267,7 @@ class GroupProgress:
         calls that it does not repeat are kept until the group is done and then discarded.
         """
         said = np.ascontiguousarray(tokens, np.int32).tobytes()
-        digest = hashlib.sha256(said + "".join(one.digest for one in images).encode()).digest()
+        digest = hashlib.sha256(said + "".join(f"{one.start} {one.digest}" for one in images).encode()).digest()
         key = (index, digest, self._occurrences[index, digest])
         self._occurrences[index, digest] += 1
         partial = PartialGeneration()

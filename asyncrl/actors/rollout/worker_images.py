@@ -94,11 +94,15 @@ class SampleImages:
     ) -> tuple[NDArray[np.int32], tuple[ImageRef, ...]]:
         """As ``show``, blocking."""
         processor, images = self._worker.processor, list[tuple[str, tuple[int, int, int]]]()
-        for data in files:
-            upright = upright_file(data, most_pixels=self._worker.most_pixels)
+        for number, data in enumerate(files, start=1):
+            try:
+                upright = upright_file(data, most_pixels=self._worker.most_pixels)
+                grid = processor.grid(read_info(upright))
+            except ImageError as error:
+                raise ImageError(f"image {number}: {error}") from None
             digest = self._worker.store.add(upright)
             if all(digest != one.digest for one in self._prompt):  # the learner has those: a harness sends them back
                 self._own[digest] = upright
-            images.append((digest, processor.grid(read_info(upright))))
+            images.append((digest, grid))
         expanded, refs = processor.expand(list(tokens), images)
         return np.asarray(expanded, np.int32), tuple(one.moved(start) for one in refs)

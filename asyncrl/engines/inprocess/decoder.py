@@ -64,7 +64,7 @@ class RunningSequence:
     @property
     def identity(self) -> bytes:
         """What the prompt says and shows: sequences with equal ones are prefilled once."""
-        return self.prompt.tobytes() + b"".join(bytes.fromhex(one.ref.digest) for one in self.images)
+        return self.prompt.tobytes() + repr([(one.ref.start, one.ref.digest) for one in self.images]).encode()
 
     @property
     def num_tokens(self) -> int:

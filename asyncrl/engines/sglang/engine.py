@@ -52,7 +52,7 @@ from asyncrl.engines.sglang.checks import (
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
-from asyncrl.engines.sglang.images import image_arguments, show_images
+from asyncrl.engines.sglang.images import ImageRequests, image_arguments
 from asyncrl.engines.sglang.machines import FOLLOWING_PORTS, Nodes, Part, address_of, join_engine
 from asyncrl.engines.sglang.options import (
     EXACT,
@@ -224,7 +224,7 @@ class SGLangEngine(EngineAdapter):
         self._late_tokens = 1
         self._settled = SettledVersion(version, self._ask_for_a_token, lambda: self.version)
         self._cache_owner = uuid.uuid4().hex
-        self._places = Places()
+        self._places, self._images = Places(), ImageRequests()
         self._loader = WeightLoader(
             self._client.control,
             pause=options.pause,
@@ -320,7 +320,7 @@ class SGLangEngine(EngineAdapter):
             context_tokens=self._context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
-        shown = await show_images(prompt_tokens, images)
+        shown = await self._images.show(prompt_tokens, images)
         asked = time.monotonic()
         async with self._places.place():
             held_seconds = time.monotonic() - asked

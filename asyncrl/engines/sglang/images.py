@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 import io
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import ConfigError, PromptError
+from asyncrl.errors import ConfigError, ImageError, PromptError
 from asyncrl.images.processor import Placeholders
 from asyncrl.images.reading import read_pixels
 from asyncrl.images.store import ImageFile
@@ -32,8 +32,7 @@ from asyncrl.images.store import ImageFile
 _SAME_PIXELS: Final[Mapping[str, Any]] = {"disable-fast-image-processor": True}
 """The processor on PIL, as in images/processor.py. The one on torchvision resizes on the GPU, and rounds otherwise."""
 _PNG: Final = b"\x89PNG"
-_CACHED: Final = 32
-"""Files kept for the other answers of their groups."""
+_CACHE_BYTES: Final = 256 * 2**20
 
 
 def image_arguments(model_path: Path) -> Mapping[str, Any]:
@@ -44,28 +43,57 @@ def image_arguments(model_path: Path) -> Mapping[str, Any]:
         return {}
 
 
-async def show_images(prompt_tokens: NDArray[np.int32], images: Sequence[ImageFile]) -> dict[str, Any]:
-    """Return the part of a request's body that shows images; {} without any.
+class ImageRequests:
+    """Shows images in a server's requests. Makes each file once for the answers of its group, and keeps the last ones.
 
-    Raises PromptError for a prompt with a placeholder that shows none: a policy may have sampled one, and SGLang would
-    take it for an image.
+    cache_bytes  most bytes of PNG in base64 that are kept
     """
-    if not images:
-        return {}
-    token, kept = int(prompt_tokens[images[0].ref.start]), np.ones(len(prompt_tokens), dtype=bool)
-    for one in images:
-        kept[one.ref.start + 1 : one.ref.end] = False
-    input_ids = prompt_tokens[kept]
-    if (count := int((input_ids == token).sum())) != len(images):
-        raise PromptError(
-            f"the prompt has {count} placeholders for {len(images)} images: an answer before has one that the policy "
-            "sampled, and SGLang would take it for an image"
-        )
-    data = [await asyncio.to_thread(_as_png, one.data) for one in images]
-    return {"input_ids": input_ids.tolist(), "image_data": data}
+
+    def __init__(self, *, cache_bytes: int = _CACHE_BYTES) -> None:
+        self._made: OrderedDict[str, asyncio.Task[str]] = OrderedDict()
+        self._most = cache_bytes
+
+    async def show(self, prompt_tokens: NDArray[np.int32], images: Sequence[ImageFile]) -> dict[str, Any]:
+        """Return the part of a request's body that shows images; {} without any.
+
+        Raises PromptError for an image that cannot be read, and for a prompt with a placeholder that shows none: a
+        policy may have sampled one, and SGLang would take it for an image.
+        """
+        if not images:
+            return {}
+        token, kept = int(prompt_tokens[images[0].ref.start]), np.ones(len(prompt_tokens), dtype=bool)
+        for one in images:
+            kept[one.ref.start + 1 : one.ref.end] = False
+        input_ids = prompt_tokens[kept]
+        if (count := int((input_ids == token).sum())) != len(images):
+            raise PromptError(
+                f"the prompt has {count} placeholders for {len(images)} images: an answer before has one that the "
+                "policy sampled, and SGLang would take it for an image"
+            )
+        return {"input_ids": input_ids.tolist(), "image_data": [await self._png(one) for one in images]}
+
+    async def _png(self, image: ImageFile) -> str:
+        digest = image.ref.digest
+        if (making := self._made.get(digest)) is None:
+            making = self._made[digest] = asyncio.create_task(asyncio.to_thread(_as_png, image.data))
+        self._made.move_to_end(digest)
+        try:
+            text = await asyncio.shield(making)  # other answers wait for it, too
+        except ImageError as error:
+            self._made.pop(digest, None)
+            raise PromptError(f"image {digest[:12]}: {error}") from error
+        self._forget_oldest()
+        return text
+
+    def _forget_oldest(self) -> None:
+        made = [digest for digest, one in self._made.items() if one.done() and not one.exception()]
+        num_bytes = sum(len(self._made[digest].result()) for digest in made)
+        for digest in made[:-1]:
+            if num_bytes <= self._most:
+                break
+            num_bytes -= len(self._made.pop(digest).result())
 
 
-@functools.lru_cache(_CACHED)
 def _as_png(data: bytes) -> str:
     """Return an image's file as PNG in base64: a GPU server decodes JPEG on the GPU, where pixels differ."""
     if not data.startswith(_PNG):

@@ -86,7 +86,7 @@ def test_a_broken_image_costs_its_row_and_says_why_once(
     first, second, third = (rows.at(position) for position in range(3))
     assert first is not None and second is not None and third is not None
     assert len(first.tokens) == len(third.tokens) == 0 and len(second.tokens) > 0
-    assert f"rows.jsonl:1: image 1 {tmp_path}/none.png cannot be read" in first.problem
+    assert f"rows.jsonl:1: image 1: {tmp_path}/none.png cannot be read" in first.problem
     assert "places for 2 images, and the row has 1" in third.problem
     rows.at(3)  # the next epoch
     assert sum("none.png" in record.message for record in caplog.records) == 1

@@ -60,7 +60,7 @@ def test_a_missing_file_is_named_with_the_folder_that_it_was_looked_for_in(tmp_p
 @pytest.mark.parametrize("url", ["http://a b/c.png", "http://[x/c.png", "http://a:port/c.png"])
 def test_an_address_that_is_none_costs_its_row(url: str) -> None:
     with pytest.raises(ImageError, match="cannot be fetched"):
-        read_source(url, folder=None, allow_urls=True)
+        read_source(url, folder=Path(), allow_urls=True)
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na pic"])
@@ -79,7 +79,7 @@ def test_an_image_that_does_not_arrive_whole_costs_its_row_and_no_more_than_its_
             held = pool.submit(answer)
             url = f"http://127.0.0.1:{server.getsockname()[1]}/a.png"
             with pytest.raises(ImageError, match=r"a\.png cannot be fetched: it is not there whole after 0\.1 s"):
-                read_source(url, folder=None, allow_urls=True)
+                read_source(url, folder=Path(), allow_urls=True)
             held.result().close()
 
 
@@ -92,7 +92,7 @@ async def test_an_image_is_fetched_in_the_thread_of_a_loop_too() -> None:
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(DATA), DATA))
 
         sent = pool.submit(answer)
-        assert read_source(f"http://127.0.0.1:{server.getsockname()[1]}/a.png", folder=None, allow_urls=True) == DATA
+        assert read_source(f"http://127.0.0.1:{server.getsockname()[1]}/a.png", folder=Path(), allow_urls=True) == DATA
         sent.result()
 
 

@@ -28,7 +28,7 @@ def mark(part: dict[str, Any]) -> str:
     """Return the text that stands for an image part of a request. Raises ImageError, also for a path or a URL."""
     source = source_of(part)
     if source is None:
-        raise ImageError("is missing")
+        raise ImageError("it is missing")
     data = read_source(source, folder=None, allow_urls=False)
     read_info(data)
     return f"{_BEGIN}{base64.b64encode(data).decode()}{_END}"

@@ -307,7 +307,7 @@ def _part(part: Any, where: str) -> str:
         try:
             return images.mark(given)
         except ImageError as error:
-            raise Refused(f"{where}: the image {error}") from None
+            raise Refused(f"{where}: {error}") from None
     if "text" not in given:
         raise Refused(f"{where}: a part of type {short(given.get('type'))} is neither text nor an image")
     return text(given["text"], f"{where}.text")

@@ -315,7 +315,7 @@ class Session:
         try:
             return self._images.place(tokens, files, start=start)
         except ImageError as error:
-            raise Refused(f"an image of the messages: {error}") from None
+            raise Refused(f"in the messages, {error}") from None
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

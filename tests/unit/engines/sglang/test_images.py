@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import base64
+import dataclasses
 import importlib.util
 import io
 from pathlib import Path
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from asyncrl.engines.sglang.images import image_arguments, show_images
+from asyncrl.engines.sglang import images
+from asyncrl.engines.sglang.images import ImageRequests, image_arguments
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import PromptError
@@ -47,7 +50,7 @@ def of_sglang(file: str, name: str) -> ast.AST:
 
 
 async def test_sglang_makes_the_prompt_again_from_one_placeholder_for_each_image() -> None:
-    request = await show_images(PROMPT, shown())
+    request = await ImageRequests().show(PROMPT, shown())
     assert request["input_ids"] == [1, 7, PAD, 8, 2, 7, PAD, 8, 3]
     function = of_sglang("multimodal/processors/base_processor.py", "_expand_input_ids")
     function.decorator_list.clear()  # type: ignore[attr-defined]
@@ -60,12 +63,12 @@ async def test_sglang_makes_the_prompt_again_from_one_placeholder_for_each_image
 async def test_the_request_has_fields_that_sglang_reads() -> None:
     fields = of_sglang("managers/io_struct.py", "GenerateReqInput")
     names = {ast.unparse(node.target) for node in fields.body if isinstance(node, ast.AnnAssign)}  # type: ignore[attr-defined]
-    assert (await show_images(PROMPT, shown())).keys() <= names
+    assert (await ImageRequests().show(PROMPT, shown())).keys() <= names
 
 
 async def test_an_image_is_sent_as_a_png_of_its_pixels_and_never_as_a_path() -> None:
     images = shown()
-    for one, text in zip(images, (await show_images(PROMPT, images))["image_data"], strict=True):
+    for one, text in zip(images, (await ImageRequests().show(PROMPT, images))["image_data"], strict=True):
         sent = Image.open(io.BytesIO(base64.b64decode(text, validate=True)))
         assert sent.format == "PNG"
         assert np.array_equal(np.asarray(sent), np.asarray(Image.open(io.BytesIO(one.data)).convert("RGB")))
@@ -73,8 +76,26 @@ async def test_an_image_is_sent_as_a_png_of_its_pixels_and_never_as_a_path() -> 
 
 async def test_a_placeholder_that_the_policy_sampled_is_not_shown_as_an_image() -> None:
     with pytest.raises(PromptError, match="3 placeholders for 2 images"):
-        await show_images(np.append(PROMPT, PAD), shown())
-    assert await show_images(np.append(PROMPT, PAD), []) == {}
+        await ImageRequests().show(np.append(PROMPT, PAD), shown())
+    assert await ImageRequests().show(np.append(PROMPT, PAD), []) == {}
+
+
+async def test_the_answers_of_a_group_share_the_png_of_their_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+    monkeypatch.setattr(images, "_as_png", lambda data: made.append(data) or "x" * 100)
+    requests, (first, second) = ImageRequests(cache_bytes=150), shown()
+    await asyncio.gather(*(requests.show(PROMPT, [first, second]) for _ in range(4)))
+    assert made == [first.data, second.data]
+    await requests.show(PROMPT, [second, first])  # of both, only the newest was kept
+    assert made == [first.data, second.data, first.data]
+
+
+async def test_an_image_that_cannot_be_read_fails_its_prompt_alone() -> None:
+    requests, (first, second) = ImageRequests(), shown()
+    broken = dataclasses.replace(second, data=b"none")
+    with pytest.raises(PromptError, match=f"image {second.ref.digest[:12]}: its 4 bytes are no image"):
+        await requests.show(PROMPT, [first, broken])
+    assert len((await requests.show(PROMPT, [first, second]))["image_data"]) == 2
 
 
 def test_a_prompt_that_the_server_reads_with_other_patches_fails() -> None:

@@ -236,7 +236,7 @@ async def test_a_stream_is_kept_open_while_the_model_thinks(monkeypatch: pytest.
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "the image of a part of type .image_url. is missing",
+            "a part of type .image_url. has no image",
         ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "n": 0}, "n must be a whole number"),
