@@ -29,8 +29,12 @@ from asyncrl.images.processor import Placeholders
 from asyncrl.images.reading import read_pixels
 from asyncrl.images.store import ImageFile
 
-_SAME_PIXELS: Final[Mapping[str, Any]] = {"disable-fast-image-processor": True}
-"""The processor on PIL, as in images/processor.py. The one on torchvision resizes on the GPU, and rounds otherwise."""
+_AS_THE_LEARNER: Final[Mapping[str, Any]] = {
+    # the processor on PIL, as in images/processor.py: the one on torchvision resizes on the GPU, and rounds otherwise
+    "disable-fast-image-processor": True,
+    # Qwen3-VL's table of places is stretched over an image from corner to corner, as in transformers
+    "enable-precise-embedding-interpolation": True,
+}
 _PNG: Final = b"\x89PNG"
 _CACHE_BYTES: Final = 256 * 2**20
 
@@ -38,7 +42,7 @@ _CACHE_BYTES: Final = 256 * 2**20
 def image_arguments(model_path: Path) -> Mapping[str, Any]:
     """Return options of a server whose model reads images; {} if it reads none, or if the folder cannot be read."""
     try:
-        return _SAME_PIXELS if Placeholders.of(model_path) is not None else {}
+        return _AS_THE_LEARNER if Placeholders.of(model_path) is not None else {}
     except (OSError, ValueError, ConfigError):  # the server reports what is wrong
         return {}
 

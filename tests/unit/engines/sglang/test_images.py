@@ -17,6 +17,7 @@ from PIL import Image
 
 from asyncrl.engines.sglang import images
 from asyncrl.engines.sglang.images import ImageRequests, image_arguments
+from asyncrl.engines.sglang.options import known_arguments
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import PromptError
@@ -107,9 +108,11 @@ def test_a_prompt_that_the_server_reads_with_other_patches_fails() -> None:
         reply().take_whole(body([5], finish_reason=LENGTH, prompt_tokens=12), late_tokens=0)
 
 
-def test_a_server_whose_model_reads_images_has_the_image_processor_of_the_learner(tmp_path: Path) -> None:
+def test_a_server_sees_images_as_the_learner_does(tmp_path: Path) -> None:
     assert image_arguments(tmp_path) == {}
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "image_token_id": 9}')
     assert image_arguments(tmp_path) == {}
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    assert image_arguments(tmp_path) == {"disable-fast-image-processor": True}
+    found = image_arguments(tmp_path)
+    assert found == {"disable-fast-image-processor": True, "enable-precise-embedding-interpolation": True}
+    assert not known_arguments() or found.keys() <= known_arguments()
