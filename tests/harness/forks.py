@@ -167,7 +167,8 @@ def become(request: dict[str, Any]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["directory"])
-        sys.path.insert(0, request["directory"])
+        given = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [request["directory"], *(path for path in given if path and path not in sys.path)]
         for number, path in enumerate((os.devnull, *request["output"])):
             os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
         sys.argv = ["asyncrl", *request["arguments"]]

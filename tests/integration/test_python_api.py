@@ -13,10 +13,13 @@ import asyncrl
 from asyncrl.actors.learner.history import History
 from asyncrl.data import demo_task
 from tests import ROOT
+from tests.harness.forked import ForkServer
 
 
 @pytest.mark.slow
-async def test_a_run_is_trained_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_is_trained_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: ForkServer) -> None:
+    for name, value in forks.environment.items():
+        monkeypatch.setenv(name, value)
     await asyncio.to_thread(demo_task.write, tmp_path)
     # for `python scripts/train.py`: first on its own path, but not on that of its children
     scripts = tmp_path / "scripts"
@@ -36,6 +39,7 @@ async def test_a_run_is_trained_and_read(tmp_path: Path, monkeypatch: pytest.Mon
             "reward.kind": "reward_beside_the_script:reward",
             "checkpoint.keep_log": True,
             "metrics.console": False,
+            "launcher.kind": "tests.harness.forked:ForkingLauncher",
         },
     )
     result = await run.train()

@@ -152,7 +152,8 @@ async def test_score_centering_learns_from_the_likeliest_tokens_of_the_engine(fo
 async def test_a_reference_holds_the_policy_back(folder: Path) -> None:
     far, near = [
         await train(
-            demo_run(folder, *SYNC, f"run.name={name}", "run.steps=12", f"reference.kl_coef={coef}"), memory_bus()
+            demo_run(folder, "run.mode=sync", f"run.name={name}", "run.steps=12", f"reference.kl_coef={coef}"),
+            memory_bus(),
         )
         for name, coef in (("far", 1e-6), ("near", 1.0))
     ]
