@@ -40,7 +40,10 @@ VISION_SHAPES: Final[Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]]] =
             **{"vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
             **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6},
             "max_position_embeddings": 262_144,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+                "mrope_interleaved": True,  # as published: SGLang reads it, transformers takes it for granted
+            },
         },
         {
             **{"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16},
