@@ -40,6 +40,7 @@ from asyncrl.backends.optimizer_settings import (
     step_metrics,
 )
 from asyncrl.backends.port import StepResult
+from asyncrl.data.model_folder import OF_REFERENCE_ALONE
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.objective import Objective
@@ -169,6 +170,18 @@ def _log_softmax(logits: torch.Tensor, temperature: float | torch.Tensor) -> tor
     return torch.log_softmax(logits.float() / temperature, dim=-1)
 
 
+@torch.no_grad()
+def _require_plain_logits(causal: Any, *, where: str) -> None:
+    """Raise ConfigError unless a model's logits are what its output layer makes of the last hidden states.
+
+    Some architectures scale or cap them, as config.json asks.
+    """
+    tokens = torch.arange(4, device=causal.device)[None] % causal.config.vocab_size
+    hidden = causal.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    if not torch.allclose(causal(tokens, use_cache=False).logits, causal.get_output_embeddings()(hidden), rtol=1e-2):
+        raise ConfigError(f"{where}: its {type(causal).__name__} changes logits after the output layer; not supported")
+
+
 class LoadedModel:
     """The model in a Hugging Face folder, with its output layer or a value head."""
 
@@ -195,6 +208,8 @@ class LoadedModel:
             raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
         causal.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding
         causal.eval()  # no dropout: trainer logprobs must be the policy's
+        if causal.config.architectures and causal.config.architectures[0] in OF_REFERENCE_ALONE:
+            _require_plain_logits(causal, where=models.where(name))
         self._rows_alone: Callable[[], AbstractContextManager[Any]] = ExactRows if is_exact else nullcontext
         self._log_softmax: Callable[[torch.Tensor, float | torch.Tensor], torch.Tensor] = _log_softmax
         if self._is_exact_on_gpu:

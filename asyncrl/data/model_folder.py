@@ -42,6 +42,35 @@ SUPPORTED_ARCHITECTURES = (
 )
 """The architectures of backends/families. Repeated here because that package imports torch."""
 
+OF_REFERENCE_ALONE = (
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "FlexOlmoForCausalLM",
+    "GPTNeoXForCausalLM",
+    "GemmaForCausalLM",
+    "GlmForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Jais2ForCausalLM",
+    "MinistralForCausalLM",
+    "OlmoForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "PersimmonForCausalLM",
+    "PhiForCausalLM",
+    "Phi3ForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+"""Architectures of transformers that learner.backend = "reference" trains as well: their logits are those of the output
+layer, and their weights have the same names in files. Test: tests/contracts/test_reference_architectures.py."""
+
 REFUSED_ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "its router's scores are grouped in another way than DeepSeek-V3's",
     "MiniMaxForCausalLM": "its lightning attention is none that Megatron has here",
@@ -227,8 +256,8 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
     return str(names[0])
 
 
-def require_supported(key: str, path: Path) -> None:
-    """Raise ConfigError for an architecture that none of our families describes. ``key``: the run file's.
+def require_supported(key: str, path: Path, *, backend: str = "megatron") -> None:
+    """Raise ConfigError for an architecture that ``backend`` does not train. ``key``: the run file's.
 
     A folder that ``check_model`` refuses may pass.
     """
@@ -237,9 +266,14 @@ def require_supported(key: str, path: Path) -> None:
     except (ConfigError, OSError):
         return
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
-    if name in SUPPORTED_ARCHITECTURES:
+    if name in SUPPORTED_ARCHITECTURES or (backend == "reference" and name in OF_REFERENCE_ALONE):
         return
     where = f"{key}: {path / 'config.json'}"
+    if name in OF_REFERENCE_ALONE:
+        raise ConfigError(
+            f'{where}: learner.backend = "{backend}" does not train {name}; use "reference", on one device, or '
+            "describe it in a file of yours with model.family"
+        )
     if why := REFUSED_ARCHITECTURES.get(name):
         raise ConfigError(f"{where}: asyncrl does not train {name}: {why}; it trains {supported}")
     near = difflib.get_close_matches(name, SUPPORTED_ARCHITECTURES, 1, cutoff=0.8)

@@ -45,7 +45,7 @@ CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<user>", "<assistant>")
 """Token ids 0 to 3; characters have ids from 4 on. Characters outside the vocabulary produce no tokens."""
 
-_CONFIGS: Final[dict[Architecture, str]] = {
+_CONFIGS: Final[dict[str, str]] = {
     "qwen3": "Qwen3Config",
     "qwen2": "Qwen2Config",
     "llama": "LlamaConfig",
@@ -80,7 +80,7 @@ CHAT_TEMPLATE = (
 def make_tiny_model(
     folder: Path,
     *,
-    architecture: Architecture = "qwen3",
+    architecture: Architecture | str = "qwen3",
     seed: int = 0,
     characters: str = CHARACTERS,
     phrases: Sequence[str] = (),
@@ -97,10 +97,11 @@ def make_tiny_model(
 
     Equal arguments write equal bytes. The vocabulary is SPECIAL_TOKENS, ``characters`` and ``phrases``.
 
-    entries  further entries of config.json
+    architecture  or the name of a configuration class of transformers, such as Phi3Config
+    entries       further entries of config.json
     """
     tokenizer = make_tokenizer(characters, phrases=phrases, max_positions=max_positions)
-    config_type = getattr(transformers, _CONFIGS[architecture])
+    config_type = getattr(transformers, _CONFIGS.get(architecture, architecture))
     settings: dict[str, Any] = dict(
         architectures=[config_type.__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"],
         vocab_size=len(tokenizer),
@@ -138,7 +139,7 @@ def make_tiny_model(
     return folder
 
 
-def _family_entries(architecture: Architecture, hidden_size: int, num_heads: int) -> dict[str, Any]:
+def _family_entries(architecture: str, hidden_size: int, num_heads: int) -> dict[str, Any]:
     """Return further entries of config.json. A token uses two of eight experts, or four of sixteen."""
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
     if architecture == "qwen3_moe":

@@ -9,7 +9,7 @@ from typing import Final
 
 from asyncrl.backends.families.family import DENSE_ONLY, ROPE_TYPES, Family
 from asyncrl.backends.families.table import MODULES
-from asyncrl.data.model_folder import REFUSED_ARCHITECTURES
+from asyncrl.data.model_folder import OF_REFERENCE_ALONE, REFUSED_ARCHITECTURES
 
 HEAD: Final = """# Models
 
@@ -19,7 +19,8 @@ transformers in logprobs, gradients, one optimizer step and exported weights
 (`tests/contracts/test_backend_families.py`, `test_backend_images.py`). A real SGLang server on a CPU took the weights
 of tiny mixtures (Qwen3-MoE, GLM-4.5) and sampled from them (`tests/integration/sglang/test_transfers.py`,
 `tests/unit/engines/sglang/test_server.py`). Which published sizes were trained is in
-[results](../results/performance.md). `learner.backend = "reference"` trains these, too, on one device.
+[results](../results/performance.md). `learner.backend = "reference"` trains these, too, on one device, and
+[further ones](#by-the-reference-backend-alone).
 
 All families are mapped with {common}, and with rotary positions of the types {rope}.
 Multi-token-prediction layers are neither read nor exported, except where a family trains them. What else is mapped of a
@@ -28,11 +29,23 @@ family, and with which values of its keys, is below; a model with others is refu
 """
 
 
+FURTHER: Final = """## By the reference backend alone
+
+`learner.backend = "reference"` trains any of these as transformers computes it, on one device, with all parameters:
+{names}.
+`learner.freeze`, `learner.train_only` and adapters are refused. A tiny model of each agrees with transformers and the
+in-process engine (`tests/contracts/test_reference_architectures.py`); with SGLang none was run. `model.family` brings
+one to the megatron backend ([a family of your own](../develop/extending.md#family-of-models)).
+"""
+
+
 def page() -> str:
     families = "\n".join(map(_family, MODULES))
     head = HEAD.format(common=_only(DENSE_ONLY), rope=", ".join(f"`{kind}`" for kind in ROPE_TYPES))
     refused = "\n".join(f"| `{name}` | {why} |" for name, why in sorted(REFUSED_ARCHITECTURES.items()))
-    return f"{head}{families}\n## Not trained\n\n| architecture | why |\n|---|---|\n{refused}\n"
+    further = ", ".join(f"`{name}`" for name in OF_REFERENCE_ALONE)
+    head += f"{families}\n{FURTHER.format(names=further)}\n"
+    return f"{head}## Not trained\n\n| architecture | why |\n|---|---|\n{refused}\n"
 
 
 def _family(module: ModuleType) -> str:

@@ -263,7 +263,7 @@ def _check_directory(key: str, directory: Path) -> None:
 def _check_model(run: RunConfig, key: str, folder: Path) -> None:
     """Check a model's folder. A family or a backend of the user's own may know architectures that asyncrl does not."""
     if not run.model.family and ":" not in run.learner.backend:
-        require_supported(key, folder)
+        require_supported(key, folder, backend=run.learner.backend)
     check_model_at(key, folder)
     try:
         find_tokenizer(folder, trusts_code=run.model.trust_remote_code)

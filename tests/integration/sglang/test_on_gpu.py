@@ -1,4 +1,4 @@
-"""SGLang on a GPU: families and options that its CPU server does not run, held to the logprobs of a Megatron learner.
+"""SGLang on a GPU: families and options that its CPU server does not run, held to the logprobs of the learner.
 
 Each test starts a server of a small random model whose heads have published sizes. Several share a GPU, so they may run
 beside each other. ``record_property`` keeps what was measured.
@@ -94,8 +94,8 @@ async def serving(folder: Path, arguments: Mapping[str, Any] | None = None, **se
         print((folder.parent / "server.log").read_text(errors="replace")[-6000:])
 
 
-def learner(folder: Path, **settings: Any) -> contextlib.AbstractContextManager[Backend]:
-    return started("megatron-1", folder, device=DEVICE, dtype="bfloat16", **settings)
+def learner(folder: Path, kind: str = "megatron-1", **settings: Any) -> contextlib.AbstractContextManager[Backend]:
+    return started(kind, folder, device=DEVICE, dtype="bfloat16", **settings)
 
 
 def prompts(count: int = 16, *, seed: int = 0) -> list[NDArray[np.int32]]:
@@ -115,7 +115,7 @@ def trained(backend: Backend, answers: Answers) -> NDArray[np.float32]:
     """Return the learner's logprobs of all tokens of the answers."""
     rows = [as_sequence(prompt, one) for prompt, one in answers]
     (packed,) = pack(rows, max_tokens=sum(len(row.tokens) for row in rows))
-    found = forward(backend, "megatron-1", packed)
+    found = forward(backend, "megatron-1", packed)  # of one process, as the reference backend
     order = np.argsort(packed.sequences, kind="stable")
     spans = [slice(packed.boundaries[n], packed.boundaries[n + 1]) for n in order]
     return np.concatenate([found[span][packed.response_mask[span]] for span in spans])
@@ -179,6 +179,16 @@ async def test_a_family_is_sampled_as_it_is_trained(architecture: str, tmp_path:
     folder = made(tmp_path / "model", architecture)
     async with serving(folder) as engine:
         with learner(folder) as backend:
+            await hold_two_versions(engine, backend, folder, record_property)
+
+
+@pytest.mark.parametrize("architecture", ["Phi3", "Olmo2", "Gemma", "StableLm", "SeedOss", "Starcoder2"])
+async def test_what_the_reference_backend_alone_trains_is_sampled_as_it_is_trained(
+    architecture: str, tmp_path: Path, record_property: Record
+) -> None:
+    folder = made(tmp_path / "model", f"{architecture}Config")
+    async with serving(folder) as engine:
+        with learner(folder, "reference") as backend:
             await hold_two_versions(engine, backend, folder, record_property)
 
 
