@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -36,6 +37,7 @@ _MOST_EXPLAINED: Final = 10
 """Rows whose images cannot be shown that are named; a folder that is missing breaks all of them."""
 _SHOWN: Final = 1500
 """Characters that are shown of each end of a long prompt."""
+_REPEATED: Final = re.compile(r"(<[^<>\s]+>)\1{3,}")
 _LONGEST_TOKEN = 1024
 """Maximum characters of a token in any vocabulary. So a text of megabytes is found too long without tokenising it."""
 
@@ -235,8 +237,10 @@ class PromptDataset:
         return tuple(shown)
 
     def _quote(self, tokens: list[int]) -> str:
-        """Return the text of tokens in one line, special tokens included, shortened in its middle."""
+        """Return the text of tokens in one line, special tokens included, shortened in its middle. A tag that is
+        repeated, as an image's placeholder is, stands there once, with its number."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = _REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1]):,} ", text)
         quoted = json.dumps(text, ensure_ascii=False)
         quoted = "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in quoted)
         if len(quoted) > 2 * _SHOWN:

@@ -297,6 +297,10 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it_with_its_label_or_answer
     long = dict(look(tmp_path, {"prompt": "x" * 9000}, chat_template=False, max_prompt_tokens=9999).shown)
     assert len(long["first prompt"]) < 3200
     assert 'x" (9,000 tokens), without the model' in long["first prompt"]
+    image = dict(
+        look(tmp_path, {"prompt": "1<|im_end|><|im_end|>" + "<|im_start|>" * 7 + "2"}, chat_template=False).shown
+    )
+    assert image["first prompt"].startswith('"1<|im_end|><|im_end|><|im_start|> x 7 2" (11 tokens)')
 
 
 @pytest.mark.parametrize(
