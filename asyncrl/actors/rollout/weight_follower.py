@@ -120,11 +120,14 @@ class LoadGate:
     All methods run on one event loop. Every change of state wakes all waiters; each checks its own condition.
     """
 
-    def __init__(self, engine: Engine, versions: VersionTracker, *, load: str, max_staleness: int) -> None:
+    def __init__(
+        self, engine: Engine, versions: VersionTracker, *, load: str, max_staleness: int, every_steps: int
+    ) -> None:
         self._engine = engine
         self._versions = versions
         self._load = load
         self._max_staleness = max_staleness
+        self._every_steps = every_steps
         self._num_running = 0
         self._is_loading = False  # while True, the engine's version may change at any moment
         self._demanded = (-1, -1)
@@ -187,6 +190,7 @@ class LoadGate:
             if resumed_from is None
             else resumed_from,  # an unknown incarnation started at most at its weights
             max_staleness=self._max_staleness,
+            every_steps=self._every_steps,
         )
 
     async def _wait_unless_starved(self) -> None:
@@ -454,11 +458,12 @@ class WeightFollower(Actor):
         channel: WeightChannel,
         load: str,
         max_staleness: int = 0,
+        every_steps: int = 1,
         follows: bool = True,
     ) -> None:
         """
         load           in_flight, drain or on_demand (LoadGate)
-        max_staleness  of the run (admission.version_to_begin)
+        max_staleness, every_steps  of the run (admission.version_to_begin)
         follows        False loads only pinned versions
         """
         super().__init__(name, bus)
@@ -466,7 +471,7 @@ class WeightFollower(Actor):
         self._channel = channel
         self._follows = follows
         self.versions = VersionTracker()
-        self.gate = LoadGate(engine, self.versions, load=load, max_staleness=max_staleness)
+        self.gate = LoadGate(engine, self.versions, load=load, max_staleness=max_staleness, every_steps=every_steps)
         self.loader = Loader(
             name,
             bus,

@@ -65,6 +65,7 @@ async def build_worker(
         channel=registry.channel(run, bus=bus),
         load=run.load,
         max_staleness=run.max_staleness,
+        every_steps=run.weights.every_steps,
         follows=not is_dedicated,
     )
     model = await asyncio.to_thread(check_model, Path(run.model.path))

@@ -78,7 +78,13 @@ class Admission:
 
 
 def version_to_begin(
-    min_policy_version: int, *, incarnation: int, engine_incarnation: int, resumed_from: int, max_staleness: int
+    min_policy_version: int,
+    *,
+    incarnation: int,
+    engine_incarnation: int,
+    resumed_from: int,
+    max_staleness: int,
+    every_steps: int = 1,
 ) -> int:
     """Return the oldest version of ``engine_incarnation`` that may start a group published in ``incarnation``.
 
@@ -90,7 +96,11 @@ def version_to_begin(
     A group that starts earlier would be dropped with them. A group that waits longer might wait forever, because the
     learner may need it to get that far. If the new incarnation loses groups of the log (a quarantine), the learner may
     not get that far anyway, so an idle worker starts the group after a while (WeightFollower).
+
+    Of versions that only every ``every_steps``-th step announces, it is the last one up to there: the next one may need
+    the groups that wait for it.
     """
     if engine_incarnation <= incarnation:
         return min_policy_version
-    return min(min_policy_version, resumed_from + max_staleness + 1)
+    reached = min(min_policy_version, resumed_from + max_staleness + 1)
+    return reached - reached % every_steps

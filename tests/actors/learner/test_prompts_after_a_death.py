@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def test_a_group_of_a_rolled_back_version_begins_where_the_log_has_nothing_left_
         version_to_begin(asked, incarnation=0, engine_incarnation=engine_incarnation, resumed_from=10, max_staleness=1)
         == expected
     )
+
+
+def test_after_a_fallback_no_group_waits_for_a_version_that_no_step_announces() -> None:
+    """Fell back to 10 with a bound of 3: the log reaches version 14, and of every fourth version 12 is the last."""
+    begins = partial(version_to_begin, incarnation=0, resumed_from=10, max_staleness=3, every_steps=4)
+    assert begins(24, engine_incarnation=1) == 12
+    assert begins(12, engine_incarnation=1) == 12
+    assert begins(24, engine_incarnation=0) == 24  # announced by the incarnation that published the group
 
 
 # -- the actors --------------------------------------------------------------------------------------------------------
