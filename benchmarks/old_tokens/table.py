@@ -61,7 +61,7 @@ def print_tables(rows: Sequence[Row]) -> None:
         _print_rates(select(rows, task=task, guard="tis"), f"{task}: held-out reward")
     if len(tasks) > 1:
         _print_rates(select(rows, guard="tis"), "mean of all tasks")
-        _print_differences(select(rows, guard="tis"))
+    _print_differences(select(rows, guard="tis"))
     _print_guards(rows)
 
 
@@ -84,8 +84,10 @@ def _by_seed(rows: Sequence[Row]) -> list[float]:
 
 
 def _print_differences(rows: Sequence[Row]) -> None:
-    print("\npaired difference from synchronous at the same rate, over tasks and seeds: at equal samples, and at equal")
-    print(f"seconds if an asynchronous run trains {FASTER} x the tokens\n\n| rate | staleness | samples | seconds |")
+    print("\npaired difference from synchronous at the same rate over seeds (means of tasks): at equal samples, and at")
+    print(
+        f"equal seconds if an asynchronous run trains {FASTER} x the tokens\n\n| rate | staleness | samples | seconds |"
+    )
     print("|---|---|---|---|")
     for rate in sorted({row["rate"] for row in rows}):
         control = select(rows, rate=rate, staleness=0)
