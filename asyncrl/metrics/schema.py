@@ -135,7 +135,7 @@ SCHEMA: dict[str, str] = {
     "correction",
     "offpolicy/k1": "estimate of KL(behavior || trainer) per token, nats; unbiased, may be negative",
     "offpolicy/k3": "estimate of KL(behavior || trainer) per token, nats; never negative",
-    "offpolicy/drift": "k3 / (entropy + 0.01); over 0.2 the tokens are too old for the learning rate (alarm drift)",
+    "offpolicy/drift": "k3 / (entropy + 0.01); over 0.4 the tokens are too old for the learning rate (alarm drift)",
     "offpolicy/ratio_max": "largest trainer / behavior probability ratio",
     "offpolicy/clip_fraction": "share of tokens whose gradient the PPO clip stopped",
     "offpolicy/truncated_fraction": "share of tokens whose correction weight is capped below their ratio",

@@ -23,6 +23,7 @@ from asyncrl.metrics.alarms import number_of
 from asyncrl.metrics.drift import DriftAlarm
 
 THRESHOLDS: Final = (0.1, 0.2, 0.4)
+FALL: Final = 0.1
 
 Row = dict[str, Any]
 
@@ -32,6 +33,7 @@ class Recorded:
     """
     among   runs that are compared with each other
     steps   offpolicy/k3, entropy of each step
+    rewards  of each step; empty: not recorded
     """
 
     arm: str
@@ -39,6 +41,7 @@ class Recorded:
     is_synchronous: bool
     held_out: float
     steps: Sequence[tuple[float, float]]
+    rewards: Sequence[float] = ()
 
     def rang_at(self, threshold: float) -> int:
         """Return the first step with the alarm, from 1; 0 if there is none."""
@@ -48,6 +51,14 @@ class Recorded:
             if alarm.is_on:
                 return step
         return 0
+
+    @property
+    def fell_at(self) -> int:
+        """Return the first step at which the mean reward of five steps is FALL below its best; 0 if there is none."""
+        means = [statistics.fmean(self.rewards[end - 5 : end]) for end in range(5, len(self.rewards) + 1)]
+        best = itertools.accumulate(means, max)
+        falls = (mean < high - FALL for mean, high in zip(means, best, strict=True))
+        return next((step for step, falls_there in enumerate(falls, 5) if falls_there), 0)
 
     @property
     def largest(self) -> float:
@@ -73,6 +84,7 @@ def recorded(path: Path) -> Iterator[Recorded]:
                 is_synchronous=run["arm"] in ("sync", "async-0"),
                 held_out=run["exam"]["held_out"],
                 steps=[(row["k3"], row["entropy"]) for row in rows[begin + 1 : end]],
+                rewards=[row["reward"] for row in rows[begin + 1 : end]],
             )
 
 
@@ -113,6 +125,9 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"over {threshold:g}: {len(steps)} of {len(lost)} that lost", end="")
         print(f", at step {statistics.median(steps):g} (median)" if steps else "", end="")
         print(f"; {len(false)} of {len(others)} others: {', '.join(sorted({run.arm for run in false})) or 'none'}")
+        if fell := [run for run in lost if run.fell_at]:
+            before = sum(0 < run.rang_at(threshold) <= run.fell_at for run in fell)
+            print(f"    of {len(fell)} of them whose reward fell by {FALL:g}, {before} were reported before it did")
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
+from asyncrl.config.metrics import MetricsSection
 from asyncrl.data import demo_task
+from asyncrl.metrics.drift import DriftAlarm
 from benchmarks.gpu.rows import keep
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -34,7 +37,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lost", type=float, default=0.1)
+    parser.add_argument("--print", action="store_true", help="run nothing, print what is there")
     options = parser.parse_args(given)
+    if options.print:
+        logging.disable()
+        report(read(options.json), by=options.lost)
+        return 0
     done = {(row["rate"], row["bound"], row["seed"]) for row in read(options.json)}
     for seed in options.seeds:
         for rate, bound in ARMS:
@@ -96,20 +104,30 @@ def run(rate: float, bound: int, *, seed: int, steps: int) -> Row:
     }
 
 
+def rang_at(row: Row) -> int:
+    """Return the first step with the alarm at today's threshold, from 1; 0 if there is none."""
+    alarm = DriftAlarm(MetricsSection().drift_alarm)
+    for step, drift in enumerate(row["drift"], 1):
+        alarm.update({"offpolicy/k3": drift * 1.01, "entropy": 1.0})
+        if alarm.is_on:
+            return step
+    return 0
+
+
 def report(rows: Sequence[Row], *, by: float) -> None:
     """Print each arm, and both error rates of the alarm."""
     synchronous = {row["seed"]: row["held_out"] for row in rows if (row["rate"], row["bound"]) == ARMS[0]}
     for rate, bound in sorted({(row["rate"], row["bound"]) for row in rows}):
         arm = [row for row in rows if (row["rate"], row["bound"]) == (rate, bound)]
         held_out = ", ".join(f"{row['held_out']:.2f}" for row in arm)
-        print(f"{rate:7.0e}  <= {bound}  held out {held_out}  rang at {[row['rang_at'] for row in arm]}")
+        print(f"{rate:7.0e}  <= {bound}  held out {held_out}  rang at {[rang_at(row) for row in arm]}")
     for is_old, name in ((True, "with old tokens"), (False, "synchronous")):
         lost, others = 0, 0
         rang = {True: 0, False: 0}
         for row in (row for row in rows if bool(row["bound"]) == is_old):
             is_lost = row["held_out"] < synchronous[row["seed"]] - by
             lost, others = lost + is_lost, others + (not is_lost)
-            rang[is_lost] += row["rang_at"] > 0
+            rang[is_lost] += rang_at(row) > 0
         print(
             f"{name}: the drift alarm rang in {rang[True]} of {lost} lost runs and in {rang[False]} of {others} others"
         )
