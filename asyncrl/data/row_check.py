@@ -282,9 +282,8 @@ def _refuse_media(row: Mapping[str, Any], prompt: Any, where: str, *, image_key:
         if name == image_key:
             continue
         if _has_bytes(value) or (value and _NAME_OF_MEDIA.match(name) and (mark or _is_media(value))):
-            mend = (
-                "name the column in data.image_key" if image_key == "" else "leave such rows out, or remove the column"
-            )
+            is_named = image_key is None or image_key in row
+            mend = "leave such rows out, or remove the column" if is_named else "name the column in data.image_key"
             raise ConfigError(
                 f"{where}: {name!r} holds {'what ' + mark + ' stands for' if mark else 'no text'}, and {alone}, so the "
                 f"model would be asked without it; {mend}"

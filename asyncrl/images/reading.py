@@ -106,8 +106,8 @@ def _opened(data: bytes) -> Pixels:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise ImageError(f"its {len(data):,} bytes are no image of {', '.join(FORMATS)}") from None
-    except Image.DecompressionBombError as error:
-        raise ImageError(f"it is too large: {error}") from None
+    except Image.DecompressionBombError:
+        raise ImageError("it has more pixels than any image that is read") from None
     except _BROKEN as error:
         raise ImageError(f"it is damaged: {error}") from None
 

@@ -46,7 +46,7 @@ def read_source(source: Any, *, folder: Path | None, allow_urls: bool) -> bytes:
     if source is None:
         raise ImageError("it is missing")
     if not isinstance(source, str):
-        raise ImageError(f"it is a {type(source).__name__}, and must be bytes, a path, a URL or base64")
+        raise ImageError(f"it is of type {type(source).__name__}, and must be bytes, a path, a URL or base64")
     if source.startswith("data:"):
         head, comma, text = source.partition(",")
         if not comma or not head.endswith(";base64"):

@@ -74,6 +74,11 @@ def test_a_parquet_file_holds_its_images(tmp_path: Path, model: Path) -> None:
     assert [(image.digest, image.num_tokens) for image in row.images] == [(digest_of(PICTURE), 2)] * 2
 
 
+def test_a_key_that_is_no_column_is_told_to_name_the_one_with_images(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'pictures' holds no text.*name the column in data.image_key"):
+        opened(tmp_path, model, [{"prompt": "how many?", "pictures": ["a.png"]}]).at(0)
+
+
 def test_a_broken_image_costs_its_row_and_says_why_once(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,7 +38,7 @@ def test_every_form_gives_the_same_bytes(tmp_path: Path) -> None:
     ("source", "problem"),
     [
         (None, "is missing"),
-        (7, "is a int"),
+        (7, "is of type int"),
         ({}, "an empty table"),
         ("none.png", "none.png cannot be read: No such file"),
         ("/dev/zero", "/dev/zero cannot be read: it is no file"),
