@@ -67,7 +67,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
 
 
 def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """Write config, weights (normal, 0.02; tied embeddings) and tokenizer to ``folder``, and return it."""
+    """Write config, weights (normal, 0.02; tied embeddings, but for mixtures) and tokenizer to ``folder``, and return it."""
     import safetensors.torch
     import torch
     import transformers
@@ -90,7 +90,7 @@ def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_size,
         max_position_embeddings=shape.positions,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not shape.experts,
         bos_token_id=None,
         dtype=getattr(torch, dtype),
         **special,
@@ -139,6 +139,8 @@ def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, size in parts.items():
             yield f"model.layers.{layer}.{name}.weight", size
     yield "model.norm.weight", (shape.hidden,)
+    if shape.experts:  # SGLang ties no mixture's output layer
+        yield "lm_head.weight", (shape.vocabulary, shape.hidden)
 
 
 def _feed_forward(shape: Shape) -> dict[str, tuple[int, ...]]:

@@ -33,6 +33,21 @@ _MOST_RANKS_OF_LOADER = 2
 """LOADER reads the whole file in each rank. SGLang's own loader maps it and reads the pages with the rank's part, so
 with four or more ranks it should be as fast."""
 
+_UNTIED: Final = frozenset(
+    {
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "MixtralForCausalLM",
+        "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GptOssForCausalLM",
+        "MiniMaxM2ForCausalLM",
+    }
+)
+"""SGLang has an output layer of its own for these, whatever tie_word_embeddings says, and samples from one that nobody
+loaded if the folder has none."""
+
 INSTALL_HINT = (
     "engine.kind = 'sglang' needs SGLang, which is not installed: `pip install 'sglang>=0.5.16'` beside a CUDA build "
     "of torch, or without a GPU `pip install -r requirements/sglang-cpu.txt && pip install --no-deps sglang`; "
@@ -182,6 +197,11 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
         architectures = config.get("architectures") or [""]
     except (OSError, ValueError, AttributeError):
         return
+    if config.get("tie_word_embeddings") and architectures[0] in _UNTIED:
+        raise ConfigError(
+            f"model.path: SGLang's {architectures[0]} ignores tie_word_embeddings = true and would sample from an output "
+            'layer that nobody loads; set it to false in config.json and store a copy of the embeddings as "lm_head.weight"'
+        )
     if device != "cpu":  # the CPU server splits any number of heads
         _check_heads(config, tensor_parallel=options.attention_parallel)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):

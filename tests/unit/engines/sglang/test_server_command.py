@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -188,6 +189,16 @@ def test_float32_is_refused_on_gpus_before_the_server_starts_and_dies() -> None:
         ("float32", "cuda", {"device": "cpu"}),
     ):
         checks.check_dtype(dtype, device=device, server_arguments=arguments)
+
+
+def test_a_mixture_with_a_tied_output_layer_which_sglang_would_not_load_is_refused(tmp_path: Path) -> None:
+    tied = {"architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    with pytest.raises(ConfigError, match=r"ignores tie_word_embeddings = true .* \"lm_head.weight\"$"):
+        checks.check_architecture(tmp_path, device="cuda")
+    for other in ({"tie_word_embeddings": False}, {"architectures": ["Qwen3ForCausalLM"]}):
+        (tmp_path / "config.json").write_text(json.dumps(tied | other))
+        checks.check_architecture(tmp_path, device="cuda")
 
 
 def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_path: Path) -> None:
