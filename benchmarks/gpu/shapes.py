@@ -67,7 +67,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
 
 
 def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """Write config, weights (normal, 0.02; tied embeddings, but for mixtures) and tokenizer to ``folder``, and return it."""
+    """Write config, weights (normal, 0.02; tied unless a mixture) and tokenizer to ``folder``, and return it."""
     import safetensors.torch
     import torch
     import transformers

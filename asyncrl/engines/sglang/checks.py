@@ -199,8 +199,9 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
         return
     if config.get("tie_word_embeddings") and architectures[0] in _UNTIED:
         raise ConfigError(
-            f"model.path: SGLang's {architectures[0]} ignores tie_word_embeddings = true and would sample from an output "
-            'layer that nobody loads; set it to false in config.json and store a copy of the embeddings as "lm_head.weight"'
+            f"model.path: SGLang's {architectures[0]} ignores tie_word_embeddings = true and would sample from an "
+            "output layer that nobody loads; set it to false in config.json and store a copy of the embeddings as "
+            '"lm_head.weight"'
         )
     if device != "cpu":  # the CPU server splits any number of heads
         _check_heads(config, tensor_parallel=options.attention_parallel)
