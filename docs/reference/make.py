@@ -16,6 +16,7 @@ import api_page
 import choices
 import cli_page
 import configuration_page
+import megatron_page
 import metrics_page
 import models_page
 import topics_page
@@ -28,6 +29,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "metrics.md": metrics_page.page,
     "topics.md": topics_page.page,
     "models.md": models_page.page,
+    "megatron.md": megatron_page.page,
     "api.md": api_page.page,
     "../../examples/demo.toml": choices.demo,
 }

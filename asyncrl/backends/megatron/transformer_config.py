@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from asyncrl.backends.families.shape import Experts, ModelShape
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.job import Job
+from asyncrl.backends.megatron.left_out import LEFT_OUT
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.config.adapter import Layout
 from asyncrl.errors import ConfigError
@@ -198,6 +199,8 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") ->
     for name, value in job.transformer.items():
         if name in KEYS:
             raise ConfigError(f"learner.megatron: {name} is {KEYS[name]} here; set that instead")
+        if name in LEFT_OUT and name not in known:
+            raise ConfigError(f"learner.megatron: {name}: {LEFT_OUT[name]}; remove it")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
