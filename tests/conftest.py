@@ -256,7 +256,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     All xdist processes share one server, because its own imports take 8 s of CPU. It ends with their parent.
     """
     tiny = ("tests.chaos.metered_net", "tests.chaos.clocked_backend", "tests.harness.tiny.reward")
-    modules = (*MODELS, *tiny)
+    modules = (*MODELS, *tiny, "benchmarks.gpu.machines_rank")
     if "PYTEST_XDIST_WORKER" in os.environ:
         server = ForkServer(tmp_path_factory.getbasetemp().parent / "forks", modules, owner=os.getppid())
     else:

@@ -57,15 +57,15 @@ _IMPORTED: Final = (
 )
 """Modules that every run imports, including late imports. A module missing here is imported again by every process."""
 MODELS: Final = (
+    "asyncrl.backends.megatron.backend",
+    "asyncrl.backends.megatron.rank",
     "asyncrl.backends.reference",
     "asyncrl.data.demo_task",
     "asyncrl.engines.inprocess.engine",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""Additional modules that runs of Hugging Face models import."""
-MEGATRON: Final = ("asyncrl.backends.megatron.backend", "asyncrl.backends.megatron.rank")
-"""Additional modules that Megatron learners import."""
+"""Additional modules that runs of Hugging Face models import, on either backend."""
 
 
 _OUTLIVE_US: Final[list[subprocess.Popen[bytes]]] = []

@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("learner-ranks")]
 
 
 async def test_a_learner_of_two_ranks_takes_over_and_the_worker_never_stops(
-    tmp_path: Path, megatron_forks: ForkServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, forks: ForkServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunProcess(tmp_path, "learner.backend=megatron", forks=megatron_forks)
+    run = RunProcess(tmp_path, "learner.backend=megatron", forks=forks)
     run.start()
     try:
         await run.until(lambda: run.steps >= 2, "two steps")
-        before = megatron_forks.children_of(run.pid)
+        before = forks.children_of(run.pid)
         assert main(["swap", str(run.run_directory), "--set", "rollout.group_size=2"]) == 2
         assert "a swap changes what only the learner reads" in capsys.readouterr().err
         layout = ("--set", "learner.ranks=2", "--set", "learner.tensor_parallel=2")
@@ -33,7 +33,7 @@ async def test_a_learner_of_two_ranks_takes_over_and_the_worker_never_stops(
         assert "the new learner has taken over, and goes on from step" in capsys.readouterr().out
         swapped = run.steps
         await run.until(lambda: run.steps >= swapped + 2, "steps of the new learner")
-        after = megatron_forks.children_of(run.pid)
+        after = forks.children_of(run.pid)
         assert after["w0"] == before["w0"]
         (new,) = set(after.values()) - set(before.values())
         assert len(grandchildren(new)) == 1

@@ -20,7 +20,7 @@ RANK = ("-m", "tests.harness.fork_client", "--module", "benchmarks.gpu.machines_
 
 
 def test_two_machines_meet_again_after_a_death(
-    tmp_path: Path, megatron_forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps after it are those that the checkpoint continues with. That machines train as one process tree does, the
     benchmark and test_layouts.py show."""
@@ -35,7 +35,7 @@ def test_two_machines_meet_again_after_a_death(
         "steps": 5,
         "is_killed": True,
     }
-    for name, value in megatron_forks.environment.items():
+    for name, value in forks.environment.items():
         monkeypatch.setenv(name, value)
     found = machines.as_machines(task, tmp_path, limit=300.0, rank=RANK)
     assert found["exit_code"] == 0
