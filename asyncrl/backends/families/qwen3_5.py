@@ -2,6 +2,7 @@
 
 config.json has the rotary positions of images, too; those of text are the plain ones. What Qwen3-Next's page says of
 layouts, kernels and engines holds here. `asyncrl import-model` writes the text part of a published model.
+SGLang (to 0.5.23) serves Qwen3.5 with its vision tower alone, so neither engine samples from this text part.
 """
 
 from __future__ import annotations
