@@ -62,6 +62,10 @@ from asyncrl.policies.metric import Metric
 
 LINEAGE_FILE: Final = "lineage.json"
 _COPIED: Final = ("files.jsonl", "tickets")
+_NO_BATCH: Final = (
+    "regrade: without the groups that are retracted or cannot be graded no batch is left to train, so the branch would "
+    "be a new run"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,16 @@ def require_own_states(trunk: Trunk, *, first: int) -> None:
                 f"which a branch from step {done} does not have; leave older steps as they are with --where or "
                 f"--retract '... and step > {step}' (from a checkpoint behind it: checkpoint.keep)"
             )
+
+
+def require_batch(trunk: Trunk, regraded: Regraded, *, first: int) -> None:
+    """Raise ConfigError if there is no checkpoint before step ``first``, and too few groups are left for a step."""
+    if trunk.recorded.checkpoint_before(first, trunk.history)[1] is not None:
+        return
+    lost = regraded.retracted | {grade.group for grade in regraded.grades.values() if grade.error}
+    trained = (entry for entry in trunk.history if entry.kind in ("trained", "filtered"))
+    if len({group_id for entry in trained for group_id in entry.groups} - lost) < trunk.groups_per_batch:
+        raise ConfigError(_NO_BATCH)
 
 
 async def copy_log(source: Bus, target: Bus, regraded: Regraded) -> dict[int, int]:
@@ -479,10 +493,7 @@ def _save(state: LearnerState, run: RunConfig, trainer: ReplayTrainer, *, folder
         elif folder is not None:
             shutil.copytree(folder, target, dirs_exist_ok=True)
         else:
-            raise ConfigError(
-                "regrade: without the groups that are retracted or cannot be graded no batch is left to train, so the "
-                "branch would be a new run"
-            )
+            raise ConfigError(_NO_BATCH)
 
     unfinished = checkpoint.begin(run.run_directory / "checkpoints", state, save_backend=save_backend)
     checkpoint.finish(unfinished, finish_backend=dict, keep=1)

@@ -97,7 +97,7 @@ def _regrade(
     where: Predicate | None,
     retract: Predicate | None,
 ) -> int:
-    from asyncrl.audit.branch import require_own_states
+    from asyncrl.audit.branch import require_batch, require_own_states
     from asyncrl.audit.regrade import claim, require_unclaimed
 
     branch = _settings(recorded, out, reward=options.reward, overrides=options.overrides)
@@ -133,6 +133,7 @@ def _regrade(
     if regraded.all_failed:  # before the folder is another command's
         raise ConfigError(f"regrade: none of the {found['groups']} groups can be graded; the first: {found['error']}")
     require_own_states(trunk, first=first)
+    require_batch(trunk, regraded, first=first)
     claim(out, work.command)
     with _server(branch, token=token) as own:
         write = functools.partial(work.write, own, regraded, is_quiet=options.json)

@@ -369,6 +369,8 @@ def test_mistakes_get_one_line(graded_wrong: RunConfig, tmp_path: Path, capsys: 
     failing = ("--reward", f"{HERE}:failing", "--out", tmp_path / "z")
     assert "groups can be graded; the first: " in (said := refused(run, *failing)) and "KeyError: 'y'" in said
     assert not (tmp_path / "z" / "regrade" / "begun.json").exists()
+    assert "no batch is left" in refused(run, "--retract", "step >= 0", "--out", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
     copy = tmp_path / "run"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("weights"))
     forge(copy / "history.jsonl", '"keep_log": true', '"keep_log": false')
