@@ -42,7 +42,7 @@ from asyncrl.adapters import registry
 from asyncrl.audit.metric_rows import metrics_of
 from asyncrl.audit.regrade import Regraded, no_longer_logged
 from asyncrl.audit.replay import ReplayTrainer
-from asyncrl.audit.run_folder import RecordedRun, log_records
+from asyncrl.audit.run_folder import LINEAGE_FILE, RecordedRun, log_records
 from asyncrl.bus.port import Bus, LogMark
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
@@ -60,7 +60,6 @@ from asyncrl.policies.groups.states import PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.metric import Metric
 
-LINEAGE_FILE: Final = "lineage.json"
 _COPIED: Final = ("files.jsonl", "tickets")
 _NO_BATCH: Final = (
     "regrade: without the groups that are retracted or cannot be graded no batch is left to train, so the branch would "
@@ -88,6 +87,7 @@ class Trunk:
 
 def trunk_of(recorded: RecordedRun, history: Sequence[HistoryEntry]) -> Trunk:
     """Return what can be branched off a run. ``history``: its present history. Raises ConfigError."""
+    recorded.require_whole_branch()
     if problems := damage(history):
         raise ConfigError(f"{recorded.directory}: {problems[0]}; so the record does not say what was trained")
     trained = [entry.step for entry in history if entry.kind == "trained"]

@@ -28,7 +28,7 @@ import numpy as np
 
 from asyncrl.actors.rollout.group_maker import with_reward
 from asyncrl.audit.recorded_groups import Fate, PromptFinder, fates_of, fields_of, is_answer
-from asyncrl.audit.run_folder import log_records
+from asyncrl.audit.run_folder import BEGUN_FILE, log_records
 from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptRow
@@ -44,7 +44,6 @@ from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 log = logging.getLogger("asyncrl.check")
 
-BEGUN_FILE: Final = "begun.json"
 AWAY_SECONDS: Final = 5.0
 MAYBE_ATTEMPTS: Final = 3
 
@@ -108,7 +107,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 def require_unclaimed(folder: Path, command: Mapping[str, Any]) -> None:
     """Raise ConfigError if another command has begun to write the branch."""
-    path = folder / "regrade" / BEGUN_FILE
+    path = folder / BEGUN_FILE
     if path.exists() and path.read_text() != json.dumps(command, sort_keys=True):
         raise ConfigError(
             f"{folder}: another reward, other labels, or another predicate began to write this branch; give that "
@@ -119,7 +118,7 @@ def require_unclaimed(folder: Path, command: Mapping[str, Any]) -> None:
 def claim(folder: Path, command: Mapping[str, Any]) -> None:
     """Record what the branch is written with, once that is known to be possible. Raises ConfigError."""
     require_unclaimed(folder, command)
-    path = folder / "regrade" / BEGUN_FILE
+    path = folder / BEGUN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
@@ -143,7 +142,7 @@ class GradesFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_begun = (path.parent / BEGUN_FILE).exists()
+        is_begun = (path.parents[1] / BEGUN_FILE).exists()
         self.grades: dict[int, Grade] = {}
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)

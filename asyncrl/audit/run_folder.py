@@ -43,6 +43,9 @@ log = logging.getLogger("asyncrl.check")
 M = TypeVar("M")
 T = TypeVar("T")
 
+BEGUN_FILE: Final = "regrade/begun.json"
+LINEAGE_FILE: Final = "lineage.json"
+"""Of a branch that `asyncrl regrade` writes: what it is written with; and where it comes from, written last."""
 SILENT_SECONDS = 10.0
 """Time limit for the next record of a log."""
 
@@ -176,6 +179,14 @@ class RecordedRun:
         if not begun:
             raise NoHistory(f"{self.history_file}: has no line of a learner that began this run")
         return begun[-1]
+
+    def require_whole_branch(self) -> None:
+        """Raise ConfigError for a branch that was begun, and is not written to its end."""
+        if (self.directory / BEGUN_FILE).exists() and not (self.directory / LINEAGE_FILE).exists():
+            raise ConfigError(
+                f"{self.directory}: is a branch that is not written to its end; give its `asyncrl regrade` command "
+                "again, or remove it"
+            )
 
     def has_trained_all(self) -> bool:
         """Whether the run has trained its last step. False if its settings are not known."""

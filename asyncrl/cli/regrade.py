@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncrl.audit.run_folder import Address, RecordedRun
+from asyncrl.audit.run_folder import LINEAGE_FILE, Address, RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.audit.branch import LINEAGE_FILE, trunk_of
+    from asyncrl.audit.branch import trunk_of
     from asyncrl.audit.recorded_groups import FIELDS
     from asyncrl.audit.regrade import alone
 

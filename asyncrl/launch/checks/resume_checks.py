@@ -90,13 +90,15 @@ async def require_checkpoint(run: RunConfig, *, bus: Bus) -> None:
 
 
 def check_settings(run: RunConfig) -> None:
-    """Raise ConfigError if the run's checkpoints do not fit its settings or its model.
+    """Raise ConfigError if the run's checkpoints do not fit its settings or its model, or it is a part of a branch.
 
     Both are compared with what the newest incarnation of the learner recorded. Without a record nothing is compared.
     """
+    recorded = RecordedRun(run.run_directory)
+    recorded.require_whole_branch()
     try:
         before, files = (
-            _settings_of(RecordedRun(run.run_directory).last_start()),
+            _settings_of(recorded.last_start()),
             signal_files.recorded(run.run_directory),
         )
     except ConfigError:  # no record, or a damaged one
