@@ -52,7 +52,7 @@ from asyncrl.engines.sglang.checks import (
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
-from asyncrl.engines.sglang.images import ImageRequests, image_arguments
+from asyncrl.engines.sglang.images import ImageRequests, check_vision, image_arguments
 from asyncrl.engines.sglang.machines import FOLLOWING_PORTS, Nodes, Part, address_of, join_engine
 from asyncrl.engines.sglang.options import (
     EXACT,
@@ -165,6 +165,7 @@ class SGLangEngine(EngineAdapter):
                 'learner.lora.modules, such as ["q_proj", "k_proj", "v_proj", "o_proj"], or use publish = "merged"'
             )
         check_architecture(path, device=device, quantization=quantization, options=options)
+        check_vision(path)
 
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:

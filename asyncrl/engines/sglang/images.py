@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ _AS_THE_LEARNER: Final[Mapping[str, Any]] = {
     # Qwen3-VL's table of places is stretched over an image from corner to corner, as in transformers
     "enable-precise-embedding-interpolation": True,
 }
+_PATCH: Final = 14
+"""Pixels of a side: get_image_feature of models/qwen2_5_vl.py has 1176 = 3 x 2 x 14 x 14 as a constant."""
 _PNG: Final = b"\x89PNG"
 _CACHE_BYTES: Final = 256 * 2**20
 
@@ -45,6 +48,28 @@ def image_arguments(model_path: Path) -> Mapping[str, Any]:
         return _AS_THE_LEARNER if Placeholders.of(model_path) is not None else {}
     except (OSError, ValueError, ConfigError):  # the server reports what is wrong
         return {}
+
+
+def check_vision(model_path: Path) -> None:
+    """Raise ConfigError for a model whose images SGLang would see otherwise, without an error. Ignores a folder that
+    cannot be read. Published models pass."""
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+        kind, vision = config.get("model_type"), config.get("vision_config") or {}
+        text = config.get("text_config") or config
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    except (OSError, ValueError, AttributeError):
+        return
+    if kind == "qwen2_5_vl" and vision.get("patch_size", _PATCH) != _PATCH:  # it takes others for the tower's outputs
+        raise ConfigError(
+            f"model.path: SGLang reads images of Qwen2.5-VL with patches of {_PATCH} pixels alone, and this model's "
+            f'have {vision["patch_size"]}; use a Qwen3-VL, or engine.kind = "inprocess"'
+        )
+    if kind in ("qwen3_vl", "qwen3_vl_moe") and not rope.get("mrope_interleaved"):
+        raise ConfigError(
+            "model.path: SGLang does not interleave the rotary sections of a Qwen3-VL unless its config.json says so, "
+            'and training does; add "mrope_interleaved": true beside mrope_section, as published models have it'
+        )
 
 
 class ImageRequests:

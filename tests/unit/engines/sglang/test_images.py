@@ -8,6 +8,7 @@ import base64
 import dataclasses
 import importlib.util
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 from PIL import Image
 
 from asyncrl.engines.sglang import images
-from asyncrl.engines.sglang.images import ImageRequests, image_arguments
+from asyncrl.engines.sglang.images import ImageRequests, check_vision, image_arguments
 from asyncrl.engines.sglang.options import known_arguments
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.versions import Stamps
-from asyncrl.errors import PromptError
+from asyncrl.errors import ConfigError, PromptError
 from asyncrl.images.store import ImageFile, digest_of
 from asyncrl.messages.images import ImageRef
 from tests.unit.engines.sglang.test_reply import LENGTH, body
@@ -116,3 +117,21 @@ def test_a_server_sees_images_as_the_learner_does(tmp_path: Path) -> None:
     found = image_arguments(tmp_path)
     assert found == {"disable-fast-image-processor": True, "enable-precise-embedding-interpolation": True}
     assert not known_arguments() or found.keys() <= known_arguments()
+
+
+def test_a_model_whose_images_sglang_would_see_otherwise_is_refused(tmp_path: Path) -> None:
+    def write(kind: str, rope: dict[str, Any], **vision: int) -> None:
+        config = {"model_type": kind, "text_config": {"rope_parameters": rope}, "vision_config": vision}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+
+    write("qwen2_5_vl", {}, patch_size=4)
+    with pytest.raises(ConfigError, match="patches of 14 pixels alone, and this model's have 4; use a Qwen3-VL"):
+        check_vision(tmp_path)
+    write("qwen3_vl", {"mrope_section": [24, 20, 20]}, patch_size=16)
+    with pytest.raises(ConfigError, match='add "mrope_interleaved": true'):
+        check_vision(tmp_path)
+    write("qwen3_vl", {"mrope_section": [24, 20, 20], "mrope_interleaved": True}, patch_size=4)
+    check_vision(tmp_path)
+    write("qwen2_5_vl", {}, patch_size=14)
+    check_vision(tmp_path)
+    check_vision(tmp_path / "none")
