@@ -47,7 +47,7 @@ group_size = 8
 harness = "tests.harness.counting_agent:play"
 chat_template = "{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
 timeout_seconds = 300.0
-harness_options = {{ processes = 4, directory = "{root}" }}
+harness_options = {{ processes = 2, directory = "{root}" }}
 
 [reward]
 kind = "asyncrl.data.demo_task:reward"
