@@ -33,6 +33,8 @@ _MOST_RANKS_OF_LOADER = 2
 """LOADER reads the whole file in each rank. SGLang's own loader maps it and reads the pages with the rank's part, so
 with four or more ranks it should be as fast."""
 
+_NOT_SERVED: Final = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""SGLang 0.5.16 to 0.5.23 has these with their vision towers alone."""
 _UNTIED: Final = frozenset(
     {
         "Qwen2MoeForCausalLM",
@@ -174,16 +176,12 @@ _NOT_ON_A_CPU: Final = {
     "Qwen3VLForConditionalGeneration": "has no image processor",
     "Qwen3VLMoeForConditionalGeneration": "has no image processor",
     "Qwen3NextForCausalLM": "does not start",
-    "Qwen3_5ForCausalLM": "does not start",
-    "Qwen3_5MoeForCausalLM": "does not start",
 }
 """Failures of SGLang 0.5.23's CPU server with tiny models, by architecture. GPUs have kernels for these models."""
 _ON_GPUS_ALONE: Final = (
     "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",
     "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
 )
 """The in-process engine does not support them, either."""
 
@@ -197,6 +195,11 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
         architectures = config.get("architectures") or [""]
     except (OSError, ValueError, AttributeError):
         return
+    if architectures[0] in _NOT_SERVED:
+        raise ConfigError(
+            f"model.path: SGLang serves no {architectures[0]}, a text part without its vision tower, and no other "
+            'engine here does; train it on given answers (rollout.function = "given", SFT), or another model'
+        )
     if config.get("tie_word_embeddings") and architectures[0] in _UNTIED:
         raise ConfigError(
             f"model.path: SGLang's {architectures[0]} ignores tie_word_embeddings = true and would sample from an "

@@ -201,6 +201,13 @@ def test_a_mixture_with_a_tied_output_layer_which_sglang_would_not_load_is_refus
         checks.check_architecture(tmp_path, device="cuda")
 
 
+def test_a_model_that_no_engine_serves_is_refused_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3_5ForCausalLM"]}')
+    for device in ("cuda", "cpu"):
+        with pytest.raises(ConfigError, match=r"SGLang serves no Qwen3_5ForCausalLM, .*SFT"):
+            checks.check_architecture(tmp_path, device=device)
+
+
 def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForCausalLM"]}')
     checks.check_architecture(tmp_path, device="cuda")
