@@ -17,7 +17,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
@@ -231,7 +231,7 @@ class SGLangEngine(EngineAdapter):
             pause=options.pause,
             first_version=version,
             stamps=self._stamps,
-            is_open=self._places.is_open,
+            places=self._places,
         )
         self._lora = lora
         self._adapters = Adapters(self._client.control, first_version=version) if lora else None
@@ -323,7 +323,7 @@ class SGLangEngine(EngineAdapter):
         check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
         shown = await self._images.show(prompt_tokens, images)
         asked = time.monotonic()
-        async with self._places.place():
+        async with self._places.place(has_images=bool(shown)) as note_read:
             held_seconds = time.monotonic() - asked
             with (self._adapters or self._loader).in_use() as (version, names):
                 reply = Reply(
@@ -337,8 +337,9 @@ class SGLangEngine(EngineAdapter):
                     held_seconds=held_seconds,
                 )
                 partial.follow(reply)
-                request = self._request(prompt_tokens, sampling, seed=seed, stream=is_seen or not self._has_spans)
-                await self._sample(reply, request | shown | names, sent=version)
+                stream = is_seen or bool(shown) or not self._has_spans
+                request = self._request(prompt_tokens, sampling, seed=seed, stream=stream)
+                await self._sample(reply, request | shown | names, sent=version, note_read=note_read)
         return await self._stops.cut(partial.prefix.then(reply.generation()), sampling, stop)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
@@ -611,7 +612,9 @@ class SGLangEngine(EngineAdapter):
         async with self._client.post("/generate", self._short_request()):
             pass
 
-    async def _sample(self, reply: Reply, request: Mapping[str, Any], *, sent: Version) -> None:
+    async def _sample(
+        self, reply: Reply, request: Mapping[str, Any], *, sent: Version, note_read: Callable[[], None]
+    ) -> None:
         late_tokens = self._late_tokens if self._has_spans else None
         bounds = self._settled.request(sent)
         try:
@@ -626,6 +629,7 @@ class SGLangEngine(EngineAdapter):
                         before = len(reply)
                         stamp = reply.take_chunk(json.loads(data), newest=bounds.newest, late_tokens=late_tokens)
                         if len(reply) > before:
+                            note_read()
                             self._tokens_generated += len(reply) - before
                             bounds.note_token()
                             self._settled.note_stamp(stamp)

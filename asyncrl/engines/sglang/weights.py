@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from asyncrl.engines.generation import Version, format_version
 from asyncrl.engines.sglang import loader, receiving
+from asyncrl.engines.sglang.client import Places
 from asyncrl.engines.sglang.options import LOADER
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import EngineDied, EngineError, WeightsError
@@ -57,13 +58,11 @@ _SLOWEST_WEIGHTS_PER_SECOND: Final = 2e7
 class WeightLoader:
     """Loads weights into one server, one version at a time."""
 
-    def __init__(
-        self, post: Post, *, pause: str, first_version: Version, stamps: Stamps, is_open: asyncio.Event
-    ) -> None:
-        """``is_open`` is cleared while the server is paused; new requests wait for it."""
+    def __init__(self, post: Post, *, pause: str, first_version: Version, stamps: Stamps, places: Places) -> None:
+        """``places`` are closed while the server is paused; new requests wait for them."""
         self._post = post
         self._pause = pause
-        self._is_open = is_open
+        self._places = places
         self._lock = asyncio.Lock()
         self.version = first_version
         self._stamps = stamps
@@ -184,11 +183,11 @@ class WeightLoader:
         """
         asked = time.monotonic()
         async with self._lock:
-            began = time.monotonic()
             self.num_loads += 1  # before the update: if it succeeds but its response is lost, no old key may be reused
-            self._is_open.clear()
             was_torn = self._is_torn
             try:
+                await self._places.close()
+                began = time.monotonic()
                 await self._post("/pause_generation", {"mode": self._pause})
                 if self.has_sessions and (self._is_torn or not self._knows_session):
                     await self._end_open_session()
@@ -237,7 +236,7 @@ class WeightLoader:
             raise
         except EngineError as error:
             raise EngineDied(f"the server stays paused: {error}") from error
-        self._is_open.set()
+        self._places.is_open.set()
 
 
 class SGLangUpdater:

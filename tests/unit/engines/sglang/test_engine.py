@@ -16,6 +16,7 @@ from aiohttp import test_utils
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang import engine as sglang
+from asyncrl.engines.sglang.client import Places
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.errors import ConfigError, EngineDied, EngineError, PromptError, WeightsError
@@ -111,7 +112,7 @@ async def test_an_instruction_names_the_open_file_and_the_one_in_the_folder(mode
         return {"success": True}
 
     loader = WeightLoader(
-        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), is_open=asyncio.Event()
+        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), places=Places()
     )
     loader.ranks_with_loader = 1
     await loader.load(model.version(4), model.folder)
@@ -133,7 +134,7 @@ async def test_a_load_leaves_a_draft_model_of_its_own_alone(
         return {"success": True}
 
     loader = WeightLoader(
-        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), is_open=asyncio.Event()
+        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), places=Places()
     )
     loader.ranks_with_loader, loader.keeps_draft, loader.has_sessions = 1, True, has_sessions
     await loader.load(model.version(4), model.folder)

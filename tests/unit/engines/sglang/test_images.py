@@ -17,10 +17,12 @@ import pytest
 from PIL import Image
 
 from asyncrl.engines.sglang import images
+from asyncrl.engines.sglang.client import IMAGES_AT_ONCE, Places
 from asyncrl.engines.sglang.images import ImageRequests, check_vision, image_arguments
 from asyncrl.engines.sglang.options import known_arguments
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.versions import Stamps
+from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.errors import ConfigError, PromptError
 from asyncrl.images.store import ImageFile, digest_of
 from asyncrl.messages.images import ImageRef
@@ -135,3 +137,61 @@ def test_a_model_whose_images_sglang_would_see_otherwise_is_refused(tmp_path: Pa
     write("qwen2_5_vl", {}, patch_size=14)
     check_vision(tmp_path)
     check_vision(tmp_path / "none")
+
+
+async def turn() -> None:
+    """Let all tasks run until they wait."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_server_reads_few_requests_with_images_at_once() -> None:
+    places, read = Places(), []
+
+    async def ask() -> None:
+        async with places.place(has_images=True) as note_read:
+            read.append(note_read)
+            await asyncio.Event().wait()
+
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(ask()) for _ in range(IMAGES_AT_ONCE + 2)]
+        await turn()
+        assert (len(read), places.queued + places.running) == (IMAGES_AT_ONCE, IMAGES_AT_ONCE + 2)
+        async with places.place():
+            pass  # a request of text waits for none of them
+        read[0]()
+        read[0]()  # and so does each later token
+        await turn()
+        assert len(read) == IMAGES_AT_ONCE + 1
+        asking[1].cancel()
+        await turn()
+        assert len(read) == IMAGES_AT_ONCE + 2
+        for one in asking:
+            one.cancel()
+    assert places.queued + places.running == 0
+
+
+async def test_a_load_pauses_a_server_once_it_has_read_the_images_that_it_was_sent() -> None:
+    places, asked = Places(read_seconds=None), list[str]()
+
+    async def post(path: str, body: object) -> dict[str, bool]:
+        asked.append(path)
+        return {"success": True}
+
+    loader = WeightLoader(
+        post, pause="in_place", first_version=(0, 0), stamps=Stamps(first_version=(0, 0)), places=places
+    )
+    loader.ranks_with_loader = 1
+    async with places.place(has_images=True) as note_read, asyncio.TaskGroup() as group:
+        group.create_task(loader.load_with_loader((0, 1), "", what=""))
+        await turn()
+        assert not asked and not places.is_open.is_set()
+        note_read()
+    assert asked[0] == "/pause_generation" and places.is_open.is_set()
+
+
+async def test_a_load_does_not_wait_for_images_forever() -> None:
+    places = Places(read_seconds=0)
+    async with places.place(has_images=True):
+        await places.close()
+    assert not places.is_open.is_set()
