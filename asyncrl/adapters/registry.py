@@ -256,7 +256,9 @@ def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     if every := run.weights.models_every or kept_for_others:
         from asyncrl.weights.kept_models import ModelKeeper
 
-        return ModelKeeper(made, run.run_directory / "models", every=every, model_path=Path(run.model.path))
+        model, quantization = Path(run.model.path), run.weights.quantization
+        folder = run.run_directory / "models"
+        return ModelKeeper(made, folder, every=every, model_path=model, quantization=quantization)
     return made
 
 

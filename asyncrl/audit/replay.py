@@ -289,7 +289,8 @@ class ReplayTrainer:
     def export(self, *, incarnation: int, version: int) -> None:
         """Write the current weights as a model folder."""
         assert self._backend is not None and self._run is not None
-        channel = FilesChannel(self._directory / "weights", keep=1, model_path=Path(self._run.model.path))
+        model, quantization = Path(self._run.model.path), self._run.weights.quantization
+        channel = FilesChannel(self._directory / "weights", keep=1, model_path=model, quantization=quantization)
         channel.publish(self._backend.export(), incarnation=incarnation, policy_version=version)
 
     def close(self) -> None:

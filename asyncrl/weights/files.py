@@ -61,14 +61,14 @@ class FilesChannel(ChannelAdapter):
             run.weights_directory,
             keep=run.weights.keep,
             model_path=Path(run.model.path),
-            quantization=run.weights.quantization or "fp8",
+            quantization=run.weights.quantization,
         )
 
-    def __init__(self, directory: Path, *, keep: int, model_path: Path, quantization: str = "fp8") -> None:
+    def __init__(self, directory: Path, *, keep: int, model_path: Path, quantization: str = "") -> None:
         """
         keep          versions to keep
         model_path    folder whose config and tokenizer are added to every version
-        quantization  format of versions that are quantized
+        quantization  weights.quantization
         """
         self._quantization = quantization
         self._directory = directory.absolute()

@@ -17,10 +17,12 @@ class ModelKeeper:
     If that version is skipped because publishing is slower than a step, the next published one is kept instead.
     """
 
-    def __init__(self, channel: WeightChannel, directory: Path, *, every: int, model_path: Path) -> None:
+    def __init__(
+        self, channel: WeightChannel, directory: Path, *, every: int, model_path: Path, quantization: str = ""
+    ) -> None:
         """``every``: keep one version of this many; > 0."""
         self._channel = channel
-        self._models = FilesChannel(directory, keep=sys.maxsize, model_path=model_path)
+        self._models = FilesChannel(directory, keep=sys.maxsize, model_path=model_path, quantization=quantization)
         self._directory = directory
         self._every = every
         self._published = -1

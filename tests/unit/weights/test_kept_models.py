@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from asyncrl.data.model_folder import check_model
+from asyncrl.tensors import quantized_model
+from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.kept_models import ModelKeeper
 from tests.harness.engines import Model
@@ -37,6 +40,16 @@ def test_every_so_many_th_version_stays_as_a_model(tmp_path: Path, model: Model)
     assert names(tmp_path / "weights") == {"0-6", "0-7"}
     assert names(tmp_path / "models") == {"0-3", "0-6"}
     check_model(tmp_path / "models" / "0-3")
+
+
+def test_a_quantized_model_says_its_format(tmp_path: Path, model: Model) -> None:
+    tensors = quantized_model.quantize_tensors(snapshot(model).tensors(), "fp8_ue8m0")
+    files = FilesChannel(tmp_path / "weights", keep=2, model_path=model.folder, quantization="fp8_ue8m0")
+    keeper = ModelKeeper(files, tmp_path / "models", every=1, model_path=model.folder, quantization="fp8_ue8m0")
+    keeper.publish(Snapshot.from_tensors(tensors), incarnation=0, policy_version=1)
+    for folder in ("weights", "models"):
+        config = json.loads((tmp_path / folder / "0-1" / "config.json").read_text())
+        assert config["quantization_config"]["scale_fmt"] == "ue8m0"
 
 
 @pytest.mark.parametrize(("first", "stays"), [(3, {"0-3"}), (4, {"0-3"}), (6, {"0-3", "1-6"})])
