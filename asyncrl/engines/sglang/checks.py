@@ -19,6 +19,7 @@ from asyncrl.engines.sglang.options import (
     OWN_DRAFTS,
     QUANTIZATIONS,
     Options,
+    names_draft,
     option_name,
 )
 from asyncrl.errors import ConfigError
@@ -33,6 +34,10 @@ _MOST_RANKS_OF_LOADER = 2
 """LOADER reads the whole file in each rank. SGLang's own loader maps it and reads the pages with the rank's part, so
 with four or more ranks it should be as fast."""
 
+_DRAFT_IS_LOADED: Final = (
+    "engine.options: server_arguments: speculative-draft-model-path: SGLang would load the policy into the draft model "
+    "as well; remove dp-size and weights.quantization, and use engines of one machine"
+)
 _NOT_SERVED: Final = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 """SGLang 0.5.16 to 0.5.23 has these with their vision towers alone."""
 _UNTIED: Final = frozenset(
@@ -88,6 +93,14 @@ def keeps_draft(info: Mapping[str, Any]) -> bool:
     /server_info."""
     path = info.get("speculative_draft_model_path")
     return _speculation(info) in DRAFT_MODELS and bool(path) and path != info.get("model_path")
+
+
+def check_own_draft(run: RunConfig, options: Options) -> None:
+    """Raise ConfigError for a draft model of its own where no load can leave it alone."""
+    given = {option_name(key): value for key, value in options.server_arguments.items()}
+    replicas = given.get("dp-size", given.get("data-parallel-size", 1))
+    if names_draft(given) and (run.weights.quantization or options.machines > 1 or replicas != 1):
+        raise ConfigError(_DRAFT_IS_LOADED)
 
 
 def _speculation(info: Mapping[str, Any]) -> str:
@@ -249,10 +262,7 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *,
         and (has_own_draft or _speculation(info) in ("", "NGRAM"))  # else the draft model is read from the folder, too
     )
     if has_own_draft and not is_plain:
-        raise ConfigError(
-            "engine.options: server_arguments: speculative-draft-model-path: SGLang would load the policy into the "
-            "draft model as well; remove dp-size and weights.quantization, and use engines of one machine"
-        )
+        raise ConfigError(_DRAFT_IS_LOADED)
     return ranks if is_plain and (has_own_draft or ranks <= _MOST_RANKS_OF_LOADER) else 0
 
 

@@ -44,6 +44,7 @@ from asyncrl.engines.sglang.checks import (
     check_machines,
     check_memory_saver,
     check_on_cpu,
+    check_own_draft,
     check_version,
     context_before_start,
     context_of_server,
@@ -138,6 +139,7 @@ class SGLangEngine(EngineAdapter):
             check_attached(run)
         else:
             check_arguments(options.server_arguments, has_drafts=has_drafts(run))
+            check_own_draft(run, options)
         check_machines(run, options.machines)
 
     @classmethod

@@ -158,7 +158,7 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) ->
 
     drafts  draft models whose weights the server has, without a folder of their own
     """
-    has_folder = any(name.startswith("speculative-draft-model") and value for name, value in arguments.items())
+    has_folder = names_draft(arguments)
     for name, value in arguments.items():
         if name.startswith("disaggregation-mode") and value not in (None, "null"):
             raise ConfigError(
@@ -173,6 +173,12 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) ->
                 'speculative-draft-model-path of a model that stays as it is, or "NEXTN" with draft layers that are '
                 'trained (learner.options.draft_coefficient, weights.channel = "files")'
             )
+
+
+def names_draft(server_arguments: Mapping[str, Any]) -> bool:
+    """Whether the options name the folder of a draft model."""
+    names = ("speculative-draft-model-path", "speculative-draft-model")
+    return any(option_name(key) in names and value for key, value in server_arguments.items())
 
 
 def metrics_arguments() -> dict[str, Any]:

@@ -58,8 +58,6 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     # SGLang reads no output layer of Gemma's; with large embeddings a tied model says its last token again
     "gemma3": {"num_heads": 2, "num_kv_heads": 1, "tied": True, "initializer_range": 0.02},
     "qwen3_next": {"entries": {"linear_value_head_dim": 128}},
-    "qwen3_5": {"entries": {"linear_value_head_dim": 128}},
-    "qwen3_5_moe": {"entries": {"linear_value_head_dim": 128}},
 }
 """Where heads are not of 128 numbers."""
 MOONLIGHT: Final[Mapping[str, Any]] = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}

@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from asyncrl import config
 from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang import server as sglang_server
+from asyncrl.engines.sglang.engine import SGLangEngine
 from asyncrl.engines.sglang.options import Options, check_arguments
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError
+from tests import ROOT
+
+EXAMPLE = ROOT / "examples" / "gpu.toml"
 
 
 def command(device: str = "cpu", quantization: str = "", **server_arguments: Any) -> list[str]:
@@ -58,6 +63,8 @@ def test_options_that_sglang_takes_and_that_cannot_work_in_a_run_are_refused(nam
     with pytest.raises(ConfigError, match=says):
         check_arguments({name: value})
     check_arguments({"speculative-algorithm": "NGRAM"})
+    with pytest.raises(ConfigError, match="draft model"):
+        check_arguments({"speculative-algorithm": "EAGLE", "speculative-draft-model-quantization": "fp8"})
     check_arguments({"speculative-algorithm": "NEXTN"}, has_drafts=True)
     with pytest.raises(ConfigError, match="draft model"):
         check_arguments({"speculative-algorithm": "EAGLE3"}, has_drafts=True)
@@ -100,6 +107,19 @@ def test_a_draft_model_of_its_own_is_taken_where_loads_can_leave_it_alone() -> N
             ConfigError, match="speculative-draft-model-path: SGLang would load the policy into the draft"
         ):
             checks.ranks_with_loader(info | said)
+
+
+@pytest.mark.parametrize(
+    "other",
+    ['weights.quantization="fp8"', "engine.options.machines=2", "engine.options.server_arguments.data_parallel_size=2"],
+)
+def test_a_draft_model_of_its_own_is_refused_before_a_server_starts(other: str) -> None:
+    draft = ("engine.kind=sglang", "engine.options.tensor_parallel=2", "weights.channel=files")
+    own = '{speculative-algorithm = "EAGLE3", speculative-draft-model-path = "/draft"}'
+    given = (*draft, f"engine.options.server_arguments={own}")
+    SGLangEngine.check(config.load(EXAMPLE, given))
+    with pytest.raises(ConfigError, match="would load the policy into the draft"):
+        SGLangEngine.check(config.load(EXAMPLE, (*given, other)))
 
 
 def test_a_server_of_your_own_must_serve_the_format_that_versions_have(tmp_path: Path) -> None:
