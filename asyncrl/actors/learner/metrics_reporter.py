@@ -127,9 +127,9 @@ class MetricsReporter:
         await self._put(self.newest)
 
     def _join_rare_categories(self, row: Mapping[str, Metric], *, step: int) -> dict[str, Metric]:
-        were_all_named = not self._categories.num_joined
+        had_joined = self._categories.has_joined
         joined = self._categories.join_rest(row)
-        if were_all_named and self._categories.num_joined:
+        if self._categories.has_joined and not had_joined:
             log.warning(
                 "step %d: the reward has named more than %d categories; further ones are counted together, as "
                 "reward/category/other. Let it name kinds of answers, not texts such as str(error)",

@@ -1,7 +1,7 @@
 """Categories of answers as metrics: reward/category/NAME, or reward/PART.category/NAME with reward.parts.
 
 A reward names categories in words of its own, which may be texts of errors. Every name is a metric of all later steps,
-so only the first MOST of a run have one.
+so only the first MOST since the learner started have one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Categories:
 
     def __init__(self) -> None:
         self._known: set[str] = set()
-        self.num_joined = 0
-        """Names that were joined with others, every time one was."""
+        self.has_joined = False
+        """Whether a name was ever joined with others."""
 
     def join_rest(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return metrics in which the share of every category beyond the first MOST is in category/other.
@@ -35,7 +35,7 @@ class Categories:
         for name in sorted(found, key=lambda one: -_share(metrics[one])):
             if name not in self._known and (len(self._known) < MOST or found[name][2] == _REST):
                 self._known.add(name)
-            self.num_joined += name not in self._known
+            self.has_joined |= name not in self._known
             kept = name if name in self._known else f"{found[name][1]}{_REST}"
             row[kept] = _share(row.get(kept, 0.0)) + _share(metrics[name])
         return row

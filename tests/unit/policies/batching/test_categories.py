@@ -11,7 +11,7 @@ def test_categories_beyond_the_first_are_counted_together() -> None:
     row = categories.join_rest({"reward/mean": 0.5, **first})
     assert len(row) == 1 + MOST + 1
     assert row["reward/category/other"] == (1 + 2) / 4096, "the two rarest"
-    assert categories.num_joined == 2
+    assert categories.has_joined
     later = categories.join_rest({"reward/category/0": 0.25, "reward/category/9": 0.5, "reward/mean": 1.0})
     assert later == {"reward/category/other": 0.25, "reward/category/9": 0.5, "reward/mean": 1.0}
 
