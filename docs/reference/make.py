@@ -1,12 +1,10 @@
 """Write the pages of docs/reference, each from the code that it describes, and the names in examples/demo.toml.
 
-python docs/reference/make.py           writes every page that is not current
-python docs/reference/make.py --check   names them and exits with 1
+python docs/reference/make.py   names and writes every page that is not current
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -35,13 +33,14 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
 }
 
 
-def main() -> int:
-    outdated = [name for name, page in PAGES.items() if _text(FOLDER / name) != page()]
-    for name in outdated:
+def main() -> None:
+    for name in outdated():
         print(name)
-        if "--check" not in sys.argv[1:]:
-            (FOLDER / name).write_text(PAGES[name]())
-    return 1 if outdated and "--check" in sys.argv[1:] else 0
+        (FOLDER / name).write_text(PAGES[name]())
+
+
+def outdated() -> list[str]:
+    return [name for name, page in PAGES.items() if _text(FOLDER / name) != page()]
 
 
 def _text(path: Path) -> str:
@@ -49,4 +48,4 @@ def _text(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
