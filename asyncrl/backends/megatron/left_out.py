@@ -23,8 +23,9 @@ _REASONS: Final[Mapping[str, str]] = {
     "file",
     "fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis": "model.dtype is bfloat16 or "
     "float32, which need no loss scale",
-    "fp8_recipe fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache": "FP8 and "
-    'FP4 in training need Transformer Engine\'s layers; weights.quantization = "fp8" is for engines',
+    "fp8_recipe fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag "
+    "keep_fp8_transpose_cache": "training in FP8 or FP4 needs Transformer Engine's layers; "
+    'weights.quantization = "fp8" is for engines',
     "main_params_dtype store_param_remainders": "main weights are float32",
     "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
     "pin_cpu_params": "learner.options.offload_optimizer keeps all moments on the host, pinned, and copies them beside "
