@@ -25,6 +25,13 @@ FILE: Final = "preprocessor_config.json"
 _FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose images become (patches / merge_size^2) placeholder tokens, by the rules of Qwen2-VL."""
 
+_SIZES: Final = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
+"""Sizes that the processor and the vision tower share, by their names in FILE and in vision_config."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholders:
@@ -66,6 +73,18 @@ class ImageProcessor:
             self._processor: Any = implementation.Qwen2VLImageProcessorPil.from_pretrained(folder)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{folder / FILE}: {error}") from None
+        self._check_sizes(folder)
+
+    def _check_sizes(self, folder: Path) -> None:
+        """Raise ConfigError if the tower reads patches of other sizes."""
+        vision = json.loads((folder / "config.json").read_bytes()).get("vision_config") or {}
+        for ours, name in _SIZES.items():
+            size = getattr(self._processor, ours)
+            if vision.get(name, size) != size:
+                raise ConfigError(
+                    f"{folder / FILE}: {ours} is {size}, and vision_config.{name} of config.json {vision[name]}; "
+                    "take both files from the same model"
+                )
 
     @property
     def merge(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 
 from asyncrl.data.tiny_vision_model import make_tiny_vision_model
 from asyncrl.errors import ConfigError, ImageError
-from asyncrl.images.processor import ImageProcessor
+from asyncrl.images.processor import FILE, ImageProcessor
 from asyncrl.images.reading import read_info
 from asyncrl.messages.images import positions
 
@@ -34,6 +35,15 @@ def test_the_grid_is_known_before_the_patches_are_made(folder: Path, width: int,
     assert processor.grid(read_info(data)) == grid
     assert patches.shape == (np.prod(grid), 3 * 2 * 4 * 4)
     assert patches.dtype == np.float32
+
+
+@pytest.mark.parametrize(("ours", "name"), [("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")])
+def test_a_processor_of_another_model_is_refused(folder: Path, tmp_path: Path, ours: str, name: str) -> None:
+    settings = json.loads((folder / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps(settings | {ours: 16}))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match=f"{ours} is 16, and vision_config.{name} of config.json {settings[ours]}; "):
+        ImageProcessor(tmp_path)
 
 
 def test_a_placeholder_becomes_as_many_tokens_as_its_image_has(folder: Path) -> None:
