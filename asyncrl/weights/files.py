@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, cast
 
 import safetensors.torch
 import torch
@@ -39,6 +39,7 @@ from asyncrl.tensors.adapter_names import CONFIG_FILE
 from asyncrl.tensors.snapshot import AnyBucket, HostBucket, PartWorker, Snapshot
 from asyncrl.tensors.weight_files import WeightFile
 from asyncrl.weights.adapter import ChannelAdapter
+from asyncrl.weights.port import WeightChannel
 
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
@@ -56,13 +57,10 @@ class FilesChannel(ChannelAdapter):
     takes_parts = True
 
     @classmethod
-    def build(cls, run: RunConfig, *, bus: Bus) -> FilesChannel:
-        return cls(
-            run.weights_directory,
-            keep=run.weights.keep,
-            model_path=Path(run.model.path),
-            quantization=run.weights.quantization,
-        )
+    def build(cls, run: RunConfig, *, bus: Bus) -> WeightChannel:
+        channel = super().build(run, bus=bus)
+        cast(FilesChannel, channel)._quantization = run.weights.quantization  # a subclass has a constructor of its own
+        return channel
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, quantization: str = "") -> None:
         """

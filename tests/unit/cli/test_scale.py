@@ -58,7 +58,7 @@ def test_a_rank_that_joins_has_what_the_channel_needs_in_its_environment(monkeyp
 
     found: list[str] = []
 
-    def serve(run: config.RunConfig, *, rank: int) -> int:
+    def serve(run: config.RunConfig, *, rank: int, standby: str) -> int:
         found.append(os.environ["NCCL_CUMEM_ENABLE"])
         return 0
 
@@ -66,5 +66,5 @@ def test_a_rank_that_joins_has_what_the_channel_needs_in_its_environment(monkeyp
     monkeypatch.setattr(arguments, "load", lambda options: run)
     monkeypatch.setattr(learner, "backend_class", lambda run: Backend)
     monkeypatch.setattr(learner, "_serve", serve)
-    assert learner.run(argparse.Namespace(resume=False)) == 0
+    assert learner.run(argparse.Namespace(resume=False, standby="")) == 0
     assert found == ["0"]

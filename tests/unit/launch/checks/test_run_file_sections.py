@@ -138,7 +138,7 @@ def test_refuses_mistakes_about_what_is_trained(run_file: Path, overrides: list[
             ["learner.lora={rank=4, publish='adapter'}", "engine.kind=sglang", "weights.channel=objects"],
             'weights.channel = "objects" takes no adapters',
         ),
-        (["weights.quantization=int8"], "quantization must be one of 'fp8', got 'int8'"),
+        (["weights.quantization=int8"], "quantization must be one of 'fp8', 'fp8_ue8m0', got 'int8'"),
         (
             ["weights.quantization=fp8", "engine.kind=sglang", "weights.channel=nccl"],
             'weights.channel = "nccl" takes no fp8',
