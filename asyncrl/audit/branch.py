@@ -29,7 +29,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ from asyncrl.adapters import registry
 from asyncrl.audit.metric_rows import metrics_of
 from asyncrl.audit.regrade import Regraded, no_longer_logged
 from asyncrl.audit.replay import ReplayTrainer
-from asyncrl.audit.run_folder import LINEAGE_FILE, RecordedRun, log_records
+from asyncrl.audit.run_folder import BEGUN_FILE, LINEAGE_FILE, RecordedRun, log_records
 from asyncrl.bus.port import Bus, LogMark
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
@@ -87,7 +87,6 @@ class Trunk:
 
 def trunk_of(recorded: RecordedRun, history: Sequence[HistoryEntry]) -> Trunk:
     """Return what can be branched off a run. ``history``: its present history. Raises ConfigError."""
-    recorded.require_whole_branch()
     if problems := damage(history):
         raise ConfigError(f"{recorded.directory}: {problems[0]}; so the record does not say what was trained")
     trained = [entry.step for entry in history if entry.kind == "trained"]
@@ -105,21 +104,67 @@ def trunk_of(recorded: RecordedRun, history: Sequence[HistoryEntry]) -> Trunk:
     )
 
 
-def require_own_states(trunk: Trunk, *, first: int) -> None:
-    """Raise ConfigError if a branch whose first other step is ``first`` would have to train across a promotion."""
-    done, _ = trunk.recorded.checkpoint_before(first, trunk.history)
-    for step in promotions(trunk.history):
-        if done < step:
-            raise ConfigError(
-                f"{trunk.recorded.directory}: step {step + 1} goes on from the state of a shadow (`asyncrl promote`), "
-                f"which a branch from step {done} does not have; leave older steps as they are with --where or "
-                f"--retract '... and step > {step}' (from a checkpoint behind it: checkpoint.keep)"
-            )
+@contextlib.contextmanager
+def holding(trunk: Trunk, out: Path) -> Iterator[None]:
+    """Hold the run's checkpoints for its branch in ``out``: a run that is up removes them while groups are graded.
+
+    They are hard links in BRANCH/regrade/checkpoints, which also a command that is interrupted leaves for the next;
+    where files cannot be linked none is held.
+    """
+    held = _held(out).directory / "checkpoints"
+    for folder in checkpoint.list_complete(trunk.recorded.directory / "checkpoints"):
+        partial = held / f".{folder.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        if not (held / folder.name).exists():
+            with contextlib.suppress(OSError, shutil.Error):
+                shutil.copytree(folder, partial, copy_function=os.link)
+                partial.rename(held / folder.name)
+    try:
+        yield
+    except ConfigError:
+        if not (out / BEGUN_FILE).exists():
+            shutil.rmtree(held, ignore_errors=True)
+        raise
+    shutil.rmtree(held, ignore_errors=True)
 
 
-def require_batch(trunk: Trunk, regraded: Regraded, *, first: int) -> None:
+def _held(out: Path) -> RecordedRun:
+    """Return a folder with the checkpoints that a branch holds."""
+    return RecordedRun(out / "regrade")
+
+
+def starting_point(trunk: Trunk, out: Path, *, first: int) -> tuple[int, Path | None]:
+    """Return (steps done, backend folder) of the checkpoint from which ``first`` can start; (0, None) without one."""
+    places = (_held(out), trunk.recorded)
+    return max((one.checkpoint_before(first, trunk.history) for one in places), key=lambda found: found[0])
+
+
+def first_own_step(trunk: Trunk, out: Path) -> int:
+    """Return the first step that a branch can change. Behind a promotion it needs a checkpoint from there."""
+    if not (promoted := promotions(trunk.history)):
+        return 1
+    places = (_held(out), trunk.recorded)
+    behind = (done for one in places for done, _ in one.checkpoints(trunk.history) if done >= promoted[-1])
+    return 1 + min(behind, default=trunk.step)
+
+
+def require_own_states(trunk: Trunk, step: int, *, first: int) -> None:
+    """Raise ConfigError if a branch that changes ``step`` would have to train across a promotion.
+
+    first  the first step that it can change (first_own_step)
+    """
+    if step < first:
+        promoted = promotions(trunk.history)[-1]
+        raise ConfigError(
+            f"{trunk.recorded.directory}: step {promoted + 1} goes on from the state of a shadow (`asyncrl promote`), "
+            f"which a branch that changes step {step} does not have; leave what is older than the first checkpoint "
+            f"behind it with --where or --retract '... and step > {first - 1}'"
+        )
+
+
+def require_batch(trunk: Trunk, regraded: Regraded, out: Path, *, first: int) -> None:
     """Raise ConfigError if there is no checkpoint before step ``first``, and too few groups are left for a step."""
-    if trunk.recorded.checkpoint_before(first, trunk.history)[1] is not None:
+    if starting_point(trunk, out, first=first)[1] is not None:
         return
     lost = regraded.retracted | {grade.group for grade in regraded.grades.values() if grade.error}
     trained = (entry for entry in trunk.history if entry.kind in ("trained", "filtered"))
@@ -179,7 +224,9 @@ async def write_branch(
             shutil.copy(trunk.recorded.directory / name, out / name)
     await asyncio.to_thread(share_images, trunk.recorded.directory, out)
     first = regraded.first_step(trained=trunk.step)
-    done, folder = trunk.recorded.checkpoint_before(first, trunk.history)
+    done, folder = starting_point(trunk, out, first=first)
+    # a checkpoint that could not be held may be gone
+    require_own_states(trunk, done + 1, first=1 + max(promotions(trunk.history), default=0))
     retraining = _Retraining(trunk, regraded, run=run, sequences=sequences, position=position, done=done)
     loop = asyncio.get_running_loop()
     try:

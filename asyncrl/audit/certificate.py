@@ -50,9 +50,11 @@ async def certificate(
         raise ConfigError(f"--version {version}: {recorded.directory} has made versions 1 to {last}")
     past = history[: history.index(made[-1]) + 1]
     trained = list(steps(past))
-    groups = await _groups(bus, trained, directory=recorded.directory)
     begun = [entry for entry in past if entry.kind == BEGUN]
-    settings = recorded.settings(begun[-1])
+    weights = _weights(
+        recorded.directory, recorded.settings(begun[-1]), made[-1]
+    )  # first: a run that is up removes them
+    groups = await _groups(bus, trained, directory=recorded.directory)
     files = dict(_recorded_files(recorded.directory))
     found: dict[str, Any] = {
         "format": FORMAT,
@@ -60,7 +62,7 @@ async def certificate(
         "directory": str(recorded.directory.absolute()),
         "version": version,
         "incarnation": made[-1].incarnation,
-        "weights": _weights(recorded.directory, settings, made[-1]),
+        "weights": weights,
         "parent": lineage_of(recorded.directory),
         **({"promoted_after": shadows} if (shadows := promotions(past)) else {}),  # another state took this one's place
         "incarnations": [
@@ -219,8 +221,10 @@ def _weights(directory: Path, settings: RunConfig, made: HistoryEntry) -> dict[s
     folder = next((one for one in (own / name, directory / "models" / name) if one.is_dir()), None)
     found: dict[str, Any] = {}
     if folder is not None:
-        paths = sorted(path for path in folder.iterdir() if path.is_file())
-        found["model"] = {path.name: _sha256(path) for path in paths}
+        with contextlib.suppress(FileNotFoundError):  # a run that is up removes it
+            model = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file()}
+            if folder.is_dir():
+                found["model"] = model
     for one in checkpoint.list_complete(directory / "checkpoints"):
         try:
             state, _ = checkpoint.read(one)

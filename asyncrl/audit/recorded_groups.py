@@ -77,6 +77,11 @@ class Fate:
     resume_points: ResumePoints
     sequence: int = 0
 
+    @property
+    def first_step(self) -> int:
+        """The first step that the group may change: that which trained it, or the next after another fate."""
+        return self.step if self.kind == "trained" else self.step + 1
+
 
 def fates_of(history: Sequence[HistoryEntry]) -> dict[int, Fate]:
     """Return the fate of every group of a present history."""

@@ -33,7 +33,7 @@ from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptRow
 from asyncrl.environments import load as rollout_functions
-from asyncrl.errors import ConfigError, MaybeOutage, Outage, RewardError
+from asyncrl.errors import ConfigError, MaybeOutage, Outage, RewardError, leaves
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.messages.rollout import failed_group, label_text
 from asyncrl.messages.topics import TRAJECTORIES, group_id_of
@@ -297,8 +297,7 @@ class Regraded:
 
     def first_step(self, *, trained: int) -> int:
         """Return the first step that differs, of ``trained`` steps; ``trained`` + 1 if none of them does."""
-        fates = [self.fates[group_id] for group_id in self.changed if group_id in self.fates]
-        steps = [one.step if one.kind == "trained" else one.step + 1 for one in fates]
+        steps = (self.fates[group_id].first_step for group_id in self.changed if group_id in self.fates)
         return min([*steps, trained + 1])
 
 
@@ -313,6 +312,7 @@ async def regrade(
     where: Predicate | None = None,
     retract: Predicate | None = None,
     parallel: int = 16,
+    require: Callable[[int], None] = lambda step: None,
     say: Callable[[int], None] = lambda done: None,
 ) -> Regraded:
     """Grade the groups on the log for which ``where`` holds, and choose those to retract.
@@ -320,6 +320,7 @@ async def regrade(
     history    present history;  directory: of the run, for messages
     grader     None: no group is graded;  finder: None if no predicate needs a row
     parallel   groups graded at once;  say: called with the number of groups graded so far
+    require    called with the first step that a group may change, before it is graded; raises ConfigError to refuse it
 
     Raises ConfigError if a group that may be meant is no longer on the log.
     """
@@ -348,23 +349,30 @@ async def regrade(
         found.changes.append(_change(group, grade, fate, task=str(facts.get("task", ""))))
         say(len(found.changes))
 
-    async with asyncio.TaskGroup() as tasks, contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:
-        async for record in records:
-            if not is_answer(record):
-                continue
-            group = record.message
-            assert group is not None
-            found.records.append((record.sequence, record.key, group.group_id))
-            fate = found.fates.get(group.group_id, fresh)
-            if group.group_id in seen or fate.sequence not in (0, record.sequence):
-                continue  # a second answer, which was not trained
-            seen.add(group.group_id)
-            facts = fields_of(record, fate, finder=finder)
-            if retract is not None and retract(facts):
-                found.retracted.add(group.group_id)
-            elif grader is not None and (where is None or where(facts)):
-                await places.acquire()
-                tasks.create_task(work(record, group, fate, facts))
+    try:
+        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:
+            async for record in records:
+                if not is_answer(record):
+                    continue
+                group = record.message
+                assert group is not None
+                found.records.append((record.sequence, record.key, group.group_id))
+                fate = found.fates.get(group.group_id, fresh)
+                if group.group_id in seen or fate.sequence not in (0, record.sequence):
+                    continue  # a second answer, which was not trained
+                seen.add(group.group_id)
+                facts = fields_of(record, fate, finder=finder)
+                is_retracted = retract is not None and retract(facts)
+                is_graded = not is_retracted and grader is not None and (where is None or where(facts))
+                if (is_retracted or is_graded) and group.group_id in found.fates:
+                    require(fate.first_step)
+                if is_retracted:
+                    found.retracted.add(group.group_id)
+                elif is_graded:
+                    await places.acquire()
+                    tasks.create_task(work(record, group, fate, facts))
+    except* ConfigError as errors:
+        raise leaves(errors)[0] from None
     found.changes.sort(key=lambda one: (one.step, one.group))
     return found
 

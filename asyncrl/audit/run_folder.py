@@ -110,6 +110,8 @@ class RecordedRun:
         self._has_said = False
 
     def history(self) -> list[HistoryEntry]:
+        """Return all lines. Raises ConfigError for a folder without a run, and for a part of a branch."""
+        self.require_whole_branch()
         return read(self.history_file)
 
     @property
@@ -184,8 +186,8 @@ class RecordedRun:
         """Raise ConfigError for a branch that was begun, and is not written to its end."""
         if (self.directory / BEGUN_FILE).exists() and not (self.directory / LINEAGE_FILE).exists():
             raise ConfigError(
-                f"{self.directory}: is a branch that is not written to its end; give its `asyncrl regrade` command "
-                "again, or remove it"
+                f"{self.directory}: is a branch that is not written to its end; wait for its `asyncrl regrade` "
+                "command, or give it again, or remove the folder"
             )
 
     def has_trained_all(self) -> bool:
@@ -228,17 +230,23 @@ class RecordedRun:
 
         Raises ConfigError if a checkpoint cannot be read.
         """
-        for folder in reversed(checkpoint.list_complete(self.directory / "checkpoints")):
-            try:
-                state, backend = checkpoint.read(folder, whole=True)
-            except CheckpointDamaged:
-                continue
-            except OSError as error:
-                raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
-            done = [entry.step for entry in history if entry.kind == "trained" and entry.position < state.history]
-            if state.step < step and done and done[-1] == state.step:
-                return state.step, backend
+        for done, folder in self.checkpoints(history):
+            if done < step:
+                with contextlib.suppress(CheckpointDamaged):
+                    return done, _read_checkpoint(folder, whole=True)[1]
         return 0, None
+
+    def checkpoints(self, history: Sequence[HistoryEntry]) -> Iterator[tuple[int, Path]]:
+        """Yield (steps done, folder) of every checkpoint that belongs to ``history``, the newest first.
+
+        Of its files only learner.json is checked. Raises ConfigError if it cannot be read.
+        """
+        for folder in reversed(checkpoint.list_complete(self.directory / "checkpoints")):
+            with contextlib.suppress(CheckpointDamaged):
+                state, _ = _read_checkpoint(folder)
+                done = [entry.step for entry in history if entry.kind == "trained" and entry.position < state.history]
+                if done and done[-1] == state.step:
+                    yield state.step, folder
 
     def metrics(self, *, say: Callable[[str], None] = lambda line: None) -> dict[tuple[int, int], dict[str, Any]]:
         """Return (incarnation, step) -> row of metrics.jsonl. ``say`` is called with a line on what cannot be read."""
@@ -325,6 +333,13 @@ class RecordedRun:
                 "it may just be starting again, so try again in a moment"
             )
         return None
+
+
+def _read_checkpoint(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
+    try:
+        return checkpoint.read(folder, whole=whole)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
 
 
 def _refuse_devices(directory: Path) -> None:

@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
     prices = _prices(options.price)
     recorded = RecordedRun(options.run_directory)
+    rows = recorded.metrics()  # before the history: the run may be up, and a row without its line was rolled back
     settings, history = recorded.newest_settings(), present(recorded.history())
     fates = fates_of(history)
     finder = None
@@ -64,7 +65,6 @@ def run(options: argparse.Namespace) -> int:
 
     read_records = recorded.on_bus(settings, read, token=arguments.bus_token())
     intervals, silent = intervals_of(read_records, fates, finder=finder)
-    rows = recorded.metrics()
     per_worker = registry.engine_class(settings).num_gpus(settings) or 1
     of_learner = registry.backend_class(settings).num_gpus(settings) or 1
     trained = [entry for entry in history if entry.kind == "trained"]

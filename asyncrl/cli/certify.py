@@ -31,7 +31,9 @@ MOST_SHOWN: Final = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", metavar="RUN_DIR", type=Path, nargs="?", help="the run's folder")
-    parser.add_argument("--version", type=int, metavar="N", help="policy version (default: the newest)")
+    parser.add_argument(
+        "--version", type=int, metavar="N", help="policy version (default: that of the newest checkpoint)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/certificate-N.json; - is stdout")
     parser.add_argument("--sign", type=Path, metavar="KEY", help="sign with this SSH key")
     parser.add_argument("--check", type=Path, metavar="FILE", help="compute the file again, and compare")
@@ -69,9 +71,11 @@ def certify(directory: Path, *, version: int | None) -> dict[str, Any]:
     from asyncrl.audit.certificate import certificate
 
     recorded = RecordedRun(directory)
+    saved = recorded.checkpoint()  # before the history: the run may be up
     history, settings = present(recorded.history()), recorded.newest_settings()
-    if version is None:
-        version = max((entry.step for entry in history if entry.kind == "trained"), default=0)
+    if version is None:  # a version without a checkpoint loses its weights to weights.keep
+        newest = max((entry.step for entry in history if entry.kind == "trained"), default=0)
+        version = saved[0].step if saved and saved[0].step else newest
     work = functools.partial(certificate, recorded, history, version=version)
     found: dict[str, Any] = json.loads(json.dumps(recorded.on_bus(settings, work, token=arguments.bus_token())))
     return found

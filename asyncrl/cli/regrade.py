@@ -22,7 +22,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.audit.branch import trunk_of
+    from asyncrl.audit.branch import holding, trunk_of
     from asyncrl.audit.recorded_groups import FIELDS
     from asyncrl.audit.regrade import alone
 
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: already holds a run; name another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / "regrade").exists():  # its weights/ would be removed
         raise ConfigError(f"--out {out}: holds files of something else; name a new folder")
-    with alone(out):
+    with alone(out), contextlib.nullcontext() if options.dry_run else holding(trunk, out):
         return _regrade(options, recorded, trunk, out, where=where, retract=retract)
 
 
@@ -97,7 +97,7 @@ def _regrade(
     where: Predicate | None,
     retract: Predicate | None,
 ) -> int:
-    from asyncrl.audit.branch import require_batch, require_own_states
+    from asyncrl.audit.branch import first_own_step, require_batch, require_own_states
     from asyncrl.audit.regrade import claim, require_unclaimed
 
     branch = _settings(recorded, out, reward=options.reward, overrides=options.overrides)
@@ -118,7 +118,9 @@ def _regrade(
     token = arguments.bus_token()
     old = recorded.newest_settings()
     began = time.monotonic()
-    regraded = recorded.on_bus(old, functools.partial(work.grade, old), token=token)
+    own = 0 if options.dry_run else first_own_step(trunk, out)
+    require = functools.partial(require_own_states, trunk, first=own)
+    regraded = recorded.on_bus(old, functools.partial(work.grade, old, require=require), token=token)
     seconds = time.monotonic() - began
     trained = trunk.step
     first = regraded.first_step(trained=trained)
@@ -132,11 +134,10 @@ def _regrade(
         return 0
     if regraded.all_failed:  # before the folder is another command's
         raise ConfigError(f"regrade: none of the {found['groups']} groups can be graded; the first: {found['error']}")
-    require_own_states(trunk, first=first)
-    require_batch(trunk, regraded, first=first)
+    require_batch(trunk, regraded, out, first=first)
     claim(out, work.command)
-    with _server(branch, token=token) as own:
-        write = functools.partial(work.write, own, regraded, is_quiet=options.json)
+    with _server(branch, token=token) as address:
+        write = functools.partial(work.write, address, regraded, is_quiet=options.json)
         state = recorded.on_bus(old, write, token=token)
     found |= {"branch": str(out), "step": state}
     settings = [f"run.directory={branch.run.directory}"] if options.out else []
@@ -219,7 +220,7 @@ class _Regrade:
         """Whether a row may have been too long: unknown of the rows behind the newest checkpoint."""
         return trunk.prompts.overlong > 0 or trunk.next_group_id > trunk.prompts.next_group_id
 
-    async def grade(self, old: RunConfig, bus: Bus) -> Regraded:
+    async def grade(self, old: RunConfig, bus: Bus, *, require: Callable[[int], None]) -> Regraded:
         from asyncrl.audit.regrade import GradesFile, regrade
         from asyncrl.messages.topics import TRAJECTORIES
 
@@ -236,6 +237,7 @@ class _Regrade:
                 where=self._where,
                 retract=self._retract,
                 parallel=self._parallel,
+                require=require,
                 say=_Progress(await bus.depth(TRAJECTORIES)),
             )
         finally:

@@ -430,10 +430,12 @@ def _check_log(run: RunConfig, largest: int) -> None:
     between = run.run.steps if run.checkpoint.keep_log else 2 * run.checkpoint.every_steps or run.run.steps
     groups = run.window + min(between, run.run.steps) * run.learner.groups_per_batch
     if groups * largest > run.bus.max_log_bytes:
+        is_kept = run.checkpoint.keep_log
+        until = "at the end, as checkpoint.keep_log keeps all" if is_kept else "before the second checkpoint trims it"
         raise ConfigError(
-            f"bus: up to {groups:,} groups of {largest:,} bytes lie in the log before the second checkpoint trims it, "
+            f"bus: up to {groups:,} groups of {largest:,} bytes lie in the log {until}, "
             f"{groups * largest:,} in all, over bus.max_log_bytes ({run.bus.max_log_bytes:,}): a full log would stop "
-            "the run; raise it or lower checkpoint.every_steps"
+            f"the run; raise it or lower {'run.steps' if is_kept else 'checkpoint.every_steps'}"
         )
 
 

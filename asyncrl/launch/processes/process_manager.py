@@ -270,9 +270,10 @@ class ProcessManager:
         elif finding.cure == "restart" and child is not None:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
-        elif finding.cure == "end" and any(
-            one.spec.role == WORKER for one in self.fleet.children
-        ):  # otherwise other workers may still join
+        elif finding.cure == "end" and any(one.spec.role == WORKER for one in self.fleet.children):
+            # without own workers others may still join; and a learner that takes over may wait long for its shadow
+            if any(one.is_standby for one in self.fleet.children):
+                return
             self._fail(1, f"{printable(finding.text)}; ending the run")
 
     # -- the end -------------------------------------------------------------------------------------------------------

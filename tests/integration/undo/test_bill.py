@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.data import demo_task
+from asyncrl.policies.audit.entries import HistoryEntry
 from tests.harness.command import asyncrl
 from tests.harness.learning import demo_run
 from tests.integration.test_audit import train_there
 
 
 @pytest.mark.slow
-def test_the_bill_adds_up_and_the_run_reports_its_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bill_adds_up_and_the_run_reports_its_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     demo_task.write(tmp_path)
     threads = torch.get_num_threads()
     rows = train_there(demo_run(tmp_path, "checkpoint.keep_log=true", "run.steps=3"))
@@ -36,5 +40,15 @@ def test_the_bill_adds_up_and_the_run_reports_its_cost(tmp_path: Path, capsys: p
         assert row["cost/gpu_seconds_per_token"] == pytest.approx(
             row["cost/gpu_seconds"] / row["length/trained_tokens"]
         )
+    read = RecordedRun.history
+
+    def train_a_step_then(recorded: RecordedRun) -> list[HistoryEntry]:
+        """The run is up: a row comes after its line was looked for."""
+        found = read(recorded)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(rows[-1] | {"step": 4}) + "\n")
+        return found
+
+    monkeypatch.setattr(RecordedRun, "history", train_a_step_then)
     code, out, _ = asyncrl("bill", folder, capsys=capsys)
-    assert code == 0 and "GPU-seconds per trained token" in out and "trained" in out
+    assert code == 0 and "GPU-seconds per trained token" in out and "trained" in out and "rolled back" not in out

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from asyncrl.actors.base import HeartbeatSender
 from asyncrl.actors.rollout.group_maker import with_reward
 from asyncrl.actors.supervisor import supervise
 from asyncrl.adapters import registry
-from asyncrl.audit.account import account_with
+from asyncrl.audit.account import account_of, account_with
 from asyncrl.audit.branch import copy_log, lineage_of, trunk_of, write_branch
 from asyncrl.audit.recorded_groups import FIELDS, PromptFinder
 from asyncrl.audit.regrade import Grade, Grader, GradesFile, Regraded, alone, claim, grades_path, regrade
@@ -38,13 +39,14 @@ from asyncrl.launch.checks.resume_checks import check_settings
 from asyncrl.messages import PromptGroup, TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, PROMPTS, TRAJECTORIES, answer_key
 from asyncrl.os_process import own_command
-from asyncrl.policies.audit.entries import present
+from asyncrl.policies.audit.entries import HistoryEntry, present
 from asyncrl.policies.groups.predicate import Predicate
 from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.port import Reward, Sample
 from asyncrl.version import VERSION
 from tests.harness.audits import audited
 from tests.harness.command import asyncrl
+from tests.harness.groups import group as a_group
 from tests.harness.histories import forge
 from tests.harness.learning import is_same, memory_bus, train, weights
 from tests.integration.test_audit import train_there
@@ -275,14 +277,45 @@ def test_a_branch_that_one_command_began_is_not_gone_on_with_by_another(tmp_path
     assert [path.name for path in (tmp_path / "regrade").iterdir()] == ["begun.json"]
 
 
-def test_a_branch_that_is_not_written_to_its_end_is_neither_resumed_nor_branched_off(
-    task: Path, tmp_path: Path
-) -> None:
+def test_a_branch_that_is_not_written_to_its_end_is_taken_for_no_run(task: Path, tmp_path: Path) -> None:
     branch = there(task, tmp_path, "run.name=branch")
     claim(branch.run_directory, {"reward": "a"})
-    for use in (lambda: trunk_of(RecordedRun(branch.run_directory), []), lambda: check_settings(branch)):
-        with pytest.raises(ConfigError, match="give its `asyncrl regrade` command again"):
+    recorded = RecordedRun(branch.run_directory)
+    for use in (recorded.history, lambda: account_of(branch.run_directory), lambda: check_settings(branch)):
+        with pytest.raises(
+            ConfigError, match="not written to its end; wait for its `asyncrl regrade` command, or give"
+        ):
             use()
+
+
+@pytest.mark.parametrize("retract", [True, False])
+async def test_a_group_that_a_branch_cannot_change_is_refused_before_it_is_graded(
+    retract: bool, tmp_path: Path
+) -> None:
+    bus, grader = memory_bus(), mock.AsyncMock()
+    made = a_group(0)
+    await bus.publish(TRAJECTORIES, made, key=answer_key(0, worker=made.worker, ticket=""))
+    history = [HistoryEntry(kind="trained", incarnation=0, step=3, position=0, groups=(0,), sequences=(1,))]
+    chosen = Predicate("step == 3", fields=FIELDS, where="--where")
+    grades = GradesFile(grades_path(tmp_path, graded_by="test"))
+
+    def refuse(step: int) -> None:
+        raise ConfigError(f"step {step} is another learner's")
+
+    with pytest.raises(ConfigError, match="step 3 is another learner's"):
+        await regrade(
+            bus,
+            history,
+            directory=tmp_path,
+            finder=None,
+            grader=grader,
+            grades=grades,
+            where=chosen,
+            retract=chosen if retract else None,
+            require=refuse,
+        )
+    grades.close()
+    grader.grade.assert_not_called()
 
 
 def test_one_command_at_a_time_is_at_work_on_a_branch_and_leaves_no_empty_folder(tmp_path: Path) -> None:

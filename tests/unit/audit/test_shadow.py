@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from asyncrl.actors.learner.history import HISTORY_FILE, History
 from asyncrl.audit import shadow as shadows
-from asyncrl.audit.branch import Trunk, require_own_states
+from asyncrl.audit.branch import Trunk, first_own_step, holding, require_own_states, starting_point
 from asyncrl.audit.replay import plan_of
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.audit.shadow import Shadow, claim, compare, promote, settings_of
@@ -19,7 +21,8 @@ from asyncrl.board.command import shadows_of
 from asyncrl.board.watched_run import WatchedRun
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present, promotions
-from asyncrl.policies.groups.saved import PromptState
+from asyncrl.policies.groups.saved import LearnerState, PromptState
+from tests.harness.checkpoints import write_checkpoint
 
 
 def test_a_shadow_goes_on_from_no_state_that_the_run_has_rolled_back(tmp_path: Path) -> None:
@@ -77,11 +80,63 @@ def test_steps_before_a_promotion_do_not_lead_to_those_behind_it(tmp_path: Path)
     recorded = RecordedRun(tmp_path)
     found = present(recorded.history())
     assert promotions(found) == [2]
-    trunk = Trunk(recorded=recorded, history=found, step=3, next_group_id=4, prompts=PromptState(), groups_per_batch=1)
-    with pytest.raises(ConfigError, match="step 3 goes on from the state of a shadow .* step > 2"):
-        require_own_states(trunk, first=3)
+    save_state(tmp_path, 1, history=found[2].position)
+    save_state(tmp_path, 3, history=history.position)  # that of step 2 is removed by now
+    assert recorded.checkpoint_before(3, found)[0] == 1
+    trunk = trunk_at(recorded, step=3)
+    first = first_own_step(trunk, tmp_path / "branch")
+    require_own_states(trunk, 4, first=first)
+    with pytest.raises(ConfigError, match="step 3 goes on from the state of a shadow .* step > 3"):
+        require_own_states(trunk, 3, first=first)
     with pytest.raises(ConfigError, match="step 3 went on from the state of a shadow .* --from-step 3"):
         plan_of(recorded, found, from_step=1, overrides=[])
+
+
+def save_state(run: Path, step: int, *, history: int) -> None:
+    """Write a checkpoint.  history: bytes of it that it has seen"""
+    empty: dict[str, Any] = {"watermark": 0, "beyond": []}
+    state = LearnerState(
+        incarnation=0,
+        step=step,
+        policy_version=step,
+        groups=empty,
+        consumed=empty,
+        prompts=PromptState(),
+        history=history,
+    )
+    write_checkpoint(
+        run / "checkpoints", state, save_backend=lambda folder: shutil.copy(__file__, folder / "state"), keep=9
+    )
+
+
+def trunk_at(recorded: RecordedRun, *, step: int) -> Trunk:
+    history = present(recorded.history())
+    return Trunk(
+        recorded=recorded, history=history, step=step, next_group_id=9, prompts=PromptState(), groups_per_batch=1
+    )
+
+
+@pytest.mark.parametrize("ending", [None, KeyboardInterrupt(), ConfigError("no")])
+def test_a_branch_holds_the_checkpoints_that_its_run_removes_meanwhile(
+    tmp_path: Path, ending: BaseException | None
+) -> None:
+    """Until it is written or refused; an interrupted command leaves them for the next."""
+    run, out = tmp_path / "run", tmp_path / "branch"
+    run.mkdir()
+    history = History(run / HISTORY_FILE, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=1, settings={})
+    for step in (1, 2, 3):
+        history.record_trained([step], step=step, max_staleness=0)
+        save_state(run, step, history=history.position)
+    history.close()
+    trunk = trunk_at(RecordedRun(run), step=3)
+    with contextlib.suppress(KeyboardInterrupt, ConfigError), holding(trunk, out):
+        shutil.rmtree(run / "checkpoints")
+        assert starting_point(trunk, out, first=3)[0] == 2
+        if ending is not None:
+            raise ending
+    is_left = isinstance(ending, KeyboardInterrupt)
+    assert starting_point(trunk, out, first=3)[0] == (2 if is_left else 0)
 
 
 def test_a_shadow_is_compared_over_the_steps_that_both_have_trained(tmp_path: Path) -> None:

@@ -358,6 +358,12 @@ def test_versions_are_published_before_tokens_get_too_old(make_run: RunMaker) ->
         assert str(refused.value).endswith(f"use at most {most}")
 
 
+@pytest.mark.parametrize(("is_kept", "key"), [("true", "run.steps"), ("false", "checkpoint.every_steps")])
+def test_a_log_that_would_be_full_says_what_makes_it_shorter(is_kept: str, key: str, make_run: RunMaker) -> None:
+    with pytest.raises(ConfigError, match=f"over bus.max_log_bytes .* raise it or lower {key}$"):
+        check(make_run(f"checkpoint.keep_log={is_kept}", "run.steps=10000000", "checkpoint.every_steps=5000000"))
+
+
 def test_own_rollout_function_may_sample_nothing(make_run: RunMaker) -> None:
     """It is checked like "given"."""
     name = "tests.unit.launch.checks.test_run_file:copied"

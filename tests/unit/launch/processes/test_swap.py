@@ -12,7 +12,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.processes import process_manager, swap
 from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.launch.processes.swap import TAKE_OVER, LearnerSwapper, SwapRequest, ready_file
-from asyncrl.policies.health.faults import Finding
+from asyncrl.messages.roles import LEARNER
+from asyncrl.policies.health.faults import Finding, role_missing
 from tests.harness.fleet import Launcher, Stage, settings_of
 
 NEW = "learner-swap1"
@@ -90,6 +91,17 @@ async def test_the_run_goes_on_if_the_new_learner_does_not_start(swapping: Swapp
     swapping.problem = "learner.gpus: there are none"
     assert await swapping.until(SwapRequest.make(swapping.folder, []), "failed") == swapping.problem
     assert await it.end() == 130
+
+
+async def test_a_run_does_not_end_for_want_of_a_learner_while_another_takes_over(swapping: Swapping) -> None:
+    it = swapping.stage
+    request = SwapRequest.make(swapping.folder, [])
+    await it.until(lambda: NEW in it.names)
+    it.manager._cure(role_missing(LEARNER))
+    swapping.ready()
+    await swapping.until(request, "done")
+    it.manager._cure(role_missing(LEARNER))
+    assert (await it.task).exit_code == 1
 
 
 async def test_a_learner_that_dies_during_a_swap_is_restarted_and_swapped_then(swapping: Swapping) -> None:
