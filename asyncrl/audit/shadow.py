@@ -88,6 +88,15 @@ def settings_of(shadow: Path) -> dict[str, Any]:
     return found
 
 
+def require_up(shadow: Path) -> Sequence[str]:
+    """Return the overrides of a shadow. Raises ConfigError if its process has ended."""
+    said = settings_of(shadow)
+    if not is_alive(said["pid"]):
+        raise ConfigError(f"{shadow}: this shadow is not up; start it with `asyncrl shadow` on this machine")
+    overrides: list[str] = said["overrides"]
+    return overrides
+
+
 def state_after(shadow: Path, entry: HistoryEntry) -> Path:
     """Return the folder of a shadow's state after a step. The same step of two incarnations has two."""
     return shadow / "states" / checkpoint.folder_name(entry.step, entry.incarnation)

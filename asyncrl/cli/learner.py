@@ -72,6 +72,8 @@ def run_learner(
     if resume:  # also after a death: the run file and the model may have changed since
         resume_checks.check_settings(run_config)
     if standby:
+        if shadow is not None:  # it may have ended, or been promoted, since it was asked for
+            _require_up(shadow)
         _wait_to_take_over(ready_file(run_config.run_directory, standby))
     with single_learner.in_folder(run_config.run_directory):
         if shadow is not None:
@@ -86,6 +88,12 @@ def _wait_to_take_over(ready: Path) -> None:
     ready.parent.mkdir(exist_ok=True)
     ready.touch()
     signal.sigwait({TAKE_OVER})
+
+
+def _require_up(shadow: Path) -> None:
+    from asyncrl.audit.shadow import require_up  # imports torch
+
+    require_up(shadow)
 
 
 def _promote(run_config: RunConfig, shadow: Path) -> None:

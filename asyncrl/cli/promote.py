@@ -11,8 +11,6 @@ from pathlib import Path
 
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.cli import swap
-from asyncrl.errors import ConfigError
-from asyncrl.os_process import is_alive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.audit.shadow import folder_of, settings_of  # imports torch
+    from asyncrl.audit.shadow import folder_of, require_up  # imports torch
 
     folder = folder_of(RecordedRun(options.where), options.shadow)
-    said = settings_of(folder)
-    if not is_alive(said["pid"]):
-        raise ConfigError(f"{folder}: this shadow is not up; start it with `asyncrl shadow` on this machine")
-    return swap.swap(options.where, said["overrides"], seconds=options.timeout, shadow=folder)
+    return swap.swap(options.where, require_up(folder), seconds=options.timeout, shadow=folder)

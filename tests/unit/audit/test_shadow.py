@@ -19,7 +19,9 @@ from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.audit.shadow import Shadow, claim, compare, promote, settings_of
 from asyncrl.board.command import shadows_of
 from asyncrl.board.watched_run import WatchedRun
+from asyncrl.cli import learner
 from asyncrl.errors import ConfigError
+from asyncrl.launch.processes.swap import ready_file
 from asyncrl.policies.audit.entries import present, promotions
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from tests.harness.checkpoints import write_checkpoint
@@ -90,6 +92,16 @@ def test_steps_before_a_promotion_do_not_lead_to_those_behind_it(tmp_path: Path)
         require_own_states(trunk, 3, first=first)
     with pytest.raises(ConfigError, match="step 3 went on from the state of a shadow .* --from-step 3"):
         plan_of(recorded, found, from_step=1, overrides=[])
+
+
+def test_a_learner_gets_ready_for_no_shadow_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the present learner would leave for it."""
+    (tmp_path / "settings.json").write_text('{"overrides": [], "pid": 4194304}')
+    monkeypatch.setattr(learner, "check_learner", lambda run: None)
+    run: Any = SimpleNamespace(run_directory=tmp_path)
+    with pytest.raises(ConfigError, match="this shadow is not up"):
+        learner.run_learner(run, resume=False, token="", standby="learner-swap1", shadow=tmp_path)
+    assert not ready_file(tmp_path, "learner-swap1").exists()
 
 
 def save_state(run: Path, step: int, *, history: int) -> None:
