@@ -58,6 +58,11 @@ threads = 1
 groups_per_batch = 16
 learning_rate = 2e-2
 warmup_steps = 2
+schedule = "linear"
+min_learning_rate = 2e-3
+
+[staleness]
+max_staleness = 2
 
 [evaluation]
 every_steps = 7
