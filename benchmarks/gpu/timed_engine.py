@@ -49,7 +49,7 @@ class TimedEngine(SGLangEngine):
             pause=options.pause,
             first_version=version,
             stamps=self._stamps,
-            is_open=self._places.is_open,
+            places=self._places,
         )
 
     @contextlib.contextmanager
