@@ -118,9 +118,16 @@ byId("tabs").addEventListener("click", (event) => {
     button.setAttribute("aria-selected", String(button.dataset.tab === tab));
     byId(button.dataset.tab).hidden = button.dataset.tab !== tab;
   }
+  drawAnew();
+  groups.load();
+});
+
+// Charts are as wide as their boxes: draw them when a tab shows them, and when the window or the phone is turned.
+function drawAnew() {
   charts.isDirty = histograms.isDirty = true;
   charts.draw();
   histograms.draw();
   lanes?.draw();
-  groups.load();
-});
+}
+
+window.addEventListener("resize", drawAnew);

@@ -244,8 +244,7 @@ async def test_the_page_opens_with_whether_each_run_is_healthy_and_fits_a_phone(
         assert await page.locator('[data-title="Parts of the reward"]').count() == 1
         seconds = page.locator('[data-title="Seconds of a step: all, and training alone"]')
         assert "step_seconds (dashed)" in await seconds.text_content()
-        while await page.evaluate("document.documentElement.scrollWidth") > 390:  # until the charts have shrunk
-            await asyncio.sleep(0.05)
+        await page.wait_for_function("document.documentElement.scrollWidth <= 390")  # the charts have shrunk
         await page.click("[data-tab=lanes]")
         await page.locator("#lanes-info", has_text="lanes").wait_for()
         box = await page.locator("#lanes-canvas").bounding_box()
