@@ -109,8 +109,10 @@ class ImageRequests:
         try:
             text = await asyncio.shield(making)  # other answers wait for it, too
         except ImageError as error:
-            self._made.pop(digest, None)
             raise PromptError(f"image {digest[:12]}: {error}") from error
+        finally:
+            if making.done() and (making.cancelled() or making.exception()):
+                self._made.pop(digest, None)  # the next answer tries again
         self._forget_oldest()
         return text
 

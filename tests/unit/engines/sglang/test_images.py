@@ -102,6 +102,19 @@ async def test_an_image_that_cannot_be_read_fails_its_prompt_alone() -> None:
     assert len((await requests.show(PROMPT, [first, second]))["image_data"]) == 2
 
 
+async def test_an_image_that_could_not_be_made_once_is_made_for_the_next_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(data: bytes) -> str:
+        raise MemoryError
+
+    requests, pictures = ImageRequests(), shown()
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(images, "_as_png", fail)
+        await requests.show(PROMPT, pictures)
+    assert len((await requests.show(PROMPT, pictures))["image_data"]) == 2
+
+
 def test_a_prompt_that_the_server_reads_with_other_patches_fails() -> None:
     def reply() -> Reply:
         return Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), num_prompt_tokens=len(PROMPT))
