@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -311,6 +311,27 @@ def visible_devices(gpus: Sequence[int]) -> str:
     ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = ours.split(",") if ours else []
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+
+
+@contextlib.contextmanager
+def started(words: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run Python with ``words`` in the repository, in a session of its own, of which nothing is left afterwards."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=REPOSITORY,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            preexec_fn=os_process.asks_for_signal_on_parent_death(signal.SIGKILL),
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def tail(path: Path) -> str:

@@ -23,7 +23,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,8 +34,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncrl import os_process
-from benchmarks.gpu.arm import REPOSITORY, override_words, read_rows, tail
+from benchmarks.gpu.arm import override_words, read_rows, started, tail
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.modes import assignments
@@ -394,27 +392,16 @@ def _child(words: Sequence[str], output: Path, options: argparse.Namespace) -> s
 def _ended(words: Sequence[str], output: Path, *, seconds: float, is_enough: Callable[[], bool] = lambda: False) -> str:
     """Run Python with ``words``. Return why it did not end well, or ""; everything that it started ends with it."""
     until = time.monotonic() + seconds
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=REPOSITORY,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-            preexec_fn=os_process.asks_for_signal_on_parent_death(signal.SIGKILL),
-        )
     try:
-        while not is_enough():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(0.5)
-                return f"ended with exit code {code}" if code else ""
-            if time.monotonic() > until:
-                return f"not over after {seconds:.0f} s"
-        return ""
+        with started(words, output) as process:
+            while not is_enough():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0.5)
+                    return f"ended with exit code {code}" if code else ""
+                if time.monotonic() > until:
+                    return f"not over after {seconds:.0f} s"
+            return ""
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         time.sleep(3 if has_gpu() else 0)  # until the driver has taken the memory back
 
 

@@ -18,7 +18,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,8 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncrl import os_process
-from benchmarks.gpu.arm import REPOSITORY, override_words, read_rows, tail
+from benchmarks.gpu.arm import REPOSITORY, override_words, read_rows, started, tail
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.modes import assignments
@@ -152,37 +150,25 @@ def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -
 def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -> list[Row]:
     """Return the rows of the arm's windows, or one with its error."""
     name = f"{arm}-{number}"
-    words = [sys.executable, "-m", "asyncrl", "run", RUN_FILE, *override_words(overrides(arm, name, options, scratch))]
+    words = ["-m", "asyncrl", "run", RUN_FILE, *override_words(overrides(arm, name, options, scratch))]
     folder = scratch / "runs" / name
     began = time.monotonic()
     output = (options.out or scratch) / f"{name}.out"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            words,
-            cwd=REPOSITORY,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-            preexec_fn=os_process.asks_for_signal_on_parent_death(signal.SIGKILL),
-        )
     warmup = (options.max_staleness if arm.startswith("async") else 0) + 1
     problem = ""
     rows: list[Row] = []
     try:
-        while not (parts := windows(rows, warmup, options))[0]:
-            time.sleep(0.5)
-            if process.poll() is not None:
-                problem = f"the run ended with exit code {process.returncode}"
-            elif time.monotonic() - began > options.limit:
-                problem = f"only {len(rows)} steps in {options.limit:.0f} s"
-            if problem:
-                break
-            rows = read_rows(folder / "metrics.jsonl")
+        with started(words, output) as process:
+            while not (parts := windows(rows, warmup, options))[0]:
+                time.sleep(0.5)
+                if process.poll() is not None:
+                    problem = f"the run ended with exit code {process.returncode}"
+                elif time.monotonic() - began > options.limit:
+                    problem = f"only {len(rows)} steps in {options.limit:.0f} s"
+                if problem:
+                    break
+                rows = read_rows(folder / "metrics.jsonl")
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # everything ends with it
-        process.wait()
         if options.out is not None:
             with contextlib.suppress(OSError):
                 shutil.copytree(folder / "logs", options.out / name, dirs_exist_ok=True)

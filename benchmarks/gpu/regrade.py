@@ -37,7 +37,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl import os_process
 from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.bus.port import Bus
 from asyncrl.contrib.rewards import dapo
@@ -45,7 +44,7 @@ from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.rewards import math
 from asyncrl.rewards.port import Reward, Sample
 from benchmarks.gpu import one_gpu
-from benchmarks.gpu.arm import REPOSITORY, override_words, read_rows, tail
+from benchmarks.gpu.arm import REPOSITORY, override_words, read_rows, started, tail
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.window import Row, trained_tokens
 
@@ -123,38 +122,26 @@ async def slow_async(sample: Sample) -> float:
 def record(options: argparse.Namespace, scratch: Path) -> tuple[Path, str]:
     """Do the run. Return its folder, and why it cannot be used ("" if it can)."""
     settings = {**one_gpu.overrides("async", "recorded", options, scratch), **RECORDED, **options.set}
-    words = [sys.executable, "-m", "asyncrl", "run", one_gpu.RUN_FILE, *override_words(settings)]
+    words = ["-m", "asyncrl", "run", one_gpu.RUN_FILE, *override_words(settings)]
     folder, output = scratch / "runs" / "recorded", (options.out or scratch) / "recorded.out"
-    output.parent.mkdir(parents=True, exist_ok=True)
     began, first, problem = time.monotonic(), 0.0, ""
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            words,
-            cwd=REPOSITORY,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-            preexec_fn=os_process.asks_for_signal_on_parent_death(signal.SIGKILL),
-        )
     try:
-        while not first or time.monotonic() - first < options.seconds:
-            time.sleep(0.5)
-            if not first and read_rows(folder / "metrics.jsonl"):
-                first = time.monotonic()
-            if process.poll() is not None:
-                problem = f"the run ended with exit code {process.returncode}"
-            elif not first and time.monotonic() - began > options.limit:
-                problem = f"no step in {options.limit:.0f} s"
-            if problem:
-                print(tail(output), flush=True)
-                break
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_SECONDS)
+        with started(words, output) as process:
+            while not first or time.monotonic() - first < options.seconds:
+                time.sleep(0.5)
+                if not first and read_rows(folder / "metrics.jsonl"):
+                    first = time.monotonic()
+                if process.poll() is not None:
+                    problem = f"the run ended with exit code {process.returncode}"
+                elif not first and time.monotonic() - began > options.limit:
+                    problem = f"no step in {options.limit:.0f} s"
+                if problem:
+                    print(tail(output), flush=True)
+                    break
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         if options.out is not None:
             with contextlib.suppress(OSError):
                 shutil.copytree(folder / "logs", options.out / "recorded", dirs_exist_ok=True)
