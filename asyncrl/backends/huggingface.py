@@ -95,8 +95,8 @@ def _refuse_unreadable(folder: Path, where: str) -> None:
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ConfigError(f"{where}: {folder} holds quantized weights (quantization_config: {method}); {mend}")
-    if model_type in PUBLISHED:
-        raise ConfigError(f"{where}: {folder} {PUBLISHED[model_type].why}; {mend}")
+    if model_type in PUBLISHED and (why := PUBLISHED[model_type].why):
+        raise ConfigError(f"{where}: {folder} {why}; {mend}")
 
 
 def _refuse_sizes(shape: ModelShape) -> None:

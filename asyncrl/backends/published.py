@@ -1,7 +1,8 @@
-"""Folders as they are published that transformers does not read as a model we train, and what they become.
+"""Folders as they are published that hold another model than the one that is trained, and what they become.
 
-Some model types are read only by the model's own code, although transformers has the architecture; others hold a text
-model within one that reads images. `asyncrl import-model` writes a folder of the architecture that is trained.
+Some model types are read only by the model's own code, although transformers has the architecture: `asyncrl
+import-model` writes a folder of the architecture that is trained. Others hold a text model within one that reads
+images; it writes that model alone.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from typing import Any, Final
 from asyncrl.tensors.snapshot import TensorEntry
 
 _OWN_CODE: Final = "is read only by the model's own code, which asyncrl does not run"
-_IMAGES: Final = "reads images, too"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """A model type as it is published.
 
-    why      why it is not trained as it is; follows the folder's name
+    why      why it is not trained as it is; follows the folder's name; "" if it is
     entries  the entries of config.json that differ in the new folder
     part     the table of config.json that describes the text model; "" if that is config.json itself
     prefix   what the names of the text model's tensors begin with, instead of "model."
@@ -69,7 +69,7 @@ _FUSED: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_p
 
 def _text_of_qwen(architecture: str) -> Published:
     return Published(
-        why=_IMAGES,
+        why="",
         entries={"architectures": [architecture]},
         part="text_config",
         prefix="model.language_model.",

@@ -65,6 +65,8 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
         experts = [parts[first : first + size] for first in range(0, len(parts), size)]
         shards = zip(*(fuse(expert, one, shape, tensor_parallel=tensor_parallel) for expert in experts), strict=True)
         return [torch.stack(shard) for shard in shards]
+    if cut == "expert_fused":
+        return [parts[0]]
     if cut == "expert_fused_rows":
         return [_transpose(parts[0])]
     if cut == "expert_fused_gate_up":
@@ -84,7 +86,7 @@ _TENSORS_OF_AN_EXPERT = {"rows": 1, "gate_up": 2}
 
 def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[torch.Tensor]:
     """Invert ``fuse``: convert all shards of a Megatron tensor to Hugging Face tensors, as views if possible."""
-    if cut == "whole":
+    if cut in ("whole", "expert_fused"):
         return [shards[0]]
     if cut == "vocabulary":
         return [_concatenate(shards)[: shape.vocabulary_size]]

@@ -35,7 +35,7 @@ class Mapping:
     @property
     def is_fused(self) -> bool:
         """Whether each of its Hugging Face tensors holds all experts of the layer, also those of other ranks."""
-        return self.cut.startswith("expert_fused_")
+        return self.cut.startswith("expert_fused")
 
     @property
     def is_replicated(self) -> bool:

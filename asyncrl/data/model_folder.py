@@ -39,6 +39,8 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """The architectures of backends/families. Repeated here because that package imports torch."""
 
@@ -80,8 +82,6 @@ REFUSED_ARCHITECTURES = {
     "MiMoV2FlashForCausalLM": "its layers with a window have another number of key heads",
     "KimiLinearForCausalLM": "its linear attention has a decay for every channel",
     "KimiK25ForConditionalGeneration": "it reads images, too",
-    "Qwen3_5ForConditionalGeneration": "it reads images, too; `asyncrl import-model` writes its text part",
-    "Qwen3_5MoeForConditionalGeneration": "it reads images, too; `asyncrl import-model` writes its text part",
     "Gemma2ForCausalLM": "its scores and logits have soft caps, every second layer a window",
     "Gemma3ForConditionalGeneration": "it reads images, too, whose tokens attend both ways, and all attention here is "
     "causal; save its text part as a Gemma3ForCausalLM",

@@ -119,7 +119,7 @@ def make_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
     )
-    config = config_type(**{**settings, **_family_entries(architecture, hidden_size, num_heads), **(entries or {})})
+    config = config_type(**{**settings, **family_entries(architecture, hidden_size, num_heads), **(entries or {})})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -139,7 +139,7 @@ def make_tiny_model(
     return folder
 
 
-def _family_entries(architecture: str, hidden_size: int, num_heads: int) -> dict[str, Any]:
+def family_entries(architecture: str, hidden_size: int, num_heads: int) -> dict[str, Any]:
     """Return further entries of config.json. A token uses two of eight experts, or four of sixteen."""
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
     if architecture == "qwen3_moe":

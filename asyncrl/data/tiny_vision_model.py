@@ -1,4 +1,4 @@
-"""Make a Qwen2.5-VL or Qwen3-VL folder small enough to train on one CPU core: random weights, one token per character.
+"""Make a Qwen2.5-VL, Qwen3-VL or Qwen3.5 folder small enough for one CPU core: random weights, a token per character.
 
 As tiny_model.py, with a vision tower of patches of 4 x 4 pixels, of which 2 x 2 become a token, and the processor's
 file. Images are resized to a multiple of 8 pixels a side, and are not made smaller or larger otherwise.
@@ -7,6 +7,7 @@ file. Images are resized to a multiple of 8 pixels a side, and are not made smal
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -14,10 +15,10 @@ import safetensors.torch
 import torch
 import transformers
 
-from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer
+from asyncrl.data.tiny_model import CHARACTERS, family_entries, make_tokenizer
 from asyncrl.tensors.transformers_models import by_names_in_files
 
-VisionArchitecture = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+VisionArchitecture = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 IMAGE: Final = "<|image_pad|>"
 VISION_TOKENS: Final = ("<|vision_start|>", IMAGE, "<|vision_end|>", "<|video_pad|>")
@@ -61,17 +62,21 @@ def make_tiny_vision_model(
     max_positions: int = 512,
     initializer_range: float = 0.02,
     tie_word_embeddings: bool = False,
+    entries: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write config, float32 weights, tokenizer, chat template and processor to ``folder``, and return ``folder``.
 
     Equal arguments write equal bytes. The vocabulary is SPECIAL_TOKENS, ``characters`` and VISION_TOKENS.
+
+    entries  further entries of text_config
     """
     tokenizer = make_tokenizer(characters, max_positions=max_positions)
     tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *VISION_TOKENS]})
     tokenizer.chat_template = CHAT_TEMPLATE
     start, image, end, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
-    half = hidden_size // num_heads // 2
-    rope = {
+    is_hybrid = architecture.startswith("qwen3_5")
+    half = hidden_size // num_heads // (4 if is_hybrid else 2)
+    rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
@@ -106,11 +111,17 @@ def make_tiny_vision_model(
         config_type: Any = transformers.Qwen2_5_VLConfig
     else:
         text |= {"rope_parameters": rope | {"mrope_interleaved": True}, "head_dim": hidden_size // num_heads}
-        vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
+        vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [] if is_hybrid else [0]}
         config_type = transformers.Qwen3VLConfig
     if architecture == "qwen3_vl_moe":  # a token uses two of eight experts
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 4}
         config_type = transformers.Qwen3VLMoeConfig
+    if is_hybrid:  # half of every head is rotated
+        text |= family_entries(architecture, hidden_size, num_heads) | {"partial_rotary_factor": 0.5}
+        text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+        is_mixture = architecture == "qwen3_5_moe"
+        config_type = transformers.Qwen3_5MoeConfig if is_mixture else transformers.Qwen3_5Config
+    text |= entries or {}
     config = config_type(
         architectures=[config_type.__name__.removesuffix("Config") + "ForConditionalGeneration"],
         text_config=text,
@@ -129,6 +140,10 @@ def make_tiny_vision_model(
             model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=initializer_range)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
+    if is_hybrid:  # published ones have it, and SGLang reads it
+        written = json.loads((folder / "config.json").read_text())
+        written["text_config"]["full_attention_interval"] = text["full_attention_interval"]
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     write_weights(model, folder)
     transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id

@@ -22,7 +22,7 @@ from asyncrl.images.reading import ImageInfo, read_pixels
 from asyncrl.messages.images import ImageRef
 
 FILE: Final = "preprocessor_config.json"
-_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Model types whose images become (patches / merge_size^2) placeholder tokens, by the rules of Qwen2-VL."""
 
 _SIZES: Final = {
@@ -61,7 +61,8 @@ class ImageProcessor:
         found = Placeholders.of(folder)
         if found is None:
             raise ConfigError(
-                f"{folder}: the data shows images, and this model reads none; models that do: Qwen2.5-VL and Qwen3-VL"
+                f"{folder}: the data shows images, and this model reads none; models that do: Qwen2.5-VL, "
+                "Qwen3-VL, Qwen3.5"
             )
         self.token = found.token
         try:

@@ -6,8 +6,8 @@ good; from then on no embedding is tied to its output layer (test_models_loaded_
 transformers keeps all experts of a layer in two tensors:
 gate_up_proj [experts, 2 F, H]  becomes ``0.gate_proj.weight`` [F, H], ``0.up_proj.weight`` [F, H], ``1.gate_proj...``
 down_proj [experts, H, F]       becomes ``0.down_proj.weight`` [H, F], ...
-In files, Mixtral and MiniMax-M2 have other words for a mixture and for the matrices of an expert. gpt-oss has fused
-tensors there, too, and so has Qwen3-VL, turned.
+In files, Mixtral and MiniMax-M2 have other words for a mixture and for the matrices of an expert. gpt-oss and
+Qwen3.5 with its tower have fused tensors there, too, and so has Qwen3-VL, turned.
 Test: test_experts_have_the_names_of_the_folder.
 """
 
@@ -37,7 +37,7 @@ class _Words:
 
 _OF_MIXTRAL: Final = _Words(mixture="block_sparse_moe", gate="w1", up="w3", down="w2")
 _OTHERS: Final[Mapping[str, _Words]] = {"mixtral": _OF_MIXTRAL, "minimax_m2": _OF_MIXTRAL}
-_FUSED_IN_FILES: Final = ("gpt_oss",)
+_FUSED_IN_FILES: Final = ("gpt_oss", "qwen3_5_moe")
 _TURNED_IN_FILES: Final = ("qwen3_vl_moe",)
 """Files have the matrix of an expert the other way round: [inputs, outputs]."""
 _PREFIXES: Final[Mapping[str, Mapping[str, str]]] = {

@@ -19,16 +19,24 @@ from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.tensors.transformers_models import load_model
 from tests.harness.backends import sequence
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 PATCH_SIZE = 3 * 2 * 4 * 4
 
 
-def tiny_vision_model(folder: Path, *, architecture: str, **options: Any) -> Path:
+def tiny_vision_model(
+    folder: Path, *, architecture: str, hidden_size: int = 64, initializer_range: float = 0.15, **options: Any
+) -> Path:
     """As ``tiny_model``: logits far from uniform, biases and norms other than 0 and 1, a nonzero pad embedding."""
-    make_tiny_vision_model(folder, architecture=architecture, initializer_range=0.15, **options)  # type: ignore[arg-type]
+    make_tiny_vision_model(
+        folder,
+        architecture=architecture,  # type: ignore[arg-type]
+        hidden_size=hidden_size,
+        initializer_range=initializer_range,
+        **options,
+    )
     model, generator = load_model(folder, dtype=torch.float32), torch.Generator().manual_seed(1)
     with torch.no_grad():
-        model.get_input_embeddings().weight[0] = 0.15 * torch.randn(64, generator=generator)
+        model.get_input_embeddings().weight[0] = initializer_range * torch.randn(hidden_size, generator=generator)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)

@@ -21,6 +21,7 @@ Cut = Literal[
     "gate_then_up",
     "expert_rows",
     "expert_gate_up",
+    "expert_fused",
     "expert_fused_rows",
     "expert_fused_gate_up",
     "stacked",
@@ -42,6 +43,8 @@ gate_up         gate and up by rows; a shard is its gate rows, then its up rows
 gate_then_up    like gate_up, from one tensor that holds gate, then up
 expert_rows     rows of every expert, stacked: [experts, H, F]
 expert_gate_up  gate_up of every expert, stacked: [experts, 2 F, H]; its tensors are gate, up, gate, up, ...
+expert_fused          gate_up or rows of every expert, as one tensor of all experts has it: [all experts, 2 F, H], gate
+                      first, or [all experts, H, F]
 expert_fused_rows     expert_rows, or biases [experts, H], from one tensor of all experts: [all experts, F, H]
 expert_fused_gate_up  expert_gate_up, or biases [experts, 2 F], from one tensor of all experts: [all experts, H, 2 F],
                       where gate and up alternate in the last dimension

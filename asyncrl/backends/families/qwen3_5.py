@@ -1,8 +1,9 @@
 """Qwen3.5 (text, dense): Qwen3-Next without experts. In files, linear attention has four input projections.
 
+Published models are a Qwen3_5ForConditionalGeneration, which trains as it is (below). `asyncrl import-model` writes
+the text part alone, without the tower's memory; SGLang serves that from 0.5.23 on (not run yet), and 0.5.16 does not.
 config.json has the rotary positions of images, too; those of text are the plain ones. What Qwen3-Next's page says of
-layouts, kernels and engines holds here. `asyncrl import-model` writes the text part of a published model.
-SGLang (to 0.5.23) serves Qwen3.5 with its vision tower alone, so neither engine samples from this text part.
+layouts and kernels holds here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3.5's mixtures of experts (text): Qwen3.5 with the experts of Qwen3-Next in every layer.
 
-`asyncrl import-model` writes the text part of a published model.
+Published models are a Qwen3_5MoeForConditionalGeneration, which trains as it is; see Qwen3.5.
 """
 
 from asyncrl.backends.families import qwen3_5, qwen3_next

@@ -30,7 +30,7 @@ def shape(
         ),
         vision=tower(
             vision,
-            tower_weights(vision),
+            tower_weights(vision, num_layer_features=len(vision.deepstack_visual_indexes)),
             module=module,
             prefix="model.visual.",
             feed_forward_matrices=2,
@@ -40,14 +40,13 @@ def shape(
     )
 
 
-def tower_weights(vision: Any) -> Iterator[str]:
+def tower_weights(vision: Any, *, num_layer_features: int) -> Iterator[str]:
     yield "pos_embed.weight"
     modules = ["patch_embed.proj"]
     for block in range(vision.depth):
         names = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
         modules += [f"blocks.{block}.{name}" for name in names]
-    deep = range(len(vision.deepstack_visual_indexes))
-    for merger in ("merger", *(f"deepstack_merger_list.{number}" for number in deep)):
+    for merger in ("merger", *(f"deepstack_merger_list.{number}" for number in range(num_layer_features))):
         modules += [f"{merger}.{name}" for name in ("norm", "linear_fc1", "linear_fc2")]
     yield from (f"{module}.{what}" for module in modules for what in ("weight", "bias"))
 

@@ -24,6 +24,8 @@ from asyncrl.backends.families import (
     qwen3,
     qwen3_5,
     qwen3_5_moe,
+    qwen3_5_moe_vl,
+    qwen3_5_vl,
     qwen3_moe,
     qwen3_next,
     qwen3_vl,
@@ -54,6 +56,8 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     qwen2_5_vl,
     qwen3_vl,
     qwen3_vl_moe,
+    qwen3_5_vl,
+    qwen3_5_moe_vl,
 )
 
 FAMILIES: Final[dict[str, Family]] = {module.FAMILY.architecture: module.FAMILY for module in MODULES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.adapter import RunConfig
+from asyncrl.data.model_folder import decoder_config
 from asyncrl.engines.sglang.options import (
     CPU_ARGUMENTS,
     DRAFT_MODELS,
@@ -38,8 +40,9 @@ _DRAFT_IS_LOADED: Final = (
     "engine.options: server_arguments: speculative-draft-model-path: SGLang would load the policy into the draft model "
     "as well; remove dp-size and weights.quantization, and use engines of one machine"
 )
-_NOT_SERVED: Final = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
-"""SGLang 0.5.16 to 0.5.23 has these with their vision towers alone."""
+_TEXT_PARTS: Final = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_FIRST_WITH_TEXT_PARTS = (0, 5, 23)
+"""SGLang 0.5.16 has these behind their vision towers alone; 0.5.23 by themselves, too."""
 _UNTIED: Final = frozenset(
     {
         "Qwen2MoeForCausalLM",
@@ -67,11 +70,15 @@ def check_version(options: Options, *, url: str, version: str) -> None:
 
     A server built from source may not know its version: "0.0.0" passes for spans, and its first answer shows them.
     """
-    number = tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
+    number = _numbers(version)
     if options.pause == "retract" and number < _FIRST_SAFE_RETRACT:
         raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
     if options.version_source == "spans" and (0, 0, 0) < number < _FIRST_WITH_SPANS:
         raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {url} is {version}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
 
 
 def check_draft(info: Mapping[str, Any], *, url: str, has_drafts: bool) -> None:
@@ -189,12 +196,20 @@ _NOT_ON_A_CPU: Final = {
     "Qwen3VLForConditionalGeneration": "has no image processor",
     "Qwen3VLMoeForConditionalGeneration": "has no image processor",
     "Qwen3NextForCausalLM": "does not start",
+    "Qwen3_5ForCausalLM": "does not start",
+    "Qwen3_5MoeForCausalLM": "does not start",
+    "Qwen3_5ForConditionalGeneration": "does not start",
+    "Qwen3_5MoeForConditionalGeneration": "does not start",
 }
 """Failures of SGLang 0.5.23's CPU server with tiny models, by architecture. GPUs have kernels for these models."""
 _ON_GPUS_ALONE: Final = (
     "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",
     "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """The in-process engine does not support them, either."""
 
@@ -208,11 +223,8 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
         architectures = config.get("architectures") or [""]
     except (OSError, ValueError, AttributeError):
         return
-    if architectures[0] in _NOT_SERVED:
-        raise ConfigError(
-            f"model.path: SGLang serves no {architectures[0]}, a text part without its vision tower, and no other "
-            'engine here does; train it on given answers (rollout.function = "given", SFT), or another model'
-        )
+    check_text_part(architectures[0], version=_installed_version())
+    _check_layers(decoder_config(config))
     if config.get("tie_word_embeddings") and architectures[0] in _UNTIED:
         raise ConfigError(
             f"model.path: SGLang's {architectures[0]} ignores tie_word_embeddings = true and would sample from an "
@@ -220,10 +232,37 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
             '"lm_head.weight"'
         )
     if device != "cpu":  # the CPU server splits any number of heads
-        _check_heads(config, tensor_parallel=options.attention_parallel)
+        _check_heads(decoder_config(config), tensor_parallel=options.attention_parallel)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
         other = "" if architectures[0] in _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
         raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
+
+
+def check_text_part(architecture: str, *, version: tuple[int, ...]) -> None:
+    """Raise ConfigError for the text part of a model that SGLang of this version, () if unknown, serves only whole."""
+    if architecture in _TEXT_PARTS and () < version < _FIRST_WITH_TEXT_PARTS:
+        raise ConfigError(
+            f"model.path: SGLang serves a {architecture}, a text part without its vision tower, from 0.5.23 on, and "
+            f"this is {'.'.join(map(str, version))}; use the model's folder as it was published"
+        )
+
+
+def _installed_version() -> tuple[int, ...]:
+    try:
+        return _numbers(importlib.metadata.version("sglang"))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for linear attention of which SGLang would not find out in which layers it is."""
+    layers = config.get("layer_types") or ()
+    if "linear_attention" in layers and "full_attention" in layers and not config.get("full_attention_interval"):
+        raise ConfigError(
+            "model.path: SGLang reads full_attention_interval, which published models have in config.json and "
+            f'transformers does not write; add "full_attention_interval": {layers.index("full_attention") + 1} beside '
+            "layer_types"
+        )
 
 
 def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:

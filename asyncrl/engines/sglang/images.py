@@ -38,6 +38,8 @@ _AS_THE_LEARNER: Final[Mapping[str, Any]] = {
 }
 _PATCH: Final = 14
 """Pixels of a side: get_image_feature of models/qwen2_5_vl.py has 1176 = 3 x 2 x 14 x 14 as a constant."""
+_PLAIN_TOWERS: Final = ("qwen3_5", "qwen3_5_moe")
+_INTERLEAVED: Final = ("qwen3_vl", "qwen3_vl_moe", *_PLAIN_TOWERS)
 _PNG: Final = b"\x89PNG"
 _CACHE_BYTES: Final = 256 * 2**20
 
@@ -65,10 +67,15 @@ def check_vision(model_path: Path) -> None:
             f"model.path: SGLang reads images of Qwen2.5-VL with patches of {_PATCH} pixels alone, and this model's "
             f'have {vision["patch_size"]}; use a Qwen3-VL, or engine.kind = "inprocess"'
         )
-    if kind in ("qwen3_vl", "qwen3_vl_moe") and not rope.get("mrope_interleaved"):
+    if kind in _INTERLEAVED and not rope.get("mrope_interleaved"):
         raise ConfigError(
-            "model.path: SGLang does not interleave the rotary sections of a Qwen3-VL unless its config.json says so, "
+            f"model.path: SGLang does not interleave the rotary sections of a {kind} unless its config.json says so, "
             'and training does; add "mrope_interleaved": true beside mrope_section, as published models have it'
+        )
+    if kind in _PLAIN_TOWERS and vision.get("deepstack_visual_indexes") != []:
+        raise ConfigError(
+            f"model.path: SGLang gives a {kind} features from the middle of the tower (DeepStack) unless config.json "
+            'says otherwise; add "deepstack_visual_indexes": [] to vision_config, as published models have it'
         )
 
 

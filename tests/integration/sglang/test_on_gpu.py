@@ -28,6 +28,7 @@ from asyncrl.messages import SamplingParams
 from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import VOCABULARY, forward, sequences, shares, started, tiny_model, with_draft_layer
+from tests.harness.images import tiny_vision_model
 from tests.harness.packing import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.asyncio]
@@ -98,7 +99,9 @@ def in_bfloat16(folder: Path, keys: Mapping[str, Any] | None = None) -> Path:
     tensors = {name: one if "e_score_correction_bias" in name else one.bfloat16() for name, one in stored.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", **(keys or {})}))
+    for part in (config, *(config[name] for name in ("text_config", "vision_config") if name in config)):
+        part["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps({**config, **(keys or {})}))
     return folder
 
 
@@ -209,6 +212,24 @@ async def hold_two_versions(engine: Any, backend: Backend, folder: Path, record:
 async def test_a_family_is_sampled_as_it_is_trained(architecture: str, tmp_path: Path, record_property: Record) -> None:
     folder = made(tmp_path / "model", architecture)
     async with serving(folder) as engine:
+        with learner(folder) as backend:
+            await hold_two_versions(engine, backend, folder, record_property)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_5_moe"])
+async def test_a_qwen3_5_as_published_is_sampled_as_it_is_trained(
+    architecture: str, tmp_path: Path, record_property: Record
+) -> None:
+    """Prompts of text; the vision tower is in every version. Linear attention has the published sizes of a head."""
+    folder = tiny_vision_model(
+        tmp_path / "model",
+        architecture=architecture,
+        hidden_size=512,
+        vision_size=128,
+        initializer_range=0.05,
+        entries={"linear_value_head_dim": 128},
+    )
+    async with serving(in_bfloat16(folder)) as engine:
         with learner(folder) as backend:
             await hold_two_versions(engine, backend, folder, record_property)
 

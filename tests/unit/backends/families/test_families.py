@@ -16,6 +16,7 @@ from asyncrl.backends.megatron import refusals
 from asyncrl.backends.weight_map import Part, weight_map
 from asyncrl.config.layout import Layout
 from asyncrl.data import model_folder
+from asyncrl.data.tiny_vision_model import make_tiny_vision_model
 from asyncrl.errors import ConfigError
 from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import started, tiny_model, weights
@@ -61,6 +62,18 @@ def test_weights_of_a_mixture_survive_being_cut_into_shards(tmp_path: Path, shar
             assert torch.equal(tensor, original[name])
             seen.add(name)
     assert seen == set(original)
+
+
+def test_a_published_qwen3_5_is_trained_as_it_is_but_for_its_draft_layers(tmp_path: Path) -> None:
+    """Engines wait for the tensors that are exported, under the names of the folder."""
+    make_tiny_vision_model(tmp_path, architecture="qwen3_5_moe")
+    trained, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    save_file({**trained, "mtp.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edited(tmp_path, text_config=config["text_config"] | {"mtp_num_hidden_layers": 1, "attn_output_gate": True})
+    model_folder.check_model(tmp_path)
+    shape = huggingface.read_shape(tmp_path)
+    refusals.require_tensors_of_engines(tmp_path, shape)
+    assert {name for entry in weight_map(shape) for name in entry.huggingface} == trained.keys()
 
 
 def test_parts_of_a_model_number_layers_and_experts_by_their_place_in_the_whole(tmp_path: Path) -> None:

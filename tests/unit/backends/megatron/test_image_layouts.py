@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]
         ("megatron-4", "qwen2_5_vl", GENTLE, {"distributed_optimizer": False}),
         ("megatron-vpp2", "qwen2_5_vl-tied", FROZEN, {"recompute": "full"}),
         ("megatron-tp2-ep2", "qwen3_vl_moe", FROZEN, {"recompute": "full"}),
+        ("megatron-tp2-ep2", "qwen3_5_moe", GENTLE, {}),
     ],
 )
 def test_a_layout_says_what_transformers_says_and_trains_as_one_process(
@@ -61,7 +62,7 @@ def test_a_layout_says_what_transformers_says_and_trains_as_one_process(
             assert distance(weights(backend), found[-1][1]) == 0.0, "a step after a checkpoint repeats"
     expected = expected_of(vision_model(folder), batch)
     for where, number in zip(sequence_slices(packed), packed.sequences, strict=True):
-        np.testing.assert_allclose(logprobs[where], expected[number], atol=2e-5)
+        np.testing.assert_allclose(logprobs[where], expected[number], atol=5e-5)
     original = load_file(folder / "model.safetensors")
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())

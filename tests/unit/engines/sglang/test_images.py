@@ -135,7 +135,7 @@ def test_a_server_sees_images_as_the_learner_does(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_images_sglang_would_see_otherwise_is_refused(tmp_path: Path) -> None:
-    def write(kind: str, rope: dict[str, Any], **vision: int) -> None:
+    def write(kind: str, rope: dict[str, Any], **vision: Any) -> None:
         config = {"model_type": kind, "text_config": {"rope_parameters": rope}, "vision_config": vision}
         (tmp_path / "config.json").write_text(json.dumps(config))
 
@@ -148,6 +148,11 @@ def test_a_model_whose_images_sglang_would_see_otherwise_is_refused(tmp_path: Pa
     write("qwen3_vl", {"mrope_section": [24, 20, 20], "mrope_interleaved": True}, patch_size=4)
     check_vision(tmp_path)
     write("qwen2_5_vl", {}, patch_size=14)
+    check_vision(tmp_path)
+    write("qwen3_5", {"mrope_section": [11, 11, 10], "mrope_interleaved": True})
+    with pytest.raises(ConfigError, match=r'add "deepstack_visual_indexes": \[\] to vision_config'):
+        check_vision(tmp_path)
+    write("qwen3_5", {"mrope_section": [11, 11, 10], "mrope_interleaved": True}, deepstack_visual_indexes=[])
     check_vision(tmp_path)
     check_vision(tmp_path / "none")
 

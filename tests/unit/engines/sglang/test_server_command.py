@@ -221,11 +221,27 @@ def test_a_mixture_with_a_tied_output_layer_which_sglang_would_not_load_is_refus
         checks.check_architecture(tmp_path, device="cuda")
 
 
-def test_a_model_that_no_engine_serves_is_refused_everywhere(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3_5ForCausalLM"]}')
-    for device in ("cuda", "cpu"):
-        with pytest.raises(ConfigError, match=r"SGLang serves no Qwen3_5ForCausalLM, .*SFT"):
-            checks.check_architecture(tmp_path, device=device)
+def test_a_text_part_that_sglang_serves_only_whole_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"from 0.5.23 on, and this is 0.5.16; use the model's folder as it was pub"):
+        checks.check_text_part("Qwen3_5ForCausalLM", version=(0, 5, 16))
+    for architecture, version in (
+        ("Qwen3_5ForCausalLM", (0, 5, 23)),
+        ("Qwen3_5ForCausalLM", ()),
+        ("Qwen3_5ForConditionalGeneration", (0, 5, 16)),
+    ):
+        checks.check_text_part(architecture, version=version)
+
+
+def test_linear_attention_in_layers_that_sglang_would_not_find_is_refused(tmp_path: Path) -> None:
+    def check(**text: Any) -> None:
+        layers = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], **text}
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": layers}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        checks.check_architecture(tmp_path, device="cuda")
+
+    with pytest.raises(ConfigError, match='add "full_attention_interval": 3 beside layer_types'):
+        check()
+    check(full_attention_interval=3)
 
 
 def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_path: Path) -> None:
@@ -247,6 +263,9 @@ def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=f"{tensor_parallel} does not divide the model's num_attention_heads, 8"):
             checks.check_architecture(tmp_path, device="cuda", options=Options(tensor_parallel=tensor_parallel))
     checks.check_architecture(tmp_path, device="cpu", options=Options(tensor_parallel=3))
+    (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 8}}')  # behind a vision tower
+    with pytest.raises(ConfigError, match="3 does not divide the model's num_attention_heads, 8"):
+        checks.check_architecture(tmp_path, device="cuda", options=Options(tensor_parallel=3))
     apart = Options(tensor_parallel=3, server_arguments={"enable_dp_attention": True})
     checks.check_architecture(tmp_path, device="cuda", options=apart)
 
