@@ -49,7 +49,12 @@ _RING_BYTES: Final = 3 * 2**30
 """Blocks for what an export does not copy on the device: 2 GiB for engines (weights/ring.py), and a tensor of up to
 256 MiB for each of the four writers of folders (weights/files.py)."""
 _PIECES_BYTES: Final = 2**30
-"""Offloaded moments that are on the device during an update (megatron/optimizer.py)."""
+"""Offloaded moments that are on the device during an update (megatron/stored_moments.py)."""
+_SCALED_BYTES: Final = 2**29
+"""Gradients in float32 on their way to an optimizer on the host, before and after scaling (megatron/host_update.py)."""
+_BUFFER_BYTES: Final = 2 * (4 + 2)
+"""On the host, of each number of the largest piece of an update there: two of gradients, and two of weights."""
+_PIECE_NUMBERS: Final = 2**26
 MOMENT_BYTES: Final = 8
 """AdamW's two moments of a parameter in float32."""
 _COPIED_KEY_BYTES: Final = 12
@@ -66,7 +71,7 @@ ExportsTo = Literal["device", "host"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """Most bytes of one rank in a phase.  device: on its GPU.  host: besides, for a checkpoint (less, if less is free),
-    versions and offloaded moments"""
+    versions, offloaded moments, and all that an optimizer on the host has"""
 
     name: str
     device: int
@@ -78,25 +83,34 @@ class _State:
     """Bytes of a rank that last.
 
     weights    of the policy and its adapters
-    gradients  with the float32 copies of what is trained
+    gradients  of what is trained
+    main       float32 copies of what is trained
     in_float32  copies of gradients, during an update, of those that are added up in 16 bits
     moments    of AdamW, in float32
     copy       one version of what an export copies
     frozen     reference and teacher
     saved      of a checkpoint
+    largest    numbers of the largest weight that is trained
     """
 
     weights: float
     gradients: float
+    main: float
     in_float32: float
     moments: float
     copy: float
     frozen: float
     saved: float
+    largest: float
 
     @property
     def loaded(self) -> float:
-        return self.weights + self.gradients + self.frozen
+        return self.weights + self.gradients + self.main + self.frozen
+
+    @property
+    def without_optimizer(self) -> _State:
+        """What is on the device where the optimizer is on the host."""
+        return dataclasses.replace(self, main=0.0, in_float32=0.0, moments=0.0)
 
 
 def phases(
@@ -104,6 +118,7 @@ def phases(
     *,
     recomputes_all: bool,
     offloads_moments: bool = False,
+    updates_on_host: bool = False,
     moment_bytes: int = MOMENT_BYTES,
     shares_prefixes: bool = False,
     needs_logits: bool = False,
@@ -112,6 +127,7 @@ def phases(
     """Return what a rank needs. Raises WeightsError.
 
     recomputes_all   only one activation per layer is kept
+    updates_on_host  main weights and moments are on the host, and AdamW runs there
     moment_bytes     in which AdamW's moments of a parameter are kept between updates
     shares_prefixes  a layer copies keys and values of tokens that sequences share
     needs_logits     the loss is over the whole vocabulary
@@ -126,17 +142,22 @@ def phases(
     passes += _copied_keys(run, config) if shares_prefixes else 0.0
     passes += _logits(run, config) if needs_logits else _HEAD_BYTES
     passes *= _FRAGMENTED
-    loaded = state.loaded + _CONTEXT_BYTES
+    held = state.without_optimizer if updates_on_host else state
+    loaded = held.loaded + _CONTEXT_BYTES
     versions, host_versions = _versions(run, state, exports_to)
     kept = state.moments * moment_bytes / MOMENT_BYTES
-    at_load, in_passes = (kept, 0.0) if offloads_moments else (0.0, kept)
+    at_load, in_passes = (kept, 0.0) if offloads_moments or updates_on_host else (0.0, kept)
+    in_update = in_passes + held.in_float32
+    in_update += _pieces(held, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
+    moving = 0.0
+    if updates_on_host:
+        at_load += state.main + _BUFFER_BYTES * max(state.largest, _PIECE_NUMBERS)
+        moving = max(0.0, state.main - state.gradients)  # until they are on the host, gradients have no memory
+        in_update += _SCALED_BYTES
     host = at_load + host_versions
-    in_update = (
-        in_passes + state.in_float32 + _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
-    )
     saved = state.saved - (state.moments if not run.checkpoint.optimizer else state.moments - kept)
     return (
-        Phase(name="load", device=int(loaded), host=int(at_load)),
+        Phase(name="load", device=int(loaded + moving), host=int(at_load)),
         Phase(name="step", device=int(loaded + versions + in_passes + passes), host=int(host)),
         Phase(name="update", device=int(loaded + versions + in_update), host=int(host)),
         Phase(name="checkpoint", device=int(loaded + versions + in_passes), host=int(host + saved)),
@@ -171,6 +192,7 @@ def learner_bytes(
     *,
     recomputes_all: bool,
     offloads_moments: bool = False,
+    updates_on_host: bool = False,
     moment_bytes: int = MOMENT_BYTES,
     shares_prefixes: bool = False,
     needs_logits: bool = False,
@@ -181,6 +203,7 @@ def learner_bytes(
         run,
         recomputes_all=recomputes_all,
         offloads_moments=offloads_moments,
+        updates_on_host=updates_on_host,
         moment_bytes=moment_bytes,
         shares_prefixes=shares_prefixes,
         needs_logits=needs_logits,
@@ -197,6 +220,7 @@ def refuse(
     *,
     total: int,
     offloads_moments: bool,
+    updates_on_host: bool = False,
     moment_bytes: int = MOMENT_BYTES,
     exports_to: ExportsTo = "host",
 ) -> None:
@@ -207,15 +231,25 @@ def refuse(
     """
     shapes = read_shapes(Path(run.model.path))
     versions = 0 if exports_to == "host" and not _copies_beside(run) else 1
-    least = functools.partial(_least, moment_bytes=moment_bytes, versions=versions)
-    needed = least(_state(run, shapes, run.learner.layout), offloads_moments=offloads_moments)
+    state = _state(run, shapes, run.learner.layout)
+    least = functools.partial(
+        _least,
+        offloads_moments=offloads_moments,
+        updates_on_host=updates_on_host,
+        moment_bytes=moment_bytes,
+        versions=versions,
+    )
+    needed = least(state)
     if needed <= total:
         return
     remedies = [] if run.learner.lora.rank else ["learner.lora"]
-    if versions and not _copies_beside(run) and needed - _state(run, shapes, run.learner.layout).copy <= total:
+    if versions and not _copies_beside(run) and needed - state.copy <= total:
         remedies.append('learner.options.exports = "host"')
-    if not offloads_moments and least(_state(run, shapes, run.learner.layout), offloads_moments=True) <= total:
-        remedies.append("learner.options.offload_optimizer = true")
+    if not updates_on_host:
+        if not offloads_moments and least(state, offloads_moments=True) <= total:
+            remedies.append("learner.options.offload_optimizer = true")
+        elif run.model.dtype == "bfloat16" and least(state, updates_on_host=True) <= total:
+            remedies.append('learner.options.optimizer_device = "cpu"')
     has_experts = any(".experts." in name for name in shapes)
     key = "expert_parallel" if has_experts else "tensor_parallel"
     ranks = 2 * run.learner.ranks
@@ -226,7 +260,7 @@ def refuse(
             learner = dataclasses.replace(run.learner, **changes)
         except ConfigError:
             break
-        if least(_state(run, shapes, learner.layout), offloads_moments=offloads_moments) <= _FILLED * total:
+        if least(_state(run, shapes, learner.layout)) <= _FILLED * total:
             remedies.append(f"learner.ranks = {ranks} with {key} = {split}")
             break
         ranks *= 2
@@ -237,7 +271,25 @@ def refuse(
     )
 
 
-def _least(state: _State, *, offloads_moments: bool, moment_bytes: int, versions: int) -> float:
+def refuse_host(run: RunConfig, *, total: int, **settings: Any) -> None:
+    """Raise ConfigError if a machine with ``total`` bytes cannot hold what its ranks keep on the host, without the
+    copies for a checkpoint, which take what is free.
+
+    settings  see phases
+    """
+    (needed,) = (phase.host for phase in phases(run, **settings) if phase.name == "update")
+    ranks = run.learner.ranks // run.learner.machines
+    if needed * ranks > total:
+        raise ConfigError(
+            f"learner: {ranks} ranks keep {needed * ranks / 2**30:.0f} GiB of optimizer and versions in host memory, "
+            f"and this machine has {total / 2**30:.0f} GiB; use more learner.machines, or learner.lora"
+        )
+
+
+def _least(state: _State, *, offloads_moments: bool, updates_on_host: bool, moment_bytes: int, versions: int) -> float:
+    if updates_on_host:
+        held = state.without_optimizer
+        return held.loaded + max(versions * state.copy + _SCALED_BYTES, state.main - state.gradients)
     kept = 0.0 if offloads_moments else state.moments * moment_bytes / MOMENT_BYTES
     pieces = _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
     return state.loaded + state.in_float32 + versions * state.copy + kept + pieces
@@ -272,7 +324,8 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
     learner, lora = run.learner, run.learner.lora
     main = 4 if width == 2 else 0
     has_small_gradients = width == 2 and learner.options.get("gradients_dtype") == "bfloat16"
-    own = adapters = copied = gradients = in_float32 = moments = saved = 0.0
+    own = adapters = copied = gradients = mains = in_float32 = moments = saved = 0.0
+    weights = dict[str, float]()
     for name, shape in shapes.items():
         numbers = math.prod(shape) * _share(name, shapes, layout)
         is_expert = ".experts." in name
@@ -294,7 +347,11 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
             )
             trained = lora.rank * sum(shape) * _share(name, shapes, layout) if is_adapted else 0.0
             adapters += trained
-        gradients += trained * ((2 if has_small_gradients else 4) + main / replicas)
+        gradients += trained * (2 if has_small_gradients else 4)
+        mains += trained * main / replicas
+        layer, _, of_expert = name.partition(".experts.")  # the experts of a layer are two weights
+        weight = f"{layer}.{'down' in of_expert}" if of_expert else name
+        weights[weight] = weights.get(weight, 0.0) + trained
         in_float32 += trained * 4 / replicas if has_small_gradients else 0.0
         moments += trained * MOMENT_BYTES / replicas
         saved += (
@@ -317,11 +374,13 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
     return _State(
         weights=width * (own + adapters),
         gradients=gradients,
+        main=mains,
         in_float32=in_float32,
         moments=moments,
         copy=width * copied,
         frozen=width * frozen,
         saved=saved,
+        largest=max(weights.values(), default=0.0),
     )
 
 

@@ -84,6 +84,8 @@ SCHEMA: dict[str, str] = {
     "learner/draft_loss": "negative log likelihood of the batch's tokens under the model's multi-token-prediction "
     "layers, in nats, mean over trained tokens and layers; with learner.options.draft_coefficient",
     "learner/memory_bytes": "peak GPU memory of tensors on the first rank since the start; GPU only",
+    "learner/update_seconds": "part of step_seconds for AdamW on the host, last mini-batch; with "
+    'learner.options.optimizer_device = "cpu"',
     "learner/forward_seconds": "part of step_seconds for the forward passes of other models and for advantages",
     "learner/prepare_seconds": "time on the host to pack a batch into micro-batches, usually during the previous step",
     "learner/learning_rate": "learning rate of this step, including warm-up, schedule and staleness.learning_rate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from asyncrl.errors import ConfigError
 
@@ -30,6 +31,15 @@ def read_gpu_memory() -> GpuMemory:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(f"{' '.join(command)}: {error}") from None
     return GpuMemory(total=total, free=free)
+
+
+def read_host_memory() -> int:
+    """Return the bytes of memory of this machine, or of this container if its limit is lower."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return machine
 
 
 def resolve_device(name: str, *, section: str) -> str:

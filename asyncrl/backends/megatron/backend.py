@@ -54,7 +54,7 @@ from asyncrl.messages import codec
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch, of_one_length
-from asyncrl.tensors.device import read_gpu_memory, resolve_device
+from asyncrl.tensors.device import read_gpu_memory, read_host_memory, resolve_device
 from asyncrl.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -175,9 +175,9 @@ class MegatronBackend(BackendAdapter):
                 return
             exports_to: gpu_memory.ExportsTo = "device" if options.exports == "device" else "host"
             gpu_memory.refuse(run, total=total, exports_to=exports_to, **_moments(run, options))
-            if shortage := gpu_memory.describe_shortage(
-                run, total=total, exports_to=exports_to, **cls._state_settings(run, needs_logits=False)
-            ):
+            settings = {"exports_to": exports_to, **cls._state_settings(run, needs_logits=False)}
+            gpu_memory.refuse_host(run, total=read_host_memory(), **settings)
+            if shortage := gpu_memory.describe_shortage(run, total=total, **settings):
                 log.warning("%s", shortage)
 
     @classmethod
@@ -213,6 +213,11 @@ class MegatronBackend(BackendAdapter):
         if cls.options(run).draft_coefficient:
             refusals.require_draft_layers(run)
         options: Options = cls.options(run)
+        if options.optimizer_device == "cpu" and run.model.dtype == "float32":
+            raise ConfigError(
+                'learner.options.optimizer_device: with model.dtype = "float32" the weights on the device are the main '
+                "weights, and only moments can leave it; use offload_optimizer, or bfloat16"
+            )
         refusals.check(
             run, balances_experts=options.aux_loss_coefficient > 0, recomputes_all=options.recompute == "full"
         )
@@ -477,7 +482,12 @@ class MegatronBackend(BackendAdapter):
 
 
 def _moments(run: RunConfig, options: Options) -> dict[str, Any]:
-    """Return where and in how many bytes AdamW's moments of a parameter are kept, as gpu_memory takes it."""
+    """Return where AdamW runs, and where and in how many bytes its moments of a parameter are kept, as gpu_memory takes
+    it."""
     width = gpu_memory.MOMENT_BYTES // (2 if options.moments_dtype == "bfloat16" else 1)
     is_stateless = run.learner.reset_optimizer and run.learner.steps_per_batch == 1
-    return {"offloads_moments": options.offload_optimizer, "moment_bytes": 0 if is_stateless else width}
+    return {
+        "offloads_moments": options.offload_optimizer,
+        "updates_on_host": options.optimizer_device == "cpu",
+        "moment_bytes": 0 if is_stateless else width,
+    }

@@ -31,6 +31,11 @@ class Options:
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory: 8 bytes a parameter. Every step copies them to the device and back, in
     pieces of 512 MiB, or of one weight that is larger; two pieces are on the device at a time."""
+    optimizer_device: Literal["learner", "cpu"] = "learner"
+    """Where AdamW runs. learner: on the learner's device, as everything else. cpu: main weights and moments are in host
+    memory, 12 bytes a parameter, and AdamW runs there on all of a rank's threads (learner.threads; 0: its share of the
+    machine's cores), beside copies of gradients and of updated weights but not beside the backward pass. A GPU then
+    holds 2 bytes of weights and 2 or 4 of gradients a parameter (gradients_dtype), and waits for the update."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Format in which AdamW's moments are kept between updates. bfloat16 saves 4 bytes a parameter and rounds them
     after every update, as Megatron's precision-aware optimizer; with offload_optimizer, half as much is copied."""
@@ -71,6 +76,8 @@ class Options:
     ends the learner; one that dies does so at once."""
 
     def __post_init__(self) -> None:
+        if self.optimizer_device == "cpu" and self.offload_optimizer:
+            raise ConfigError('offload_optimizer: with optimizer_device = "cpu" no moments are on the GPU; remove it')
         if not 0 <= self.aux_loss_coefficient < math.inf:
             raise ConfigError(f"aux_loss_coefficient must be 0 or more, got {self.aux_loss_coefficient:g}")
         if not 0 <= self.draft_coefficient < math.inf:

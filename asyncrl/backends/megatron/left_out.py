@@ -28,8 +28,8 @@ _REASONS: Final[Mapping[str, str]] = {
     'weights.quantization = "fp8" is for engines',
     "main_params_dtype store_param_remainders": "main weights are float32",
     "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
-    "pin_cpu_params": "learner.options.offload_optimizer keeps all moments on the host, pinned, and copies them beside "
-    "the update, which the GPU computes",
+    "pin_cpu_params": "learner.options.optimizer_device runs all of AdamW on the host, with torch's fused AdamW and "
+    "copies beside it, and learner.options.offload_optimizer keeps all moments there for an update on the GPU",
     "overlap_param_gather overlap_param_gather_with_optimizer_step align_param_gather": "every step is followed by an "
     "export to the engines, which needs all weights at once",
     "overlap_grad_reduce": "on wherever several ranks hold the same weights",

@@ -1,10 +1,10 @@
-"""Megatron-Core's gradient buffers and optimizer, and how AdamW's moments are stored between updates."""
+"""Megatron-Core's gradient buffers and optimizer."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.host_update import HostUpdate, move_to_host, shards_of
 from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.model import PackedGPT
 from asyncrl.backends.megatron.process_groups import expert_replicas_group, replicas_group
+from asyncrl.backends.megatron.stored_moments import StoredMoments
 from asyncrl.backends.optimizer_settings import OptimizerSettings, has_weight_decay
+from asyncrl.tensors.host_memory import HostMemory
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.distributed import (
@@ -28,10 +31,6 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
     from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-_MOMENTS: Final = {"exp_avg", "exp_avg_sq"}
-_PIECE_NUMBERS: Final = 2**26
-"""Weights whose moments are brought to the device together: 512 MiB."""
-_PIECES_AT_ONCE: Final = 2
 _SPARED: Final = ParamKey(
     with_name_predicate=ParamWithNamePredicate(
         name="spared", fn=lambda weight, name: not has_weight_decay(name, ndim=weight.ndim)
@@ -95,19 +94,29 @@ def _overwrite_first(parameter: Any) -> None:
         parameter.awaits_first_gradient = False
 
 
+def gradients_of(buffers: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
+    """Yield Megatron's buffers of gradients, which every step overwrites before it reads them."""
+    for wrapper in buffers:
+        yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOptimizer:
     """Megatron's optimizer for some of the weights, around torch's AdamW.
 
     replicas       the ranks that hold the same weights
     is_of_experts  whether these are experts that are distributed over ranks differently from other weights
+    gathered       Megatron's groups of buckets whose weights ranks exchange after an update on the host
     moments        how its moments are stored, if not by torch's AdamW itself
+    host           runs AdamW on the host; None if it runs where the weights are
     """
 
     megatron: Any
     replicas: dist.ProcessGroup
     is_of_experts: bool
+    gathered: Sequence[Any] = ()
     moments: StoredMoments | None = None
+    host: HostUpdate | None = None
 
     @property
     def adamw(self) -> torch.optim.Optimizer:
@@ -119,8 +128,34 @@ class PartOptimizer:
         """The weights that this optimizer updates."""
         return list(self.megatron.get_parameters())
 
+    def begin(self) -> None:
+        """Take over the gradients, which all ranks have summed."""
+        if self.host is not None:
+            self.host.begin()
+        else:
+            self.megatron.prepare_grads()
+
+    def scale_gradients(self, factor: float) -> None:
+        if self.host is not None:
+            self.host.scale_gradients(factor)
+        elif gradients := [weight.grad for weight in self.weights if weight.grad is not None]:  # else all are frozen
+            torch._foreach_mul_(gradients, factor)
+
+    def norms(self, counts: Callable[[Any], bool]) -> list[torch.Tensor]:
+        """Return the norm of the gradient of each weight that ``counts``, scalars on the device."""
+        if self.host is not None:
+            return self.host.norms(counts)
+        counted = [weight.grad for weight in self.weights if counts(weight)]
+        gradients = [gradient for gradient in counted if gradient is not None]
+        return list(torch._foreach_norm(gradients)) if gradients else []
+
     def update(self) -> None:
         """Update the weights from their gradients."""
+        if self.host is not None:
+            self.host.update()
+            for group in self.gathered:
+                group.start_param_sync()
+            return
         with self.moments.updated() if self.moments is not None else nullcontext():
             self.megatron.step_with_ready_grads()
 
@@ -150,20 +185,19 @@ def build_optimizers(
         params_dtype=job.torch_dtype,
         use_distributed_optimizer=job.is_distributed_optimizer,
     )
-    with cpu_shim.cuda_type_names(device):
+    is_on_host = job.options.optimizer_device == "cpu"
+    with cpu_shim.cuda_type_names(device), _without(buffers) if is_on_host else nullcontext():
         chained = get_megatron_optimizer(
             config,
             list(buffers),
             config_overrides={_SPARED: ParamGroupOverride(wd_mult=0.0)},
             use_gloo_process_groups=False,
         )
+        for optimizer in chained.chained_optimizers if is_on_host else ():
+            if optimizer.optimizer is not None:
+                move_to_host(optimizer.optimizer)
     parts = [
-        PartOptimizer(
-            megatron=optimizer,
-            replicas=expert_replicas_group() if is_of_experts else replicas_group(),
-            is_of_experts=is_of_experts,
-            moments=_stored_moments(optimizer.optimizer, job, settings, device),
-        )
+        _part(optimizer, job, settings, buffers, device, is_of_experts=is_of_experts)
         for optimizer, is_of_experts in zip(chained.chained_optimizers, (False, True), strict=False)
         if optimizer.optimizer is not None  # else none of its weights is trained
     ]
@@ -173,10 +207,53 @@ def build_optimizers(
     return parts
 
 
+@contextmanager
+def _without(buffers: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Free the gradients' memory within the context: main weights are on the device until they are moved."""
+    room = HostMemory(tuple, scratch=lambda: gradients_of(buffers))
+    room.offload()
+    yield
+    room.onload()
+
+
+def _part(
+    megatron: Any,
+    job: Job,
+    settings: OptimizerSettings,
+    buffers: Sequence[DistributedDataParallel],
+    device: torch.device,
+    *,
+    is_of_experts: bool,
+) -> PartOptimizer:
+    made = PartOptimizer(
+        megatron=megatron,
+        replicas=expert_replicas_group() if is_of_experts else replicas_group(),
+        is_of_experts=is_of_experts,
+    )
+    adamw = megatron.optimizer
+    if job.options.optimizer_device != "cpu":
+        return dataclasses.replace(made, moments=_stored_moments(adamw, job, settings, device))
+    moments = _stored_moments(adamw, job, settings, torch.device("cpu"))
+    groups = [
+        group
+        for wrapper in buffers
+        for group in (wrapper.expert_parallel_bucket_groups if is_of_experts else wrapper.bucket_groups)
+    ]
+    return dataclasses.replace(
+        made,
+        gathered=groups if job.is_distributed_optimizer else (),
+        moments=moments,
+        host=HostUpdate(adamw, shards_of(megatron, list(_parameters(buffers))), device, moments=moments),
+    )
+
+
 def _stored_moments(
     adamw: torch.optim.Optimizer, job: Job, settings: OptimizerSettings, device: torch.device
 ) -> StoredMoments | None:
-    """Return how moments are stored; None if torch's AdamW keeps them on the device in float32."""
+    """Return how moments are stored; None if torch's AdamW keeps them where it runs, in float32.
+
+    device: where it runs
+    """
     options = job.options
     if not (options.offload_optimizer or options.moments_dtype != "float32" or settings.is_stateless):
         return None
@@ -187,145 +264,3 @@ def _stored_moments(
         dtype=getattr(torch, options.moments_dtype),
         are_dropped=settings.is_stateless,
     )
-
-
-class StoredMoments:
-    """Stores the moments of one torch.optim.AdamW between updates: on the device or the host, in 32 or 16 bits, or not.
-
-    Saves memory on the device at any time: 8 bytes a parameter in host memory or nowhere, 4 in bfloat16. An update
-    brings the moments to the device in float32 piece by piece and back, so besides weights, gradients and main weights
-    (10 bytes a parameter with 16-bit weights) it needs the moments of two pieces: one is updated or returns while the
-    next one arrives. AdamW computes each element on its own, so pieces change no bit.
-
-    device        of the weights
-    is_on_host    whether the stored moments are in host memory
-    dtype         of the stored moments. bfloat16 rounds them after every update, as Megatron's precision-aware
-                  optimizer with --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16, which needs Transformer Engine
-    are_dropped   nothing is stored: every update starts from moments of zero, as slime's --use-stateless-adam
-
-    (Megatron's own offload runs AdamW on the CPU.)
-    Tests: test_offloaded_moments_do_not_change_training, test_moments_in_bfloat16_are_rounded_between_updates.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        *,
-        is_on_host: bool = True,
-        dtype: torch.dtype = torch.float32,
-        are_dropped: bool = False,
-    ) -> None:
-        self._optimizer = optimizer
-        self._is_on_host = is_on_host
-        self._dtype = dtype
-        self._are_dropped = are_dropped
-        self._homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
-        self._arriving, self._returning = _side_stream(device), _side_stream(device)
-
-    @contextmanager
-    def updated(self) -> Iterator[None]:
-        """Run the optimizer's step; inside the context it has no weights, so Megatron's own step leaves them as is."""
-        on_device: deque[_Piece] = deque()
-        groups = self._optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for number, group in enumerate(groups):
-                for weights in _pieces(whole[number]):
-                    if len(on_device) == _PIECES_AT_ONCE:
-                        on_device.popleft().wait()
-                    self._fetch(weights)
-                    for other in groups:
-                        other["params"] = weights if other is group else []
-                    self._optimizer.step()
-                    on_device.append(self._return(weights))
-            while on_device:
-                on_device.popleft().wait()
-            for group in groups:
-                group["params"] = []
-            yield
-        finally:
-            for group, weights in zip(groups, whole, strict=True):
-                group["params"] = weights
-
-    def store(self, weight: torch.Tensor) -> None:
-        """Store the moments of one weight: a checkpoint is restored on the device."""
-        self._return([weight]).wait()
-
-    def forget(self) -> None:
-        """Free what is stored: the next update starts from moments of zero."""
-        self._homes.clear()
-
-    def _fetch(self, weights: Sequence[torch.Tensor]) -> None:
-        """Replace moments by copies on the device. They have none before their first step."""
-        with _on(self._arriving):
-            for weight, kind, moment in self._moments(weights):
-                arrived = moment.to(weight.device, torch.float32, non_blocking=True, copy=True)
-                self._optimizer.state[weight][kind] = arrived
-        if self._arriving is not None:
-            torch.cuda.current_stream().wait_stream(self._arriving)
-
-    def _return(self, weights: Sequence[torch.Tensor]) -> _Piece:
-        """Begin to store moments; the optimizer's state has the stored ones from now on."""
-        moments = []
-        if self._returning is not None:
-            self._returning.wait_stream(torch.cuda.current_stream())
-        with _on(self._returning):
-            for weight, kind, moment in self._moments(weights):
-                if not self._are_dropped:
-                    home = self._home(weight, kind, moment)
-                    self._optimizer.state[weight][kind] = home.copy_(moment, non_blocking=True)
-                moments.append(moment)
-            done = None if self._returning is None else self._returning.record_event()
-        if self._are_dropped:
-            for weight in weights:
-                self._optimizer.state.pop(weight, None)
-        return _Piece(moments=moments, done=done)
-
-    def _moments(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-        for weight in weights:
-            state = self._optimizer.state.get(weight, {})
-            yield from [(weight, kind, state[kind]) for kind in sorted(_MOMENTS & state.keys())]
-
-    def _home(self, weight: torch.Tensor, kind: str, moment: torch.Tensor) -> torch.Tensor:
-        """Return the buffer that stores a moment, allocated once; on the host pinned, as asynchronous copies need."""
-        if (weight, kind) not in self._homes:
-            device = "cpu" if self._is_on_host else moment.device
-            is_pinned = self._is_on_host and moment.is_cuda
-            self._homes[weight, kind] = torch.empty(
-                moment.shape, dtype=self._dtype, device=device, pin_memory=is_pinned
-            )
-        return self._homes[weight, kind]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """Moments on the device that are being stored, until the event ``done``."""
-
-    moments: Sequence[torch.Tensor]
-    done: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        """Wait until the moments are stored. The device's memory may be used again afterwards, not before."""
-        if self.done is not None:
-            self.done.synchronize()
-
-
-def _pieces(weights: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split weights into pieces of about _PIECE_NUMBERS numbers; a larger weight is a piece of its own."""
-    piece: list[torch.Tensor] = []
-    for weight in weights:
-        if piece and sum(one.numel() for one in piece) + weight.numel() > _PIECE_NUMBERS:
-            yield piece
-            piece = []
-        piece.append(weight)
-    if piece:
-        yield piece
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)

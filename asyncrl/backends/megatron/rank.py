@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,13 @@ class MegatronRank:
         """store: by which the ranks have found each other"""
         quiet_logs()
         self._saving: BackgroundSave | None = None
-        if job.threads:
-            torch.set_num_threads(job.threads)
         self._is_first = info.rank == 0
         self._local_ranks = info.local_ranks or info.ranks
+        threads = job.threads
+        if not threads and job.options.optimizer_device == "cpu":  # torch's default: 1 if torchrun starts the ranks
+            threads = max(1, len(os.sched_getaffinity(0)) // self._local_ranks)
+        if threads:
+            torch.set_num_threads(threads)
         self._room_for_saving: int | None = None
         self._hooks = load_hooks(job.options.hooks)
         self.parts = ExportedParts()

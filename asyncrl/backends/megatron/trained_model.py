@@ -9,8 +9,10 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +80,8 @@ class TrainedModel(SavedWeights):
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from super().tensors()
         for part in self._optimizers:
+            if part.host is not None:
+                continue  # what AdamW has is on the host
             yield from (one for group in part.adamw.param_groups for one in group["params"])
             for state in part.adamw.state.values():
                 yield from (one for one in state.values() if isinstance(one, torch.Tensor) and one.ndim)
@@ -86,8 +90,7 @@ class TrainedModel(SavedWeights):
         """Yield the tensors that every step overwrites before it reads them."""
         for part in self._optimizers:
             part.megatron.zero_grad()  # otherwise copies of the gradients stay in memory
-        for wrapper in self._buffers:
-            yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
+        yield from optimizer.gradients_of(self._buffers)
 
     def step(self, share: Sequence[MicroBatch], *, batch_tokens: int, learning_rate: float) -> StepResult:
         """Run one optimizer step. All ranks see the same reduced loss and norm, so all of them update or all skip.
@@ -145,7 +148,7 @@ class TrainedModel(SavedWeights):
                 all_reduce(totals.sums, group)
                 all_reduce(totals.maxima, group, dist.ReduceOp.MAX)
             for part in self._optimizers:
-                part.megatron.prepare_grads()
+                part.begin()
             if (scale := self._objective.gradient_scale(totals)) is not None:
                 self._scale_gradients(scale)
             reduced = torch.stack([totals.sums[0].double(), self._grad_norm()])
@@ -156,6 +159,7 @@ class TrainedModel(SavedWeights):
                 reduced = torch.cat([reduced, draft_loss[None]])
             loss, grad_norm, *use = reduced.tolist()
         is_skipped = not is_trainable(loss, grad_norm)
+        began = time.perf_counter()
         if not is_skipped:
             learning_rate *= self._objective.learning_rate_share(totals)
             try:
@@ -163,6 +167,7 @@ class TrainedModel(SavedWeights):
                     self._update(grad_norm, learning_rate)
             except RuntimeError as error:  # AdamW's moments may not fit into memory
                 raise BackendError(f"the optimizer's update failed: {error}") from error
+        update_seconds = time.perf_counter() - began
         # Rank 0 reports what all have reduced. One rank of each copy of the model reports its recorded tokens.
         tokens = recorded.on_host() if self._rank in (0, *self._layout.output_ranks) else {}
         if self._rank:
@@ -178,21 +183,22 @@ class TrainedModel(SavedWeights):
             metrics["learner/draft_loss"] = use.pop()
         if self._balance:
             metrics |= self._balance.metrics(use)
+        if self._is_policy and any(part.host for part in self._optimizers):
+            metrics["learner/update_seconds"] = update_seconds
         if self._device.type == "cuda" and self._is_policy:
             metrics["learner/memory_bytes"] = float(torch.cuda.max_memory_allocated())
         return StepResult(metrics=metrics, tokens=tokens)
 
     def _grad_norm(self) -> torch.Tensor:
         """Return the norm of all ranks' gradients, f64 scalar. Megatron's own synchronises once per parameter."""
-        counted = [weight.grad for part in self._optimizers for weight in part.weights if self._counts(weight, part)]
-        gradients = [gradient for gradient in counted if gradient is not None]
+        norms = [norm for part in self._optimizers for norm in part.norms(partial(self._counts, part))]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if gradients:
-            total = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        if norms:
+            total = torch.stack(norms).double().square().sum()
         all_reduce(total, dist.group.WORLD)
         return total.sqrt()
 
-    def _counts(self, weight: Any, part: optimizer.PartOptimizer) -> bool:
+    def _counts(self, part: optimizer.PartOptimizer, weight: Any) -> bool:
         """Return whether this rank counts the weight's gradient in the norm; other ranks may hold copies of it."""
         is_cut = part.is_of_experts or getattr(weight, "tensor_model_parallel", False)
         is_first_shard = is_cut or self._tensor_parallel.rank() == 0
@@ -200,8 +206,7 @@ class TrainedModel(SavedWeights):
 
     def _scale_gradients(self, scale: float) -> None:
         for part in self._optimizers:
-            if gradients := [weight.grad for weight in part.weights if weight.grad is not None]:  # else all are frozen
-                torch._foreach_mul_(gradients, scale)
+            part.scale_gradients(scale)
 
     def _update(self, grad_norm: float, learning_rate: float) -> None:
         self.finish_exports()

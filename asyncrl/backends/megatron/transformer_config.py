@@ -142,7 +142,7 @@ KEYS: Final[Mapping[str, str]] = {
     "adam_eps": "learner.eps",
     "clip_grad": "learner.max_grad_norm",
     "use_distributed_optimizer": "learner.options.distributed_optimizer",
-    "optimizer_cpu_offload": "learner.options.offload_optimizer",
+    "optimizer_cpu_offload": "learner.options.optimizer_device",
     **dict.fromkeys(
         ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"), "learner.options.moments_dtype"
     ),

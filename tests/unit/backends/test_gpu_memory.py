@@ -108,6 +108,35 @@ def test_offloaded_moments_leave_ten_bytes_a_parameter_and_one_version(
     assert offloaded["update"].host == pytest.approx((8 + 2) * parameters, rel=0.01)
 
 
+@pytest.mark.parametrize(("gradients", "held"), [("float32", 6), ("bfloat16", 4)])
+def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_device(
+    gradients: str, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has 12 bytes a parameter, two versions, and two pieces of gradients and weights (the embedding's). While
+    main weights are moved, gradients have no memory, but theirs is no less than 4 bytes a parameter."""
+    parameters = num_parameters(SHAPES["8B"])
+    run = run_of("8B", tmp_path, monkeypatch, f"learner.options={{gradients_dtype='{gradients}'}}")
+    found = phases_of(run, updates_on_host=True, exports_to="host")
+    context, embedding = gpu_memory._CONTEXT_BYTES, 151_936 * 4096
+    assert found["load"].device - context == pytest.approx(6 * parameters, rel=0.01)
+    beside = context + gpu_memory._RING_BYTES + gpu_memory._SCALED_BYTES
+    assert found["update"].device - beside == pytest.approx(held * parameters, rel=0.01)
+    assert found["update"].host == pytest.approx((12 + 2 * 2) * parameters + 12 * embedding, rel=0.01)
+    assert found["checkpoint"].host - found["update"].host == pytest.approx(14 * parameters, rel=0.01)
+    whole = phases_of(run, updates_on_host=True, exports_to="host", moment_bytes=4)
+    assert found["update"].host - whole["update"].host == pytest.approx(4 * parameters, rel=0.01)
+
+
+def test_what_is_kept_on_the_host_must_fit_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = functools.partial(
+        gpu_memory.refuse_host, recomputes_all=True, updates_on_host=True, exports_to="host", total=96 * GIB
+    )
+    refuse(run_of("4B", tmp_path, monkeypatch))
+    with pytest.raises(ConfigError, match=r"1 ranks keep 1\d\d GiB of optimizer .* this machine has 96 GiB; use more"):
+        refuse(run_of("8B", tmp_path, monkeypatch))
+    refuse(run_of("8B", tmp_path, monkeypatch, "learner.ranks=2", "learner.machines=2"))
+
+
 def test_full_training_needs_its_state_and_a_twentieth_more_beside_one_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +187,9 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch:
     remedies = r"learner.lora or learner.options.exports = \"host\" or .*offload_optimizer = true"
     with pytest.raises(ConfigError, match=rf"a rank needs 1\d\d GiB .* has 140 GiB; use {remedies}"):
         refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False, exports_to="device")
+    with pytest.raises(ConfigError, match=r'has 70 GiB; use learner.lora or learner.options.optimizer_device = "cpu"'):
+        refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False, total=70 * GIB)
+    refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False, updates_on_host=True, total=70 * GIB)
     mixture = run_of("30B-A3B:48", tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"use learner.lora or learner.ranks = 8 with expert_parallel = 8$") as caught:
         refuse(mixture, offloads_moments=False)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.backends import flops, huggingface, micro_batches, weight_cuts
 from asyncrl.backends.kernels import fused, token_logprobs
-from asyncrl.backends.megatron import cpu_shim, optimizer
+from asyncrl.backends.megatron import cpu_shim, stored_moments
 from asyncrl.backends.megatron import model as megatron_model
 from asyncrl.backends.megatron.refusals import require_tensors_of_engines
 from asyncrl.backends.weight_map import weight_map
@@ -339,7 +339,7 @@ def living_models() -> set[int]:
 def test_offloaded_moments_do_not_change_training(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer, "_PIECE_NUMBERS", 10_000)
+    monkeypatch.setattr(stored_moments, "PIECE_NUMBERS", 10_000)
     folder = tiny_model(tmp_path / "model", architecture="qwen3_moe")
     results = []
     for offload in (False, True):
@@ -371,7 +371,7 @@ def test_gradients_in_bfloat16_are_added_up_in_it_and_nearly_the_same(kind: str,
 
 def test_an_update_has_the_moments_of_two_pieces_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six weights of 10, 10, 30, 5, 5 and 10 numbers in pieces of up to 20: 10 + 10, 30, 5 + 5 + 10."""
-    monkeypatch.setattr(optimizer, "_PIECE_NUMBERS", 20)
+    monkeypatch.setattr(stored_moments, "PIECE_NUMBERS", 20)
     weights = [torch.nn.Parameter(torch.arange(float(size))) for size in (10, 10, 30, 5, 5, 10)]
     twins = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
     plain, adamw = torch.optim.AdamW(twins, lr=0.1), torch.optim.AdamW(weights, lr=0.1)
@@ -388,7 +388,7 @@ def test_an_update_has_the_moments_of_two_pieces_on_the_device(monkeypatch: pyte
         alive.append(sum(one.numel() for made_ in made if (one := made_()) is not None) // 2)
 
     adamw.register_step_post_hook(look)
-    moments = optimizer.StoredMoments(adamw, torch.device("cpu"))
+    moments = stored_moments.StoredMoments(adamw, torch.device("cpu"))
     for step in range(3):
         for weight, twin in zip(weights, twins, strict=True):
             weight.grad = twin.grad = torch.full_like(weight, step + 1.0)

@@ -62,6 +62,10 @@ def test_refuses_an_invalid_evaluation(run_file: Path, overrides: list[str], pro
     [
         (["learner.steps_per_batch=3"], r"groups_per_batch must be a multiple of steps_per_batch \(3\), got 4"),
         (["learner.steps_per_batch=2", "algorithm.loss=reinforce"], "loss reinforce has no ratio to them"),
+        (
+            ["learner.options={optimizer_device='cpu'}", "model.dtype=float32"],
+            "only moments can leave it; use offload_optimizer, or bfloat16",
+        ),
         (["learner.schedule=cosin"], "schedule must be one of 'constant', 'linear', 'cosine'"),
         (["learner.min_learning_rate=1e-7"], 'use schedule = "cosine" or "linear"'),
         (["learner.schedule=linear", "learner.min_learning_rate=1.0"], r"<= learning_rate \(1e-06\), got 1"),
