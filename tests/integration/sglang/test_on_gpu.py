@@ -58,6 +58,7 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     "gpt_oss": {"num_heads": 8},
     # SGLang reads no output layer of Gemma's; with large embeddings a tied model says its last token again
     "gemma3": {"num_heads": 2, "num_kv_heads": 1, "tied": True, "initializer_range": 0.02},
+    "GemmaConfig": {"tied": True, "initializer_range": 0.02},
     "qwen3_next": {"entries": {"linear_value_head_dim": 128}},
 }
 """Where heads are not of 128 numbers."""
@@ -72,7 +73,7 @@ def all_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KEYS_OF_FOLDERS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "deepseek_v3": {"moe_layer_freq": 1},
+    "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "qwen3_next": {"full_attention_interval": 2},
 }
 """Keys of published config.json files that SGLang reads and transformers does not write."""
@@ -260,11 +261,15 @@ async def test_moonlight_is_sampled_as_it_is_trained(tmp_path: Path, record_prop
 async def test_every_version_is_served_in_fp8(
     architecture: str, quantization: str, tmp_path: Path, record_property: Record
 ) -> None:
-    """weights.quantization: the server starts on a quantized copy and loads quantized versions."""
+    """weights.quantization: the server starts on a quantized copy and loads quantized versions.
+
+    By rounding a mixture chooses other experts here and there, so that it may be further off than a dense model.
+    """
     folder = made(tmp_path / "model", architecture)
     async with serving(folder, quantization=quantization, quantized=tmp_path / "quantized") as engine:
         with learner(folder, quantization=quantization) as backend:
-            await hold_two_versions(engine, backend, folder, record_property, mean=0.15)
+            mean = 0.2 if architecture == "qwen3_moe" else 0.15
+            await hold_two_versions(engine, backend, folder, record_property, mean=mean)
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3"])
