@@ -20,7 +20,7 @@ import asyncio
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -79,10 +79,10 @@ def rows(scratch: Path, architecture: Architecture, engine: str) -> Iterator[dic
     for of_engine, of_trainer, noise in ARMS:
         packed = sampled[of_engine]
         with _trainer(_noisy(folder, scratch / "noisy", noise) if noise else folder, of_trainer) as backend:
-            with _routed() as routed:
+            with recorded_routing() as routed:
                 own = backend.forward([[dataclasses.replace(packed, experts=NO_EXPERTS)]])[0][0]
             replayed = backend.forward([[packed]])[0][0]
-        differs = _differs(routed, packed)
+        differs = differing({layer: found[0] for layer, found in routed.items()}, packed)
         yield {
             "architecture": architecture,
             "server": engine,
@@ -92,8 +92,8 @@ def rows(scratch: Path, architecture: Architecture, engine: str) -> Iterator[dic
             "sampled": int(packed.response_mask.sum()),
             "decisions": round(float(differs.mean()), 4),
             "tokens": round(float(differs.any(-1).mean()), 4),
-            "own": _distance(own, packed),
-            "replayed": _distance(replayed, packed),
+            "own": distance(own, packed),
+            "replayed": distance(replayed, packed),
         }
 
 
@@ -118,7 +118,9 @@ async def _sampled(kind: str, folder: Path, scratch: Path) -> dict[str, MicroBat
     """Return the sampled batches by the engine's dtype."""
     kinds = list(dict.fromkeys(of_engine for of_engine, _, _ in ARMS))
     answers = await asyncio.gather(*(_answers(_engine(kind, folder, dtype, scratch)) for dtype in kinds))
-    return dict(zip(kinds, map(_packed, answers), strict=True))
+    return {
+        kind: pack(sequences(PROMPTS, found), max_tokens=10_000)[0] for kind, found in zip(kinds, answers, strict=True)
+    }
 
 
 async def _answers(engine: Engine) -> list[Generation]:
@@ -129,13 +131,14 @@ async def _answers(engine: Engine) -> list[Generation]:
         await engine.close()
 
 
-def _packed(answers: Sequence[Generation]) -> MicroBatch:
-    sequences = []
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
+def sequences(prompts: Sequence[NDArray[np.int32]], answers: Sequence[Generation]) -> list[TrainingSequence]:
+    """Return the answers as sequences with the engine's logprobs and experts, and nothing to learn."""
+    made = []
+    for prompt, answer in zip(prompts, answers, strict=True):
         tokens = np.concatenate([prompt, answer.tokens])
         mask = np.arange(len(tokens)) >= len(prompt)
         zeros = np.zeros(len(tokens), np.float32)
-        sequences.append(
+        made.append(
             TrainingSequence(
                 tokens=tokens,
                 response_mask=mask,
@@ -146,8 +149,7 @@ def _packed(answers: Sequence[Generation]) -> MicroBatch:
                 experts=answer.experts,
             )
         )
-    (packed,) = pack(sequences, max_tokens=10_000)
-    return packed
+    return made
 
 
 @contextmanager
@@ -171,15 +173,16 @@ def _trainer(folder: Path, dtype: str) -> Iterator[MegatronBackend]:
 
 
 @contextmanager
-def _routed() -> Iterator[dict[int, NDArray[np.bool_]]]:
-    """Record the routing of the one forward pass in the context: layer, from 0 -> [tokens, experts] as chosen."""
+def recorded_routing() -> Iterator[dict[int, list[NDArray[np.bool_]]]]:
+    """Record the routing of this process's forward passes in the context: layer, from 0 -> [tokens, experts] as chosen,
+    one for each pass."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    found: dict[int, NDArray[np.bool_]] = {}
+    found: dict[int, list[NDArray[np.bool_]]] = {}
 
     def note(module: torch.nn.Module, _: Any, output: Any) -> None:
         if isinstance(module, TopKRouter):
-            found[module.layer_number - 1] = output[1].bool().numpy()
+            found.setdefault(module.layer_number - 1, []).append(output[1].bool().cpu().numpy())
 
     hook = torch.nn.modules.module.register_module_forward_hook(note)
     try:
@@ -188,7 +191,7 @@ def _routed() -> Iterator[dict[int, NDArray[np.bool_]]]:
         hook.remove()
 
 
-def _differs(routed: dict[int, NDArray[np.bool_]], packed: MicroBatch) -> NDArray[np.bool_]:
+def differing(routed: Mapping[int, NDArray[np.bool_]], packed: MicroBatch) -> NDArray[np.bool_]:
     """Return where the routing differs: [tokens that the engine routed, layers with experts]."""
     is_told = (packed.experts[:, sorted(routed)] != unrouted(packed.experts)).all((1, 2))
     each = []
@@ -200,7 +203,8 @@ def _differs(routed: dict[int, NDArray[np.bool_]], packed: MicroBatch) -> NDArra
     return np.stack(each, -1)
 
 
-def _distance(logprobs: NDArray[np.float32], packed: MicroBatch) -> dict[str, float]:
+def distance(logprobs: NDArray[np.float32], packed: MicroBatch) -> dict[str, float]:
+    """Compare with the engine's logprobs: |difference| in nats a token, k3, share of ratios outside [0.8, 1.25]."""
     difference = (logprobs.astype(np.float64) - packed.behavior_logprobs)[packed.response_mask]
     ratio = np.exp(difference)
     return {

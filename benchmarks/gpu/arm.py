@@ -314,8 +314,13 @@ def visible_devices(gpus: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def started(words: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run Python with ``words`` in the repository, in a session of its own, of which nothing is left afterwards."""
+def started(
+    words: Sequence[str], output: Path, *, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run Python with ``words`` in the repository, in a session of its own, of which nothing is left afterwards.
+
+    environment  variables besides those of this process
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("wb") as stream:
         process = subprocess.Popen(
@@ -323,6 +328,7 @@ def started(words: Sequence[str], output: Path) -> Iterator[subprocess.Popen[byt
             cwd=REPOSITORY,
             stdout=stream,
             stderr=stream,
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
             preexec_fn=os_process.asks_for_signal_on_parent_death(signal.SIGKILL),
         )

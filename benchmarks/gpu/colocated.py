@@ -1,6 +1,7 @@
 """Compare learner and engines on the same GPUs: in turns with all memory (run.colocated), or each with its own part.
 
     python -m benchmarks.gpu.colocated OUT.jsonl [--shape 0.6B] [--arms turns parts turns_one_step_off] [--gpus 2]
+    python -m benchmarks.gpu.colocated OUT.jsonl --gpus 2 --shape 30B-A3B:24 --set learner.expert_parallel=2 ...
 
 Each arm is one `asyncrl run` with a learner rank and an engine on each of --gpus GPUs. Reports trained tokens per
 second, seconds of the hand-over, restarts of processes, what each rank left in use on its GPU when it left, and each
@@ -23,8 +24,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu.arm import override_words
+from benchmarks.gpu.arm import override_words, visible_devices
 from benchmarks.gpu.lengths import Lengths
+from benchmarks.gpu.modes import assignments
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, write_prompts
 
@@ -56,7 +58,8 @@ class Memory:
 
     def __init__(self, gpus: int) -> None:
         self.seen: list[tuple[float, int, int]] = []
-        which = ",".join(map(str, range(gpus)))
+        which = visible_devices(range(gpus))
+        self._names = which.split(",")
         query = ["--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
         words = ["nvidia-smi", f"--id={which}", *query, "-lms", "50"]
         self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
@@ -65,8 +68,9 @@ class Memory:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            gpu, used = map(int, line.split(","))
-            self.seen.append((time.time(), gpu, used))
+            name, used = line.split(",")
+            gpu = self._names.index(name) if name in self._names else int(name)
+            self.seen.append((time.time(), gpu, int(used)))
 
     def between(self, begin: float, end: float) -> dict[str, float]:
         """Return the most and the least of the first GPU as "memory_max_gib", of the next as "memory_max_gib_1"."""
@@ -102,7 +106,7 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         "run.steps": options.steps,
         "run.mode": mode,
         "run.colocated": takes_turns,
-        "model.path": str(scratch / "model"),
+        "model.path": str(options.model or scratch / "model"),
         "data.path": str(scratch / "prompts.jsonl"),
         "weights.directory": str(scratch / "weights"),
         "rollout.gpus": list(range(options.gpus)),
@@ -112,7 +116,8 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         "rollout.max_new_tokens": options.length_max,
         "rollout.max_running": 8 * options.groups // options.gpus,  # an even share: no worker waits for another
         "learner.groups_per_batch": options.groups,
-        "engine.options": {"server_arguments": server},
+        "engine.options": {"server_arguments": server | options.engine},
+        **options.set,
     }
 
 
@@ -166,6 +171,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path, help="rows are added there, one object a line")
     parser.add_argument("--shape", default="0.6B", choices=SHAPES)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="of that shape (default: made)")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--groups", type=int, default=32, help="of eight samples, in a batch")
@@ -173,12 +179,16 @@ def main() -> int:
     parser.add_argument("--length-max", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=7, help=f"of which {_WARMUP} are not counted")
     parser.add_argument("--limit-seconds", type=float, default=_LIMIT_SECONDS, help="for a run")
+    parser.add_argument("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of the SGLang servers")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="of the run file")
     parser.add_argument("--logs", type=Path, help="folder for the runs' logs")
     options = parser.parse_args()
+    options.set, options.engine = assignments(options.set), assignments(options.engine)
     scratch = Path(tempfile.mkdtemp(prefix="colocated-", dir="/dev/shm"))
     try:
-        words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(scratch / "model")]
-        subprocess.run(words, check=True)
+        if options.model is None:
+            words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(scratch / "model")]
+            subprocess.run(words, check=True)
         lengths = Lengths(mean=options.length_mean, sigma=1.0, maximum=options.length_max, seed=0)
         write_prompts(scratch / "prompts.jsonl", metadata=lengths.as_metadata())
         for arm in options.arms:

@@ -8,13 +8,16 @@ Name arms in turn (async sync async sync) to interleave them. An arm is measured
 --windows windows of --seconds each, one after the other; a window ends with the first step that is over behind it.
 
 Arms: async (the engine goes on during the step), sync; with "_files" weights go through a folder in memory, not on
-the device. With --set learner.gpus=[0] rollout.gpus=[1] the same arms run on two GPUs.
+the device; with "_mps" both processes use the GPU at once (mps.py), not by turns. With --set learner.gpus=[0]
+rollout.gpus=[1] the same arms run on two GPUs. Rows have the used memory of each GPU until the first step is over
+(gpu_memory_of_start) and in the window (gpu_memory).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -28,7 +31,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.gpu import mps
 from benchmarks.gpu.arm import REPOSITORY, override_words, read_rows, started, tail
+from benchmarks.gpu.colocated import Memory
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.modes import assignments
@@ -37,7 +42,7 @@ from benchmarks.gpu.shapes import SHAPES, write_prompts
 from benchmarks.gpu.window import Row, measure
 
 RUN_FILE: Final = "benchmarks/gpu/modes.toml"
-_ARM: Final = re.compile(r"(async|sync)(_files)?")
+_ARM: Final = re.compile(r"(async|sync)(_files)?(_mps)?")
 _STEPS: Final = 200
 """More than any arm takes: the log must have room for all of them."""
 _MISMATCH: Final = ("mismatch/mean", "mismatch/routing_replayed", "mismatch/routing_own")
@@ -116,13 +121,16 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     arms = ("async", "sync", "async", "sync")
     parser = run_parser("benchmarks.gpu.one_gpu", __doc__, arms=arms, seconds=45.0)
     parser.add_argument("--windows", type=int, default=1, help="windows of each arm (default 1)")
-    return parse(parser, given, arm=_ARM)
+    options = parse(parser, given, arm=_ARM)
+    if any("_mps" in name for name in options.arms) and not mps.is_there():
+        parser.error("--arms: this machine has no nvidia-cuda-mps-control, which arms with _mps need")
+    return options
 
 
 def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     found = _ARM.fullmatch(arm)
     assert found is not None
-    mode, files = found.groups()
+    mode, files, is_limited = found.groups()
     server = {**GPU_ARGUMENTS, _PREFILL_GRAPHS: True, "cuda-graph-max-bs": 512, **options.engine}
     return {
         "run.name": name,
@@ -143,6 +151,7 @@ def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -
         "bus.max_message_bytes": 2**25,
         **({"engine.options.server_arguments": server} if has_gpu() else {}),
         **({"weights.channel": "files"} if files else {}),
+        **({"learner.backend": mps.BACKEND} if is_limited else {}),
         **options.set,
     }
 
@@ -157,8 +166,11 @@ def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -
     warmup = (options.max_staleness if arm.startswith("async") else 0) + 1
     problem = ""
     rows: list[Row] = []
-    try:
-        with started(words, output) as process:
+    with contextlib.ExitStack() as stack:
+        stack.callback(put_away, name, output, options, scratch)
+        memory = watched_memory(options, stack)
+        environment = stack.enter_context(mps.served(scratch / f"mps-{number}")) if "_mps" in arm else {}
+        with started(words, output, environment=environment) as process:
             while not (parts := windows(rows, warmup, options))[0]:
                 time.sleep(0.5)
                 if process.poll() is not None:
@@ -168,19 +180,39 @@ def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -
                 if problem:
                     break
                 rows = read_rows(folder / "metrics.jsonl")
-    finally:
-        if options.out is not None:
-            with contextlib.suppress(OSError):
-                shutil.copytree(folder / "logs", options.out / name, dirs_exist_ok=True)
-                shutil.copyfile(folder / "metrics.jsonl", options.out / f"{name}.jsonl")
+        found = [part | used(memory, part["began"], part["ended"], "gpu_memory") for part in parts[1]]
+        of_start = used(memory, 0.0, rows[0]["time"] if rows else math.inf, "gpu_memory_of_start")
         print(tail(output) if problem else "", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(scratch / "weights", ignore_errors=True)
-        time.sleep(5 if has_gpu() else 0)  # until the driver has taken the memory back
     common = {"arm": arm, "number": number, "shape": options.shape, "command": command("benchmarks.gpu.one_gpu")}
-    common |= {"groups": options.groups, "group_size": options.group_size, **machine()}
-    found = [{**common, "window": index, **part} for index, part in enumerate(parts[1])]
-    return [*found, {**common, "error": problem}] if problem else found
+    common |= {"groups": options.groups, "group_size": options.group_size, **of_start, **machine()}
+    windows_of_arm = [{**common, "window": index, **part} for index, part in enumerate(found)]
+    return [*windows_of_arm, {**common, "error": problem}] if problem else windows_of_arm
+
+
+def put_away(name: str, output: Path, options: argparse.Namespace, scratch: Path) -> None:
+    """Copy an arm's logs to --out, and remove what it wrote."""
+    folder = scratch / "runs" / name
+    if options.out is not None:
+        with contextlib.suppress(OSError):
+            shutil.copytree(folder / "logs", options.out / name, dirs_exist_ok=True)
+            shutil.copyfile(folder / "metrics.jsonl", options.out / f"{name}.jsonl")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(scratch / "weights", ignore_errors=True)
+    time.sleep(5 if has_gpu() else 0)  # until the driver has taken the memory back
+
+
+def watched_memory(options: argparse.Namespace, stack: contextlib.ExitStack) -> Memory | None:
+    """Record the memory of the GPUs that the run uses until the stack is closed; None on a machine without GPUs."""
+    if not has_gpu():
+        return None
+    gpus = [*options.set.get("learner.gpus", [0]), *options.set.get("rollout.gpus", [0])]
+    memory = Memory(max(gpus) + 1)
+    stack.callback(memory.close)
+    return memory
+
+
+def used(memory: Memory | None, begin: float, end: float, name: str) -> Row:
+    return {name: memory.between(begin, end)} if memory is not None else {}
 
 
 def windows(rows: Sequence[Row], warmup: int, options: argparse.Namespace) -> tuple[bool, list[Row]]:
@@ -207,6 +239,8 @@ def measure_run(rows: Sequence[Row]) -> Row:
 
     return {
         **measure(rows, [], warmup=1),
+        "began": rows[0]["time"],
+        "ended": rows[-1]["time"],
         "sampled_tokens_per_second": mean("rollout/tokens_per_second"),
         "engine_idle": mean("rollout/idle_ratio"),
         "engine_running": mean("rollout/running"),

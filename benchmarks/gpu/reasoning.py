@@ -118,6 +118,15 @@ def write_prompts(path: Path, *, tasks: Path) -> Path:
     return path
 
 
+def write_exam(path: Path, *, tasks: Path, problems: int) -> Path:
+    """Write held-out problems for [[evaluation.datasets]]: chats, labels, and the task of each."""
+    with path.open("w") as file:
+        for problem in _problems(tasks / HELD_OUT)[:problems]:
+            chat = messages(problem["task"], problem["expression"])
+            file.write(json.dumps({"prompt": chat, "label": problem["answer"], "task": problem["task"]}) + "\n")
+    return path
+
+
 class Exam:
     """The held-out problems as requests to a server, each several times."""
 

@@ -37,6 +37,8 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 8
     expert_ffn: int = 768
+    tied: bool = True
+    """The output layer is the embeddings'; a mixture has its own."""
 
 
 SHAPES: Final[Mapping[str, Shape]] = {
@@ -45,6 +47,8 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "1.7B": Shape(hidden=2048, layers=28, ffn=6144, heads=16, kv_heads=8),
     "4B": Shape(hidden=2560, layers=36, ffn=9728, heads=32, kv_heads=8),
     "8B": Shape(hidden=4096, layers=36, ffn=12288, heads=32, kv_heads=8),
+    "14B": Shape(hidden=5120, layers=40, ffn=17408, heads=40, kv_heads=8, tied=False),
+    "32B": Shape(hidden=5120, layers=64, ffn=25600, heads=64, kv_heads=8, tied=False),
     "tiny-moe": Shape(
         hidden=64,
         layers=2,
@@ -61,13 +65,13 @@ SHAPES: Final[Mapping[str, Shape]] = {
     # The first of its 48 layers, or all.
     **{
         f"30B-A3B:{layers}": Shape(hidden=2048, layers=layers, ffn=6144, heads=32, kv_heads=4, experts=128)
-        for layers in (4, 6, 12, 18, 48)
+        for layers in (4, 6, 8, 12, 18, 24, 48)
     },
 }
 
 
 def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """Write config, weights (normal, 0.02; tied unless a mixture) and tokenizer to ``folder``, and return it."""
+    """Write config, weights (normal, 0.02) and tokenizer to ``folder``, and return it."""
     import safetensors.torch
     import torch
     import transformers
@@ -90,7 +94,7 @@ def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_size,
         max_position_embeddings=shape.positions,
-        tie_word_embeddings=not shape.experts,
+        tie_word_embeddings=is_tied(shape),
         bos_token_id=None,
         dtype=getattr(torch, dtype),
         **special,
@@ -120,6 +124,10 @@ def _experts(shape: Shape) -> dict[str, Any]:
     }
 
 
+def is_tied(shape: Shape) -> bool:
+    return shape.tied and not shape.experts  # SGLang ties no mixture's output layer
+
+
 def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the Hugging Face name and size of every tensor."""
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
@@ -139,7 +147,7 @@ def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, size in parts.items():
             yield f"model.layers.{layer}.{name}.weight", size
     yield "model.norm.weight", (shape.hidden,)
-    if shape.experts:  # SGLang ties no mixture's output layer
+    if not is_tied(shape):
         yield "lm_head.weight", (shape.vocabulary, shape.hidden)
 
 

@@ -208,7 +208,9 @@ def on_gpu(gpu: int) -> Iterator[None]:
 async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str, Any]]) -> None:
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-weights-")))
-        folder = make_model(SHAPES[shape], scratch / "model")
+        folder = (options.models or scratch) / shape.replace(":", "-")
+        if not (folder / "model.safetensors").exists():
+            make_model(SHAPES[shape], folder)
         arguments = {**GPU_ARGUMENTS, "mem-fraction-static": options.memory} if has_gpu() else {}
         engine = TimedEngine(
             folder,
@@ -318,6 +320,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--learner-gpu", type=int, default=0)
     add("--engine-gpu", type=int, default=1)
     add("--memory", type=float, default=0.85, help="mem-fraction-static of the server")
+    add("--models", type=Path, metavar="FOLDER", help="keeps models, one folder a shape (default: made anew)")
     add("--kill", action="store_true", help="kill the server during a transfer at the end")
     add("--json", type=Path)
     options = parser.parse_args(given)
