@@ -47,7 +47,7 @@ class BackendAdapter(Adapter):
             threads=run.learner.threads,
             options=cls.options(run),
             **({"auxiliary": auxiliary} if auxiliary else {}),
-            **({"is_exact": True} if run.run.exact else {}),
+            **({"exact_ranks": run.engine.options.get("tensor_parallel", 1)} if run.run.exact else {}),
         )
 
     @classmethod

@@ -84,6 +84,7 @@ class PackedRow:
     """A micro-batch on the device.
 
     tokens, positions  i64[N];  boundaries  i32[D+1];  longest  tokens of the longest sequence
+    is_decoded         bool[N], as in MicroBatch
     rows               i64[M]: tokens that need a logprob
     distribution       how the tokens of ``rows`` were sampled
     layout             the sequences as rectangles, for attention without variable-length support
@@ -94,6 +95,7 @@ class PackedRow:
     positions: torch.Tensor
     boundaries: torch.Tensor
     longest: int
+    is_decoded: torch.Tensor
     rows: torch.Tensor
     layout: Rectangles | None
     distribution: Distribution
@@ -110,6 +112,7 @@ class PackedRow:
             "tokens": micro_batch.tokens.astype(np.int64),
             "positions": micro_batch.positions.astype(np.int64),
             "boundaries": micro_batch.boundaries,
+            "is_decoded": micro_batch.is_decoded,
             "rows": rows,
         }
         sampled = distribution_arrays(micro_batch, rows)

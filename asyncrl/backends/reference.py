@@ -81,16 +81,16 @@ class ReferenceBackend(BackendAdapter):
         threads: int,
         options: Options,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
-        is_exact: bool = False,
+        exact_ranks: int = 0,
     ) -> None:
-        """is_exact: logprobs of a sequence depend on its own tokens alone (run.exact)"""
+        """exact_ranks: ranks of each engine, whose logprobs are computed to the bit (run.exact); 0: not to the bit"""
         policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
         self._models = models.with_policy(policy, auxiliary or {})
         self._temperature = temperature
         self._device = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._threads = threads
-        self._is_exact = is_exact
+        self._exact_ranks = exact_ranks
         self._loaded: dict[str, LoadedModel] = {}
         self._trained: dict[str, TrainedModel] = {}
         self._saved: dict[str, TrainedModel | RefreshedModel] = {}
@@ -107,7 +107,7 @@ class ReferenceBackend(BackendAdapter):
                 temperature=self._temperature,
                 device=self._device,
                 dtype=self._dtype,
-                is_exact=self._is_exact,
+                exact_ranks=self._exact_ranks,
             )
             self._loaded[name] = loaded
             if isinstance(loaded, TrainedModel):
@@ -193,13 +193,13 @@ class LoadedModel:
         temperature: float,
         device: torch.device,
         dtype: torch.dtype,
-        is_exact: bool = False,
+        exact_ranks: int = 0,
     ) -> None:
         from transformers import AutoConfig
 
         self._temperature = temperature
         self._device = device
-        self._is_exact_on_gpu = is_exact and device.type == "cuda"
+        self._is_exact_on_gpu = exact_ranks > 0 and device.type == "cuda"
         dtype = torch.float32 if self._is_exact_on_gpu else dtype  # values of 16 bits in tensors of 32
         try:
             self.folder_dtype: torch.dtype = AutoConfig.from_pretrained(model.path).dtype or torch.float32
@@ -210,15 +210,20 @@ class LoadedModel:
         causal.eval()  # no dropout: trainer logprobs must be the policy's
         if causal.config.architectures and causal.config.architectures[0] in OF_REFERENCE_ALONE:
             _require_plain_logits(causal, where=models.where(name))
-        self._rows_alone: Callable[[], AbstractContextManager[Any]] = ExactRows if is_exact else nullcontext
+        self._rows_alone: Callable[[], AbstractContextManager[Any]] = ExactRows if exact_ranks else nullcontext
         self._log_softmax: Callable[[torch.Tensor, float | torch.Tensor], torch.Tensor] = _log_softmax
+        self._decoded_tokens: Callable[[torch.Tensor], Sequence[Any]] | None = None
+        """What exact attention needs to know of tokens that an engine decoded."""
         if self._is_exact_on_gpu:
             from asyncrl.backends.kernels import sglang_rows  # imports SGLang
 
+            self._decoded_tokens = sglang_rows.decoded_tokens
+
             self._rows_alone = sglang_rows.sglang_rows
             self._log_softmax = sglang_rows.log_softmax
-            causal.set_attn_implementation(sglang_rows.ATTENTION)
-        elif is_exact:
+            sglang_rows.use_attention(causal)
+            sglang_rows.divide_products(causal, exact_ranks)
+        elif exact_ranks:
             use_exact_attention(causal)
         self.model_type: str = causal.config.model_type
         self._decoder = causal.base_model
@@ -268,7 +273,9 @@ class LoadedModel:
 
     def _decode_text(self, row: PackedRow, indices: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states of some of the row's tokens, sequences [B, L] -> [B, L, H]."""
-        hidden: torch.Tensor = self._decoder(input_ids=row.tokens[indices], use_cache=False).last_hidden_state
+        attended = {"decoded": self._decoded_tokens(row.is_decoded[indices])} if self._decoded_tokens else {}
+        decoder = self._decoder
+        hidden: torch.Tensor = decoder(input_ids=row.tokens[indices], use_cache=False, **attended).last_hidden_state
         return hidden
 
     def _values(self, row: PackedRow) -> torch.Tensor:
@@ -376,9 +383,9 @@ class TrainedModel(LoadedModel):
         temperature: float,
         device: torch.device,
         dtype: torch.dtype,
-        is_exact: bool = False,
+        exact_ranks: int = 0,
     ) -> None:
-        super().__init__(name, model, temperature=temperature, device=device, dtype=dtype, is_exact=is_exact)
+        super().__init__(name, model, temperature=temperature, device=device, dtype=dtype, exact_ranks=exact_ranks)
         assert model.objective is not None
         assert model.optimizer is not None
         self._name = name

@@ -10,7 +10,7 @@ it sees, always in tensors of the same shape and layout. Then the engine's logpr
 Tests: tests/unit/tensors/test_exact_rows.py, tests/integration/learning/test_exact.py.
 
 Additions and products of single numbers round in the same way everywhere and need no care. It is for CPUs, where it
-costs what a loop in Python costs. On GPUs SGLang's own batch-invariant kernels take its place.
+costs what a loop in Python costs. On GPUs SGLang's own kernels take its place (backends/kernels/sglang_rows.py).
 """
 
 from __future__ import annotations
@@ -58,14 +58,19 @@ _OVER_A_ROW: Final = frozenset(
 
 def _by_rows(function: Callable[..., torch.Tensor], rows: torch.Tensor, *others: Any) -> torch.Tensor:
     """function(rows [..., K], *others) -> [..., *], one row at a time, with the gradient of all rows at once."""
-    result: torch.Tensor = _Exact.apply(_each_row, function, rows, *others)  # type: ignore[no-untyped-call]
-    return result
+    return exactly(_each_row, function, rows, *others)
 
 
 def _each_row(function: Callable[..., torch.Tensor], rows: torch.Tensor, *others: Any) -> torch.Tensor:
     flat = rows.reshape(-1, rows.shape[-1])
     made = torch.cat([function(row.clone()[None], *others) for row in flat])
     return made.reshape(*rows.shape[:-1], made.shape[-1])
+
+
+def exactly(exact: Callable[..., torch.Tensor], function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    """Return exact(function, *inputs), with the gradient of function(*inputs)."""
+    result: torch.Tensor = _Exact.apply(exact, function, *inputs)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Exact(torch.autograd.Function):
@@ -138,8 +143,7 @@ def attention(
         mask = torch.arange(columns) < lengths[:, None, :, None]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
 
-    result: torch.Tensor = _Exact.apply(exact, whole, query, key, value)  # type: ignore[no-untyped-call]
-    return result.transpose(1, 2), None
+    return exactly(exact, whole, query, key, value).transpose(1, 2), None
 
 
 def use_exact_attention(model: Any) -> None:

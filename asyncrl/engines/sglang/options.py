@@ -105,10 +105,12 @@ _SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})
 _OURS: Final = {"model-path": "model.path", "model": "model.path", "port": "", "weight-version": ""}
 """Options that asyncrl sets, with the run file key that controls the value, or "" if there is no such key."""
 _OF_MACHINES: Final = ("nnodes", "node-rank", "dist-init-addr")
+_ON_POLICY: Final = "rl-on-policy-target"
 EXACT: Final[Mapping[str, Any]] = {
     "enable-deterministic-inference": True,
-    "rl-on-policy-target": "fsdp",
-    "attention-backend": "fa3",
+    _ON_POLICY: "fsdp",
+    "attention-backend": "triton",
+    "disable-prefill-cuda-graph": True,  # compiled graphs round in another way
 }
 """Options with which a server computes as the learner does (run.exact; backends/kernels/sglang_rows.py)."""
 DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
@@ -116,6 +118,11 @@ DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 version, which holds the policy, and with learner.options.draft_coefficient its own draft layers."""
 OWN_DRAFTS: Final = frozenset({"EAGLE", "NEXTN"})
 """Those that use the draft layers of the model itself."""
+
+
+def computes_as_learner(server_arguments: Mapping[str, Any]) -> bool:
+    """Return whether a server with these options is one of ``EXACT``."""
+    return any(option_name(key) == _ON_POLICY for key in server_arguments)
 
 
 def has_drafts(run: RunConfig) -> bool:

@@ -26,6 +26,7 @@ from asyncrl.engines.sglang.options import (
     LOADER,
     QUANTIZATIONS,
     Options,
+    computes_as_learner,
     option_name,
     prefill_arguments,
 )
@@ -33,6 +34,7 @@ from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.program import Program
 from asyncrl.tensors import quantized_model
+from asyncrl.tensors.exact_environment import EXACT_ENVIRONMENT
 from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
 
 
@@ -174,6 +176,8 @@ def server_environment(base: Mapping[str, str], *, device: str, options: Options
         stubs = [_HERE / "cpu_testing" / "stubs"] if importlib.util.find_spec("sgl_kernel") is None else []
         paths = [*map(str, [*stubs, _HERE / "cpu_testing" / "plugin"]), base.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if computes_as_learner(options.server_arguments):
+        environment |= {**EXACT_ENVIRONMENT, "TORCHDYNAMO_DISABLE": "1"}  # compiled rotary embeddings round once less
     return environment
 
 

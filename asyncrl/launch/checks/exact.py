@@ -32,9 +32,9 @@ def check(run: RunConfig) -> None:
             'both "cuda"',
         ),
         (
-            run.engine.options.get("url", "") or run.engine.options.get("tensor_parallel", 1) > 1,
-            "engine.options: the server must be started by the run, on one GPU, as the learner is; remove url and "
-            "tensor_parallel",
+            run.engine.options.get("url", "") or run.engine.options.get("tensor_parallel", 1) > 2,
+            "engine.options: the server must be started by the run, on one GPU or two, because only sums of two have "
+            "one order; remove url, and set tensor_parallel to 1 or 2",
         ),
         (
             architectures[0] not in _MODELS,

@@ -118,6 +118,16 @@ class MicroBatch:
         return (np.arange(self.num_tokens) - np.repeat(self.boundaries[:-1], lengths)).astype(np.int32)
 
     @property
+    def is_decoded(self) -> NDArray[np.bool_]:
+        """bool[N]: True if an engine computed the token by itself: it had sampled it, and sampled the next one from it.
+
+        The others it reads many at once: prompts, results of tools, and the last token of an answer before these.
+        """
+        is_sampled = np.append(self.response_mask, False)
+        is_sampled[self.boundaries] = False  # the first token of the next sequence is not the next token
+        return np.asarray(self.response_mask & is_sampled[1:])
+
+    @property
     def is_fresh(self) -> NDArray[np.bool_]:
         """bool[N]: True if the version being trained sampled every token of the sequence.
 

@@ -14,9 +14,10 @@ from asyncrl import config
 from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.engines.sglang.engine import SGLangEngine
-from asyncrl.engines.sglang.options import Options, check_arguments
+from asyncrl.engines.sglang.options import EXACT, Options, check_arguments
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError
+from asyncrl.tensors.exact_environment import EXACT_ENVIRONMENT
 from tests import ROOT
 
 EXAMPLE = ROOT / "examples" / "gpu.toml"
@@ -178,6 +179,14 @@ def test_a_server_on_a_cpu_compiles_nothing_that_nobody_asks_for() -> None:
     assert disables("cpu", {}, enable_torch_compile=True) is None
     assert disables("cpu", {"TORCHDYNAMO_DISABLE": "0"}) == "0"
     assert disables("cuda", {}) is None
+
+
+def test_a_server_that_computes_as_its_learner_reads_what_the_learner_reads() -> None:
+    """Both sum in the same order, and neither compiles what would round in another way."""
+    options = Options(server_arguments=EXACT)
+    environment = sglang_server.server_environment({"TORCHDYNAMO_DISABLE": "0"}, device="cuda", options=options)
+    assert environment.items() >= {**EXACT_ENVIRONMENT, "TORCHDYNAMO_DISABLE": "1"}.items()
+    assert not sglang_server.server_environment({}, device="cuda").keys() & EXACT_ENVIRONMENT.keys()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
