@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +23,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from asyncrl import config
+from asyncrl.adapters import registry
 from asyncrl.backends.port import Backend
 from asyncrl.engines.generation import Generation
+from asyncrl.engines.port import Meeting
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
+from asyncrl.engines.sglang.server import find_free_port
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.weights.files import FilesChannel
@@ -175,9 +181,12 @@ def sampled(answers: Answers) -> NDArray[np.float32]:
     return np.concatenate([one.logprobs for _, one in answers])
 
 
-async def hold_two_versions(engine: Any, backend: Backend, folder: Path, record: Record, *, mean: float = 0.08) -> None:
+async def hold_two_versions(
+    engine: Any, backend: Backend, folder: Path, record: Record, *, mean: float = 0.08, version: int = 1
+) -> None:
     """The engine's logprobs are the learner's, before and after a step; the step moves them far more than they differ.
 
+    version  number of the step's weights
     mean  bound on the mean difference. The largest is where rounding lets a mixture choose other experts, in bfloat16
           about one nat, whatever computes it; it is recorded
     """
@@ -186,7 +195,7 @@ async def hold_two_versions(engine: Any, backend: Backend, folder: Path, record:
     backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
     moved = float(np.abs(trained(backend, before) - first).mean())
     channel = FilesChannel(folder.parent / "weights", keep=2, model_path=folder)
-    await engine.load(channel.publish(backend.export(), incarnation=0, policy_version=1))
+    await engine.load(channel.publish(backend.export(), incarnation=0, policy_version=version))
     after = await answer(engine, prompts(seed=1))
     found = {"before": np.abs(sampled(before) - first), "after": np.abs(sampled(after) - trained(backend, after))}
     for name, errors in found.items():
@@ -197,7 +206,65 @@ async def hold_two_versions(engine: Any, backend: Backend, folder: Path, record:
     record("moved_mean", round(moved, 4))
     assert max(float(errors.mean()) for errors in found.values()) < mean
     assert moved > 3 * mean
-    assert {span.policy_version for _, one in after for span in one.version_spans} == {1}
+    assert {span.policy_version for _, one in after for span in one.version_spans} == {version}
+
+
+# -- two machines ------------------------------------------------------------------------------------------------------
+
+RUN: Final = """
+run = { name = "parts", directory = "%(folder)s/runs" }
+model = { path = "%(folder)s/model", dtype = "bfloat16" }
+data = { path = "%(folder)s/none.jsonl" }
+weights = { channel = "files" }
+[engine]
+kind = "sglang"
+device = "%(device)s"
+[engine.options]
+machines = 2
+tensor_parallel = 2
+[engine.options.server_arguments]
+"""
+
+
+@pytest.mark.gpu(2)
+async def test_an_engine_in_two_parts_samples_from_every_version(
+    tmp_path: Path, record_property: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two machines with a GPU each: two addresses, `asyncrl engine-node`, and sockets between the parts."""
+    folder = made(tmp_path / "model", "qwen3")
+    arguments = {"disable-custom-all-reduce": True, **(SERVER if DEVICE == "cuda" else {"max-total-tokens": 8192})}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in arguments.items()]
+    file = tmp_path / "run.toml"
+    file.write_text(RUN % {"folder": tmp_path, "device": DEVICE} + "\n".join(lines) + "\n")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    meeting = Meeting(host="127.0.0.2", port=find_free_port("127.0.0.2"), worker="w0")
+    engine = registry.engine(config.load(file), name="w0")
+    assert isinstance(engine, SGLangEngine)
+    engine.meet_at(meeting)
+    command = [sys.executable, "-m", "asyncrl", "engine-node", str(file), "--worker", "w0"]
+    node = await asyncio.create_subprocess_exec(
+        *(*command, "--meet", f"{meeting.host}:{meeting.port}", "--name", "w0-node1"),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus[1], "NCCL_HOSTID": "second"},
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[0])
+    monkeypatch.setenv("NCCL_HOSTID", "first")
+    try:
+        await engine.start()
+        with learner(folder) as backend:
+            await hold_two_versions(engine, backend, folder, record_property)
+            await hold_two_versions(engine, backend, folder, record_property, version=2)
+        await engine.close()
+        assert await node.wait() == 0, "the node ends with its engine"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            node.kill()
+        await engine.close()
+        for path in sorted((tmp_path / "runs").rglob("*.log")):
+            print(f"--- {path.name}", path.read_text(errors="replace")[-3000:])
 
 
 # -- families ----------------------------------------------------------------------------------------------------------
