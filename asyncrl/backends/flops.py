@@ -2,7 +2,7 @@
 
 Counted as in arXiv:2204.02311, appendix B: 6 x parameters x tokens for the forward and backward passes of every matrix
 product (the output layer counts, the embedding look-up does not), plus attention's two products over the scores that
-neither the causal mask nor a window hides. Recomputed activations do not count.
+neither the causal mask, nor a window, nor a choice of keys hides. Recomputed activations do not count.
 Test: test_flops_of_a_step_are_counted_by_hand.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from asyncrl.backends.families.shape import LinearAttention, ModelShape, VisionTower
+from asyncrl.backends.families.shape import Indexer, LinearAttention, ModelShape, VisionTower
 
 PEAK_BF16: Final = {
     "H200": 989e12,
@@ -75,17 +75,30 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: b
     """
     num_local = len(shape.local.layers) if shape.local else 0
     num_linear = len(shape.linear.layers) if shape.linear else 0
-    tokens, scores = 0, 0
+    indexer = shape.latent.indexer if shape.latent else None
+    tokens, scores, of_choice = 0, 0, 0
     for length in lengths:
         tokens += length
-        scores += (shape.num_layers - num_local - num_linear) * length * length
+        seen = length if indexer is None else min(indexer.chosen, length)
+        scores += (shape.num_layers - num_local - num_linear) * seen * (2 * length - seen)
+        if indexer and length > indexer.chosen:
+            of_choice += _choice(indexer, shape, length)
         if shape.local:
             window = min(shape.local.window, length)
             scores += num_local * window * (2 * length - window)
     of_values = shape.latent.value_size if shape.latent else shape.head_size
     width = shape.num_heads * (shape.head_size + of_values)
     passes = 4.0 if has_adapters else 6.0
-    return passes * matrix_parameters(shape) * tokens + 3.0 * width * scores
+    return passes * matrix_parameters(shape) * tokens + 3.0 * width * scores + of_choice
+
+
+def _choice(indexer: Indexer, shape: ModelShape, length: int) -> int:
+    """Return the FLOPs of the forward passes of indexers, which have no others, for a sequence of ``length`` tokens."""
+    assert shape.latent is not None
+    width = indexer.num_heads * indexer.size
+    products = shape.latent.query_rank * width + shape.hidden_size * (indexer.size + indexer.num_heads)
+    scores = width * (length * length - indexer.chosen * indexer.chosen)
+    return len(indexer.layers) * (2 * products * length + scores)
 
 
 def vision_flops(vision: VisionTower, grids: Iterable[Sequence[int]], *, is_trained: bool) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -60,6 +61,8 @@ MOMENT_BYTES: Final = 8
 _COPIED_KEY_BYTES: Final = 12
 """Of each number of a key that sequences share, and of its value: both copies and their gradients in 16 bits, and one
 gradient in float32."""
+_CHOSEN_BYTES: Final = 4
+"""Of the number of a key that sparse attention has chosen for a query."""
 _FILLED: Final = 0.9
 """Of a GPU, by state, in a layout that is recommended: a row's passes need the rest."""
 _MOST_RANKS: Final = 1024
@@ -139,7 +142,7 @@ def phases(
     whole = json.loads((folder / "config.json").read_text())
     config = decoder_config(whole)
     passes = _passes(run, config, recomputes_all=recomputes_all) + _passes_of_tower(run, whole, shapes)
-    passes += _copied_keys(run, config) if shares_prefixes else 0.0
+    passes += _chosen_keys(run, config) + (_copied_keys(run, config) if shares_prefixes else 0.0)
     passes += _logits(run, config) if needs_logits else _HEAD_BYTES
     passes *= _FRAGMENTED
     held = state.without_optimizer if updates_on_host else state
@@ -443,6 +446,17 @@ def _copied_keys(run: RunConfig, config: dict[str, Any]) -> float:
     layout = run.learner.layout
     tokens = prefixes.MOST_COPIES * run.learner.micro_batch_tokens / layout.tensor
     return _COPIED_KEY_BYTES * tokens * head * int(config.get("num_key_value_heads", heads))
+
+
+def _chosen_keys(run: RunConfig, config: dict[str, Any]) -> float:
+    """Return the bytes of the choices of sparse attention: of one layer, and of those that later layers use."""
+    most, layout = config.get("index_topk") or 0, run.learner.layout
+    tokens = run.learner.micro_batch_tokens
+    if not 0 < most < tokens:
+        return 0.0
+    kinds = config.get("indexer_types") or []
+    shared = sum(pair == ("full", "shared") for pair in itertools.pairwise(kinds)) / layout.pipeline
+    return float(_CHOSEN_BYTES * most * tokens / layout.context * (1 + shared))
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int]:

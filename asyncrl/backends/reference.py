@@ -40,6 +40,7 @@ from asyncrl.backends.optimizer_settings import (
     step_metrics,
 )
 from asyncrl.backends.port import StepResult
+from asyncrl.backends.reference_indexer import replace_indexers
 from asyncrl.data.model_folder import OF_REFERENCE_ALONE
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -207,6 +208,7 @@ class LoadedModel:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
         causal.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding
+        replace_indexers(causal)
         causal.eval()  # no dropout: trainer logprobs must be the policy's
         if causal.config.architectures and causal.config.architectures[0] in OF_REFERENCE_ALONE:
             _require_plain_logits(causal, where=models.where(name))

@@ -185,11 +185,8 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context_of(config: Mapping[str, Any]) -> int:
-    """Return the tokens of the longest sequence of the model of this config.json.
-
-    With an indexer (DeepSeek-V3.2, GLM-5) that is what attention sees: the learner has no choice of tokens.
-    """
-    return min(config.get(name) or 2**31 for name in ("max_position_embeddings", "index_topk"))
+    """Return the tokens of the longest sequence of the model of this config.json."""
+    return config.get("max_position_embeddings") or 2**31
 
 
 def experts_of(config: Mapping[str, Any]) -> ExpertCounts | None:

@@ -199,7 +199,7 @@ def family_entries(architecture: str, hidden_size: int, num_heads: int) -> dict[
     }
     if architecture == "glm4_moe_lite":  # transformers' norms within attention have 1e-6, whatever rms_norm_eps is
         return {**shared, **latent, "rms_norm_eps": 1e-6}
-    indexer = {"index_topk": 256, "index_n_heads": 2, "index_head_dim": head}
+    indexer = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": head}  # few heads often give 0
     if architecture == "glm_moe_dsa":  # every second layer uses the choice of the one before
         freq = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
         return {**shared, **latent, **indexer, **freq, "num_experts": 8, "rms_norm_eps": 1e-6}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from asyncrl.backends import huggingface
 from asyncrl.backends.kernels import fused
-from asyncrl.data.model_folder import check_model
-from asyncrl.errors import BackendError
+from asyncrl.backends.megatron.model import _require_choice
+from asyncrl.backends.weight_map import Part
+from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import TrainingSequence, empty, sequence_slices
 from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import (
@@ -262,26 +266,67 @@ def flash(folder: Path) -> Path:
     return tiny_model(folder, architecture="glm4_moe_lite")
 
 
-def sparse(folder: Path) -> Path:
-    """A tiny DeepSeek-V3.2, whose indexer chooses all tokens of sequences as short as these."""
-    return tiny_model(folder, architecture="deepseek_v32")
+def sparse(folder: Path, **entries: Any) -> Path:
+    """A tiny DeepSeek-V3.2, whose indexer chooses 8 keys."""
+    return tiny_model(folder, architecture="deepseek_v32", entries=entries)
 
 
-def sparse_and_shared(folder: Path) -> Path:
+def sparse_and_shared(folder: Path, **entries: Any) -> Path:
     """A tiny GLM-5.2, whose second layer has no indexer."""
-    return tiny_model(folder, architecture="glm_moe_dsa")
+    return tiny_model(folder, architecture="glm_moe_dsa", entries=entries)
 
 
-def test_a_sequence_that_sparse_attention_would_not_see_whole_is_refused(tmp_path: Path) -> None:
-    """It ends the learner in a line; prompts and answers together are bounded before (context_of)."""
-    folder = sparse(tmp_path)
+def logprobs_of(kind: str, folder: Path, batch: Sequence[TrainingSequence]) -> dict[int, NDArray[np.float32]]:
+    """Return the logprobs of each sequence of one packed row."""
+    (packed,) = pack(batch, max_tokens=999)
+    with started(kind, folder) as backend:
+        made = forward(backend, kind, packed)
+    places = zip(packed.sequences.tolist(), sequence_slices(packed), strict=True)
+    return {number: made[place] for number, place in places}
+
+
+def changed(folder: Path, into: Path, **entries: Any) -> Path:
+    """Copy a model with other entries of config.json."""
+    shutil.copytree(folder, into)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"index_topk": 30}))
-    assert check_model(folder).context_tokens == 30
-    with started("megatron-1", folder) as backend:
-        backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)  # the longest has 30 tokens
-        with pytest.raises(BackendError, match=r"a sequence of 31 tokens, of which sparse attention sees .* = 30"):
-            backend.step(shares("megatron-1", sequences(lengths=(12, 31))), learning_rate=LEARNING_RATE)
+    (into / "config.json").write_text(json.dumps(config | entries))
+    return into
+
+
+def test_documents_longer_than_index_topk_differ_from_dense_attention_and_are_alone_in_a_row(
+    kind: str, tmp_path: Path
+) -> None:
+    folder, batch = sparse(tmp_path / "model"), sequences()
+    of_dense = logprobs_of(kind, changed(folder, tmp_path / "dense", index_topk=30), batch)
+    for number, made in logprobs_of(kind, folder, batch).items():
+        (alone,) = logprobs_of(kind, folder, [batch[number]]).values()
+        np.testing.assert_allclose(made, alone, atol=1e-5)
+        is_longer = len(made) > 9  # the last logprob of nine tokens is of eight
+        assert (np.abs(made - of_dense[number]).max() > 0.1) == is_longer
+
+
+def test_an_interleaved_indexer_is_one_in_halves_with_its_numbers_in_another_order(kind: str, tmp_path: Path) -> None:
+    """GLM-5 has indexer_rope_interleave, which SGLang reads, and transformers ignores in some versions."""
+    folder, batch = sparse_and_shared(tmp_path / "model", indexer_rope_interleave=False), sequences()
+    other = changed(folder, tmp_path / "other", indexer_rope_interleave=True)
+    as_it_is, tensors = logprobs_of(kind, other, batch), load_file(folder / "model.safetensors")
+    pairs = torch.arange(8).view(2, 4).t().flatten()  # (i, i + 4) -> (2 i, 2 i + 1)
+    order = torch.cat([pairs, torch.arange(8, 16)])
+    for name, tensor in tensors.items():
+        if ".indexer." in name and "weights_proj" not in name:
+            tensors[name] = tensor.unflatten(0, (-1, 16))[:, order].flatten(0, 1).contiguous()
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    reordered, expected = logprobs_of(kind, other, batch), logprobs_of(kind, folder, batch)
+    for number, made in reordered.items():
+        np.testing.assert_allclose(made, expected[number], atol=1e-5)
+    assert max(float(np.abs(as_it_is[n] - expected[n]).max()) for n in expected) > 0.1
+
+
+def test_a_stage_that_begins_with_a_layer_without_an_indexer_is_refused(tmp_path: Path) -> None:
+    shape = huggingface.read_shape(sparse_and_shared(tmp_path))
+    _require_choice(shape, Part(layers=range(2), experts=range(8)))
+    with pytest.raises(ConfigError, match="a stage begins with layer 1, which uses the keys that layer 0 chooses"):
+        _require_choice(shape, Part(layers=range(1, 2), experts=range(8)))
 
 
 def test_norms_within_latent_attention_have_the_eps_of_config_json_as_in_engines(tmp_path: Path) -> None:
@@ -328,3 +373,6 @@ def test_a_model_near_deepseek_v3_has_transformers_logprobs_and_trains_as_the_re
             trained.append(weights(backend))
     assert trained[0].keys() == trained[1].keys() == load_file(folder / "model.safetensors").keys()
     assert distance(*trained) < 1e-4
+    of_indexer = {name: one for name, one in load_file(folder / "model.safetensors").items() if ".indexer." in name}
+    for after in trained:
+        assert all(torch.equal(after[name], tensor) for name, tensor in of_indexer.items())

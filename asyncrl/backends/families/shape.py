@@ -44,19 +44,24 @@ class Experts:
 class Indexer:
     """What chooses the tokens that a query of latent attention sees (arXiv:2512.02556).
 
-    A sequence of at most ``chosen`` tokens sees all of them, so that attention is dense, and the indexer has no
-    gradients. Longer ones are refused. The weights are only kept, for engines.
+    Its weights have no gradients and stay as they are. A sequence of at most ``chosen`` tokens sees all of them.
 
-    layers     layers with an indexer of their own; the others use the choice of one before them
-    num_heads  heads of the indexer
-    size       size of such a head
-    chosen     tokens that a query sees at most
+    layers          layers with an indexer of their own; the others use the choice of the last one before them
+    num_heads       heads of the indexer
+    size            size of such a head
+    chosen          tokens that a query sees at most
+    is_interleaved  whether rotation pairs (2 i, 2 i + 1) of a head's first numbers instead of (i, i + rotary_size / 2)
     """
 
     layers: frozenset[int]
     num_heads: int
     size: int
     chosen: int
+    is_interleaved: bool = False
+
+    def source(self, layer: int) -> int:
+        """Return the layer whose choice ``layer`` uses."""
+        return max(one for one in self.layers if one <= layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

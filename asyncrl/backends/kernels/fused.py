@@ -195,6 +195,12 @@ def _rotate_pairs(
 
 
 @fused
+def rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    """[N, heads, d] -> [N, heads, d], of which the first 2 x cosines.shape[1] numbers are rotated, as in ``heads``"""
+    return _rotate(x, cosines, sines, is_interleaved)
+
+
+@fused
 def latent_heads(
     queries: torch.Tensor,
     keys_and_values: torch.Tensor,

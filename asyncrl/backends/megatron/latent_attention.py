@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from asyncrl.backends.families.shape import Indexer, LatentAttention
-from asyncrl.backends.kernels import fused
+from asyncrl.backends.kernels import fused, indexer
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear, WholeLinear
 from asyncrl.backends.megatron.layers import Norm, RowParameters
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.packed_attention import attention
+from asyncrl.backends.megatron.sparse_attention import Choice, choose_keys, sparse_attention
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -23,16 +25,33 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer.module import MegatronModule
 
 
-class IndexerWeights(torch.nn.Module):
-    """The weights of an indexer under their names in transformers. Nothing computes with them (Indexer)."""
+class KeyIndexer(torch.nn.Module):
+    """Chooses the keys of each query, with weights under their names in transformers. All ranks choose the same.
 
-    def __init__(self, config: TransformerConfig, query_rank: int, indexer: Indexer) -> None:
+    Megatron's own indexer takes no packed rows, and rotates the last numbers of a head instead of the first.
+    """
+
+    def __init__(self, config: TransformerConfig, query_rank: int, shape: Indexer) -> None:
         super().__init__()
+        self._shape, self._is_sequence_parallel = shape, config.sequence_parallel
         width, dtype = config.hidden_size, config.params_dtype
-        self.wq_b = torch.nn.Linear(query_rank, indexer.num_heads * indexer.size, bias=False, dtype=dtype)
-        self.wk = torch.nn.Linear(width, indexer.size, bias=False, dtype=dtype)
-        self.k_norm = torch.nn.LayerNorm(indexer.size, dtype=dtype)
-        self.weights_proj = torch.nn.Linear(width, indexer.num_heads, bias=False, dtype=dtype)
+        self.wq_b = torch.nn.Linear(query_rank, shape.num_heads * shape.size, bias=False, dtype=dtype)
+        self.wk = torch.nn.Linear(width, shape.size, bias=False, dtype=dtype)
+        self.k_norm = torch.nn.LayerNorm(shape.size, eps=indexer.NORM_EPS, dtype=dtype)
+        self.weights_proj = torch.nn.Linear(width, shape.num_heads, bias=False, dtype=dtype)
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor, low: torch.Tensor, parameters: RowParameters) -> Choice:
+        """hidden [n, 1, H] and the latent of queries, low [n, 1, query_rank], of a tensor-parallel rank"""
+        assert parameters.row is not None
+        assert parameters.rotary is not None
+        made = self.wq_b(low), self.k_norm(self.wk(hidden)), F.linear(hidden.float(), self.weights_proj.weight.float())
+        if self._is_sequence_parallel:
+            made = tuple(gather_from_sequence_parallel_region(one) for one in made)
+        queries, keys, weights = (one.flatten(0, 1) for one in made)
+        queries, keys = queries.view(len(queries), -1, self._shape.size), keys[:, None]
+        queries, keys = (fused.rotated(x, *parameters.rotary, self._shape.is_interleaved) for x in (queries, keys))
+        return choose_keys(queries, weights, keys[:, 0], parameters.row.attention, most=self._shape.chosen)
 
 
 class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
@@ -63,8 +82,11 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
             input_is_parallel=True,
             skip_bias_add=True,
         )
-        if latent.indexer and layer_number - 1 in latent.indexer.layers:
-            self.indexer = IndexerWeights(config, latent.query_rank, latent.indexer)
+        if latent.indexer:
+            self._source = latent.indexer.source(layer_number - 1)
+            if self._source == layer_number - 1:
+                self.indexer = KeyIndexer(config, latent.query_rank, latent.indexer)
+            self._is_source = layer_number < config.num_layers and latent.indexer.source(layer_number) == self._source
 
     def _whole(self, inputs: int, outputs: int) -> WholeLinear:
         config = self.config
@@ -80,8 +102,8 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
         assert packed_seq_params.row is not None
         assert packed_seq_params.rotary is not None
         latent = self._latent
-        low = self.query_norm(self.query_down(hidden)) if latent.query_rank else hidden
-        queries, _bias = self.query_up(low)
+        of_queries = self.query_norm(self.query_down(hidden)) if latent.query_rank else hidden
+        queries, _bias = self.query_up(of_queries)
         low, shared_key = self.key_value_down(hidden).split([latent.key_value_rank, latent.rotary_size], dim=-1)
         if self.config.sequence_parallel:  # the heads of every rank use it, so its gradients are summed
             shared_key = gather_from_sequence_parallel_region(shared_key)
@@ -95,8 +117,22 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
             self.config.rotary_interleaved,
             latent.score_scale,
         )
-        attended = attention(query, key, value, packed_seq_params.row.attention)[..., : latent.value_size]
-        return self.linear_proj(attended.flatten(1)[:, None])
+        how = packed_seq_params.row.attention
+        if latent.indexer and packed_seq_params.row.longest > latent.indexer.chosen:
+            choice = self._choice(hidden, of_queries, packed_seq_params)
+            attended = sparse_attention(query, key, value, choice, how)
+        else:
+            attended = attention(query, key, value, how)
+        return self.linear_proj(attended[..., : latent.value_size].flatten(1)[:, None])
+
+    def _choice(self, hidden: torch.Tensor, of_queries: torch.Tensor, parameters: RowParameters) -> Choice:
+        """Return the keys that this layer's indexer chooses, or that of a layer before it has chosen."""
+        choice = parameters.choices.get(self._source)
+        if choice is None:
+            choice = self.indexer(hidden, of_queries, parameters)
+            if self._is_source:
+                parameters.choices[self._source] = choice
+        return choice
 
     def _split(self, mixed: torch.Tensor) -> torch.Tensor:
         """[N, 1, heads x d] -> [N, heads, d]"""

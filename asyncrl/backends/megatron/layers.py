@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from asyncrl.backends.megatron.packed_attention import attention
 from asyncrl.backends.megatron.process_groups import tensor_parallel_group
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.megatron.sink_attention import attention_with_sinks
+from asyncrl.backends.megatron.sparse_attention import Choice
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -45,6 +46,8 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
     """Rotary embeddings of layers with local attention, if they have their own."""
     chunks: Chunks | None = None
     """The sequences of the row, for layers with linear attention."""
+    choices: dict[int, Choice] = field(default_factory=dict)
+    """The keys that the indexer of a layer, numbered from 0, has chosen, for layers after it."""
     layer_features: tuple[torch.Tensor, ...] = ()
     """f[m, H] for each of the first layers, which adds them to the tokens of ``row`` that show an image."""
 

@@ -6,7 +6,6 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncrl.backends import vision
@@ -40,7 +39,7 @@ from asyncrl.backends.megatron.transformer_config import transformer_config
 from asyncrl.backends.models import Head
 from asyncrl.backends.weight_cuts import padded_vocabulary
 from asyncrl.backends.weight_map import Part
-from asyncrl.errors import BackendError
+from asyncrl.errors import ConfigError
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state
@@ -80,6 +79,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         has_kernels  whether linear attention may use flash-linear-attention
         """
         self.part = _part(config, shape, chunk, num_draft_layers)
+        _require_choice(shape, self.part)
         own = shape.family.specification if shape.family else None
         submodules = own(config, shape) if own else layer_specification(config, shape)
         last = submodules.layer_specs[-1]
@@ -104,7 +104,6 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self._has_linear_attention = any(map(shape.has_linear_attention, self.part.layers))
         self._has_kernels = has_kernels
         self._vocabulary_size = shape.vocabulary_size
-        self._longest = shape.latent.indexer.chosen if shape.latent and shape.latent.indexer else 0
         self.draft_layers = torch.nn.ModuleList(
             DraftLayer(config, last, number=shape.num_layers + 1 + n) for n in range(num_draft_layers)
         )
@@ -129,11 +128,6 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     def forward(self, row: RowPart) -> torch.Tensor:
         """Return hidden states of the row's part after these layers, [n, 1, H], split over sequence-parallel ranks."""
-        if self._longest and (longest := int(np.diff(row.micro_batch.boundaries).max(initial=0))) > self._longest:
-            raise BackendError(
-                f"a sequence of {longest} tokens, of which sparse attention sees index_topk = {self._longest}, and the "
-                "learner has no sparse attention; use shorter sequences"
-            )
         hidden = None
         layer_features: tuple[torch.Tensor, ...] = ()
         if self.pre_process:
@@ -300,6 +294,16 @@ def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None, num_d
         has_output=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         num_draft_layers=num_draft_layers,
     )
+
+
+def _require_choice(shape: ModelShape, part: Part) -> None:
+    """Raise ConfigError if the part begins with a layer that uses the keys which another part's layer has chosen."""
+    indexer, first = shape.latent.indexer if shape.latent else None, part.layers.start
+    if indexer and part.layers and (source := indexer.source(first)) < first:
+        raise ConfigError(
+            f"learner.pipeline_parallel: a stage begins with layer {first}, which uses the keys that layer {source} "
+            "chooses, on another stage; let every stage begin with a layer that has an indexer"
+        )
 
 
 def build_stages(

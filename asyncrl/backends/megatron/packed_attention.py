@@ -33,7 +33,7 @@ class Piece:
     queries, keys  slices of the rank's queries, and of the row's keys; keys begin with the first query's sequence
     query_boundaries, key_boundaries  i32[runs + 1]: run r is [boundaries[r], boundaries[r + 1]) of the slice
     longest_query, longest_key  tokens of the longest run
-    runs           the boundaries as slices on the host, for attention without variable-length support
+    runs           the boundaries as slices on the host, for attention that takes one run at a time
 
     A run's last query is at its last key. If a run has fewer queries than keys, the two are aligned at their ends.
     """
@@ -80,7 +80,7 @@ def attention(
     window: most tokens that a query sees, itself and those before it; 0 for all tokens before it
     """
     return within_sequences(
-        query, key, value, how, plain=partial(_plain, window=window), varlen=partial(_varlen, window=window)
+        query, key, value, how, plain=partial(plain, window=window), varlen=partial(_varlen, window=window)
     )
 
 
@@ -144,7 +144,8 @@ def _of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> 
     )
 
 
-def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int) -> torch.Tensor:
+def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int) -> torch.Tensor:
+    """query [B, heads, n, d], key and value [B, key-value heads, m, d] -> [B, heads, n, d]"""
     mask = visible(query.shape[2], key.shape[2], window, query.device)
     is_grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(

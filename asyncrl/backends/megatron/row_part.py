@@ -198,6 +198,11 @@ class RowPart:
         return self.experts[place].long()
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(np.diff(self.micro_batch.boundaries).max(initial=0))
+
+    @property
     def boundaries(self) -> NDArray[np.int32]:
         """i32[sequences + 1] of the padded row; the padding is a sequence."""
         return _pad_boundaries(self.micro_batch, self.length)
@@ -233,6 +238,7 @@ def _whole_row(
                     key_boundaries=row.boundaries,
                     longest_query=row.longest,
                     longest_key=row.longest,
+                    runs=[(run, run) for run in _slices(micro_batch.boundaries)],
                 )
             ]
         )

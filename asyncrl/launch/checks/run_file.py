@@ -450,8 +450,8 @@ def _check_context(run: RunConfig, context: int) -> None:
     if not most and new >= context and rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
             f"rollout.max_new_tokens: {new:,} new tokens leave no room for a prompt in the {context:,} tokens that "
-            f'engine.kind = "{run.engine.kind}" takes (at most max_position_embeddings, and index_topk of '
-            f"sparse attention, in {Path(run.model.path) / 'config.json'}); use fewer"
+            f'engine.kind = "{run.engine.kind}" takes (at most max_position_embeddings in '
+            f"{Path(run.model.path) / 'config.json'}); use fewer"
         )
 
 

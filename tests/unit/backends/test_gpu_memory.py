@@ -208,6 +208,18 @@ def test_all_logits_of_a_row_are_counted_where_the_loss_is_over_them(
     assert all_logits - own == pytest.approx(1.1 * (32 * 8192 * 151_936 - 2 * GIB), rel=1e-6)
 
 
+def test_choices_of_sparse_attention_that_later_layers_use_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four bytes for each of 2,048 keys of a token, of a layer and of the one full layer before a shared one."""
+    run = run_of("8B", tmp_path, monkeypatch, "learner.micro_batch_tokens=16384")
+    without = phases_of(run)["step"].device
+    entries = json.loads((tmp_path / "config.json").read_text())
+    sparse = {"index_topk": 2048, "indexer_types": ["full", "full", "shared", "shared"]}
+    (tmp_path / "config.json").write_text(json.dumps(entries | sparse))
+    assert phases_of(run)["step"].device - without == pytest.approx(1.1 * 2 * 4 * 2048 * 16384, rel=1e-6)
+
+
 def run_with_tower(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RunConfig:
     """A run of Qwen2.5-VL 3B, with the number of weights of its parts."""
     run = run_of("1.7B", folder, monkeypatch, *overrides)

@@ -151,11 +151,23 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
     assert flops.training_flops(shape, [10]) == 6 * flops.matrix_parameters(shape) * 10 + products
 
 
+def test_flops_of_sparse_attention_are_those_of_the_keys_that_are_chosen_and_of_their_choice(tmp_path: Path) -> None:
+    """Of 10 tokens, the last two choose 8 of 9 or 10 keys, by 16 heads of 16: products 32 x 256 and 64 x (16 + 16)."""
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="deepseek_v32"))
+    products = 6 * flops.matrix_parameters(shape)
+    assert flops.training_flops(shape, [8]) == products * 8 + 3 * 2 * 8 * 8 * 4 * (24 + 16)
+    attention = 3 * 2 * (10 * 10 - 2 * 2) * 4 * (24 + 16)
+    choice = 2 * (2 * 10 * (32 * 256 + 64 * 32) + 256 * (10 * 10 - 8 * 8))
+    assert flops.training_flops(shape, [10]) == products * 10 + attention + choice
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "words"),
     [
         ("deepseek_v3", {"num_experts_per_tok": 2}, ["topk_group = 2", "best 2 // 2 experts"]),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, ["rms_norm_eps = 1e-05"]),
+        ("deepseek_v32", {"index_kpool": 4}, ["index_kpool = 4"]),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full"]}, ["a first layer that uses the choice of a layer"]),
         (
             "qwen3",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -187,6 +199,8 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
     ids=[
         "groups",
         "eps",
+        "pooled keys",
+        "shared first",
         "part",
         "window",
         "scores",

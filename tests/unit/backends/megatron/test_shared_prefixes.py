@@ -145,7 +145,7 @@ def test_runs_are_attended_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: t
 
     def by_runs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         attended = [
-            packed_attention._plain(*(x.transpose(0, 1)[None] for x in (query[q], key[k], value[k])), window=0)
+            packed_attention.plain(*(x.transpose(0, 1)[None] for x in (query[q], key[k], value[k])), window=0)
             for q, k in piece.runs
         ]
         return torch.cat([one[0].transpose(0, 1) for one in attended])
