@@ -26,6 +26,7 @@ async def test_an_agent_is_shown_another_image_and_both_turns_are_trained(tmp_pa
         overrides={
             "run.directory": str(tmp_path / "runs"),
             "run.steps": 1,
+            "bus.kind": "memory",
             "model.path": str(tmp_path / "model"),
             "data.path": str(tmp_path / "prompts.jsonl"),
             "evaluation.datasets": [],

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,14 +85,23 @@ def test_where_nothing_can_be_split_is_said_in_one_line(
         assert problem in line
 
 
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A measurement's process is a fork, which imports nothing; these measure on no GPU."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, where threads run
+        yield
+
+
 def _dies(run: config.RunConfig, *, seconds: float) -> None:
     import os
 
     os._exit(9)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forks")
 def test_a_measurement_that_is_killed_is_said(demo: Path, tmp_path: Path) -> None:
     run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
     with pytest.raises(AsyncRLError, match="_dies: its process was killed"):
@@ -105,8 +117,7 @@ def _raises(run: config.RunConfig, *, seconds: float) -> None:
     raise _Unusual("the engine's own")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forks")
 def test_what_a_measurement_raises_is_raised_here(demo: Path, tmp_path: Path) -> None:
     run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
     with pytest.raises(AsyncRLError, match="_Unusual: the engine's own"):

@@ -20,7 +20,8 @@ from tests.harness.metric_names import is_known
 pytestmark = pytest.mark.slow
 
 SYNC = ("run.mode=sync", "engine.options={max_batch_size=1, threads=1}", "weights.keep=8")
-MANY = ("learner.groups_per_batch=16", "rollout.group_size=8")
+LEARN = ("run.mode=sync", "learner.groups_per_batch=8", "rollout.group_size=8")
+"""Fresh tokens learn in the fewest steps, and in as many on a busy machine."""
 PPO = ("algorithm.name=ppo", "algorithm.options={}")
 
 
@@ -47,10 +48,10 @@ def mean(rows: list[dict[str, Any]], name: str) -> float:
 
 
 async def test_ppo_raises_the_reward(folder: Path) -> None:
-    run = demo_run(folder, *PPO, *MANY, "run.steps=21", "learner.learning_rate=6e-3")
-    rows = await train(run, memory_bus(), workers=2)
+    run = demo_run(folder, *PPO, *LEARN, "run.steps=12", "learner.learning_rate=1e-2")
+    rows = await train(run, memory_bus())
     assert rows[0]["reward/mean"] < 0.2
-    assert mean(rows[-3:], "reward/mean") > 0.6
+    assert mean(rows[-3:], "reward/mean") > 0.5
     assert rows[0]["critic/value_mean"] == 0.0
     assert mean(rows[-3:], "critic/value_mean") == pytest.approx(mean(rows[-3:], "critic/return_mean"), abs=0.15)
     assert all(is_known(name) for row in rows for name in row if name != "step")
@@ -89,27 +90,27 @@ async def test_a_resumed_run_goes_on_with_its_critic_to_the_last_bit(folder: Pat
 
 async def test_a_teachers_signal_brings_the_policy_near_it(folder: Path) -> None:
     """The teacher is the model after some steps of grpo; the student never uses the reward."""
-    taught = demo_run(folder, *MANY, "run.name=teacher", "run.steps=10", "learner.learning_rate=1e-2")
+    taught = demo_run(folder, *LEARN, "run.name=teacher", "run.steps=10", "learner.learning_rate=1e-2")
     teacher = mean((await train(taught, memory_bus()))[-3:], "reward/mean")
     run = demo_run(
         folder,
-        *MANY,
-        "run.steps=14",
-        "learner.learning_rate=5e-3",
+        *LEARN,
+        "run.steps=8",
+        "learner.learning_rate=1e-2",
         "algorithm.name=opd",
         "algorithm.options={}",
         f"teacher.path={taught.weights_directory / '0-10'}",
     )
     rows = await train(run, memory_bus())
-    assert mean(rows[-3:], "teacher_kl") < 0.2 * rows[0]["teacher_kl"]
+    assert rows[-1]["teacher_kl"] < 0.5 * rows[0]["teacher_kl"]
     assert mean(rows[-3:], "reward/mean") > rows[0]["reward/mean"] + 0.5 * (teacher - rows[0]["reward/mean"])
 
 
 async def test_a_teacher_on_a_server_of_the_run_teaches_the_same(folder: Path) -> None:
     """In sync mode and from the same seed, the first steps are those with the teacher in the learner."""
-    taught = demo_run(folder, *SYNC, "run.name=teacher", "run.steps=4", "learner.learning_rate=1e-2")
+    taught = demo_run(folder, *SYNC, "run.name=teacher", "run.steps=2", "learner.learning_rate=1e-2")
     await train(taught, memory_bus())
-    path = taught.weights_directory / "0-4"
+    path = taught.weights_directory / "0-2"
     opd = (*SYNC, "algorithm.name=opd", "algorithm.options={}")
     loaded = await train(demo_run(folder, *opd, "run.name=loaded", f"teacher.path={path}"), memory_bus())
     kind = 'kind="tests.harness.stub_server:ModelOnACpu"'
@@ -122,7 +123,7 @@ async def test_a_teacher_on_a_server_of_the_run_teaches_the_same(folder: Path) -
 
 async def test_the_likeliest_tokens_of_a_served_teacher_teach_more_than_the_sampled_ones(folder: Path) -> None:
     """From the same start, in as many steps, forward KL over the teacher's five likeliest brings the policy nearer."""
-    taught = demo_run(folder, *MANY, "run.name=teacher", "run.steps=10", "learner.learning_rate=1e-2")
+    taught = demo_run(folder, *LEARN, "run.name=teacher", "run.steps=10", "learner.learning_rate=1e-2")
     await train(taught, memory_bus())
     kind = 'kind="tests.harness.stub_server:ModelOnACpu"'
     big = f'servers.big={{{kind}, path="{taught.weights_directory / "0-10"}"}}'
@@ -137,16 +138,18 @@ async def test_the_likeliest_tokens_of_a_served_teacher_teach_more_than_the_samp
 async def test_score_centering_learns_from_the_likeliest_tokens_of_the_engine(folder: Path) -> None:
     run = demo_run(
         folder,
-        *MANY,
-        "run.steps=14",
-        "learner.learning_rate=6e-3",
+        *LEARN,
+        "run.mode=one_step_off",
+        "run.steps=10",
+        "learner.learning_rate=1e-2",
         "algorithm.loss=score_centered",
         "algorithm.correction=none",
         "algorithm.options={cap=1.5}",
         "rollout.top_logprobs=4",
     )
-    rows = await train(run, memory_bus(), workers=2)
-    assert mean(rows[-3:], "reward/mean") > rows[0]["reward/mean"] + 0.2
+    rows = await train(run, memory_bus())
+    assert rows[-1]["staleness/max"] == 1.0
+    assert mean(rows[-3:], "reward/mean") > rows[0]["reward/mean"] + 0.15
 
 
 async def test_a_reference_holds_the_policy_back(folder: Path) -> None:
@@ -181,10 +184,10 @@ async def test_kl_in_the_reward_trains_with_and_without_a_critic(folder: Path) -
 async def test_adapters_alone_learn_the_task(tmp_path: Path) -> None:
     """As in `bin/demo --lora`: the base weights stay unchanged, and engines receive the sum."""
     demo_task.write(tmp_path, initializer_range=OF_FROZEN)
-    run = demo_run(tmp_path, "learner.backend=megatron", *MANY, *ADAPTERS, "run.steps=30")
-    rows = await train(run, memory_bus(), workers=2)
+    run = demo_run(tmp_path, "learner.backend=megatron", *ADAPTERS, *LEARN, "run.steps=12", "learner.learning_rate=2e-2")
+    rows = await train(run, memory_bus())
     assert rows[0]["reward/mean"] < 0.2
-    assert mean(rows[-5:], "reward/mean") > 0.7  # on a busy machine the last batches are older
+    assert mean(rows[-3:], "reward/mean") > 0.4
     before, after = initial(tmp_path), weights(run, len(rows))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if name.endswith("_proj.weight")}
