@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +14,9 @@ from typing import Any, Final
 import ray
 from ray.cluster_utils import Cluster
 
-from tests import ROOT
 from tests.chaos.run_files import ANSWERS
 from tests.harness.audits import audited
-from tests.harness.forked import ForkServer
+from tests.harness.forked import ForkedCommand, ForkServer
 from tests.harness.ports import free_ports
 
 RUN: Final = (
@@ -130,14 +127,14 @@ class RayRun:
     def __init__(
         self, folder: Path, cluster: TwoNodes, forks: ForkServer, *overrides: str, name: str = "storm"
     ) -> None:
-        """forks: starts other commands than the run itself without imports"""
+        """forks: starts commands, the run's own among them, without imports"""
         self.folder = folder
         self._forks = forks
         self._overrides = [f"run.name={name}", *RUN, *overrides]
         self._env = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
         self._output = folder / f"{name}.txt"
         self.directory = folder / "runs" / name
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedCommand | None = None
         if not (folder / "run.toml").exists():
             made = ANSWERS["short"]
             made.write(folder, 0)
@@ -156,16 +153,8 @@ class RayRun:
             return 0
 
     def start(self, *arguments: str, steps: int = 1_000_000) -> None:
-        with self._output.open("ab") as output:
-            words = self._words("run", "--launcher", "ray", "--set", f"run.steps={steps}", *arguments)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl", *words],
-                cwd=ROOT,
-                env=self._env,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        words = self._words("run", "--launcher", "ray", "--set", f"run.steps={steps}", *arguments)
+        self._process = self._forks.run(words, environment=self._env, output=self._output)
 
     def scale(self, count: int, *arguments: str) -> int:
         """Return the exit code of `asyncrl scale`."""
@@ -207,8 +196,8 @@ class RayRun:
         return log.exists() and "loaded version" in log.read_text()
 
     def processes(self) -> dict[str, tuple[int, int]]:
-        """Return name -> (pid, parent pid) of learner, workers, nats-server, and "run"."""
-        found = {}
+        """Return name -> (pid, parent pid) of learner, workers, nats-server, and "run" (parent: 0)."""
+        found = {"run": (self._process.pid, 0)} if self._process and self._process.poll() is None else {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_text().split("\0")

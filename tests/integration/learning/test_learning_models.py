@@ -184,7 +184,8 @@ async def test_kl_in_the_reward_trains_with_and_without_a_critic(folder: Path) -
 async def test_adapters_alone_learn_the_task(tmp_path: Path) -> None:
     """As in `bin/demo --lora`: the base weights stay unchanged, and engines receive the sum."""
     demo_task.write(tmp_path, initializer_range=OF_FROZEN)
-    run = demo_run(tmp_path, "learner.backend=megatron", *ADAPTERS, *LEARN, "run.steps=12", "learner.learning_rate=2e-2")
+    overrides = ("learner.backend=megatron", *ADAPTERS, *LEARN, "run.steps=12", "learner.learning_rate=2e-2")
+    run = demo_run(tmp_path, *overrides)
     rows = await train(run, memory_bus())
     assert rows[0]["reward/mean"] < 0.2
     assert mean(rows[-3:], "reward/mean") > 0.4
