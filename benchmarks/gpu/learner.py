@@ -165,6 +165,8 @@ def main() -> int:
     parser.add_argument("--micro-batches", nargs="*", type=int, default=[1], help="rows a copy trains per step")
     parser.add_argument("--compile", nargs="*", default=["on"], choices=["on", "off"])
     parser.add_argument("--offload", nargs="*", default=["off"], choices=["on", "off"])
+    parser.add_argument("--optimizer-device", nargs="*", default=["learner"], choices=["learner", "cpu"])
+    parser.add_argument("--gradients", nargs="*", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--overlap", nargs="*", default=["on"], choices=["on", "off"], help="of tensor parallelism")
     parser.add_argument("--variants", nargs="*", help="only those whose name contains one of these words")
     parser.add_argument("--warm-up", type=int, default=20, help="steps before the timed ones")
@@ -183,6 +185,20 @@ def main() -> int:
 
 
 def lead(arguments: argparse.Namespace, models: Path) -> int:
+    every = itertools.product(
+        arguments.shapes,
+        list(map(layout_of, arguments.layouts)),
+        arguments.micro_batches,
+        arguments.compile,
+        arguments.offload,
+        arguments.optimizer_device,
+        arguments.gradients,
+        arguments.overlap,
+        arguments.sides,
+        arguments.towers,
+        arguments.tokens,
+        arguments.recompute,
+    )
     variants = [
         Variant(
             shape=shape,
@@ -192,23 +208,14 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
             length=arguments.length,
             compile=compiled == "on",
             offload=offload == "on",
+            optimizer_device=where,
+            gradients_dtype=gradients,
             overlap=overlap == "on",
             side=side,
             trains_vision=tower == "trained",
             **layout,
         )
-        for shape, layout, rows, compiled, offload, overlap, side, tower, tokens, recompute in itertools.product(
-            arguments.shapes,
-            list(map(layout_of, arguments.layouts)),
-            arguments.micro_batches,
-            arguments.compile,
-            arguments.offload,
-            arguments.overlap,
-            arguments.sides,
-            arguments.towers,
-            arguments.tokens,
-            arguments.recompute,
-        )
+        for shape, layout, rows, compiled, offload, where, gradients, overlap, side, tower, tokens, recompute in every
     ]
     variants = list({v.name: v for v in variants}.values())  # one rank has nothing to overlap
     if arguments.variants is not None:
@@ -258,6 +265,8 @@ def report(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
             )
     else:
         print(table_row(result), flush=True)
+    if result.get("optimizer_device") == "cpu" and "host_update_seconds" in result:
+        print(f"  AdamW on the host: {result['host_update_seconds']:.3f} s of the last step", flush=True)
     if "checkpoint_bytes" in result:
         print(
             f"  checkpoint of {result['checkpoint_bytes'] / 1e9:.2f} GB: {result['checkpoint_waited_seconds']:.2f} s "

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,6 +71,8 @@ class Variant:
     length: int = 1024
     compile: bool = True
     offload: bool = False
+    optimizer_device: str = "learner"
+    gradients_dtype: str = "float32"
     overlap: bool = True
     """Tensor-parallel ranks exchange rows while they multiply."""
     distributed_optimizer: bool = True
@@ -87,6 +90,8 @@ class Variant:
             "" if self.compile else "eager",
             "" if self.distributed_optimizer else "replicated",
             "offload" if self.offload else "",
+            "host-adamw" if self.optimizer_device == "cpu" else "",
+            "grads16" if self.gradients_dtype == "bfloat16" else "",
             "overlap" if self.is_overlapped else "",
             f"side{self.side}" if self.side else "",
             "tower" if self.trains_vision else "",
@@ -172,6 +177,8 @@ def made(variant: Variant, folder: Path, *, device: str, dtype: str, info: RankI
             recompute=variant.recompute,  # type: ignore[arg-type]
             distributed_optimizer=variant.distributed_optimizer,
             offload_optimizer=variant.offload,
+            optimizer_device=variant.optimizer_device,  # type: ignore[arg-type]
+            gradients_dtype=variant.gradients_dtype,  # type: ignore[arg-type]
             overlap_tensor_parallel=variant.overlap,
             timeout_seconds=TIMEOUT_SECONDS,
         ),
@@ -293,6 +300,8 @@ def measure(
         / ranks
         / PEAKS[0],
         "peak_gib": peak,
+        "host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "host_update_seconds": metrics.get("learner/update_seconds", 0.0),
         "export_seconds": exported,
         "start_seconds": started - began,
         "warm_seconds": sum(warm_seconds),
