@@ -361,7 +361,7 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
             (0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + MOMENT_BYTES)
         ) / replicas
         # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
-        is_whole = (layout.tensor > 1 and not is_expert) or run.run.colocated
+        is_whole = (layout.expert_tensor if is_expert else layout.tensor) > 1 or run.run.colocated
         if lora.rank and lora.publish == "adapter":
             is_whole = False
         of_stage = layout.expert * layout.expert_tensor if is_expert else layout.tensor

@@ -126,6 +126,13 @@ def check(run: RunConfig) -> None:
             "matrix of its layers needs more; use a smaller rank"
         )
     maps = [entry for entry in weight_map(shape) if not entry.is_of_vision]
+    if run.learner.expert_tensor_parallel > 1 and any(
+        entry.is_of_experts and _is_adapted(entry, settings.modules) for entry in maps
+    ):
+        raise ConfigError(
+            "learner.lora.modules: adapters of experts are not shared by the ranks of learner.expert_tensor_parallel; "
+            "distribute whole experts with expert_parallel, or name only modules of attention"
+        )
     known = sorted({module for entry in maps for name in entry.huggingface if (module := module_name(name))})
     for module in settings.modules:
         if module not in (ALL, *known):

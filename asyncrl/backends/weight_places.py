@@ -68,11 +68,12 @@ def place(
     rank: int,
     first_expert: int = 0,
 ) -> Place:
-    """Return the place of parameter ``name`` on tensor-parallel rank ``rank`` of ``ranks``.
+    """Return the place of parameter ``name`` on tensor-parallel rank ``rank`` of ``ranks`` (experts:
+    expert-tensor-parallel).
 
     name          numbers the layer by its place in the whole model
     local         sizes of the rank's tensor
-    first_expert  for experts: the first one that the rank holds; experts are not cut
+    first_expert  for experts: the first one that the rank holds
     """
     size, *rest = local
     zeros = (0,) * len(local)
@@ -81,6 +82,8 @@ def place(
     if cut.startswith("expert_"):
         assert shape.experts is not None
         start, whole = (first_expert, *zeros[1:]), (shape.experts.num_experts, *rest)
+        if ranks > 1:
+            start, whole, blocks = _of_experts(cut, start, whole, local, ranks=ranks, rank=rank)
     elif cut == "rows":
         start, whole = (0, rank * rest[0]), (size, ranks * rest[0])
     elif cut == "stacked_rows":
@@ -103,6 +106,29 @@ def place(
         start, whole = (rank * size, *zeros[1:]), (ranks * size, *rest)
     blocks = blocks or (Block(local=zeros, start=start, sizes=tuple(local)),)
     return Place(key=key(name), local=tuple(local), whole=whole, blocks=blocks)
+
+
+def _of_experts(
+    cut: Cut, start: Ints, whole: Ints, local: Sequence[int], *, ranks: int, rank: int
+) -> tuple[Ints, Ints, tuple[Block, ...]]:
+    """Return start, whole sizes and blocks of experts that ``ranks`` share: as "rows" and "gate_up", for each."""
+    number, size, *rest = local
+    if cut == "expert_rows":
+        return (start[0], 0, rank * rest[0]), (whole[0], size, ranks * rest[0]), ()
+    assert cut == "expert_gate_up", f"experts with the cut {cut} are not shared"
+    half = size // 2
+    return (
+        start,
+        (whole[0], ranks * size, *rest),
+        tuple(
+            Block(
+                local=(0, part * half, 0),
+                start=(start[0], (part * ranks + rank) * half, 0),
+                sizes=(number, half, *rest),
+            )
+            for part in (0, 1)
+        ),
+    )
 
 
 def rectangles(start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[Ints, Ints]]:

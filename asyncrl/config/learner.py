@@ -68,7 +68,8 @@ class LearnerSection:
     expert_parallel: int = 1
     """Ranks over which the experts of each layer are distributed, in a mixture of experts."""
     expert_tensor_parallel: int = 1
-    """Ranks that share every expert. Only 1 is supported: distribute whole experts with expert_parallel."""
+    """Ranks that share every expert, each with a part of its intermediate size; all of them get its tokens. For experts
+    too large for one rank: expert_parallel, which distributes whole experts, exchanges less."""
     gpus: tuple[int, ...] = ()
     """GPU of each rank, counted from 0, when `asyncrl run` starts the ranks; empty: the first GPUs."""
     threads: int = 0

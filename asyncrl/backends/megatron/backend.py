@@ -311,7 +311,7 @@ class MegatronBackend(BackendAdapter):
         copies = self._layout.data_parallel
         if len(dp_shards) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
-        shards = dp_shards if self._layout.expert == 1 else of_one_length(dp_shards)
+        shards = dp_shards if self._layout.expert * self._layout.expert_tensor == 1 else of_one_length(dp_shards)
         if command.model != POLICY:  # the engine ran no other model
             shards = [[dataclasses.replace(row, experts=NO_EXPERTS) for row in shard] for shard in shards]
         batch_tokens = sum(row.num_tokens for shard in dp_shards for row in shard if not row.is_filler)

@@ -82,8 +82,30 @@ def _torch_without_cuda() -> _Namespace:
         # pipeline_parallel/p2p_communication.py waits for the lengths that it received
         synchronize=lambda: None,
     )
+    # tensor_parallel/mappings.py exchanges tokens of ranks that share experts; gloo takes only shards of one size
+    distributed = _Namespace(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
     # optimizer/{clip_grads,optimizer}.py hard-code device="cuda" for one-element tensors
-    return _Namespace(torch, cuda=cuda, zeros=_on_the_cpu(torch.zeros), tensor=_on_the_cpu(torch.tensor))
+    return _Namespace(
+        torch, cuda=cuda, distributed=distributed, zeros=_on_the_cpu(torch.zeros), tensor=_on_the_cpu(torch.tensor)
+    )
+
+
+def _all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
+    """Gather tensors whose first sizes differ."""
+    longest = max(len(output) for output in outputs)
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: len(own)] = own
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    for output, found in zip(outputs, gathered, strict=True):
+        output.copy_(found[: len(output)])
+
+
+def _reduce_scatter(output: torch.Tensor, shards: list[torch.Tensor], group: Any = None) -> None:
+    """Add up shards whose first sizes differ; each rank gets its own."""
+    sums = torch.cat(shards)
+    torch.distributed.all_reduce(sums, group=group)
+    output.copy_(torch.split(sums, [len(shard) for shard in shards])[torch.distributed.get_rank(group)])
 
 
 def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

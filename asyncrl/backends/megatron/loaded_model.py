@@ -23,7 +23,12 @@ from asyncrl.backends.megatron.forward_backward import forward_backward
 from asyncrl.backends.megatron.job import Job, Outputs
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
-from asyncrl.backends.megatron.process_groups import expert_parallel_group, pipeline_group, tensor_parallel_group
+from asyncrl.backends.megatron.process_groups import (
+    expert_parallel_group,
+    expert_tensor_parallel_group,
+    pipeline_group,
+    tensor_parallel_group,
+)
 from asyncrl.backends.megatron.row_part import Routing, RowPart
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
@@ -49,7 +54,7 @@ class LoadedModel:
         self._rank = dist.get_rank()
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
-        self._expert_parallel = expert_parallel_group()
+        self._expert_parallel, self._expert_tensor = expert_parallel_group(), expert_tensor_parallel_group()
         self._pipeline = pipeline_group()
         self._first_of_stage = self._pipeline.rank() * (job.layout.ranks // job.layout.pipeline)
         self._shape = huggingface.read_shape(self._model.path, where=self._where, own=job.family)
@@ -128,9 +133,8 @@ class LoadedModel:
         experts = self._stages[0].part.experts
         with huggingface.open_weights(self._model.path, where=self._where) as read:
             for name, entry in self._maps.items():
-                ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
-                if entry.is_of_experts:  # experts are not cut
-                    ranks, rank = 1, 0
+                group = self._cut_over(entry)
+                ranks, rank = group.size(), group.rank()
                 parameter: Any = self._parameters[name]
                 if entry.is_adapter:
                     adapters.initialise(parameter, entry, shards=ranks, shard=rank)
@@ -147,6 +151,10 @@ class LoadedModel:
                     parameter.copy_(shard)
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
                 parameter.tensor_model_parallel = not entry.is_replicated
+
+    def _cut_over(self, entry: Mapping) -> dist.ProcessGroup:
+        """Return the ranks over which a parameter is cut, unless they hold the same values."""
+        return self._expert_tensor if entry.is_of_experts else self._tensor_parallel
 
     def forward(self, share: Sequence[MicroBatch], *, records: bool = False) -> Outputs:
         """Return f32[N] per micro-batch on the rank that has the share's outputs (see Backend.forward).
@@ -270,9 +278,9 @@ class LoadedModel:
         keeps         frozen parameters as they are
         until_update  others as well: the next update changes them
 
-        One rank of a stage exports each of its parameters. Experts are exported by a rank that has them. Other
-        parameters are exported by the rank in ``_exporters``, which gathers them from its tensor-parallel ranks, and
-        fused experts from its expert-parallel ranks. Stages do not communicate.
+        One rank of a stage exports each of its parameters, the one in ``_exporters``. It gathers experts from the ranks
+        that share them, fused experts from its expert-parallel ranks, and other parameters from its tensor-parallel
+        ranks. Stages do not communicate.
         """
         exporters = self._exporters()
         for name, entry in self._maps.items():
@@ -291,12 +299,13 @@ class LoadedModel:
     def _exporters(self) -> dict[str, int]:
         """Return the rank of the stage that exports each parameter: the eligible rank with the fewest bytes so far.
 
-        Experts go to one of the ranks that hold the same experts as this rank. Ranks with other experts assign theirs
-        in the same way. Fused experts go to one rank, which gets those of the other ranks.
+        Experts go to one of the ranks that hold the same experts as this rank, or a part of them. Ranks with other
+        experts assign theirs in the same way. Fused experts go to one rank, which gets those of the other ranks.
         """
         # Greedy: what has the least choice first, each to the rank with the fewest bytes so far. All ranks of a stage
         # compute the same table, so they exchange nothing. Four equal parameters on two ranks are two for each.
-        tensor_parallel, experts = self._tensor_parallel.size(), self._layout.expert
+        tensor_parallel, parts = self._tensor_parallel.size(), self._layout.expert_tensor
+        experts = self._layout.expert * parts  # ranks that together hold the experts of a layer
         own = self._rank - self._first_of_stage
         loads = [0] * self._layout.exporters_of_stage
         gathering = range(len(loads) - len(loads) % tensor_parallel)  # ranks whose tensor-parallel peers all export
@@ -309,10 +318,11 @@ class LoadedModel:
                 rank = found[name] = min(sharing, key=loads.__getitem__)
                 loads[rank] += num_bytes * experts
             elif entry.is_of_experts:
-                first = min(range(0, len(loads) - experts + 1, experts), key=loads.__getitem__)
-                found[name] = first + own % experts
-                for rank in range(first, first + experts):
-                    loads[rank] += num_bytes
+                whole = range(0, len(loads) - experts + 1, experts)
+                first = min((start + part for start in whole for part in range(parts)), key=loads.__getitem__)
+                found[name] = first + own % experts // parts * parts
+                for rank in range(first, first - first % experts + experts, parts):
+                    loads[rank] += num_bytes * parts
             else:
                 rank = found[name] = min(gathering, key=loads.__getitem__)
                 loads[rank] += num_bytes * (1 if entry.is_replicated else tensor_parallel)
@@ -395,12 +405,12 @@ class LoadedModel:
 
     def _is_whole(self, entry: Mapping) -> bool:
         """Return whether this rank has all of a parameter, or of its own experts."""
-        group = self._expert_parallel if entry.is_fused else self._tensor_parallel
-        return entry.is_replicated or (entry.is_of_experts and not entry.is_fused) or group.size() == 1
+        group = self._expert_parallel if entry.is_fused else self._cut_over(entry)
+        return entry.is_replicated or group.size() == 1
 
     def _gather_shards(self, entry: Mapping, name: str, exporter: int) -> list[torch.Tensor]:
         """Return all shards of a parameter on the rank of the stage that exports it; [] on other ranks."""
-        group, own = self._tensor_parallel, self._rank - self._first_of_stage
+        group, own = self._cut_over(entry), self._rank - self._first_of_stage
         if entry.is_fused:
             group = self._expert_parallel
         if self._is_whole(entry):

@@ -95,7 +95,8 @@ class Router(TopKRouter):  # type: ignore[misc]
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
     """The experts of this rank, SwiGLUs without biases, in two matrix products for any number of experts.
 
-    gate_up [experts, 2 F, H], down [experts, H, F]
+    gate_up [experts, 2 F, H], down [experts, H, F]. Of ranks that share an expert, each has a part of F, and Megatron's
+    dispatcher gives all of them its tokens and adds up what they return.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *_: Any, **__: Any) -> None:
@@ -110,7 +111,8 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     def _weights(self, *sizes: int) -> torch.nn.Parameter:
         weights: Any = torch.nn.Parameter(torch.empty(*sizes, dtype=self.config.params_dtype))
         config = self.config  # False: Megatron sums gradients over the ranks with these experts, not over replicas
-        weights.allreduce = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
+        around = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
+        weights.allreduce = max(*around, config.tensor_model_parallel_size) == 1
         return weights  # type: ignore[no-any-return]
 
     def forward(

@@ -96,6 +96,11 @@ def expert_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_expert_model_parallel_group()  # type: ignore[no-any-return]
 
 
+def expert_tensor_parallel_group() -> dist.ProcessGroup:
+    """The ranks that share every expert."""
+    return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[no-any-return]
+
+
 def pipeline_group() -> dist.ProcessGroup:
     """The ranks that share the layers of one copy of the model."""
     return parallel_state.get_pipeline_model_parallel_group()  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ def check(run: RunConfig, *, balances_experts: bool, recomputes_all: bool = Fals
         shape = require_trainable(
             folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron, own=own
         )
-        require_aligned_experts(shape, run.model.dtype, where=key)
+        require_aligned_experts(shape, run.model.dtype, where=key, ranks=run.learner.layout.expert_tensor)
         if key == "model.path":
             require_tensors_of_engines(folder, shape)
             if balances_experts and not shape.experts:
@@ -146,12 +146,18 @@ def _require_first_layers(shape: ModelShape, layout: Layout, transformer: Mappin
         )
 
 
-def require_aligned_experts(shape: ModelShape, dtype: str, *, where: str) -> None:
-    """Raise ConfigError for experts whose sizes torch's grouped product does not take in the learner's dtype."""
+def require_aligned_experts(shape: ModelShape, dtype: str, *, where: str, ranks: int = 1) -> None:
+    """Raise ConfigError for experts whose sizes torch's grouped product does not take in the learner's dtype.
+
+    ranks: that share an expert
+    """
     if shape.experts is None:
         return
     alignment = EXPERT_ALIGNMENT[dtype]
-    sizes = {"hidden_size": shape.hidden_size, "an expert's intermediate size": shape.experts.feed_forward_size}
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "an expert's intermediate size": shape.experts.feed_forward_size // ranks,
+    }
     for name, size in sizes.items():
         if size % alignment:
             raise ConfigError(
@@ -204,6 +210,19 @@ def require_tensors_of_engines(folder: Path, shape: ModelShape) -> None:
         ) from None
 
 
+def _require_shareable(shape: ModelShape, ranks: int, whose: str) -> None:
+    """Raise ConfigError if ``ranks`` cannot share every expert."""
+    assert shape.experts is not None
+    key, size = "learner.expert_tensor_parallel", shape.experts.feed_forward_size
+    if any(entry.is_fused for entry in weight_map(shape)):
+        raise ConfigError(
+            f"{key}: {whose}'s files have all experts of a layer in one tensor, which is not split within experts; "
+            "remove it, and distribute whole experts with expert_parallel"
+        )
+    if size % ranks:
+        raise ConfigError(f"{key}: {ranks} does not divide {whose}'s size of an expert, {size}")
+
+
 def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:
     number = shape.experts.num_experts if shape.experts else 0
     if number == 0:
@@ -214,10 +233,7 @@ def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:
     if number % layout.expert:
         raise ConfigError(f"learner.expert_parallel: {layout.expert} does not divide {whose}'s experts, {number}")
     if layout.expert_tensor > 1:
-        raise ConfigError(
-            "learner.expert_tensor_parallel: an expert cannot be split among ranks; remove it, and "
-            "distribute whole experts with expert_parallel"
-        )
+        _require_shareable(shape, layout.expert_tensor, whose)
     if layout.tensor > 1 and not layout.is_sequence_parallel:
         raise ConfigError(
             'learner.sequence_parallel: a mixture of experts needs "on" or "auto" with tensor_parallel = '

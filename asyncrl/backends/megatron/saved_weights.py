@@ -68,12 +68,12 @@ class SavedWeights(LoadedModel):
 
     def _local_parameters(self) -> Iterator[LocalParameter]:
         """Yield this rank's parameters with their place in a checkpoint."""
-        ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
         for name, parameter in self._parameters.items():
             if self._lora is not None and not parameter.requires_grad:
                 continue  # a frozen base weight, which is in the model's folder
             cut = self._maps[name].cut if name in self._maps else "whole"  # a value head is in no folder
             is_of_experts = cut.startswith("expert_")
+            group = self._expert_tensor if is_of_experts else self._tensor_parallel
             replicas = expert_replicas_group() if is_of_experts else self._replicas
             is_writer = self._is_writer(replicas) if parameter.requires_grad else replicas.rank() == 0
             yield LocalParameter(
@@ -84,12 +84,14 @@ class SavedWeights(LoadedModel):
                     cut,
                     parameter.shape,
                     self._shape,
-                    ranks=ranks,
-                    rank=rank,
+                    ranks=group.size(),
+                    rank=group.rank(),
                     first_expert=self._stages[0].part.experts.start,
                 ),
                 is_of_experts=is_of_experts,
-                is_written=is_writer and not is_copy(parameter) and (cut not in ("whole", "stacked") or rank == 0),
+                is_written=is_writer
+                and not is_copy(parameter)
+                and (cut not in ("whole", "stacked") or group.rank() == 0),
             )
 
     def _is_writer(self, replicas: dist.ProcessGroup) -> bool:

@@ -40,8 +40,16 @@ def shape_of(folder: Path, architecture: str) -> ModelShape:
 def test_parts_of_all_ranks_reassemble_the_whole(tmp_path: Path, architecture: str) -> None:
     """For every kind of cut, any number of cuts, and any split of the elements among copies of the model."""
     shape = shape_of(tmp_path, architecture)
+    require_whole(list(shards_of_two_ranks(tmp_path, shape)))
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v3"])
+def test_parts_of_ranks_that_share_experts_reassemble_the_whole(tmp_path: Path, architecture: str) -> None:
+    require_whole(list(shards_of_two_ranks(tmp_path, shape_of(tmp_path, architecture), shares_experts=True)))
+
+
+def require_whole(shards: Sequence[tuple[weight_places.Place, torch.Tensor]]) -> None:
     wholes: dict[str, torch.Tensor] = {}
-    shards = list(shards_of_two_ranks(tmp_path, shape))
     for place, shard in shards:
         whole = wholes.setdefault(place.key, torch.full(place.whole, torch.nan))
         middle = shard.numel() // 3  # two copies of the model hold parts of unequal size
@@ -56,13 +64,16 @@ def test_parts_of_all_ranks_reassemble_the_whole(tmp_path: Path, architecture: s
         assert torch.equal(back, shard), place.key
 
 
-def shards_of_two_ranks(folder: Path, shape: ModelShape) -> Iterator[tuple[weight_places.Place, torch.Tensor]]:
-    """Each rank has half of every matrix, or half of the experts."""
+def shards_of_two_ranks(
+    folder: Path, shape: ModelShape, *, shares_experts: bool = False
+) -> Iterator[tuple[weight_places.Place, torch.Tensor]]:
+    """Each rank has half of every matrix, and half of the experts or of every expert."""
     experts = shape.experts.num_experts if shape.experts else 0
+    halves = (range(experts // 2), range(experts // 2, experts))
     with huggingface.open_weights(folder) as read:
-        for rank, held in enumerate((range(experts // 2), range(experts // 2, experts))):
+        for rank, held in enumerate([range(experts)] * 2 if shares_experts else halves):
             for entry in weight_map(shape, part=Part(layers=range(shape.num_layers), experts=held)):
-                ranks = 1 if entry.is_of_experts else 2
+                ranks = 1 if entry.is_of_experts and not shares_experts else 2
                 parts = [read(name) for name in entry.huggingface]
                 parts = [part[held.start : held.stop] for part in parts] if entry.is_fused else parts
                 shard = weight_cuts.fuse(parts, entry.cut, shape, tensor_parallel=ranks)[rank % ranks]

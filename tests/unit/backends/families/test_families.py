@@ -307,6 +307,14 @@ def test_expert_sizes_must_be_multiples_of_16_bytes(tmp_path: Path, changes: dic
         refusals.require_aligned_experts(shape, "bfloat16", where="model.path")
 
 
+def test_experts_in_one_tensor_are_not_shared(tmp_path: Path) -> None:
+    layout = Layout(ranks=2, expert_tensor=2)
+    with pytest.raises(ConfigError, match=r"^learner.expert_tensor_parallel: .* have all experts of a layer in one t"):
+        refusals.require_trainable(
+            tiny_model(tmp_path, architecture="gpt_oss"), where="model.path", layout=layout, transformer={}
+        )
+
+
 def test_a_mixture_without_dense_layers_has_no_intermediate_size_to_cut(tmp_path: Path) -> None:
     folder = edited(tiny_model(tmp_path, architecture="qwen3_moe"), intermediate_size=33)
     weight_cuts.require_divisible(huggingface.read_shape(folder), 2)

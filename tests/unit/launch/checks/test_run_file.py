@@ -157,8 +157,12 @@ def test_refuses_layouts_that_do_not_fit_the_model(make_run: RunMaker, settings:
             "learner.expert_parallel: 3 does not divide the model's exper",
         ),
         (
-            ["learner.ranks=2", "learner.expert_tensor_parallel=2"],
-            "learner.expert_tensor_parallel: an expert cannot be split",
+            ["learner.ranks=5", "learner.expert_tensor_parallel=5"],
+            "learner.expert_tensor_parallel: 5 does not divide the model's size of an expert, ",
+        ),
+        (
+            ["learner.ranks=2", "learner.expert_tensor_parallel=2", "learner.lora={rank=4}"],
+            "learner.lora.modules: adapters of experts are not shared by the ranks of learner.expert_tensor_parallel",
         ),
         (
             ["learner.ranks=2", "learner.tensor_parallel=2", "learner.sequence_parallel=off"],
@@ -170,7 +174,7 @@ def test_refuses_layouts_that_do_not_fit_the_model(make_run: RunMaker, settings:
             "learner.lora.rank: kernels for experts need a multiple of 8, got 4",
         ),
     ],
-    ids=["experts", "cut", "sequence", "adapters", "adapters in bfloat16"],
+    ids=["experts", "cut", "adapters of cut experts", "sequence", "adapters", "adapters in bfloat16"],
 )
 def test_refuses_layouts_that_do_not_fit_a_mixture_of_experts(
     make_run: RunMaker, tmp_path: Path, settings: list[str], problem: str
