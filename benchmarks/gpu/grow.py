@@ -62,8 +62,10 @@ def grow(dense: Path, folder: Path, *, experts: int, chosen: int = 8, noise: flo
 
 
 def grown_config(config: Mapping[str, Any], *, experts: int, chosen: int) -> dict[str, Any]:
+    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     return {
         **{key: value for key, value in config.items() if key not in _ONLY_DENSE},
+        "rope_theta": theta,  # where transformers looked for it before "rope_parameters"
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "num_local_experts": experts,
