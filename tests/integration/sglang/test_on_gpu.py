@@ -29,6 +29,7 @@ from asyncrl.backends.port import Backend
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.port import Meeting
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
+from asyncrl.engines.sglang.options import EXACT
 from asyncrl.engines.sglang.server import find_free_port
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.batching.packing import TrainingSequence
@@ -114,15 +115,17 @@ def in_bfloat16(folder: Path, keys: Mapping[str, Any] | None = None) -> Path:
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, arguments: Mapping[str, Any] | None = None, *, starts: bool = True, **settings: Any
+    folder: Path, arguments: Mapping[str, Any] | None = None, *, starts: bool = True, ranks: int = 1, **settings: Any
 ) -> AsyncIterator[Any]:
-    """starts: False if the caller starts it, beside another one"""
+    """starts: False if the caller starts it, beside another one.  ranks: GPUs"""
     engine = SGLangEngine(
         folder,
         device=DEVICE,
         dtype="bfloat16",
         version=(0, 0),
-        options=Options(server_arguments={**(SERVER if DEVICE == "cuda" else {}), **(arguments or {})}),
+        options=Options(
+            tensor_parallel=ranks, server_arguments={**(SERVER if DEVICE == "cuda" else {}), **(arguments or {})}
+        ),
         log_path=folder.parent / "server.log",
         **settings,
     )
@@ -207,6 +210,32 @@ async def hold_two_versions(
     assert max(float(errors.mean()) for errors in found.values()) < mean
     assert moved > 3 * mean
     assert {span.policy_version for _, one in after for span in one.version_spans} == {version}
+
+
+# -- exactly on policy -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
+async def test_logprobs_of_engine_and_learner_are_equal_to_the_bit(
+    ranks: int, tmp_path: Path, record_property: Record
+) -> None:
+    """run.exact: prompts read and answers decoded beside others, across a tile of 256 keys, before and after a step."""
+    folder = made(tmp_path / "model", "qwen3")
+    how = SamplingParams(max_new_tokens=300, ignore_eos=True)
+    channel = FilesChannel(tmp_path / "weights", keep=2, model_path=folder)
+    async with serving(folder, EXACT, ranks=ranks) as engine:
+        with learner(folder, "reference", exact_ranks=ranks) as backend:
+            for version in range(2):
+                if version:
+                    backend.step(shares("reference", sequences()), learning_rate=LEARNING_RATE)
+                    await engine.load(channel.publish(backend.export(), incarnation=0, policy_version=version))
+                asked = prompts(seed=version)
+                found = await asyncio.gather(*(engine.generate(one, how, seed=n) for n, one in enumerate(asked)))
+                answers = list(zip(asked, found, strict=True))
+                errors = np.abs(sampled(answers) - trained(backend, answers))
+                record_property(f"max_{version}", float(errors.max()))
+                record_property(f"equal_{version}", f"{int((errors == 0).sum())} of {errors.size}")
+                assert not errors.any()
 
 
 # -- two machines ------------------------------------------------------------------------------------------------------
