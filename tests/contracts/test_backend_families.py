@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.backends import huggingface
 from asyncrl.backends.kernels import fused
-from asyncrl.backends.megatron.model import _require_choice
-from asyncrl.backends.weight_map import Part
+from asyncrl.backends.megatron import refusals
+from asyncrl.config.layout import Layout
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import TrainingSequence, empty, sequence_slices
 from asyncrl.tensors.transformers_models import by_names_in_files
@@ -276,13 +276,13 @@ def sparse_and_shared(folder: Path, **entries: Any) -> Path:
     return tiny_model(folder, architecture="glm_moe_dsa", entries=entries)
 
 
-def logprobs_of(kind: str, folder: Path, batch: Sequence[TrainingSequence]) -> dict[int, NDArray[np.float32]]:
-    """Return the logprobs of each sequence of one packed row."""
-    (packed,) = pack(batch, max_tokens=999)
+def logprobs_of(kind: str, folder: Path, batch: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
+    """Return the logprobs of each sequence of one packed row, and then of the second alone."""
+    (packed,), (alone,) = pack(batch, max_tokens=999), pack(batch[1:2], max_tokens=999)
     with started(kind, folder) as backend:
-        made = forward(backend, kind, packed)
-    places = zip(packed.sequences.tolist(), sequence_slices(packed), strict=True)
-    return {number: made[place] for number, place in places}
+        made, of_second = (forward(backend, kind, row) for row in (packed, alone))
+    places = dict(zip(packed.sequences.tolist(), sequence_slices(packed), strict=True))
+    return [*(made[places[number]] for number in range(len(batch))), of_second]
 
 
 def changed(folder: Path, into: Path, **entries: Any) -> Path:
@@ -298,11 +298,11 @@ def test_documents_longer_than_index_topk_differ_from_dense_attention_and_are_al
 ) -> None:
     folder, batch = sparse(tmp_path / "model"), sequences()
     of_dense = logprobs_of(kind, changed(folder, tmp_path / "dense", index_topk=30), batch)
-    for number, made in logprobs_of(kind, folder, batch).items():
-        (alone,) = logprobs_of(kind, folder, [batch[number]]).values()
-        np.testing.assert_allclose(made, alone, atol=1e-5)
+    sparse_ones = logprobs_of(kind, folder, batch)
+    np.testing.assert_allclose(sparse_ones[1], sparse_ones[-1], atol=1e-5)
+    for made, dense in zip(sparse_ones, of_dense, strict=True):
         is_longer = len(made) > 9  # the last logprob of nine tokens is of eight
-        assert (np.abs(made - of_dense[number]).max() > 0.1) == is_longer
+        assert (np.abs(made - dense).max() > 0.1) == is_longer
 
 
 def test_an_interleaved_indexer_is_one_in_halves_with_its_numbers_in_another_order(kind: str, tmp_path: Path) -> None:
@@ -317,16 +317,17 @@ def test_an_interleaved_indexer_is_one_in_halves_with_its_numbers_in_another_ord
             tensors[name] = tensor.unflatten(0, (-1, 16))[:, order].flatten(0, 1).contiguous()
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     reordered, expected = logprobs_of(kind, other, batch), logprobs_of(kind, folder, batch)
-    for number, made in reordered.items():
-        np.testing.assert_allclose(made, expected[number], atol=1e-5)
-    assert max(float(np.abs(as_it_is[n] - expected[n]).max()) for n in expected) > 0.1
+    np.testing.assert_allclose(np.concatenate(reordered), np.concatenate(expected), atol=1e-5)
+    assert np.abs(np.concatenate(as_it_is) - np.concatenate(expected)).max() > 0.1
 
 
-def test_a_stage_that_begins_with_a_layer_without_an_indexer_is_refused(tmp_path: Path) -> None:
-    shape = huggingface.read_shape(sparse_and_shared(tmp_path))
-    _require_choice(shape, Part(layers=range(2), experts=range(8)))
+def test_a_stage_that_begins_without_an_indexer_and_indexers_in_fp8_are_refused(tmp_path: Path) -> None:
+    folder, two = sparse_and_shared(tmp_path), Layout(ranks=2, pipeline=2)
+    refusals.require_trainable(folder, where="model.path", layout=Layout(), transformer={})
     with pytest.raises(ConfigError, match="a stage begins with layer 1, which uses the keys that layer 0 chooses"):
-        _require_choice(shape, Part(layers=range(1, 2), experts=range(8)))
+        refusals.require_trainable(folder, where="model.path", layout=two, transformer={})
+    with pytest.raises(ConfigError, match="was not tried with an indexer"):
+        refusals.require_quantizable(huggingface.read_shape(folder), "fp8")
 
 
 def test_norms_within_latent_attention_have_the_eps_of_config_json_as_in_engines(tmp_path: Path) -> None:

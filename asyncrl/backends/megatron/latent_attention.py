@@ -28,7 +28,8 @@ with quiet(), cpu_shim.without_compilation():
 class KeyIndexer(torch.nn.Module):
     """Chooses the keys of each query, with weights under their names in transformers. All ranks choose the same.
 
-    Megatron's own indexer takes no packed rows, and rotates the last numbers of a head instead of the first.
+    Megatron's own indexer takes no packed rows in 0.16, and rotates the last numbers of a head instead of the first. In
+    0.19 it computes the scores of a whole row at once, unless TileLang's or cuDNN's kernels are installed.
     """
 
     def __init__(self, config: TransformerConfig, query_rank: int, shape: Indexer) -> None:

@@ -34,12 +34,12 @@ from asyncrl.backends.megatron.linear_attention import GatedDeltaNet
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.mixture import BiasedExperts, BiasedRouter, SparseLayer, mixture
 from asyncrl.backends.megatron.process_groups import context_parallel_group, tensor_parallel_group
+from asyncrl.backends.megatron.refusals import require_choice
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.megatron.transformer_config import transformer_config
 from asyncrl.backends.models import Head
 from asyncrl.backends.weight_cuts import padded_vocabulary
 from asyncrl.backends.weight_map import Part
-from asyncrl.errors import ConfigError
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state
@@ -79,7 +79,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         has_kernels  whether linear attention may use flash-linear-attention
         """
         self.part = _part(config, shape, chunk, num_draft_layers)
-        _require_choice(shape, self.part)
+        require_choice(shape, self.part.layers.start)
         own = shape.family.specification if shape.family else None
         submodules = own(config, shape) if own else layer_specification(config, shape)
         last = submodules.layer_specs[-1]
@@ -294,16 +294,6 @@ def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None, num_d
         has_output=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         num_draft_layers=num_draft_layers,
     )
-
-
-def _require_choice(shape: ModelShape, part: Part) -> None:
-    """Raise ConfigError if the part begins with a layer that uses the keys which another part's layer has chosen."""
-    indexer, first = shape.latent.indexer if shape.latent else None, part.layers.start
-    if indexer and part.layers and (source := indexer.source(first)) < first:
-        raise ConfigError(
-            f"learner.pipeline_parallel: a stage begins with layer {first}, which uses the keys that layer {source} "
-            "chooses, on another stage; let every stage begin with a layer that has an indexer"
-        )
 
 
 def build_stages(

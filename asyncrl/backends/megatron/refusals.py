@@ -120,10 +120,23 @@ def require_trainable(
             f"learner.context_parallel: {whose} has linear attention, whose state runs through the whole row, so "
             f"{layout.context} ranks cannot share a row; remove the key"
         )
+    if not any(transformer.get(field) for field in _UNEVEN):
+        for first in range(0, shape.num_layers, shape.num_layers // parts):
+            require_choice(shape, first)
     _require_experts(shape, layout, whose)
     if shape.vision:
         _require_first_layers(shape, layout, transformer, whose)
     return shape
+
+
+def require_choice(shape: ModelShape, first: int) -> None:
+    """Raise ConfigError if layer ``first`` of a stage, from 0, uses the keys that a layer of another stage chooses."""
+    indexer = shape.latent.indexer if shape.latent else None
+    if indexer and (source := indexer.source(first)) < first:
+        raise ConfigError(
+            f"learner.pipeline_parallel: a stage begins with layer {first}, which uses the keys that layer {source} "
+            f"chooses, on another stage; use other stages (learner.megatron = {{ {_UNEVEN[0]} = n }} moves them)"
+        )
 
 
 def _require_first_layers(shape: ModelShape, layout: Layout, transformer: Mapping[str, Any], whose: str) -> None:
@@ -167,10 +180,15 @@ def require_aligned_experts(shape: ModelShape, dtype: str, *, where: str, ranks:
 
 
 def require_quantizable(shape: ModelShape, quantization: str) -> None:
-    """Raise ConfigError for models that read images, whose experts are one tensor, or whose sizes the format's block
-    does not divide."""
+    """Raise ConfigError for models that read images or have an indexer, whose experts are one tensor, or whose sizes
+    the format's block does not divide."""
     if shape.vision:
         raise ConfigError(f'weights.quantization: "{quantization}" was not tried with a vision tower; remove it')
+    if shape.latent and shape.latent.indexer:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}" was not tried with an indexer, of which engines quantize other '
+            "matrices; remove it"
+        )
     if any(entry.is_fused for entry in weight_map(shape)):
         raise ConfigError(
             f'weights.quantization: "{quantization}" is for matrices, and the experts of a layer are one tensor in '

@@ -7,6 +7,7 @@ import torch
 
 from asyncrl.backends.kernels import indexer
 from asyncrl.backends.kernels.indexer import choose
+from asyncrl.backends.megatron import packed_attention
 from asyncrl.backends.megatron import sparse_attention as module
 from asyncrl.backends.megatron.packed_attention import Piece, Pieces
 from asyncrl.backends.megatron.sparse_attention import attend, choose_keys, sparse_attention
@@ -67,15 +68,20 @@ def rectangles() -> Rectangles:
     )
 
 
-@pytest.mark.parametrize("how", [pieces(), rectangles()], ids=["pieces", "rectangles"])
+@pytest.mark.parametrize(
+    ("how", "is_on_gpu"),
+    [(pieces(), False), (pieces(), True), (rectangles(), False)],
+    ids=["pieces", "pieces, as on a GPU", "rectangles"],
+)
 @pytest.mark.parametrize("step", [1, 10**9], ids=["query by query", "at once"])
 def test_a_query_attends_to_the_keys_of_its_own_sequence_with_the_highest_scores(
-    how: Pieces | Rectangles, step: int, monkeypatch: pytest.MonkeyPatch
+    how: Pieces | Rectangles, is_on_gpu: bool, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In values and in the gradients of query, key and value."""
     for of in (indexer, module):
         monkeypatch.setattr(of, "_NUMBERS", step)
     monkeypatch.setattr(module, "_LEAST_QUERIES", 1)
+    monkeypatch.setattr(packed_attention, "uses_varlen", lambda *_: is_on_gpu)
     queries, weights = random(16, INDEX_HEADS, INDEX_SIZE), random(16, INDEX_HEADS, seed=1)
     keys = random(18, INDEX_SIZE)
     inputs = [random(n, HEADS, SIZE, seed=n).requires_grad_() for n in (16, 18, 18)]
