@@ -18,20 +18,31 @@ class Chat:
     """One conversation.
 
     max_tokens   longest answer of the model; None leaves the limit to the server
+    tools        that the model may call, in OpenAI's form
     """
 
-    def __init__(self, endpoint: Any, *, system: str = "", max_tokens: int | None = None) -> None:
-        self._endpoint, self._max_tokens = endpoint, max_tokens
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    def __init__(
+        self, endpoint: Any, *, system: str = "", max_tokens: int | None = None, tools: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self._endpoint, self._max_tokens, self._tools = endpoint, max_tokens, list(tools)
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.ids: list[str] = []
         """Ids of the model's answers, by which they may be given rewards."""
 
     def ask(self, said: str, *, role: str = "user") -> str:
         """Return the model's answer; "" if the sample's tokens or the context are used up."""
-        self.messages.append({"role": role, "content": said})
+        message = self.send({"role": role, "content": said})
+        return str(message["content"]) if message else ""
+
+    def send(self, *messages: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the model's next message, with its tool_calls; None if the sample's tokens or the context are used
+        up."""
+        self.messages += messages
         body: dict[str, Any] = {"model": self._endpoint.model, "messages": self.messages}
         if self._max_tokens is not None:
             body["max_tokens"] = self._max_tokens
+        if self._tools:
+            body["tools"] = self._tools
         request = urllib.request.Request(
             self._endpoint.base_url + "/v1/chat/completions",
             data=json.dumps(body).encode(),
@@ -42,12 +53,12 @@ class Chat:
                 completion = json.load(reply)
         except urllib.error.HTTPError as error:
             if error.code == 400 and json.load(error)["error"]["code"] == "context_length_exceeded":
-                return ""
+                return None
             raise
-        answer = completion["choices"][0]["message"]["content"]
+        message: dict[str, Any] = completion["choices"][0]["message"]
         self.ids.append(completion["id"])
-        self.messages.append({"role": "assistant", "content": answer})
-        return str(answer)
+        self.messages.append(message)
+        return message
 
 
 def write(name: str, *, real: Iterable[dict[str, Any]], tiny: Iterable[dict[str, Any]], phrases: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, Template
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.messages import VersionSpan
+from asyncrl.messages.control import ServerAddress
 
 # Similar to Qwen's: thinking is left out of turns before the last question, and arguments are rendered again.
 CHAT_TEMPLATE = """
@@ -107,6 +108,7 @@ class Scripted:
         self.given: list[list[int]] = []
         self.answers: list[Generation] = []
         self.limits: list[int | None] = []
+        self.servers: dict[str, ServerAddress] = {}
         self.gate = asyncio.Event()
         self.gate.set()
 

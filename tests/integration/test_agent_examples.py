@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import glob
+import http.server
 import json
 import os
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +20,9 @@ from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.environments.load import load_rollout
 from asyncrl.errors import ConfigError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
+from asyncrl.messages.control import ServerAddress
 from asyncrl.rewards.sandbox import open_sandbox
-from examples.agents import coding, game, python_tool, search
+from examples.agents import coding, game, python_tool, search, tau
 from tests import ROOT
 from tests.harness.agents import TOKENIZER, Scripted, pieces
 from tests.harness.rollouts import saying
@@ -170,6 +174,53 @@ async def test_a_sample_that_has_no_tokens_left_ends_with_what_it_earned() -> No
     assert made.reward == 0.5
 
 
+class ScriptedChat:
+    """Answers by a script, then has no tokens left; keeps what it was sent."""
+
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self._messages = [*messages, None]
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, *messages: dict[str, Any]) -> dict[str, Any] | None:
+        self.sent += messages
+        return self._messages.pop(0)
+
+
+def serve(*messages: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any]], list[dict[str, Any]]]:
+    """Let a clerk serve a customer who is content with one word. Return outcome, actions, and what it was told."""
+    acted, chat = list[tuple[str, Any]](), ScriptedChat(*messages)
+
+    def act(name: str, arguments: dict[str, Any]) -> Any:
+        acted.append((name, arguments))
+        is_over = name == tau.RESPOND
+        return SimpleNamespace(observation=f"did {name}", done=is_over, reward=1.0 if is_over else 0)
+
+    return tau.serve(chat, "hello", act=act, options=tau.Options()), acted, chat.sent
+
+
+def called(number: int, arguments: str) -> dict[str, Any]:
+    return {"id": f"call-{number}", "function": {"name": "cancel", "arguments": arguments}}
+
+
+def test_a_clerk_acts_with_tools_and_speaks_and_the_end_has_the_reward() -> None:
+    calls = [called(0, '{"order": 1}'), called(1, "[]"), called(2, "no JSON")]
+    outcome, acted, sent = serve({"content": None, "tool_calls": calls}, {"content": "It is done."})
+    assert outcome == {"reward": 1.0, "metrics": {"turns": 2.0}}
+    assert acted == [("cancel", {"order": 1}), ("respond", {"content": "It is done."})]
+    wrong = "Error: the arguments are not a JSON object"
+    assert [(one["role"], one.get("tool_call_id"), one["content"]) for one in sent] == [
+        ("user", None, "hello"),
+        ("tool", "call-0", "did cancel"),
+        ("tool", "call-1", wrong),
+        ("tool", "call-2", wrong),
+    ]
+
+
+def test_a_clerk_without_tokens_left_earns_nothing() -> None:
+    outcome, acted, _ = serve({"content": "", "tool_calls": [called(0, "{}")]})
+    assert (outcome, len(acted)) == ({"reward": 0.0, "finish_reason": "length"}, 1)
+
+
 # -- programs that are independent of asyncrl, where they are installed ------------------------------------------------
 
 
@@ -218,6 +269,36 @@ async def test_claude_code_and_codex_run_untouched(agent: str, call: dict[str, A
     )
     assert made.reward == 1.0 and len(engine.answers) == 2
     assert [*made.prompt_tokens.tolist(), *made.tokens.tolist()][: len(engine.given[1])] == engine.given[1]
+
+
+class Customer(http.server.BaseHTTPRequestHandler):
+    """A server of OpenAI's protocol that plays a customer of two messages."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+        said = "###STOP###" if any(one["role"] == "assistant" for one in asked) else "I want to return two things."
+        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.mark.parametrize(("items", "reward"), [(["9624127908", "8917609800"], 1.0), (["9624127908"], 0.0)])
+async def test_a_customer_of_tau_bench_is_served_and_the_package_rewards_it(items: list[str], reward: float) -> None:
+    """By the database: task 0 is a return of two things."""
+    venv = venv_with("tau_bench")
+    order = {"order_id": "#W6067464", "item_ids": items, "payment_method_id": "credit_card_4190576"}
+    call = {"name": "return_delivered_order_items", "arguments": order}
+    engine = Scripted([f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "Your return is requested."])
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Customer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        engine.servers = {"user": ServerAddress(name="user", url=url, model="user")}
+        row = {"prompt": "task 0", "metadata": {"task": 0}}
+        (made,) = await play("tau", row, engine, TOKENIZER, context_tokens=100_000, venv=venv)
+        server.shutdown()
+    assert (made.reward, made.reward_parts) == (reward, {"turns": 2.0})
 
 
 async def test_an_environment_of_verifiers_runs_untouched() -> None:

@@ -34,6 +34,7 @@ from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Tas
 from asyncrl.environments.port import Generate
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, Trajectory, TurnReward, replace
+from asyncrl.messages.control import ServerAddress
 
 _log: Final = logging.getLogger("asyncrl.endpoint")
 
@@ -72,6 +73,9 @@ class Options:
     """Jinja chat template; empty: the tokenizer's."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
     """Options passed to the chat template, such as {enable_thinking = false}."""
+    servers: tuple[str, ...] = ()
+    """Names of [servers] that the agent asks, such as a simulated user: ``task.servers`` has the address of each. A
+    sample waits while one is away."""
     model: str = "policy"
     """Model name that the endpoint reports; requests may use any name."""
     host: str = "127.0.0.1"
@@ -154,6 +158,7 @@ class Agent:
             group_id=prompt.group_id,
             index=index,
             seed=_make_seed(prompt.group_id, index),
+            servers={name: _address(generate.servers[name]) for name in self._options.servers},
         )
         try:
             async with self._server.session(session):
@@ -175,6 +180,10 @@ class Agent:
     async def close(self) -> None:
         await self._harness.close()
         await self._server.close()
+
+
+def _address(server: ServerAddress) -> dict[str, str]:
+    return {"url": server.url, "key": server.key, "model": server.model}
 
 
 async def _messages(prompt: PromptGroup, generate: Generate) -> Sequence[Mapping[str, Any]]:

@@ -112,7 +112,7 @@ def _check_server(run: RunConfig, name: str) -> None:
 
 
 def _check_servers(run: RunConfig) -> None:
-    """Check the servers of frozen models, and that every reward that names one finds it."""
+    """Check the servers of frozen models, and that every reward and agent that names one finds it."""
     for name in run.servers:
         _check_server(run, name)
     learner_models.check_teachers(run)
@@ -121,10 +121,21 @@ def _check_servers(run: RunConfig) -> None:
         (f"evaluation.datasets: {one.name}: reward", one.reward) for one in run.evaluation.datasets if one.reward
     ]
     for where, section in sections:
-        name = section.options.get("server", "")
-        if section.kind in SERVED_KINDS and name and name not in run.servers:
-            known = f"; there is {', '.join(run.servers)}" if run.servers else ""
-            raise ConfigError(f"{where}.options.server: there is no [servers.{name}]{known}")
+        if section.kind in SERVED_KINDS and (name := section.options.get("server", "")):
+            _require_server(run, name, where=f"{where}.options.server")
+    agents = {"rollout.options.servers": run.rollout}
+    for of_evaluation, key in ((False, "data.files"), (True, "evaluation.datasets")):
+        own = rollout_functions.own_sections(run, of_evaluation=of_evaluation)
+        agents |= {f"{key}: {name}: options.servers": section for name, section in own.items()}
+    for where, rollout in agents.items():
+        for name in rollout.options.get("servers", ()) if rollout.function == "agent" else ():
+            _require_server(run, name, where=where)
+
+
+def _require_server(run: RunConfig, name: str, *, where: str) -> None:
+    if name not in run.servers:
+        known = f"; there is {', '.join(run.servers)}" if run.servers else ""
+        raise ConfigError(f"{where}: there is no [servers.{name}]{known}")
 
 
 def check_worker(run: RunConfig) -> None:

@@ -27,6 +27,8 @@ class Task:
     group_id  id of the prompt group; all its samples have the same task
     index     number of this sample in its group, from 0
     seed      63-bit seed for the harness's own randomness; stays the same if the sample runs again
+    servers   the frozen models of rollout.options.servers, by name: ``url`` of OpenAI's protocol (http://HOST:PORT/v1),
+              ``key`` ("": none) and ``model``
     """
 
     prompt: str
@@ -36,6 +38,7 @@ class Task:
     group_id: int = 0
     index: int = 0
     seed: int = 0
+    servers: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"messages": list(self.messages) or [{"role": "user", "content": self.prompt}]}

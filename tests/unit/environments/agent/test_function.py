@@ -15,6 +15,7 @@ from asyncrl.environments.agent.harnesses.load import Limited
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task
 from asyncrl.errors import ConfigError, Outage, RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams
+from asyncrl.messages.control import ServerAddress
 from asyncrl.outage import is_outage
 from tests.harness.agents import TOKENIZER, Scripted
 from tests.harness.partial_rollouts import Worker, publish_prompt
@@ -68,6 +69,25 @@ async def test_a_task_has_the_rows_messages_and_without_any_its_prompt_as_one_of
     await made(replace(PROMPT, messages=rows), Scripted(["one"]), index=0)
     await made.close()
     assert given == [[{"role": "user", "content": "hi"}], list(rows)]
+
+
+async def test_a_task_has_the_addresses_of_the_servers_that_its_agent_asks() -> None:
+    given: list[Any] = []
+
+    async def play(task: Task, endpoint: Endpoint) -> Outcome:
+        given.append(task.as_json()["servers"])
+        async with aiohttp.ClientSession() as http:
+            await ask(http, endpoint, "hi")
+        return Outcome(reward=1.0)
+
+    made, engine = agent(play, servers=("user",)), Scripted(["one"])
+    engine.servers = {
+        "user": ServerAddress(name="user", url="http://h:1/v1", model="m", key="k"),
+        "judge": ServerAddress(name="judge", url="http://h:2/v1"),
+    }
+    await made(PROMPT, engine, index=0)
+    await made.close()
+    assert given == [{"user": {"url": "http://h:1/v1", "key": "k", "model": "m"}}]
 
 
 async def test_branches_are_trajectories_of_one_rollout_with_its_reward() -> None:

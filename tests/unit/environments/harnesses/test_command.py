@@ -68,6 +68,7 @@ async def test_a_program_gets_the_task_and_finds_the_model_by_its_environment(
         "group_id": 5,
         "index": 2,
         "seed": 11,
+        "servers": {},
     }
     assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:1234/v1"
     assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1234"

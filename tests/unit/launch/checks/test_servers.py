@@ -92,6 +92,10 @@ def test_a_section_that_means_nothing_is_refused(folder: Path, overrides: list[s
             ["reward.kind=llm_judge", "reward.options={server='jugde'}", "servers.judge.url=http://h/v1"],
             "no .servers.jugde.; there is judge",
         ),
+        (
+            ["rollout.function=agent", "rollout.options={harness='json:dumps', servers=['user']}", "reward.kind=none"],
+            r"^rollout.options.servers: there is no \[servers.user\]$",
+        ),
         ([*OPD, "teacher.server=big"], r"teacher.server: there is no \[servers.big\]"),
         ([*OPD, "teacher.server=big", "servers.big.url=http://h/v1", "rollout.temperature=0.7"], "at temperature 1"),
         (
