@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -71,13 +71,13 @@ class Sampler:
         generator: torch.Generator,
     ) -> list[Sampled]:
         rollouts = [Sampled() for _ in prompts]
-        active = list(range(len(prompts)))
-        while active:
-            contexts = [[*prompts[i], *rollouts[i].tokens] for i in active]
-            turns = self._turn(contexts, turn_tokens=turn_tokens, generator=generator)
-            still = []
-            for i, turn in zip(active, turns, strict=True):
-                rollout = rollouts[i]
+        active = set(range(len(prompts)))
+        while active:  # a batch has all rows in every turn: the decoder keeps a graph for each number of rows
+            contexts = [[*prompt, *one.tokens] for prompt, one in zip(prompts, rollouts, strict=True)]
+            turns = self._turn(contexts, turn_tokens=turn_tokens, generator=generator, active=active)
+            still = set()
+            for i in sorted(active):
+                rollout, turn = rollouts[i], turns[i]
                 rollout.tokens += turn.tokens
                 rollout.is_policy += [True] * len(turn.tokens)
                 rollout.logprobs += turn.logprobs
@@ -91,17 +91,22 @@ class Sampler:
                     rollout.is_policy += [False] * len(told)
                     rollout.logprobs += [0.0] * len(told)
                     rollout.entropies += [0.0] * len(told)
-                    still.append(i)
+                    still.add(i)
             active = still
         return rollouts
 
     def _turn(
-        self, contexts: Sequence[Sequence[int]], *, turn_tokens: int, generator: torch.Generator
+        self,
+        contexts: Sequence[Sequence[int]],
+        *,
+        turn_tokens: int,
+        generator: torch.Generator,
+        active: Collection[int],
     ) -> list[Sampled]:
-        """Continue each context until the end token, or for ``turn_tokens``."""
+        """Continue each active context until the end token, or for ``turn_tokens``."""
         batch = self._decoder.start(contexts, most=turn_tokens)
         columns = []
-        ended = torch.zeros(len(contexts), dtype=torch.bool, device=self._device)
+        ended = torch.tensor([i not in active for i in range(len(contexts))], device=self._device)
         for _ in range(turn_tokens):
             batch.sample(generator)
             columns.append((batch.tokens.clone(), batch.logprobs.clone(), batch.entropies.clone(), ~ended))

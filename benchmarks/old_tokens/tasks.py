@@ -1,4 +1,4 @@
-"""The tasks: three that a tiny model learns from random weights, and those of benchmarks/gpu/tasks for a real one.
+"""The tasks: three that a tiny model learns from random weights, and three for a real one.
 
   count   "+345" -> "6701": continue a count in octal (asyncrl/data/demo_task.py)
   mixed   a third each of counts up ("+"), counts down ("-") and repetitions ("="), told apart by the first character
@@ -6,11 +6,18 @@
           digit is larger (">") or smaller ("<"); the third guess is the last. Binary search finds seven of eight
 
 Held-out prompts of the first two are one digit longer than any that is trained.
+
+A real model has the sums and the mixed arithmetic of benchmarks/gpu/tasks, and guess, an agent's task of several turns:
+
+  guess   find a number among fifteen. After each guess the user says "higher", "lower" or "right"; the fourth guess is
+          the last. Binary search finds all of them. No held-out number was trained in its interval
 """
 
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -140,12 +147,82 @@ def _worked(name: str) -> Task:
     )
 
 
+_WIDTH: Final = 15
+_TURNS: Final = 4
+_SHOTS: Final = ((20, "23", ("27", "23")), (61, "74", ("68", "72", "74")), (38, "46", ("45", "49", "47", "46")))
+"""First number of an interval, the number, and the guesses of a binary search."""
+
+
+def last_number(said: Sequence[str]) -> str:
+    """Return the number of the last turn, "" if it has none.
+
+    >>> last_number(["45", "I guess 49."])
+    '49'
+    """
+    found = re.search(r"\d+", said[-1])
+    return found.group() if found else ""
+
+
+def judge(problem: Problem, said: Sequence[str]) -> str:
+    """Return what the user says to the last guess.
+
+    >>> judge(Problem(prompt="", label="46", kind="guess"), ["45"])
+    'higher'
+    """
+    number = last_number(said)
+    if not number:
+        return "say a number"
+    return "right" if number == problem.label else "higher" if int(number) < int(problem.label) else "lower"
+
+
+def _next_turn(problem: Problem, said: Sequence[str]) -> str:
+    """Return the user's turn in the chat format of SmolLM2, up to where the model speaks; "" at the end."""
+    answer = judge(problem, said)
+    if answer == "right" or len(said) == _TURNS:
+        return ""
+    return f"\n<|im_start|>user\n{answer}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def _game(first: int) -> dict[str, str]:
+    content = f"I think of a number from {first} to {first + _WIDTH - 1}. Which one?"
+    return {"role": "user", "content": content}
+
+
+def _guess() -> Task:
+    shots = []
+    for first, label, guesses in _SHOTS:
+        shots.append(_game(first))
+        problem = Problem(prompt="", label=label, kind="guess")
+        for guess in guesses:
+            shots.append({"role": "assistant", "content": guess})
+            shots.append({"role": "user", "content": judge(problem, [guess])})
+        shots.pop()
+    games = [(first, first + at) for first in range(10, 85) for at in range(_WIDTH)]
+    random.Random(0).shuffle(games)
+    problems = [
+        Problem(prompt=json.dumps([*shots, _game(first)]), label=str(number), kind="guess") for first, number in games
+    ]
+    return Task(
+        name="guess",
+        trained=problems[256:],
+        held_out=problems[:256],
+        turn_tokens=8,
+        reward=lambda problem, said: float(judge(problem, said) == "right"),
+        reply=_next_turn,
+        chats=True,
+    )
+
+
 TINY: Final[Mapping[str, Callable[[], Task]]] = {
     "count": lambda: _counts("count", "+"),
     "mixed": lambda: _counts("mixed", "+-="),
     "search": _search,
 }
-REAL: Final[Mapping[str, Callable[[], Task]]] = {name: partial(_worked, name) for name in ("sums", "mixed")}
+REAL: Final[Mapping[str, Callable[[], Task]]] = {
+    "sums": partial(_worked, "sums"),
+    "mixed": partial(_worked, "mixed"),
+    "guess": _guess,
+}
 
 
 def encode(task: Task, problem: Problem, tokenizer: Any) -> list[int]:
