@@ -189,7 +189,9 @@ def main(given: Sequence[str] | None = None) -> int:
         folder = options.model or Path(scratch, "model")
         if options.model is None:
             make_model(options.shape, folder, dtype="float32" if options.rehearse else "bfloat16")
-        rows = sampled(folder, options, options.out or Path(scratch))
+        log = options.out or Path(scratch)
+        log.mkdir(parents=True, exist_ok=True)
+        rows = sampled(folder, options, log)
         print(HEAD, flush=True)
         for row in measured(folder, rows, options):
             row |= {"shape": options.shape, "command": command("benchmarks.gpu.expert_parallel", given), **machine()}
