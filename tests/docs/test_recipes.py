@@ -43,6 +43,7 @@ def test_a_recipe_can_work_and_fits_as_its_row_says(name: str, tmp_path: Path) -
         run,
         recomputes_all=options["recompute"] == "full",
         offloads_moments=options.get("offload_optimizer", False),
+        updates_on_host=options.get("optimizer_device") == "cpu",
     )
     needed, host = max(phase.device for phase in found), max(phase.host for phase in found)
     assert (round(needed / GIB), round(host / GIB)) == (SAID[name][0], SAID[name][2])

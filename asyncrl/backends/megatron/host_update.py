@@ -49,16 +49,23 @@ def move_to_host(adamw: torch.optim.Optimizer) -> None:
 
 def shards_of(megatron: Any, parameters: Sequence[Any]) -> list[Shard]:
     """Return the shards of ``parameters`` that a Megatron optimizer of 16-bit weights updates."""
-    own = {id(weight) for weight in megatron.get_parameters()}
+    groups = megatron.optimizer.param_groups
+    own = {id(main) for group in groups for main in group["params"]}
+    places = getattr(megatron, "model_param_group_index_map", None)  # if ranks share its state
     found = []
     for parameter in parameters:
-        if id(parameter.main_param) not in own:
-            continue
         weights, gradients = parameter.detach().view(-1), parameter.main_grad.view(-1)
-        if getattr(parameter, "main_param_sharded", False):
+        if places is None:
+            main = parameter.main_param
+        elif parameter in places:
+            group, index = places[parameter]
+            main = groups[group]["params"][index]
             where = megatron._get_model_param_range_map(parameter)["param"]
             weights, gradients = weights[where.start : where.end], gradients[where.start : where.end]
-        found.append(Shard(main=parameter.main_param, weights=weights, gradients=gradients))
+        else:
+            continue
+        if id(main) in own:
+            found.append(Shard(main=main, weights=weights, gradients=gradients))
     return found
 
 
