@@ -53,7 +53,7 @@ GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 
 QUICK = (("megatron-pp2", "qwen3", {}), ("megatron-tp2-ep2", "qwen3_moe", {}))
 SLOW = (
-    ("megatron-tp2-etp2", "qwen2_moe", {}),
+    ("megatron-tp2-etp2", "qwen3_moe", {}),
     ("megatron-cp2-tp2", "gemma3", {}),
     ("megatron-vpp2", "gemma3", {}),  # half of the layers have windows; a tied embedding has a copy at either end
     ("megatron-pp2-dp2", "qwen2", {"distributed_optimizer": False}),
@@ -62,7 +62,7 @@ SLOW = (
 )
 """Every way to split, with another one or two."""
 MORE = (
-    ("megatron-ep2-etp2", "qwen3_moe", {}),
+    ("megatron-ep2-etp2", "qwen2_moe", {}),
     ("megatron-etp2", "deepseek_v3", {}),
     ("megatron-ep2-dp2", "glm4_moe", {}),
     ("megatron-tp2-ep4", "gpt_oss", {"recompute": "selective"}),
