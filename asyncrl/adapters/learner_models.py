@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import RunConfig
 from asyncrl.config.models import CriticSection, ReferenceSection
@@ -50,6 +50,13 @@ def require_sections(run: RunConfig, algorithm: Algorithm) -> None:
             f'teacher: {algorithm.name} learns from no teacher; remove [teacher], or use algorithm.name = "opd"'
         )
     _require_likeliest(run, algorithm)
+    if run.critic is not None and run.critic.min_learning_rate > (
+        run.critic.learning_rate or run.learner.learning_rate
+    ):
+        raise ConfigError(
+            f"critic: min_learning_rate {run.critic.min_learning_rate:g} is more than the critic's learning rate, "
+            f"{run.critic.learning_rate or run.learner.learning_rate:g}; lower it"
+        )
     if run.critic is not None and run.critic.warmup_steps >= run.run.steps:
         raise ConfigError(
             f"critic: warmup_steps {run.critic.warmup_steps} of {run.run.steps} run.steps would leave the policy as it "
@@ -127,7 +134,8 @@ def check_teachers(run: RunConfig) -> None:
 def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings) -> dict[str, AuxiliaryModel]:
     """Return the backend's models in addition to the policy; empty for most algorithms.
 
-    A critic is trained without adapters or frozen parameters.
+    optimizer  of the policy. A critic has its own settings where [critic] sets them, and neither adapters nor frozen
+               parameters
     """
     from asyncrl.backends.models import AuxiliaryModel
     from asyncrl.policies.algorithms.critic import Critic as Objective
@@ -141,9 +149,17 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
             objective = Objective(
                 kind=section.loss, clip=section.clip, scale=section.scale, huber_delta=section.huber_delta
             )
-            whole = dataclasses.replace(optimizer, freeze=(), train_only=(), lora=None)
+            whole = dataclasses.replace(optimizer, **_own_settings(section), freeze=(), train_only=(), lora=None)
             made[name] = AuxiliaryModel(path=folder, head="values", objective=objective, optimizer=whole)
     return made
+
+
+def _own_settings(critic: CriticSection) -> dict[str, Any]:
+    """Return the settings of AdamW that [critic] sets."""
+    found: dict[str, Any] = {
+        name: value for name in ("betas", "eps", "max_grad_norm") if (value := getattr(critic, name))
+    }
+    return found if critic.weight_decay is None else {**found, "weight_decay": critic.weight_decay}
 
 
 def _vocabulary_difference(policy: Path, other: Path, *, trusts_code: bool) -> str | None:

@@ -8,18 +8,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.config.checks import MOST_KEPT
+from asyncrl.config.checks import MOST_KEPT, require
 from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSection:
-    """Critic for algorithms that learn values (ppo). Other settings are taken from [learner]."""
+    """Critic for algorithms that learn values (ppo). Its ranks, and what is not set here, are those of [learner]."""
 
     path: str = ""
     """Hugging Face folder of the initial weights, without the output layer: values start at 0. Empty: model.path."""
     learning_rate: float = 0.0
     """Learning rate, often ten times that of the policy; 0: learner.learning_rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the critic's learning rate, until the run's last step."""
+    min_learning_rate: float = 0.0
+    """Final learning rate of the decay."""
+    rate_warmup_steps: int = 0
+    """Steps over which the critic's learning rate rises linearly from 0."""
+    weight_decay: float | None = None
+    """Weight decay of the critic's AdamW; not set: learner.weight_decay."""
+    betas: tuple[float, ...] = ()
+    """Betas of the critic's AdamW; empty: learner.betas."""
+    eps: float = 0.0
+    """Epsilon of the critic's AdamW; 0: learner.eps."""
+    max_grad_norm: float = 0.0
+    """The critic's gradients are clipped to this norm; 0: learner.max_grad_norm."""
     warmup_steps: int = 0
     """Number of first steps that train only the critic. Policy versions still count up, but the policy does not
     change."""
@@ -36,9 +50,18 @@ class CriticSection:
         for name in ("huber_delta", "scale"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("learning_rate", "warmup_steps", "clip"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
+        rates = ("learning_rate", "min_learning_rate", "eps", "max_grad_norm")
+        for name in (*rates, "clip", "warmup_steps", "rate_warmup_steps"):
+            require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
+        require((self.weight_decay or 0) >= 0, f"weight_decay must be >= 0, got {self.weight_decay}")
+        require(
+            not self.betas or (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)),
+            f"betas must be two numbers in [0, 1), got {list(self.betas)}",
+        )
+        require(
+            self.schedule != "constant" or not self.min_learning_rate,
+            'min_learning_rate needs a schedule that decays; use schedule = "cosine" or "linear"',
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def learning_rates(run: RunConfig, step: int) -> tuple[float | None, float]:
     """Return the learning rates of policy and critic in the step after ``step`` steps.
 
     The policy's is None while only the critic learns; its schedule counts the policy's own steps, and without
-    decay_steps it decays until the run's last step.
+    decay_steps it decays until the run's last step, as the critic's does.
     """
     learner, critic = run.learner, run.critic or CriticSection()
     schedule = Schedule(
@@ -60,8 +60,15 @@ def learning_rates(run: RunConfig, step: int) -> tuple[float | None, float]:
         warmup_steps=learner.warmup_steps,
         steps=learner.decay_steps or run.run.steps - critic.warmup_steps,
     )
+    of_critic = Schedule(
+        kind=critic.schedule,
+        peak=critic.learning_rate or learner.learning_rate,
+        floor=critic.min_learning_rate,
+        warmup_steps=critic.rate_warmup_steps,
+        steps=run.run.steps,
+    )
     number = step + 1 - critic.warmup_steps  # of the policy's steps, from 1
-    return schedule.at(number) if number > 0 else None, critic.learning_rate or learner.learning_rate
+    return schedule.at(number) if number > 0 else None, of_critic.at(step + 1)
 
 
 def train_batch(

@@ -123,6 +123,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["algorithm.name=ppo", "critic.warmup_steps=9", "run.steps=9"],
         "warmup_steps 9 of 9 run.steps would leave the policy as it is",
     ),
+    "a critic's rate that would rise": (
+        ["algorithm.name=ppo", "critic.schedule=cosine", "critic.min_learning_rate=1"],
+        "critic: min_learning_rate 1 is more than the critic's learning rate",
+    ),
     "no folder": (["algorithm.name=ppo", "critic.path={folder}/none"], "critic.path: .*no such model folder"),
     "another tokenizer": (
         ["algorithm.name=opd", "teacher.path={folder}/other"],
@@ -182,3 +186,16 @@ def test_critic_starts_from_the_policy(folder: Path) -> None:
     assert {critic for _, critic in rates} == {1e-4}
     faster = run(folder, "algorithm.name=ppo", "critic.learning_rate=1e-3")
     assert learning_rates(faster, 0)[1] == 1e-3
+
+
+def test_a_critic_may_have_its_own_optimizer_and_schedule(folder: Path) -> None:
+    own = {"weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-5, "max_grad_norm": 0.5}
+    overrides = [f"critic.{key}={list(value) if isinstance(value, tuple) else value}" for key, value in own.items()]
+    rates = ["critic.learning_rate=1e-3", "critic.schedule=linear", "critic.rate_warmup_steps=2", "run.steps=6"]
+    made = run(folder, "algorithm.name=ppo", "critic.min_learning_rate=2e-4", *rates, *overrides)
+    optimizer = OptimizerSettings(weight_decay=0.1)
+    (critic,) = learner_models.models(made, registry.algorithm(made), optimizer=optimizer).values()
+    assert critic.optimizer == OptimizerSettings(**own)  # type: ignore[arg-type]
+    found = [learning_rates(made, step) for step in range(6)]
+    assert [rate for _, rate in found] == pytest.approx([5e-4, 1e-3, 1e-3, 8e-4, 6e-4, 4e-4])
+    assert {rate for rate, _ in found} == {1e-4}, "the policy's"
