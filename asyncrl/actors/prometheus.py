@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from aiohttp import web
 from asyncrl.actors.base import Actor
 from asyncrl.bus.port import Bus
 from asyncrl.config.addresses import host_and_port
+from asyncrl.durable_files import write_whole
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat
 from asyncrl.metrics import schema
@@ -106,10 +106,7 @@ class PrometheusEndpoint(Actor):
     def _announce(self) -> None:
         host = self._host if self._host not in ("0.0.0.0", "::", "") else self.bus.own_address
         labels = {"run": self._run, "actor": self._actors[0].name}
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        written = self._target.with_suffix(".new")
-        written.write_text(json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]))
-        os.replace(written, self._target)
+        write_whole(self._target, json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]))
 
     async def _answer(self, request: web.Request) -> web.Response:
         beats = [actor.heartbeat() for actor in self._actors]

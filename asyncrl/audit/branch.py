@@ -46,6 +46,7 @@ from asyncrl.audit.run_folder import BEGUN_FILE, LINEAGE_FILE, RecordedRun, log_
 from asyncrl.bus.port import Bus, LogMark
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
+from asyncrl.durable_files import write_whole
 from asyncrl.errors import ConfigError, FilterError
 from asyncrl.images.store import share_images
 from asyncrl.messages import TrajectoryGroup
@@ -259,18 +260,16 @@ async def write_branch(
     finally:
         retraining.close()
     parent = hashlib.sha256(trunk.recorded.history_file.read_bytes()).hexdigest()
-    _write_lineage(
-        out / LINEAGE_FILE,
-        {
-            "parent": str(trunk.recorded.directory.absolute()),
-            "parent_history_sha256": parent,
-            "branched_off_at_step": first - 1,
-            "trained_again_from_step": done,
-            "parent_step": trunk.step,
-            "step": state.step,
-            **lineage,
-        },
-    )
+    about = {
+        "parent": str(trunk.recorded.directory.absolute()),
+        "parent_history_sha256": parent,
+        "branched_off_at_step": first - 1,
+        "trained_again_from_step": done,
+        "parent_step": trunk.step,
+        "step": state.step,
+        **lineage,
+    }
+    write_whole(out / LINEAGE_FILE, json.dumps(about, indent=1))
     return state
 
 
@@ -546,15 +545,6 @@ def _save(state: LearnerState, run: RunConfig, trainer: ReplayTrainer, *, folder
     checkpoint.finish(unfinished, finish_backend=dict, keep=1)
     if trainer.has_trained:
         trainer.export(incarnation=state.incarnation, version=state.step)
-
-
-def _write_lineage(path: Path, lineage: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        json.dump(lineage, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
 
 
 def lineage_of(directory: Path) -> dict[str, Any] | None:

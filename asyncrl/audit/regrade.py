@@ -32,6 +32,7 @@ from asyncrl.audit.run_folder import BEGUN_FILE, log_records
 from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptRow
+from asyncrl.durable_files import write_whole
 from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError, MaybeOutage, Outage, RewardError, leaves
 from asyncrl.messages import Trajectory, TrajectoryGroup
@@ -118,14 +119,7 @@ def require_unclaimed(folder: Path, command: Mapping[str, Any]) -> None:
 def claim(folder: Path, command: Mapping[str, Any]) -> None:
     """Record what the branch is written with, once that is known to be possible. Raises ConfigError."""
     require_unclaimed(folder, command)
-    path = folder / BEGUN_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.write(json.dumps(command, sort_keys=True))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    write_whole(folder / BEGUN_FILE, json.dumps(command, sort_keys=True))
 
 
 def grades_path(folder: Path, *, graded_by: str) -> Path:

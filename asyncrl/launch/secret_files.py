@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 from pathlib import Path
 from typing import Final
 
 from asyncrl.config import RunConfig
+from asyncrl.durable_files import write_whole
 from asyncrl.errors import ConfigError
 
 TICKETS_FILE: Final = "tickets"
@@ -33,22 +33,7 @@ def read_or_create(path: Path) -> str:
     try:
         if not path.exists():
             with contextlib.suppress(FileExistsError):
-                _write(path, secrets.token_hex(32))
+                write_whole(path, f"{secrets.token_hex(32)}\n", mode=0o600)
         return path.read_text(errors="replace").strip()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read or made: {error.strerror}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file completely or not at all; it is on disk on return. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from asyncrl.durable_files import sync
 from asyncrl.tensors import fp8, int4, weight_files
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -72,9 +73,9 @@ def model_folder(model: Path, into: Path, quantization: str) -> Path:
         temporary.mkdir()
         try:
             write_folder(model, temporary, quantization)
-            _sync(*temporary.iterdir(), temporary)
+            sync(*temporary.iterdir(), temporary)
             temporary.rename(made)
-            _sync(into.parent)
+            sync(into.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return made
@@ -113,16 +114,6 @@ def write_folder(model: Path, folder: Path, quantization: str, *, group: int = i
 
 def _is_linear(name: str) -> bool:
     return name.endswith(".weight") and "embed" not in name
-
-
-def _sync(*paths: Path) -> None:
-    """Sync files, and the entries of folders, to disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,6 +31,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
+from asyncrl.durable_files import write_whole
 from asyncrl.errors import CheckpointError
 
 METADATA: Final = ".metadata"
@@ -156,16 +157,9 @@ def complete(folder: Path, stored: Iterable[Stored]) -> None:
     torch.save({"content_metadata": _CONTENT, "checkpoint_version": 3.0, "iteration": 0}, common)
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}
-    _write(folder / _COMMON, common.getvalue())
-    _write(folder / _CONFIG, json.dumps(config).encode())
-    _write(folder / METADATA, pickle.dumps(made))
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(folder / _COMMON, common.getvalue())
+    write_whole(folder / _CONFIG, json.dumps(config).encode())
+    write_whole(folder / METADATA, pickle.dumps(made))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

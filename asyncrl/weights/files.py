@@ -31,6 +31,7 @@ import torch
 
 from asyncrl.bus.port import Bus
 from asyncrl.config.adapter import RunConfig
+from asyncrl.durable_files import sync, write_whole
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
@@ -110,7 +111,7 @@ class FilesChannel(ChannelAdapter):
             if os.path.lexists(folder):  # published by an earlier process that crashed before its checkpoint
                 self._discard(folder)
             temporary.rename(folder)
-            _sync(self._directory)
+            sync(self._directory)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._cannot_write(name, num_bytes, error.strerror, error.errno) from error
@@ -320,11 +321,8 @@ def _complete(folder: Path, files: Sequence[WeightFile]) -> str:
     if len(files) > 1:
         index = weight_files.make_index(files)
         sha256 = hashlib.sha256(index).hexdigest()
-        with (folder / weight_files.INDEX_FILE).open("wb") as stream:
-            stream.write(index)
-            stream.flush()
-            os.fsync(stream.fileno())
-    _sync(folder)
+        write_whole(folder / weight_files.INDEX_FILE, index)
+    sync(folder)
     return sha256
 
 
@@ -365,12 +363,3 @@ def _remove(path: Path) -> None:
         return
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _sync(folder: Path) -> None:
-    """Sync the folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

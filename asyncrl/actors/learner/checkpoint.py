@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.actors.learner import manifest
+from asyncrl.durable_files import sync
 from asyncrl.errors import CheckpointDamaged, CheckpointError, disk_problem
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.version import SCHEMA
@@ -80,11 +81,11 @@ def finish(
         hashed = finish_backend()
         if hashed is None:
             return None
-        _sync_tree(unfinished.partial)
+        sync(*unfinished.partial.rglob("*"), unfinished.partial)
         manifest.write(unfinished.partial, hashed=hashed)
-        _sync(unfinished.partial)
+        sync(unfinished.partial)
         unfinished.partial.rename(unfinished.final)
-        _sync(unfinished.final.parent)
+        sync(unfinished.final.parent)
     for old in list_complete(unfinished.final.parent)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)  # the next checkpoint removes what cannot be removed now
     return unfinished.final
@@ -196,7 +197,7 @@ def _set_aside(folder: Path) -> str:
     name = next(name for name in names if not (folder.parent / name).exists())
     try:
         folder.rename(folder.parent / name)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         return f"cannot be renamed ({error.strerror})"
     return f"kept as {name}"
@@ -212,17 +213,3 @@ def _lacks_backend(folder: Path) -> str:
 def folder_name(step: int, incarnation: int) -> str:
     """Folder name of a checkpoint. An incarnation writes each step once, so no checkpoint ever replaces another."""
     return f"step-{step:08d}" + (f"-epoch-{incarnation}" if incarnation else "")
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

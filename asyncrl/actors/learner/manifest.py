@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.durable_files import write_whole
+
 FILE: Final = "manifest.json"
 
 _SIDE_BY_SIDE: Final = 8
@@ -27,7 +29,7 @@ reader, and may pass."""
 
 
 def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
-    """Write the manifest of all files in ``folder``, and sync it. ``hashed``: SHA-256 of files for which it is already
+    """Write the manifest of all files in ``folder``. ``hashed``: SHA-256 of files for which it is already
     known."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     known = dict(hashed or {})
@@ -36,10 +38,7 @@ def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": known[path]} for path in paths
     }
-    with (folder / FILE).open("w") as stream:
-        json.dump({"files": files}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_whole(folder / FILE, json.dumps({"files": files}, indent=1))
 
 
 def find_damage(folder: Path, *, only: str = "") -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any, Final, NoReturn
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
 from asyncrl.bus.nats_server.accounts import accounts, server_user, user_name, worker_user
 from asyncrl.config.checks import MOST_WORKERS
+from asyncrl.durable_files import write_whole
 from asyncrl.errors import ConfigError
 from asyncrl.messages.topics import NAMED_ROLES, ROLES
 
@@ -331,18 +331,9 @@ def _write_private(path: Path, text: str) -> None:
     """
     if _text(path) == text:
         return
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        write_whole(path, text, mode=0o600)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 

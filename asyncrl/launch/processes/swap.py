@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
+from asyncrl.durable_files import write_whole
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, HAND_OVER_SECONDS, Fleet
@@ -76,7 +77,8 @@ class SwapRequest:
         shadow  folder of a shadow learner whose state the new learner takes (audit/shadow.py)
         """
         made = cls(directory, uuid.uuid4().hex)
-        _write(made._request, {"overrides": list(overrides), "shadow": str(shadow.absolute()) if shadow else ""})
+        request = {"overrides": list(overrides), "shadow": str(shadow.absolute()) if shadow else ""}
+        write_whole(made._request, json.dumps(request))
         return made
 
     @classmethod
@@ -118,18 +120,11 @@ class SwapRequest:
 
     def answer(self, status: SwapStatus) -> None:
         if not self.is_withdrawn:
-            _write(self._status, asdict(status))
+            write_whole(self._status, json.dumps(asdict(status)))
 
     def remove(self) -> None:
         self._request.unlink(missing_ok=True)
         self._status.unlink(missing_ok=True)
-
-
-def _write(file: Path, content: object) -> None:
-    file.parent.mkdir(exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
-    partial.rename(file)
 
 
 def ready_file(directory: Path, name: str) -> Path:
