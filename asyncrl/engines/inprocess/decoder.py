@@ -321,17 +321,29 @@ def _read_model(path: Path, *, dtype: str) -> Any:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
-    if other := _other_attention(model):
+    _require_attention(config, path)
+    return model
+
+
+def check_attention(path: Path) -> None:
+    """Raise ConfigError for a model whose attention the engine does not have. Ignores a folder that cannot be read."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return
+    _require_attention(config, path)
+
+
+def _require_attention(config: Any, path: Path) -> None:
+    if other := _other_attention(config.get_text_config()):
         raise ConfigError(
             f"model.path={path}: the in-process engine does not support {other}, which this {config.model_type} has; "
             "use engine.kind = 'sglang'"
         )
-    return model
 
 
-def _other_attention(model: Any) -> str:
+def _other_attention(config: Any) -> str:
     """Name the attention feature of the model that ``attention`` would silently ignore; "" if there is none."""
-    config = model.config.get_text_config()
     if others := sorted(_kinds(config) - {"full_attention", "sliding_attention"}):
         return ", ".join(others)
     if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, RequestReport, Version
-from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
+from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence, check_attention
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
@@ -113,6 +113,11 @@ class InProcessEngine(EngineAdapter):
     shares_gpus = True
     reads_images = True
     num_ranks = 1
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        super().check(run)
+        check_attention(Path(run.model.path))
 
     @classmethod
     def reports_experts(cls, run: RunConfig) -> bool:

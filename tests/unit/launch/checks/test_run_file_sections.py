@@ -16,6 +16,7 @@ from asyncrl.backends.megatron.shared_settings import digests, shared_settings
 from asyncrl.data.demo_task import DIGITS
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.data.tiny_vision_model import make_tiny_vision_model
+from asyncrl.engines.inprocess.engine import InProcessEngine
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
 
@@ -241,6 +242,16 @@ def test_a_vision_tower_is_trained_where_that_works(
     with pytest.raises(ConfigError, match=problem) as caught:
         MegatronBackend.check(run)
     assert "\n" not in str(caught.value)
+
+
+def test_refuses_attention_that_the_in_process_engine_lacks(run_file: Path, tmp_path: Path) -> None:
+    run = config.load(run_file, [f"model.path={json.dumps(str(tmp_path))}"])
+    for model_type in ("qwen3_next", "qwen3_5"):  # alone, and behind a vision tower
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(ConfigError, match="does not support linear_attention"):
+            InProcessEngine.check(run)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    InProcessEngine.check(run)
 
 
 def test_refuses_a_folder_with_tensors_that_the_learner_does_not_export(run_file: Path, tmp_path: Path) -> None:
