@@ -209,7 +209,7 @@ async def test_conversations_are_learned_by_what_the_assistant_says(tmp_path: Pa
     run = run_of(
         tmp_path,
         model__path=str(model),
-        run__steps=40,
+        run__steps=20,
         data__path=lines(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks]),
         data__conversation_key="messages",
         data__chat_template=True,
@@ -227,6 +227,6 @@ async def test_conversations_are_learned_by_what_the_assistant_says(tmp_path: Pa
     )
     result = await run.train()
     rows = list(asyncrl.open_run(run.folder).metrics())
-    assert (result.exit_code, len(rows)) == (0, 40)
+    assert (result.exit_code, len(rows)) == (0, 20)
     assert rows[0]["loss"] > 3.0 and rows[-1]["loss"] < 0.1
     assert rows[0]["length/trained_tokens"] == 16 * 2 * 4  # "one<eos>" and "two<eos>"

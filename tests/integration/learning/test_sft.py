@@ -213,7 +213,8 @@ async def test_the_loss_falls_to_nothing_and_the_model_says_what_it_was_given(fo
     run = sft_run(
         folder,
         f"run.directory={tmp_path}",
-        "run.steps=50",
+        "run.steps=24",
+        "learner.learning_rate=1e-2",
         f"data.path={data}",
         "learner.groups_per_batch=12",
     )

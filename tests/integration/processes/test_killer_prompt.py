@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,13 +52,11 @@ def test_prompt_that_kills_workers_fails_after_its_last_attempt(tmp_path: Path, 
     demo_task.write(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_FILE)
     (tmp_path / "killer.py").write_text(KILLER)
-    command = [sys.executable, "-m", "asyncrl", "run", "run.toml", "--set", LAUNCHER]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | forks.environment
-    ended = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("w0 ended with signal SIGKILL") == 3  # rollout.max_attempts
+    environment, said = os.environ | {"OMP_NUM_THREADS": "1"} | forks.environment, tmp_path / "said"
+    command = ["run", "run.toml", "--set", LAUNCHER]
+    ended = forks.run(command, environment=environment, output=said, directory=tmp_path)
+    assert ended.wait(300) == 0, said.read_text()
+    assert said.read_text().count("w0 ended with signal SIGKILL") == 3  # rollout.max_attempts
     log = (tmp_path / "runs" / "killer" / "logs" / "learner.log").read_text()
     assert log.count(" failed on w") == 1  # other groups that the worker held did not fail
     assert "group 1 failed on w0: gave up after 3 attempts: the last worker that tried did not come back" in log

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,22 +181,17 @@ def test_a_run_on_a_server_with_roles_writes_no_secret_anywhere(
     server = Server(tmp_path / "server")
     path = written(folder, "[bus]", f'url = "nats://127.0.0.1:{server.port}"')
     try:
-        ended = subprocess.run(
-            [
-                *(sys.executable, "-m", "asyncrl", "run", str(path), "--set", "run.name=mine", "--set", "run.steps=2"),
-                *("--set", f"bus.credentials={server.directory}/mine/{{role}}", "--set", LAUNCHER),
-            ],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | forks.environment,
-            check=False,
+        code, shown = forks.call(
+            *("run", str(path), "--set", "run.name=mine", "--set", "run.steps=2", "--set", LAUNCHER),
+            *("--set", f"bus.credentials={server.directory}/mine/{{role}}"),
+            environment={"OMP_NUM_THREADS": "1"} | forks.environment,
         )
     finally:
         server.close()
-    assert ended.returncode == 0, ended.stderr
-    assert "done: 2 steps" in ended.stdout
+    assert code == 0, shown
+    assert "done: 2 steps" in shown
     files = [file for file in (folder / "runs" / "mine").rglob("*") if file.is_file()]
-    said = [ended.stdout, ended.stderr, *(file.read_bytes().decode(errors="replace") for file in files)]
+    said = [shown, *(file.read_bytes().decode(errors="replace") for file in files)]
     passwords = [
         (server.directory / "mine" / role).read_text().split(":")[1].strip() for role in ("learner", "workers/w0")
     ]
