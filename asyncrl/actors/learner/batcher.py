@@ -39,7 +39,7 @@ from asyncrl.errors import BusError, FilterError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.hooks import Hooks
-from asyncrl.policies.batching.packing import MicroBatch, recording
+from asyncrl.policies.batching.packing import MiniBatches, recording
 from asyncrl.policies.groups.selection import Selection, own_order
 from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.states import BufferedGroup
@@ -56,11 +56,10 @@ LONG_WAIT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBatch:
-    """``mini_batches[i][r]`` is the data of data-parallel rank r in optimizer step i of the batch. seconds: host time
-    for the preparation, whether hidden or not."""
+    """seconds: host time for the preparation, whether hidden or not"""
 
     batch: Batch
-    mini_batches: list[list[list[MicroBatch]]]
+    mini_batches: MiniBatches
     seconds: float
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.actors.learner.image_reader import ImageReader
-from asyncrl.actors.learner.training_step import MiniBatches
 from asyncrl.config import RunConfig
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.hooks import Hooks
-from asyncrl.policies.batching.packing import pack_mini_batches
+from asyncrl.policies.batching.packing import MiniBatches, pack_mini_batches
 from asyncrl.policies.staleness.staleness import ResumePoints, age_weight
 
 

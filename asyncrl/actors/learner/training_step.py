@@ -21,7 +21,7 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,16 +34,13 @@ from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import COMPUTED_BY, Algorithm
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.model_outputs import complete
-from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.batching.packing import MiniBatches
 from asyncrl.policies.learning_rate import Schedule
 
 MOST_RANKS: Final = 64
 """With more ranks, per-rank metrics are left out of the row."""
 
 log = logging.getLogger("asyncrl.learner")
-
-MiniBatches: TypeAlias = Sequence[Sequence[Sequence[MicroBatch]]]
-"""``mini_batches[i][r]`` is the data of data-parallel rank r in the batch's optimizer step i."""
 
 
 def learning_rates(run: RunConfig, step: int) -> tuple[float | None, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,6 +172,10 @@ def pack_for_ranks(
     ]
 
 
+MiniBatches: TypeAlias = Sequence[Sequence[Sequence[MicroBatch]]]
+"""``mini_batches[i][r]`` is the data of data-parallel rank r in the batch's optimizer step i."""
+
+
 def pack_mini_batches(
     sequences: Sequence[TrainingSequence],
     *,
@@ -179,7 +183,7 @@ def pack_mini_batches(
     ranks: int,
     max_tokens: int,
     shares_prefixes: bool = False,
-) -> list[list[list[MicroBatch]]]:
+) -> MiniBatches:
     """Apply ``pack_for_ranks`` to each mini-batch in turn; mini-batch i has ``sizes[i]`` sequences.
 
     Sequences keep their index in the whole batch.
@@ -201,9 +205,7 @@ def _numbered_from(begin: int, micro_batch: MicroBatch) -> MicroBatch:
     return replace(micro_batch, sequences=numbers)
 
 
-def recording(
-    mini_batches: Sequence[Sequence[Sequence[MicroBatch]]], sequences: Collection[int]
-) -> list[list[list[MicroBatch]]]:
+def recording(mini_batches: MiniBatches, sequences: Collection[int]) -> MiniBatches:
     """Return the result of ``pack_mini_batches`` with ``sequences`` (indices in the batch) marked as recorded."""
     wanted = frozenset(sequences)
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.training_step import MiniBatches, train_batch
+from asyncrl.actors.learner.training_step import train_batch
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import MicroBatch, pack_mini_batches
+from asyncrl.policies.batching.packing import MicroBatch, MiniBatches, pack_mini_batches
 from asyncrl.policies.component import load_class
 from asyncrl.policies.losses.table import LOSSES
 from tests.harness.backends import distance, started, tiny_model, weights
