@@ -2,7 +2,8 @@
 
     cat rows.jsonl >> docs/results/gpu/old_tokens.jsonl && python -m benchmarks.old_tokens.page
 
-Both are of runs with the most frequent number of steps; a cell that was run twice counts once, as it came last.
+Both are of runs with the most frequent number of steps, and of tasks of which a whole seed was run; a cell that was run
+twice counts once, as it came last.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def complete(rows: Sequence[Row]) -> list[Row]:
     if not rows:
         return []
     ((steps, _),) = Counter(row["steps"] for row in rows).most_common(1)
-    return list({Cell.of(row): row for row in select(rows, steps=steps)}.values())
+    found = list({Cell.of(row): row for row in select(rows, steps=steps)}.values())
+    of_seed = Counter((row["task"], row["seed"]) for row in select(found, guard="tis"))
+    whole = {task for (task, _), count in of_seed.items() if count == max(of_seed.values())}
+    return [row for row in found if row["task"] in whole]
 
 
 def section(rows: Sequence[Row]) -> str:
