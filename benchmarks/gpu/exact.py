@@ -111,8 +111,9 @@ class Bench:
     def _engine(self, name: str) -> Engine:
         common: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "version": (0, 0)}
         if self._options.rehearse:
-            settings = inprocess.Options(threads=1)
-            return inprocess.InProcessEngine(self._folder, options=settings, is_exact=self._is_exact, **common)
+            return inprocess.InProcessEngine(
+                self._folder, options=inprocess.Options(threads=1), is_exact=self._is_exact, **common
+            )
         settings = sglang.Options(
             tensor_parallel=self._options.tensor_parallel,
             server_arguments={**SERVER, **(EXACT if self._is_exact else {})},
