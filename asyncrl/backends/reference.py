@@ -108,7 +108,7 @@ class ReferenceBackend(BackendAdapter):
                 temperature=self._temperature,
                 device=self._device,
                 dtype=self._dtype,
-                exact_ranks=self._exact_ranks,
+                exact_ranks=self._exact_ranks if name == POLICY else 0,  # engines have no other model
             )
             self._loaded[name] = loaded
             if isinstance(loaded, TrainedModel):
@@ -220,7 +220,6 @@ class LoadedModel:
             from asyncrl.backends.kernels import sglang_rows  # imports SGLang
 
             self._decoded_tokens = sglang_rows.decoded_tokens
-
             self._rows_alone = sglang_rows.sglang_rows
             self._log_softmax = sglang_rows.log_softmax
             sglang_rows.use_attention(causal)

@@ -51,8 +51,8 @@ class RunSection:
     """With colocated: which side moves its memory to the host while the other has its turn. The other side keeps its
     memory on the GPUs, which saves its moves where both fit."""
     exact: bool = False
-    """The learner's logprobs equal the engines' to the bit (docs/guides/scaling.md). For dense models on the reference
-    backend, with in-process engines on a CPU or SGLang on a GPU."""
+    """The learner's logprobs of the policy equal the engines' to the bit (docs/guides/scaling.md). For dense models on
+    the reference backend, with in-process engines on a CPU, or for Qwen3 with SGLang on a GPU."""
     restarts: int = 3
     """How often `asyncrl run` restarts a process before it ends the run. The count resets after the process was up for
     ten minutes."""

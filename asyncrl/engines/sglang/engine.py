@@ -60,6 +60,7 @@ from asyncrl.engines.sglang.options import (
     MEMORY_SAVER,
     QUANTIZATIONS,
     check_arguments,
+    check_exact,
     check_updater_arguments,
     has_drafts,
     metrics_arguments,
@@ -140,6 +141,8 @@ class SGLangEngine(EngineAdapter):
         else:
             check_arguments(options.server_arguments, has_drafts=has_drafts(run))
             check_own_draft(run, options)
+        if run.run.exact:
+            check_exact(options.server_arguments)
         check_machines(run, options.machines)
 
     @classmethod

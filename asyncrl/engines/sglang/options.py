@@ -113,6 +113,11 @@ EXACT: Final[Mapping[str, Any]] = {
     "disable-prefill-cuda-graph": True,  # compiled graphs round in another way
 }
 """Options with which a server computes as the learner does (run.exact; backends/kernels/sglang_rows.py)."""
+_ROUNDING: Final = (
+    *("dtype", "quantization", "kv-cache-dtype", "enable-fp32-lm-head"),
+    *("prefill-attention-backend", "decode-attention-backend", "enable-dp-attention", "speculative-"),
+)
+"""Prefixes of options that change how a server rounds, and that the learner does not follow."""
 DRAFT_MODELS: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 """Values of speculative-algorithm with a draft model. Without speculative-draft-model-path it is in the folder of every
 version, which holds the policy, and with learner.options.draft_coefficient its own draft layers."""
@@ -123,6 +128,17 @@ OWN_DRAFTS: Final = frozenset({"EAGLE", "NEXTN"})
 def computes_as_learner(server_arguments: Mapping[str, Any]) -> bool:
     """Return whether a server with these options is one of ``EXACT``."""
     return any(option_name(key) == _ON_POLICY for key in server_arguments)
+
+
+def check_exact(server_arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options with which a server computes in another way than the learner (run.exact)."""
+    for key, value in server_arguments.items():
+        name = option_name(key)
+        if name.startswith(_ROUNDING) or EXACT.get(name, value) != value:
+            raise ConfigError(
+                f"run.exact: engine.options: server_arguments: with {name} the server rounds in another way than the "
+                "learner; remove it"
+            )
 
 
 def has_drafts(run: RunConfig) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from asyncrl.config import RunConfig
+from asyncrl.config.run import PoolSection
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import exact
 from tests.harness.learning import demo_run, memory_bus, train
+
+ON_GPU: Final[dict[str, Any]] = {"engine": {"kind": "sglang", "device": "cuda"}, "learner": {"device": "cuda"}}
 
 
 def exact_run(folder: Path, **changes: dict[str, Any]) -> RunConfig:
@@ -49,12 +54,36 @@ async def test_logprobs_of_engine_and_learner_are_equal_to_the_bit(dtype: str, t
         ({"engine": {"kind": "sglang"}}, 'engine.kind = "sglang" on cpu rounds in another way'),
         ({"learner": {"device": "cuda"}}, "on cpu rounds in another way than a learner on cuda"),
         ({"engine": {"options": {"threads": 2}}}, "set both to the same number"),
+        ({"rollout": {"pools": {"p": PoolSection(options={"threads": 2})}}}, "rollout.pools.p.options.threads = 2"),
+        ({**ON_GPU, "rollout": {"top_p": 0.9}}, "use top_p = 1.0 and top_k = 0"),
+        ({**ON_GPU, "weights": {"quantization": "fp8"}}, '"fp8" rounds the weights of engines alone'),
+        (
+            {**ON_GPU, "rollout": {"pools": {"p": PoolSection(options={"tensor_parallel": 2})}}},
+            "rollout.pools.p.options: tensor_parallel = 2 adds in another order",
+        ),
     ],
 )
 def test_parts_that_round_in_other_ways_are_refused(changes: Any, reason: str, tmp_path: Path) -> None:
-    demo_task.write(tmp_path)
-    run = exact_run(tmp_path)
-    for name, values in changes.items():
-        run = dataclasses.replace(run, **{name: dataclasses.replace(getattr(run, name), **values)})
     with pytest.raises(ConfigError, match=reason):
+        exact.check(exact_run(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("entries", "changes", "reason"),
+    [
+        ({}, {}, None),
+        ({}, ON_GPU, None),
+        ({"architectures": ["LlamaForCausalLM"]}, {}, None),
+        ({"architectures": ["LlamaForCausalLM"]}, ON_GPU, 'not tried with engine.kind = "sglang"; use one of Qwen3'),
+        ({"use_sliding_window": True}, {}, "exact attention has no sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, {}, "exact attention has no sliding window"),
+    ],
+)
+def test_models_that_are_not_computed_to_the_bit_are_refused(
+    entries: dict[str, Any], changes: Any, reason: str | None, tmp_path: Path
+) -> None:
+    run = exact_run(tmp_path, **changes)
+    file = Path(run.model.path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+    with pytest.raises(ConfigError, match=reason) if reason else contextlib.nullcontext():
         exact.check(run)

@@ -10,10 +10,12 @@ import safetensors.torch
 
 from asyncrl import config
 from asyncrl.adapters import registry
+from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.null import NullBackend
 from asyncrl.backends.reference import read_state
 from asyncrl.errors import CheckpointError, ConfigError
-from tests.harness.backends import sequences, tiny_model
+from asyncrl.policies.batching.packing import sequence_slices
+from tests.harness.backends import expected_logprobs, forward, hugging_face, sequences, started, tiny_model
 from tests.harness.packing import pack
 
 
@@ -53,3 +55,15 @@ def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model.path: .* has no .safetensors file"):
         NullBackend.check(run)
     assert NullBackend.num_gpus(run) == 0
+
+
+def test_exact_logprobs_are_the_policy_s_alone(tmp_path: Path) -> None:
+    """run.exact: engines have no teacher, whose attention, here with sinks, is that of transformers."""
+    folder = tiny_model(tmp_path / "policy")
+    teacher = tiny_model(tmp_path / "teacher", architecture="gpt_oss")
+    (packed,) = pack(sequences(), max_tokens=1000)
+    with started("reference", folder, exact_ranks=1, auxiliary={"teacher": AuxiliaryModel(path=teacher)}) as backend:
+        found = forward(backend, "reference", packed, model="teacher")
+    for where in sequence_slices(packed):
+        expected = expected_logprobs(hugging_face(teacher), packed.tokens[where])
+        np.testing.assert_allclose(found[where], expected, atol=1e-5)

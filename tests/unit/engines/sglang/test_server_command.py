@@ -14,7 +14,7 @@ from asyncrl import config
 from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.engines.sglang.engine import SGLangEngine
-from asyncrl.engines.sglang.options import EXACT, Options, check_arguments
+from asyncrl.engines.sglang.options import EXACT, Options, check_arguments, check_exact
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError
 from asyncrl.tensors.exact_environment import EXACT_ENVIRONMENT
@@ -187,6 +187,16 @@ def test_a_server_that_computes_as_its_learner_reads_what_the_learner_reads() ->
     environment = sglang_server.server_environment({"TORCHDYNAMO_DISABLE": "0"}, device="cuda", options=options)
     assert environment.items() >= {**EXACT_ENVIRONMENT, "TORCHDYNAMO_DISABLE": "1"}.items()
     assert not sglang_server.server_environment({}, device="cuda").keys() & EXACT_ENVIRONMENT.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("attention_backend", "fa3"), ("--kv-cache-dtype", "fp8_e5m2"), ("speculative-algorithm", "NGRAM")],
+)
+def test_options_that_round_in_another_way_are_refused_with_exact_logprobs(name: str, value: str) -> None:
+    check_exact({"mem-fraction-static": 0.5, "attention-backend": "triton"})
+    with pytest.raises(ConfigError, match="run.exact: engine.options: server_arguments: with"):
+        check_exact({name: value})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
