@@ -64,7 +64,8 @@ class LearnerSection:
     """Parts of the layers on each stage, interleaved with those of the other stages. More parts reduce idle time and
     increase communication."""
     context_parallel: int = 1
-    """Ranks that share every packed row, for sequences that do not fit on one rank."""
+    """Ranks that share every packed row, for sequences that do not fit on one rank. In layers with linear attention
+    they share its key heads, those of a tensor-parallel rank."""
     expert_parallel: int = 1
     """Ranks over which the experts of each layer are distributed, in a mixture of experts."""
     expert_tensor_parallel: int = 1

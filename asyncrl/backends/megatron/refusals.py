@@ -115,10 +115,10 @@ def require_trainable(
             f"learner.{keys}: {parts} does not divide {whose}'s num_hidden_layers, {shape.num_layers}; "
             f"{mend if parts < shape.num_layers else 'use fewer stages'}"
         )
-    if shape.linear and layout.context > 1:
+    if shape.linear and (heads := shape.linear.num_key_heads // layout.tensor) % layout.context:
         raise ConfigError(
-            f"learner.context_parallel: {whose} has linear attention, whose state runs through the whole row, so "
-            f"{layout.context} ranks cannot share a row; remove the key"
+            f"learner.context_parallel: {layout.context} ranks share the heads of linear attention, and do not divide "
+            f"{whose}'s linear_num_key_heads / tensor_parallel, {heads}; use fewer ranks"
         )
     if not any(transformer.get(field) for field in _UNEVEN):
         for first in range(0, shape.num_layers, shape.num_layers // parts):

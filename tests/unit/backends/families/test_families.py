@@ -345,10 +345,13 @@ def test_gemma3_default_rope_has_no_factor(tmp_path: Path) -> None:
     assert torch.equal(frequencies["linear", 8.0], frequencies["default", 1.0] / 8)
 
 
-def test_linear_attention_needs_whole_rows(tmp_path: Path) -> None:
-    tiny_model(tmp_path, architecture="qwen3_next")
-    with pytest.raises(ConfigError, match=r"^learner.context_parallel: the model has linear attention, whose state"):
-        refusals.require_trainable(tmp_path, where="model.path", layout=Layout(ranks=2, context=2), transformer={})
+def test_ranks_that_share_a_row_share_the_key_heads_of_linear_attention(tmp_path: Path) -> None:
+    tiny_model(tmp_path, architecture="qwen3_next")  # 2 key heads
+    refusals.require_trainable(tmp_path, where="model.path", layout=Layout(ranks=2, context=2), transformer={})
+    for context, tensor, heads in ((4, 1, 2), (2, 2, 1)):
+        layout = Layout(ranks=4, context=context, tensor=tensor, is_sequence_parallel=tensor > 1)
+        with pytest.raises(ConfigError, match=rf"^learner.context_parallel: {context} .*tensor_parallel, {heads}; use"):
+            refusals.require_trainable(tmp_path, where="model.path", layout=layout, transformer={})
 
 
 def test_a_shared_expert_is_cut_by_tensor_parallelism(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ SLOW = (
     ("megatron-pp2-dp2", "qwen2", {"distributed_optimizer": False}),
     ("megatron-pp2-ep2", "qwen3_next", {"recompute": "full"}),
     ("megatron-cp2-ep2", "deepseek_v3", {"recompute": "full"}),
+    ("megatron-cp2-ep2", "qwen3_next", {}),
 )
 """Every way to split, with another one or two."""
 MORE = (
@@ -68,6 +69,9 @@ MORE = (
     ("megatron-tp2-ep4", "gpt_oss", {"recompute": "selective"}),
     ("megatron-tp2-ep2", "minimax_m2", {}),
     ("megatron-tp2-ep2", "qwen3_5_moe", {}),
+    ("megatron-cp2-tp2", "qwen3_5", {"recompute": "selective"}),
+    ("megatron-cp4", "qwen3_5", {"recompute": "full"}),
+    ("megatron-pp2-cp2", "qwen3_5", {}),
     ("megatron-tp2-ep2", "qwen2_moe", {}),
     ("megatron-tp2", "glm4", {}),
     ("megatron-tp2", "deepseek_v32", {}),
@@ -116,6 +120,10 @@ class Done:
     values: NDArray[np.float32]
     again: Mapping[str, torch.Tensor]
     shared: tuple[Mapping[str, float], Mapping[str, torch.Tensor]]
+
+
+MORE_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+"""Linear attention that four ranks can share."""
 
 
 def row() -> MicroBatch:
@@ -185,7 +193,8 @@ def case(
     kind, architecture, options = request.param
     if architecture not in references:
         made = tmp_path_factory.mktemp("model")
-        tiny_model(made, architecture=architecture, tied=architecture == "qwen2", num_layers=4)
+        entries = MORE_HEADS if architecture == "qwen3_5" else None
+        tiny_model(made, architecture=architecture, tied=architecture == "qwen2", num_layers=4, entries=entries)
         references[architecture] = (made, done("reference", made, tmp_path_factory.mktemp("saved")))
     folder, expected = references[architecture]
     return Case(kind, folder, expected, done(kind, folder, tmp_path_factory.mktemp("saved"), **options))
