@@ -13,7 +13,7 @@ Invariants (tests/unit/weights/test_ipc.py):
      too long a time its files end, so that it fails; a GPU's memory stays until the engine lets go of it.
   C2 no transfer leaves memory behind, neither one that ends well nor one whose worker never comes, or dies. Torch frees
      shared memory when its counter, unsigned and 1 at first, is exactly 0: the engine counts it down, or we do, never
-     both.
+     both. So every rank of an engine has a handle of its own, with its own counter.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class GpuHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBucket:
-    """A bucket in the learner's memory: on a GPU, or in a file."""
+    """A bucket in the learner's memory: on a GPU, with a handle for each rank of the engine, or in a file."""
 
     layout: BucketLayout
-    gpu: GpuHandle | None = None
+    gpu: tuple[GpuHandle, ...] = ()
     start: int = 0
     file: str = ""
 
@@ -103,7 +103,7 @@ def begin(
     if not request.has_joined:
         offer = TransferOffer(incarnation=incarnation, policy_version=policy_version)
         return Transfer(offer=offer, send=lambda: None)
-    handover = _Handover(snapshot, ring)
+    handover = _Handover(snapshot, ring, num_ranks=request.num_ranks)
     offer = TransferOffer(incarnation=incarnation, policy_version=policy_version, payload=encode(handover.offer))
     return Transfer(offer=offer, send=handover.run)
 
@@ -114,7 +114,8 @@ class _Handover:
     The engine maps all buckets at once, so on a GPU kept buckets take memory while they are handed over.
     """
 
-    def __init__(self, snapshot: Snapshot, ring: Ring) -> None:
+    def __init__(self, snapshot: Snapshot, ring: Ring, *, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self._on_gpu: list[Bucket] = []
         self._num_bytes = snapshot.num_bytes
         self._handles: list[GpuHandle] = []
@@ -140,8 +141,9 @@ class _Handover:
         layout = layout_of(bucket)
         if bucket.data.is_cuda:
             self._on_gpu.append(bucket)
-            self._handles.append(_gpu_memory(bucket.data))
-            return SharedBucket(layout=layout, gpu=self._handles[-1], start=int(bucket.data.storage_offset()))
+            handles = tuple(_gpu_memory(bucket.data) for _ in range(self._num_ranks))
+            self._handles += handles
+            return SharedBucket(layout=layout, gpu=handles, start=int(bucket.data.storage_offset()))
         # It ends with this process, and a container's small /dev/shm is no limit.
         stream = self._ends.enter_context(os.fdopen(os.memfd_create("asyncrl-weights"), "wb"))
         stream.write(memoryview(bucket.data.numpy()))  # type: ignore[arg-type]
@@ -270,7 +272,7 @@ class IPCReceiver:
 def take_shared(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield copies of the tensors that a payload (IPCOffer) describes.  See Source in weights/port.py."""
     for shared in decode(payload, IPCOffer).buckets:
-        data = _map_gpu(shared, device) if shared.gpu is not None else _map_file(shared.file)
+        data = _map_gpu(shared, shared.gpu[_rank()]) if shared.gpu else _map_file(shared.file)
         for name, tensor in Bucket(entries=entries_of(shared.layout), data=data).tensors():
             yield name, tensor.to(device, copy=True)
         if data.is_cuda:  # the copies must end before the learner may use this memory again
@@ -284,9 +286,12 @@ def _map_file(file: str) -> torch.Tensor:
     return torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c"))  # copy-on-write: torch wants writable memory
 
 
-def _map_gpu(shared: SharedBucket, device: torch.device) -> torch.Tensor:
-    memory = shared.gpu
-    assert memory is not None
+def _rank() -> int:
+    """Return which rank of its engine this process is."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _map_gpu(shared: SharedBucket, memory: GpuHandle) -> torch.Tensor:
     index = next((number for number in range(torch.cuda.device_count()) if _uuid(number) == memory.gpu), None)
     if index is None:
         raise WeightsError(f"the learner's weights are on GPU {memory.gpu}, which this process does not see")

@@ -153,6 +153,10 @@ class Sender:
             self._newest = None
 
     def begin(self, request: TransferRequest) -> Transfer:
+        if request.num_ranks > _MAX_RANKS:
+            raise WeightsError(
+                f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
+            )
         (incarnation, policy_version), snapshot = self._held()
         if is_encoded(request.payload, IPCRequest):
             return ipc.begin(
@@ -223,10 +227,6 @@ class PartSender(PartWorker):
 
     def _begin(self, snapshot: Snapshot, command: PartCommand, request: TransferRequest) -> CollectiveOffer:
         """Prepare a transfer: of our part, or only of the name and address of the group to join."""
-        if request.num_ranks > _MAX_RANKS:
-            raise WeightsError(
-                f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
-            )
         name = group_of_part(request.group, command.number)
         kind = _kind_of(snapshot)
         at_once = _buckets_at_once(request) if kind == "nccl" else 1

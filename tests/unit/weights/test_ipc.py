@@ -7,9 +7,11 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.errors import WeightsError
@@ -17,11 +19,12 @@ from asyncrl.messages import SamplingParams
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.os_process import process_space
-from asyncrl.tensors.snapshot import Kept, Snapshot
+from asyncrl.tensors.snapshot import Bucket, Kept, Snapshot
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import IPCOffer, IPCReceiver, IPCRequest
 from asyncrl.weights.nccl_channel import CollectiveReceiver, NCCLChannel, NearestReceiver
 from asyncrl.weights.port import Ask
+from asyncrl.weights.ring import Ring
 from tests.harness.engines import PROMPT, Check, Model
 from tests.harness.transfers import join, offering, receive, snapshot
 
@@ -103,6 +106,45 @@ async def test_shared_memory_is_counted_down_once_by_the_engine_that_took_it_or_
             worker.send(ipc._TAKEN)
     await sending
     assert len(counted) == (last == "closed")
+
+
+def test_every_rank_of_an_engine_has_a_handle_with_a_counter_of_its_own(
+    channel: NCCLChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that counted down the same one would leave it at -1, and the memory of every version allocated."""
+    counters = [f"counter {number}".encode() for number in range(2)]
+    unused = iter(counters)
+    monkeypatch.setattr(ipc, "_gpu_memory", lambda _: handle(next(unused)))
+    monkeypatch.setattr(ipc, "_CONNECT_SECONDS", 0.01)
+    on_gpu = cast(Any, SimpleNamespace(is_cuda=True, storage_offset=lambda: 0))
+    handover = ipc._Handover(Snapshot.from_tensors([("w", torch.zeros(1))]), Ring(), num_ranks=2)
+    shared = handover._share(Bucket(entries=(), data=on_gpu))
+    counted = list[bytes]()
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_release_ipc_counter_cuda", lambda counter, _: counted.append(counter), raising=False
+    )
+    with pytest.raises(WeightsError):
+        handover.run()
+    assert counted == counters
+
+    mapped = list[bytes]()
+
+    def map_gpu(_: ipc.SharedBucket, memory: ipc.GpuHandle) -> torch.Tensor:
+        mapped.append(memory.counter)
+        return torch.empty(0)
+
+    monkeypatch.setattr(ipc, "_map_gpu", map_gpu)
+    payload = encode(IPCOffer(address="", buckets=(shared,)))
+    for rank in range(2):
+        monkeypatch.setattr(ipc, "_rank", lambda rank=rank: rank)
+        assert not list(ipc.take_shared(payload, torch.device("cpu")))
+    assert mapped == counters
+
+
+def handle(counter: bytes) -> ipc.GpuHandle:
+    return ipc.GpuHandle(
+        gpu="", handle=b"", num_bytes=0, offset=0, counter=counter, counter_offset=0, event=b"", waits_for_event=False
+    )
 
 
 async def test_a_receiver_says_that_its_engine_took_the_weights(

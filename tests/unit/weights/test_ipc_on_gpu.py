@@ -21,20 +21,23 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 ELEMENTS = 2**20
 
 
-def take(payload: bytes, expected: float) -> None:
-    """What a worker and its engine do, in one process."""
+def take(payload: bytes, expected: float, ranks: int) -> None:
+    """What a worker and its engine's ranks do, in one process."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(decode(payload, IPCOffer).address)
         assert connection.recv(1)
-        for _, tensor in ipc.take_shared(payload, torch.device("cuda", 0)):
-            assert bool((tensor == expected).all())
-        del tensor
+        for rank in range(ranks):
+            ipc._rank = lambda rank=rank: rank  # type: ignore[misc]
+            for _, tensor in ipc.take_shared(payload, torch.device("cuda", 0)):
+                assert bool((tensor == expected).all())
+            del tensor
         connection.send(ipc._TAKEN)
 
 
-def test_no_version_leaves_memory_behind() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_version_leaves_memory_behind(ranks: int) -> None:
     request = TransferRequest(
-        engine="w0", group="w0", num_ranks=1, has_joined=True, payload=encode(IPCRequest(space=process_space()))
+        engine="w0", group="w0", num_ranks=ranks, has_joined=True, payload=encode(IPCRequest(space=process_space()))
     )
     sender, allocated = Sender("127.0.0.1"), list[int]()
     for version in range(3):
@@ -44,7 +47,9 @@ def test_no_version_leaves_memory_behind() -> None:
         transfer = sender.begin(request)
         sending = threading.Thread(target=transfer.send)
         sending.start()
-        engine = multiprocessing.get_context("spawn").Process(target=take, args=(transfer.offer.payload, version))
+        engine = multiprocessing.get_context("spawn").Process(
+            target=take, args=(transfer.offer.payload, version, ranks)
+        )
         engine.start()
         engine.join()
         sending.join()
