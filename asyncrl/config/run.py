@@ -344,10 +344,12 @@ class WeightsSection:
     models_every: int = 0
     """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
     keeps none."""
-    quantization: Literal["", "fp8", "fp8_ue8m0"] = ""
+    quantization: Literal["", "fp8", "fp8_ue8m0", "int4", "int4_group32"] = ""
     """Format in which engines receive the weight matrices of the layers; experimental. fp8: 8 bits, with one scale per
-    block of 128 x 128. fp8_ue8m0: the same with powers of two as scales, as slime's --force-fp8-ue8m0-scale. Empty:
-    the same format as in training."""
+    block of 128 x 128. fp8_ue8m0: the same with powers of two as scales, as slime's --force-fp8-ue8m0-scale. int4:
+    routed experts alone in 4 bits, with one scale per 128 numbers of a row (compressed-tensors, W4A16), to which the
+    learner rounds them in its passes, too (learner.options.fake_quantization). int4_group32: one per 32, as
+    Kimi-K2-Thinking. Empty: the same format as in training."""
     after_write: str = ""
     """"package.module:function" of your own that is called as function(version) in the learner, beside its steps, when
     a version is stored, before engines are told of its folder: version.uri is the folder (with "objects" its key), and

@@ -20,8 +20,8 @@ class EngineAdapter(Adapter):
     section: ClassVar[str] = "engine"
 
     takes: ClassVar[frozenset[str]] = frozenset()
-    """What the engine can load besides whole models in their trained dtype: "adapters" (learner.lora.publish), "fp8"
-    and "fp8_ue8m0" (weights.quantization)."""
+    """What the engine can load besides whole models in their trained dtype: "adapters" (learner.lora.publish), and
+    values of weights.quantization."""
 
     generates: ClassVar[bool] = True
     """False for an engine that serves only rollout functions without generation."""

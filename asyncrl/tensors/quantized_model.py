@@ -1,6 +1,7 @@
 """The formats of weights.quantization, and folders whose matrices of layers are in one of them.
 
-Only these matrices are quantized. Norms, embeddings, the output layer and routers keep their dtype.
+Only these matrices are quantized, in 4 bits only those of routed experts. Norms, embeddings, the output layer and
+routers keep their dtype.
 Tests: tests/unit/tensors/test_quantized_model.py.
 """
 
@@ -10,7 +11,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,18 +26,33 @@ from asyncrl.tensors import fp8, int4, weight_files
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
+FORMATS: Final = ("fp8", fp8.ROUND, *int4.GROUPS)
+"""Values of weights.quantization."""
 _NAME_LENGTH: Final = 12
 """Digits of a model's fingerprint in the name of its folder."""
 
 
 def quantize_tensors(tensors: Tensors, quantization: str) -> Tensors:
     """Yield ``tensors`` in that format; unchanged for an empty one."""
+    if quantization in int4.GROUPS:
+        return int4.quantize_experts(tensors, group=int4.GROUPS[quantization])
     return fp8.quantize_tensors(tensors, quantization) if quantization else tensors
+
+
+def config(quantization: str) -> dict[str, Any]:
+    """Return the quantization_config of a folder in that format."""
+    if quantization in int4.GROUPS:
+        return int4.config([int4.ALL_BUT_EXPERTS], group=int4.GROUPS[quantization])
+    return fp8.config(quantization)
 
 
 def are_quantized(names: Iterable[str]) -> bool:
     """Whether tensors with these names are in a format of weights.quantization."""
-    return any(fp8.is_scale(name) for name in names)
+    return any(_is_beside(name) for name in names)
+
+
+def _is_beside(name: str) -> bool:
+    return fp8.is_scale(name) or int4.is_beside(name)
 
 
 def find_scale(model: Path) -> str:
@@ -43,7 +60,7 @@ def find_scale(model: Path) -> str:
     for file in weight_files.paths(model):
         with safe_open(os.fspath(file), framework="pt") as stored:
             names: list[str] = stored.keys()
-        if found := [name for name in names if fp8.is_scale(name) or int4.is_beside(name)]:
+        if found := [name for name in names if _is_beside(name)]:
             return found[0]
     return ""
 
@@ -72,7 +89,8 @@ def model_folder(model: Path, into: Path, quantization: str) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
         temporary.mkdir()
         try:
-            write_folder(model, temporary, quantization)
+            quantize = partial(quantize_tensors, quantization=quantization)
+            write_folder(model, temporary, quantize, lambda _: config(quantization))
             sync(*temporary.iterdir(), temporary)
             temporary.rename(made)
             sync(into.parent)
@@ -81,10 +99,12 @@ def model_folder(model: Path, into: Path, quantization: str) -> Path:
     return made
 
 
-def write_folder(model: Path, folder: Path, quantization: str, *, group: int = int4.GROUP) -> None:
-    """Write the model in the Hugging Face folder ``model`` to ``folder``, in "fp8", "fp8_ue8m0" or "int4".
+def write_folder(
+    model: Path, folder: Path, quantize: Callable[[Tensors], Tensors], describe: Callable[[list[str]], dict[str, Any]]
+) -> None:
+    """Write the model in the Hugging Face folder ``model`` to ``folder``, with what ``quantize`` makes of its tensors.
 
-    group: numbers that share a scale in int4
+    describe: returns the quantization_config, from the linear modules whose matrices are not quantized
 
     One weight file is in memory at a time. Raises OSError, ValueError, WeightsError.
     """
@@ -92,12 +112,7 @@ def write_folder(model: Path, folder: Path, quantization: str, *, group: int = i
     kept: list[str] = []
     files = weight_files.paths(model)  # a folder may hold the weights a second time, as consolidated.safetensors
     for file in files:
-        tensors = _tensors(file)
-        made = dict(
-            int4.quantize_tensors(tensors, group=group)
-            if quantization == "int4"
-            else fp8.quantize_tensors(tensors, quantization)
-        )
+        made = dict(quantize(_tensors(file)))
         save_file(made, folder / file.name, metadata={"format": "pt"})
         index |= dict.fromkeys(made, file.name)
         kept += [name for name, one in made.items() if one.ndim == 2 and _is_linear(name)]
@@ -107,9 +122,7 @@ def write_folder(model: Path, folder: Path, quantization: str, *, group: int = i
     if files[0].name != weight_files.WEIGHTS_FILE:
         text = json.dumps({"metadata": {}, "weight_map": index})
         (folder / weight_files.INDEX_FILE).write_text(text)
-    ignored = [name.removesuffix(".weight") for name in kept]
-    about = int4.config(ignored, group=group) if quantization == "int4" else fp8.config(quantization)
-    describe_quantization(folder / "config.json", about)
+    describe_quantization(folder / "config.json", describe([name.removesuffix(".weight") for name in kept]))
 
 
 def _is_linear(name: str) -> bool:

@@ -28,8 +28,8 @@ class ChannelAdapter(Adapter):
     section: ClassVar[str] = "weights"
 
     takes: ClassVar[frozenset[str]] = frozenset()
-    """What the channel can store besides whole models as trained: "adapters" (learner.lora.publish), "fp8" and
-    "fp8_ue8m0" (weights.quantization)."""
+    """What the channel can store besides whole models as trained: "adapters" (learner.lora.publish), and
+    values of weights.quantization."""
 
     sends_from_memory: ClassVar[bool] = False
     """Whether engines get versions from the learner's memory, which needs both to be up at the same time."""

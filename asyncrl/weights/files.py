@@ -35,7 +35,7 @@ from asyncrl.durable_files import sync, write_whole
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
-from asyncrl.tensors import adapter_names, fp8, quantized_model, safetensors_file, weight_files
+from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
 from asyncrl.tensors.snapshot import AnyBucket, HostBucket, PartWorker, Snapshot
 from asyncrl.tensors.weight_files import WeightFile
@@ -54,7 +54,7 @@ _WRITERS: Final = 4
 class FilesChannel(ChannelAdapter):
     """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer and any number of readers, in any process."""
 
-    takes = frozenset({"adapters", "fp8", "fp8_ue8m0"})
+    takes = frozenset({"adapters", *quantized_model.FORMATS})
     takes_parts = True
 
     @classmethod
@@ -104,7 +104,7 @@ class FilesChannel(ChannelAdapter):
             if adapters is not None:
                 (temporary / CONFIG_FILE).write_text(json.dumps(adapters, indent=1))
             if quantized_model.are_quantized(name for one in files for name in one.names):
-                about = fp8.config(self._quantization)
+                about = quantized_model.config(self._quantization)
                 quantized_model.describe_quantization(temporary / "config.json", about)
             num_bytes = sum(one.num_bytes for one in files)
             sha256 = _complete(temporary, files)

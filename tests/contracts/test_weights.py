@@ -17,7 +17,7 @@ from asyncrl.bus.memory.stores import Objects
 from asyncrl.config import WeightsSection
 from asyncrl.errors import BackendError, WeightsError
 from asyncrl.messages import replace
-from asyncrl.tensors import fp8, quantized_model
+from asyncrl.tensors import quantized_model
 from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import files
@@ -97,16 +97,16 @@ def test_a_large_part_is_several_files_which_load_as_a_hugging_face_model(
     assert not names or (len(names) > ranks and first in names)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "fp8_ue8m0"])
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_ue8m0", "int4"])
 def test_quantized_versions_say_their_format(tmp_path: Path, model_path: Path, quantization: str) -> None:
     channel = FilesChannel(tmp_path / "weights", keep=2, model_path=model_path, quantization=quantization)
-    given = {"model.norm.weight": torch.ones(8), "model.layers.0.mlp.up_proj.weight": torch.ones(128, 128)}
+    given = {"model.norm.weight": torch.ones(8), "model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(128, 128)}
     for version in (1, 2):  # the second version takes its config from the first
         exported = Snapshot.from_tensors(quantized_model.quantize_tensors(given.items(), quantization))
         weights = channel.publish(exported, incarnation=0, policy_version=version)
         folder = channel.verify(weights)
         config = json.loads((folder / "config.json").read_text())
-        assert config["quantization_config"] == fp8.config(quantization)
+        assert config["quantization_config"] == quantized_model.config(quantization)
         assert set(read_shapes(folder)) == {entry.name for entry in exported.entries}
 
 

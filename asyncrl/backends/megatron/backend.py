@@ -54,6 +54,7 @@ from asyncrl.messages import codec
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch, of_one_length
+from asyncrl.tensors import int4
 from asyncrl.tensors.device import read_gpu_memory, read_host_memory, resolve_device
 from asyncrl.tensors.snapshot import Snapshot
 
@@ -219,7 +220,10 @@ class MegatronBackend(BackendAdapter):
                 "weights, and only moments can leave it; use offload_optimizer, or bfloat16"
             )
         refusals.check(
-            run, balances_experts=options.aux_loss_coefficient > 0, recomputes_all=options.recompute == "full"
+            run,
+            balances_experts=options.aux_loss_coefficient > 0,
+            recomputes_all=options.recompute == "full",
+            rounds_experts=options.fake_quantization == "auto" and run.weights.quantization in int4.GROUPS,
         )
         frozen.check(run, are_fused=True)
         lora.check(run)

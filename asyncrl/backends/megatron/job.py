@@ -16,6 +16,7 @@ from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.config.adapter import Layout
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.tensors import int4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,12 @@ class Options:
     """Train the model's multi-token-prediction layers, with which engines speculate, on the policy's tokens: this
     factor of their negative log likelihood, a mean over the batch's trained tokens and the layers. slime's
     --mtp-loss-scaling-factor is 0.2. The policy itself gets no gradient of it. 0: they are left out of the model."""
+    fake_quantization: Literal["auto", "off"] = "auto"
+    """Quantization-aware training. auto: where engines get experts in 4 bits (weights.quantization = "int4" or
+    "int4_group32"), the policy's experts compute with the numbers that engines have: every pass rounds their weights,
+    and gradients pass rounding unchanged (straight-through). Optimizer and checkpoints have the whole weights; other
+    models of the learner, such as the reference, are not rounded. As OPEN_TRAINING_INT4_FAKE_QAT_FLAG of slime and
+    Miles. off: engines alone round."""
     linear_attention: Literal["auto", "torch"] = "auto"
     """Kernels of linear attention (Qwen3-Next, Qwen3.5). auto: flash-linear-attention on CUDA in 16 bits, if it is
     installed and computes what plain torch does in a first try. torch: plain torch."""
@@ -114,6 +121,11 @@ class Job:
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    @property
+    def rounding_group(self) -> int:
+        """Numbers of a row that share a scale, if the policy's experts are rounded to 4 bits in every pass, else 0."""
+        return int4.GROUPS.get(self.quantization, 0) if self.options.fake_quantization == "auto" else 0
 
     @property
     def trained(self) -> dict[str, AuxiliaryModel]:

@@ -21,7 +21,7 @@ from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron import adapters
 from asyncrl.backends.megatron.forward_backward import forward_backward
 from asyncrl.backends.megatron.job import Job, Outputs
-from asyncrl.backends.megatron.mixture import biases
+from asyncrl.backends.megatron.mixture import biases, round_experts
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
 from asyncrl.backends.megatron.process_groups import (
     expert_parallel_group,
@@ -63,6 +63,8 @@ class LoadedModel:
         self._stages = build_stages(
             job, self._shape, device, head=self._model.head, num_draft_layers=self._num_draft_layers
         )
+        if self._is_policy and job.rounding_group:
+            round_experts(self._stages, group=job.rounding_group)
         self._maps: dict[str, Mapping] = {}
         self._parameters: dict[str, torch.Tensor] = {}
         self._lora = self._model.optimizer.lora if self._model.optimizer else None

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.expert_bias import with_bias
 from asyncrl.backends.kernels.expert_rows import ExpertRows
+from asyncrl.backends.kernels.rounded_experts import rounded_product
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import Adapter
 from asyncrl.backends.megatron.layers import Layer, RowParameters, recompute_selectively
@@ -97,6 +98,8 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
 
     gate_up [experts, 2 F, H], down [experts, H, F]. Of ranks that share an expert, each has a part of F, and Megatron's
     dispatcher gives all of them its tokens and adds up what they return.
+
+    int4_group: numbers of a row that share a scale, if the experts compute with the weights that engines have in 4 bits
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *_: Any, **__: Any) -> None:
@@ -105,6 +108,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         self.num_local_experts = num_local_experts
         self.gate_up = self._weights(num_local_experts, 2 * size, width)
         self.down = self._weights(num_local_experts, width, size)
+        self.int4_group = 0
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
 
@@ -129,19 +133,22 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             return self._output(gated, ends, scores), None
 
     def _mixed(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return _apply_experts(hidden, self.gate_up, self.gate_up_adapter, ends)
+        return self._apply_experts(hidden, self.gate_up, self.gate_up_adapter, ends)
 
     def _gate(self, mixed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return fused.scored_swiglu(mixed, scores)
 
     def _output(self, gated: torch.Tensor, ends: torch.Tensor, _scores: torch.Tensor) -> torch.Tensor:
-        return _apply_experts(gated, self.down, self.down_adapter, ends)
+        return self._apply_experts(gated, self.down, self.down_adapter, ends)
 
-
-def _apply_experts(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
-    """x [N, in], sorted by expert; weights [experts, out, in]; rows of expert i end at ends[i] -> [N, out]"""
-    output = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-    return output if adapter is None or not adapter.is_on else output + adapter.forward_experts(x, ends)
+    def _apply_experts(
+        self, x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """x [N, in], sorted by expert; weights [experts, out, in]; rows of expert i end at ends[i] -> [N, out]"""
+        if self.int4_group:
+            return rounded_product(x, weights, ends, self.int4_group)
+        output = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+        return output if adapter is None or not adapter.is_on else output + adapter.forward_experts(x, ends)
 
 
 # -- gpt-oss: a router and experts with biases, and a clamped gate -----------------------------------------------------
@@ -270,6 +277,14 @@ def mixture(
     shared = ModuleSpec(module=SharedExpertMLP, submodules=of_shared_expert)
     submodules = MoESubmodules(router=router, experts=ModuleSpec(module=experts), shared_experts=shared)
     return ModuleSpec(module=Mixture, submodules=submodules)
+
+
+def round_experts(stages: Iterable[torch.nn.Module], *, group: int) -> None:
+    """Let the experts of a rank's stages compute with the weights that engines have in 4 bits (tensors/int4.py)."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, GroupedExperts):
+                module.int4_group = group
 
 
 def tallies(stages: Iterable[torch.nn.Module]) -> dict[int, RouterTally]:

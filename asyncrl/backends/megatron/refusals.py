@@ -14,7 +14,7 @@ from asyncrl.backends.lora import EXPERT_ALIGNMENT
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.config.adapter import Layout, RunConfig
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.tensors import fp8
+from asyncrl.tensors import fp8, int4
 from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
 
 _UNEVEN: Final = (
@@ -26,7 +26,9 @@ _UNEVEN: Final = (
 """Megatron's fields for stages of different lengths. Megatron checks their values."""
 
 
-def check(run: RunConfig, *, balances_experts: bool, recomputes_all: bool = False) -> None:
+def check(
+    run: RunConfig, *, balances_experts: bool, recomputes_all: bool = False, rounds_experts: bool = False
+) -> None:
     """Raise ConfigError for models that the run's learner cannot train, or its engines cannot load."""
     own = huggingface.load_family(run.model.family)
     for key, folder in run.model_paths.items():
@@ -44,7 +46,13 @@ def check(run: RunConfig, *, balances_experts: bool, recomputes_all: bool = Fals
             if shape.vision:
                 _require_tower(run, shape, recomputes_all=recomputes_all)
             if run.weights.quantization:
-                require_quantizable(shape, run.weights.quantization)
+                require_quantizable(shape, run.weights.quantization, ranks=run.learner.layout.expert_tensor)
+            if rounds_experts and run.learner.lora.rank:
+                raise ConfigError(
+                    f'weights.quantization: "{run.weights.quantization}" rounds sums of weights and adapters, and the '
+                    "learner would round weights alone; remove learner.lora, or set learner.options.fake_quantization "
+                    '= "off"'
+                )
 
 
 def _require_tower(run: RunConfig, shape: ModelShape, *, recomputes_all: bool) -> None:
@@ -179,9 +187,12 @@ def require_aligned_experts(shape: ModelShape, dtype: str, *, where: str, ranks:
             )
 
 
-def require_quantizable(shape: ModelShape, quantization: str) -> None:
+def require_quantizable(shape: ModelShape, quantization: str, *, ranks: int = 1) -> None:
     """Raise ConfigError for models that read images or have an indexer, whose experts are one tensor, or whose sizes
-    the format's block does not divide."""
+    the format's block does not divide.
+
+    ranks: that share an expert, each of which rounds its own part
+    """
     if shape.vision:
         raise ConfigError(f'weights.quantization: "{quantization}" was not tried with a vision tower; remove it')
     if shape.latent and shape.latent.indexer:
@@ -194,6 +205,9 @@ def require_quantizable(shape: ModelShape, quantization: str) -> None:
             f'weights.quantization: "{quantization}" is for matrices, and the experts of a layer are one tensor in '
             "this model; remove it"
         )
+    if quantization in int4.GROUPS:
+        _require_groups(shape, quantization, ranks)
+        return
     block, experts, latent = fp8.BLOCK, shape.experts, shape.latent
     sizes = {"hidden_size": shape.hidden_size}
     if experts is None or experts.dense_layers:
@@ -210,6 +224,24 @@ def require_quantizable(shape: ModelShape, quantization: str) -> None:
         if size % block:
             raise ConfigError(
                 f'weights.quantization: "{quantization}" has blocks of {block} numbers, and {name} is {size}; remove it'
+            )
+
+
+def _require_groups(shape: ModelShape, quantization: str, ranks: int) -> None:
+    """Raise ConfigError unless the model has experts whose rows can be divided into groups with a scale each."""
+    if shape.experts is None:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}" is for routed experts, and the model has none: SGLang loads other '
+            'matrices in 4 bits only when it starts; use "fp8"'
+        )
+    group, size = int4.GROUPS[quantization], shape.experts.feed_forward_size
+    for name, numbers, parts in (("hidden_size", shape.hidden_size, 1), ("moe_intermediate_size", size, ranks)):
+        if numbers % (parts * group):
+            shared = f", shared by expert_tensor_parallel = {parts} ranks" if parts > 1 else ""
+            mend = 'use "int4_group32"' if group > 32 and numbers % (parts * 32) == 0 else "remove it"
+            raise ConfigError(
+                f'weights.quantization: "{quantization}" has groups of {group} numbers, and {name} is {numbers}'
+                f"{shared}; {mend}"
             )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 from asyncrl.data.model_folder import check_model, new_folder
@@ -53,12 +54,19 @@ def quantize(source: Path, destination: Path, quantization: str, *, group: int =
         raise ConfigError(
             f"{source}: gpt-oss holds all experts of a layer in one tensor, which {quantization} does not"
         )
-    from asyncrl.tensors.quantized_model import find_scale, write_folder  # imports torch
+    from asyncrl.tensors import fp8, int4  # import torch
+    from asyncrl.tensors.quantized_model import find_scale, write_folder
 
     if name := find_scale(source):
         raise ConfigError(f"{source}: has {name}, so its weights are quantized, although config.json does not say so")
     with new_folder(destination) as folder:
         try:
-            write_folder(source, folder, quantization, group=group)
+            if quantization == "int4":
+                write_folder(
+                    source, folder, partial(int4.quantize_tensors, group=group), partial(int4.config, group=group)
+                )
+            else:
+                eight_bits = partial(fp8.quantize_tensors, quantization=quantization)
+                write_folder(source, folder, eight_bits, lambda _: fp8.config(quantization))
         except ValueError as error:
             raise ConfigError(f"{source}: {error}; use a smaller --group, or --format fp8") from None

@@ -25,6 +25,7 @@ from asyncrl.engines.sglang.options import (
     option_name,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.tensors import int4
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ _DRAFT_IS_LOADED: Final = (
     "engine.options: server_arguments: speculative-draft-model-path: SGLang would load the policy into the draft model "
     "as well; remove dp-size and weights.quantization, and use engines of one machine"
 )
+_LEAST_OF_MARLIN: Final = 64
+"""Its kernels take a matrix in tiles of this width or its multiples (gptq_marlin_repack of 0.5.23)."""
 _TEXT_PARTS: Final = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 _FIRST_WITH_TEXT_PARTS = (0, 5, 23)
 """SGLang 0.5.16 has these behind their vision towers alone; 0.5.23 by themselves, too."""
@@ -118,6 +121,11 @@ def check_attached(run: RunConfig) -> None:
     """Raise ConfigError for what a server that we did not launch cannot do."""
     if run.run.colocated:
         raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
+    if run.weights.quantization in int4.GROUPS:
+        raise ConfigError(
+            f'engine.options.url: versions in "{run.weights.quantization}" (weights.quantization) were not tried with '
+            "servers that asyncrl does not launch; remove url"
+        )
     grouped = len(run.pool_workers)
     workers = max(run.rollout.workers, run.rollout.most_workers) + grouped + run.num_evaluation_workers
     if workers > 1:  # they would load their weights into the same server
@@ -236,6 +244,33 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
         other = "" if architectures[0] in _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
         raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
+
+
+def check_experts(model_path: Path, *, quantization: str, dtype: str, options: Options) -> None:
+    """Raise ConfigError for experts that SGLang's kernels do not take in 4 bits. Ignores a folder that cannot be read.
+
+    Each GPU has a part of every expert; with expert parallelism (ep-size), of those of its group.
+    """
+    group = int4.GROUPS.get(quantization)
+    if not group:
+        return
+    if dtype != "bfloat16":
+        raise ConfigError(f'weights.quantization: SGLang computes with "{quantization}" in bfloat16; set model.dtype')
+    try:
+        config = decoder_config(json.loads((model_path / "config.json").read_text()))
+    except (OSError, ValueError, AttributeError):
+        return
+    given = {option_name(key): value for key, value in options.server_arguments.items()}
+    groups = given.get("ep-size", given.get("expert-parallel-size", given.get("ep", 1)))
+    ranks = max(1, options.tensor_parallel // (groups if isinstance(groups, int) and groups > 0 else 1))
+    size = config.get("moe_intermediate_size") or config.get("intermediate_size")
+    multiple = max(group, _LEAST_OF_MARLIN)
+    if isinstance(size, int) and size % (ranks * multiple):
+        smaller = ' or weights.quantization = "int4_group32",' if size % (ranks * _LEAST_OF_MARLIN) == 0 else ""
+        raise ConfigError(
+            f"engine.options: tensor_parallel: {ranks} GPUs share an expert of {size} numbers, of which each needs a "
+            f'multiple of {multiple} in "{quantization}"; use fewer,{smaller} or ep-size in server_arguments'
+        )
 
 
 def check_text_part(architecture: str, *, version: tuple[int, ...]) -> None:

@@ -40,6 +40,7 @@ from asyncrl.engines.sglang.checks import (
     check_attached,
     check_draft,
     check_dtype,
+    check_experts,
     check_installed,
     check_machines,
     check_memory_saver,
@@ -76,6 +77,7 @@ from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.tensors import int4
 from asyncrl.tensors.device import read_gpu_memory, resolve_device
 from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.version import VERSION
@@ -170,6 +172,7 @@ class SGLangEngine(EngineAdapter):
                 'learner.lora.modules, such as ["q_proj", "k_proj", "v_proj", "o_proj"], or use publish = "merged"'
             )
         check_architecture(path, device=device, quantization=quantization, options=options)
+        check_experts(path, quantization=quantization, dtype=run.model.dtype, options=options)
         check_vision(path)
 
     @classmethod
@@ -532,6 +535,7 @@ class SGLangEngine(EngineAdapter):
         self._loader.has_sessions = await self._client.has_endpoint("/begin_weight_update")
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
+        self._loader.captures_graphs = quantization in int4.GROUPS
         self._loader.is_whole = is_whole(info)
         self._loader.keeps_draft = is_ours and keeps_draft(info)
         if self._reports_experts and not info.get(EXPERTS_OPTION.replace("-", "_")):

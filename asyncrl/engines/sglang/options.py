@@ -20,12 +20,23 @@ from typing import Any, Final, Literal
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.checks import require_http
 from asyncrl.errors import ConfigError
+from asyncrl.tensors import int4
 
 LOADER = "asyncrl.engines.sglang.loader.load"
 """Loader of weight files in servers launched by us."""
 
-QUANTIZATIONS: Mapping[str, str] = {"fp8": "fp8", "fp8_ue8m0": "fp8"}
+QUANTIZATIONS: Mapping[str, str] = {
+    "fp8": "fp8",
+    "fp8_ue8m0": "fp8",
+    **dict.fromkeys(int4.GROUPS, "compressed-tensors"),
+}
 """SGLang's names for the values of weights.quantization."""
+
+INT4_ARGUMENTS: Mapping[str, Any] = {
+    "moe-runner-backend": "marlin",  # Blackwell's default, Triton, cannot undo its repacking before a load
+    "disable-prefill-cuda-graph": True,  # a load moves Marlin's workspaces, and these graphs are not captured anew
+}
+"""For experts in 4 bits. Of graphs for decoding, every load captures new ones (weights.py)."""
 
 CPU_ARGUMENTS: Mapping[str, Any] = {
     "attention-backend": "torch_native",  # the default needs AMX kernels

@@ -23,6 +23,7 @@ from asyncrl import os_process
 from asyncrl.data.model_folder import ExpertCounts, context_of, decoder_config, experts_of
 from asyncrl.engines.sglang.options import (
     CPU_ARGUMENTS,
+    INT4_ARGUMENTS,
     LOADER,
     QUANTIZATIONS,
     Options,
@@ -33,7 +34,7 @@ from asyncrl.engines.sglang.options import (
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.program import Program
-from asyncrl.tensors import quantized_model
+from asyncrl.tensors import int4, quantized_model
 from asyncrl.tensors.exact_environment import EXACT_ENVIRONMENT
 from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
 
@@ -137,6 +138,7 @@ def server_command(
         **(CPU_ARGUMENTS if device == "cpu" else {}),
         **prefill_arguments(model_path, server_arguments, device=device, tensor_parallel=tensor_parallel),
         **({"quantization": QUANTIZATIONS[quantization]} if quantization else {}),
+        **(INT4_ARGUMENTS if quantization in int4.GROUPS else {}),
         **{option_name(key): value for key, value in server_arguments.items()},
     }
     command = os_process.module_command("sglang.launch_server")

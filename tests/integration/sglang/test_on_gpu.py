@@ -185,7 +185,14 @@ def sampled(answers: Answers) -> NDArray[np.float32]:
 
 
 async def hold_two_versions(
-    engine: Any, backend: Backend, folder: Path, record: Record, *, mean: float = 0.08, version: int = 1
+    engine: Any,
+    backend: Backend,
+    folder: Path,
+    record: Record,
+    *,
+    mean: float = 0.08,
+    version: int = 1,
+    quantization: str = "",
 ) -> None:
     """The engine's logprobs are the learner's, before and after a step; the step moves them far more than they differ.
 
@@ -197,7 +204,7 @@ async def hold_two_versions(
     first = trained(backend, before)
     backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
     moved = float(np.abs(trained(backend, before) - first).mean())
-    channel = FilesChannel(folder.parent / "weights", keep=2, model_path=folder)
+    channel = FilesChannel(folder.parent / "weights", keep=2, model_path=folder, quantization=quantization)
     await engine.load(channel.publish(backend.export(), incarnation=0, policy_version=version))
     after = await answer(engine, prompts(seed=1))
     found = {"before": np.abs(sampled(before) - first), "after": np.abs(sampled(after) - trained(backend, after))}
@@ -366,6 +373,20 @@ async def test_every_version_is_served_in_fp8(
         with learner(folder, quantization=quantization) as backend:
             mean = 0.2 if architecture == "qwen3_moe" else 0.15
             await hold_two_versions(engine, backend, folder, record_property, mean=mean)
+
+
+@pytest.mark.parametrize("quantization", ["int4_group32", "int4"])
+async def test_every_version_is_served_in_int4(quantization: str, tmp_path: Path, record_property: Record) -> None:
+    """weights.quantization: experts in 4 bits, to which the learner rounds them as well, so that both are as close as
+    without. With CUDA graphs, which each of the two loads captures anew."""
+    folder = made(tmp_path / "model", "qwen3_moe")
+    graphs = {"disable-cuda-graph": False, "cuda-graph-max-bs": 16}
+    async with serving(folder, graphs, quantization=quantization, quantized=tmp_path / "quantized") as engine:
+        with learner(folder, quantization=quantization) as backend:
+            for version in (1, 2):
+                await hold_two_versions(
+                    engine, backend, folder, record_property, version=version, quantization=quantization
+                )
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3"])

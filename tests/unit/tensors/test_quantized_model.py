@@ -1,8 +1,9 @@
-"""Weights in fp8: their rounding, and the folders that engines get."""
+"""Weights in 8 and 4 bits: the rounding of fp8, and the folders that engines get."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,11 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.validation import read_shapes
 from asyncrl.tensors import fp8, quantized_model
 
-ENDS = {"fp8": ("", "_scale_inv"), "fp8_ue8m0": ("", "_scale_inv")}
+ENDS = {
+    "fp8": ("", "_scale_inv"),
+    "fp8_ue8m0": ("", "_scale_inv"),
+    "int4_group32": ("_packed", "_scale", "_shape"),
+}
 """What the names of the tensors that replace a matrix end in."""
 
 
@@ -22,12 +27,16 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     model = make_tiny_model(tmp_path / "model", architecture="qwen3_moe")
     made = quantized_model.model_folder(model, tmp_path / "made", quantization)
     before, after = load_file(model / "model.safetensors"), load_file(made / "model.safetensors")
-    matrices = {name for name in before if name.endswith("_proj.weight")}
+    of_experts = ".experts." if quantization == "int4_group32" else ""
+    matrices = {name for name in before if name.endswith("_proj.weight") and of_experts in name}
     kept = before.keys() - matrices
     assert after.keys() - kept == {name + end for name in matrices for end in ENDS[quantization]}
     assert all(torch.equal(after[name], before[name]) for name in kept)
     about = json.loads((made / "config.json").read_text())["quantization_config"]
-    assert about == fp8.CONFIG | ({"scale_fmt": "ue8m0"} if quantization == "fp8_ue8m0" else {})
+    if quantization == "int4_group32":
+        assert about["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    else:
+        assert about == fp8.CONFIG | ({"scale_fmt": "ue8m0"} if quantization == "fp8_ue8m0" else {})
     assert quantized_model.are_quantized(after)
     assert not quantized_model.are_quantized(before)
     assert (made / "tokenizer.json").exists()
@@ -36,6 +45,16 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     assert quantized_model.model_folder(model, tmp_path / "made", quantization) == made
     assert (made / "model.safetensors").stat().st_ino == written  # only once
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".made.lock"]
+
+
+def test_modules_that_a_version_in_4_bits_ignores_are_all_but_routed_experts() -> None:
+    """Names of Kimi-K2-Thinking, whose config.json ignores the same ones one by one; SGLang matches as re.match."""
+    (pattern,) = quantized_model.config("int4_group32")["ignore"]
+    layer = "model.layers.1"
+    for name in ("self_attn.kv_b_proj", "mlp.gate", "mlp.shared_experts.up_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        assert re.match(pattern.removeprefix("re:"), f"{layer}.{name}")
+    assert re.match(pattern.removeprefix("re:"), "lm_head")
+    assert not re.match(pattern.removeprefix("re:"), f"{layer}.mlp.experts.0.gate_proj")
 
 
 def test_another_model_has_another_folder_and_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:

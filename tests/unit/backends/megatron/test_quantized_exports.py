@@ -63,13 +63,15 @@ def test_a_published_fp8_model_has_scales_where_the_exports_have_them() -> None:
     assert made[f"{names[0]}_scale_inv"].shape == (2, 1)
 
 
-@pytest.mark.parametrize("quantization", ["fp8"])
 @pytest.mark.parametrize(
-    ("architecture", "problem"),
+    ("quantization", "architecture", "problem"),
     [
-        ("qwen3", "blocks of 128 numbers, and hidden_size is 64; remove it"),
-        ("qwen3_moe", "blocks of 128 numbers, and hidden_size is 64; remove it"),
-        ("gpt_oss", "the experts of a layer are one tensor in this model; remove it"),
+        ("fp8", "qwen3", "blocks of 128 numbers, and hidden_size is 64; remove it"),
+        ("fp8", "qwen3_moe", "blocks of 128 numbers, and hidden_size is 64; remove it"),
+        ("fp8", "gpt_oss", "the experts of a layer are one tensor in this model; remove it"),
+        ("int4", "qwen3_moe", 'groups of 128 numbers, and hidden_size is 64; use "int4_group32"'),
+        ("int4_group32", "qwen3", "is for routed experts, and the model has none"),
+        ("int4_group32", "gpt_oss", "the experts of a layer are one tensor in this model; remove it"),
     ],
 )
 def test_model_whose_matrices_have_no_blocks_is_refused(
@@ -83,8 +85,13 @@ def test_model_whose_matrices_have_no_blocks_is_refused(
 
 def test_models_of_real_sizes_are_taken(tmp_path: Path) -> None:
     shape = read_shape(config_only.write("Qwen3-30B-A3B", tmp_path / "model"))
-    require_quantizable(shape, "fp8")
+    for quantization in ("fp8", "int4", "int4_group32"):
+        require_quantizable(shape, quantization, ranks=2)
     assert shape.experts is not None
     narrow = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, feed_forward_size=704))
     with pytest.raises(ConfigError, match="blocks of 128 numbers, and moe_intermediate_size is 704"):
         require_quantizable(narrow, "fp8")
+    with pytest.raises(ConfigError, match='moe_intermediate_size is 704; use "int4_group32"'):
+        require_quantizable(narrow, "int4")
+    with pytest.raises(ConfigError, match="is 704, shared by expert_tensor_parallel = 4 ranks; remove it"):
+        require_quantizable(narrow, "int4_group32", ranks=4)  # 176 = 5.5 x 32

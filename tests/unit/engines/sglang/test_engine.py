@@ -141,6 +141,22 @@ async def test_a_load_leaves_a_draft_model_of_its_own_alone(
     assert asked["/update_weights_from_tensor"].items() >= says.items()
 
 
+@pytest.mark.parametrize("captures", [True, False])
+async def test_a_load_that_moves_what_graphs_use_captures_them_anew(model: Model, captures: bool) -> None:
+    asked: dict[str, Mapping[str, Any]] = {}
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        asked[path] = body
+        return {"success": True}
+
+    loader = WeightLoader(
+        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), places=Places()
+    )
+    loader.captures_graphs = captures
+    await loader.load(model.version(4), model.folder)
+    assert asked["/update_weights_from_disk"].get("recapture_cuda_graph", False) == captures
+
+
 async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Mapping
@@ -146,6 +147,44 @@ def test_a_server_of_your_own_that_serves_quantized_weights_gets_no_unquantized_
     (tmp_path / "config.json").write_text('{"quantization_config": null}')
     for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}):
         assert checks.ranks_with_loader(info, is_ours=False) == 0
+
+
+def test_a_server_of_experts_in_4_bits_uses_kernels_whose_weights_can_be_loaded_again() -> None:
+    words = command("cuda", "int4_group32")
+    assert value_of(words, "--quantization") == "compressed-tensors"
+    assert value_of(words, "--moe-runner-backend") == "marlin"
+    assert "--moe-runner-backend" not in command("cuda", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "given", "says"),
+    [
+        ("int4", "bfloat16", {"tensor_parallel": 2}, ""),  # 768 / 2 = 3 x 128
+        (
+            "int4",
+            "bfloat16",
+            {"tensor_parallel": 4},
+            'an expert of 768 numbers, .* or weights.quantization = "int4_group32"',
+        ),
+        ("int4_group32", "bfloat16", {"tensor_parallel": 4}, ""),  # 192 = 3 x 64
+        ("int4_group32", "bfloat16", {"tensor_parallel": 8}, "needs a multiple of 64"),  # 96
+        ("int4_group32", "bfloat16", {"tensor_parallel": 8, "server_arguments": {"ep_size": 8}}, ""),
+        ("int4", "float32", {}, "in bfloat16; set model.dtype"),
+        ("fp8", "float32", {"tensor_parallel": 8}, ""),
+    ],
+)
+def test_experts_whose_parts_kernels_of_4_bits_do_not_take_are_refused(
+    tmp_path: Path, quantization: str, dtype: str, given: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"moe_intermediate_size": 768}')
+    with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
+        checks.check_experts(tmp_path, quantization=quantization, dtype=dtype, options=Options(**given))
+
+
+def test_a_server_of_your_own_gets_no_versions_in_4_bits() -> None:
+    given = ("engine.kind=sglang", "engine.options.url=http://127.0.0.1:1", "weights.quantization=int4")
+    with pytest.raises(ConfigError, match=r"^engine.options.url: versions in \"int4\" .*; remove url$"):
+        SGLangEngine.check(config.load(EXAMPLE, given))
 
 
 def test_a_server_is_told_to_keep_experts_only_where_they_are_wanted() -> None:

@@ -143,12 +143,14 @@ def test_refuses_mistakes_about_what_is_trained(run_file: Path, overrides: list[
             ["learner.lora={rank=4, publish='adapter'}", "engine.kind=sglang", "weights.channel=objects"],
             'weights.channel = "objects" takes no adapters',
         ),
-        (["weights.quantization=int8"], "quantization must be one of 'fp8', 'fp8_ue8m0', got 'int8'"),
+        (["weights.quantization=int8"], "quantization must be one of 'fp8', 'fp8_ue8m0', 'int4', 'int4_group32', got"),
         (
             ["weights.quantization=fp8", "engine.kind=sglang", "weights.channel=nccl"],
             'weights.channel = "nccl" takes no fp8',
         ),
         (["weights.quantization=fp8", "engine.kind=inprocess"], 'engine.kind = "inprocess" takes no fp8'),
+        (["weights.quantization=int4", "engine.kind=inprocess"], 'engine.kind = "inprocess" takes no int4'),
+        (["weights.quantization=int4", "engine.kind=sglang"], "is for routed experts, and the model has none"),
         (["weights.quantization=fp8", "engine.kind=sglang"], "blocks of 128 numbers, and hidden_size is"),
     ],
 )
