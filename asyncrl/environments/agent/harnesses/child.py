@@ -22,11 +22,14 @@ import resource
 import socket
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 LARGEST_LINE = 2**26
 MOST_EXPLAINED = 100
+MOST_THREADS = 4096
+"""Of plain functions and asyncio.to_thread. asyncio has at most 32, which calls that never return would use up."""
 
 
 class Runner:
@@ -43,6 +46,7 @@ class Runner:
     async def serve(self, control: socket.socket) -> None:
         """consumes: connections    waits for: the next connection    woken by: the parent, also by its exit"""
         loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS))
 
         def take() -> None:
             data, descriptors, _, _ = socket.recv_fds(control, 1, 1)

@@ -86,6 +86,14 @@ async def test_samples_at_once_are_shared_among_children() -> None:
     assert sorted(one.metrics["played"] for one in outcomes) == [1, 1, 2, 2]
 
 
+async def test_a_plain_function_that_blocks_takes_no_other_samples_thread_however_few_cores_there_are() -> None:
+    """asyncio's own threads are at most 32: calls that never return, such as of a server that hangs, would use them up,
+    and every later sample would wait for one until its time is over."""
+    async with pool("meets") as harness:
+        outcomes = await asyncio.gather(*(harness(TASK, ENDPOINT) for _ in range(40)))
+    assert [one.reward for one in outcomes] == [1.0] * 40
+
+
 async def test_what_a_harness_raises_fails_its_sample_and_not_its_child() -> None:
     async with pool("refuses") as harness:
         for _ in range(2):
