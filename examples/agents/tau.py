@@ -18,6 +18,8 @@ from examples.agents.chat import Chat
 
 RESPOND = "respond"
 """tau-bench's name for what the clerk says to the customer, in place of a tool's."""
+CUSTOMER_SECONDS = 300.0
+"""A customer's message that takes longer is a time-out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ def serve(chat: Any, said: str, *, act: Callable[[str, dict[str, Any]], Any], op
         messages = []
         for name, arguments, reply in actions(message):
             if arguments is None:
-                messages.append({**reply, "content": "Error: the arguments are not a JSON object"})
+                messages.append({**reply, "content": "Error: no such tool, or its arguments are not a JSON object"})
                 continue
             response = act(name, arguments)
             if response.done:
@@ -73,7 +75,7 @@ def serve(chat: Any, said: str, *, act: Callable[[str, dict[str, Any]], Any], op
 def actions(message: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None, dict[str, Any]]]:
     """Yield name and arguments of what a message of the clerk does, and the message that answers it, yet empty.
 
-    The arguments are None if they are not a JSON object.
+    The arguments are None if they are not a JSON object, or the tool is RESPOND, which is none.
     """
     if not (calls := message.get("tool_calls")):
         yield RESPOND, {"content": message["content"] or ""}, {"role": "user"}
@@ -83,8 +85,8 @@ def actions(message: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any] | 
             arguments = json.loads(call["function"]["arguments"])
         except ValueError:
             arguments = None
-        reply = {"role": "tool", "tool_call_id": call["id"]}
-        yield call["function"]["name"], arguments if isinstance(arguments, dict) else None, reply
+        name, reply = call["function"]["name"], {"role": "tool", "tool_call_id": call["id"]}
+        yield name, arguments if isinstance(arguments, dict) and name != RESPOND else None, reply
 
 
 def customer(server: Mapping[str, str], *, seed: int) -> Any:
@@ -105,11 +107,11 @@ def customer(server: Mapping[str, str], *, seed: int) -> Any:
 
 
 def ask(server: Mapping[str, str], messages: list[dict[str, Any]], *, seed: int) -> str:
-    """Return the next message of the server's model. If the server is away, the sample runs again later."""
+    """Return the next message of the server's model. If the server is away or hangs, the sample runs again later."""
     request = urllib.request.Request(
         server["url"].rstrip("/") + "/chat/completions",
         data=json.dumps({"model": server["model"], "messages": messages, "seed": seed % 2**31}).encode(),
         headers={"Authorization": f"Bearer {server['key']}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as reply:
+    with urllib.request.urlopen(request, timeout=CUSTOMER_SECONDS) as reply:
         return str(json.load(reply)["choices"][0]["message"]["content"])

@@ -198,21 +198,22 @@ def serve(*messages: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, An
     return tau.serve(chat, "hello", act=act, options=tau.Options()), acted, chat.sent
 
 
-def called(number: int, arguments: str) -> dict[str, Any]:
-    return {"id": f"call-{number}", "function": {"name": "cancel", "arguments": arguments}}
+def called(number: int, arguments: str, *, name: str = "cancel") -> dict[str, Any]:
+    return {"id": f"call-{number}", "function": {"name": name, "arguments": arguments}}
 
 
 def test_a_clerk_acts_with_tools_and_speaks_and_the_end_has_the_reward() -> None:
-    calls = [called(0, '{"order": 1}'), called(1, "[]"), called(2, "no JSON")]
+    calls = [called(0, '{"order": 1}'), called(1, "[]"), called(2, "no JSON"), called(3, "{}", name=tau.RESPOND)]
     outcome, acted, sent = serve({"content": None, "tool_calls": calls}, {"content": "It is done."})
     assert outcome == {"reward": 1.0, "metrics": {"turns": 2.0}}
     assert acted == [("cancel", {"order": 1}), ("respond", {"content": "It is done."})]
-    wrong = "Error: the arguments are not a JSON object"
+    wrong = "Error: no such tool, or its arguments are not a JSON object"
     assert [(one["role"], one.get("tool_call_id"), one["content"]) for one in sent] == [
         ("user", None, "hello"),
         ("tool", "call-0", "did cancel"),
         ("tool", "call-1", wrong),
         ("tool", "call-2", wrong),
+        ("tool", "call-3", wrong),
     ]
 
 
