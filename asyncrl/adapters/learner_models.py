@@ -143,14 +143,15 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
     made = {}
     for name, folder in folders(run, algorithm).items():
         is_refreshed = name == "reference" and run.reference is not None and run.reference.refresh_steps > 0
-        made[name] = AuxiliaryModel(path=folder, is_refreshed=is_refreshed)
+        fields = run.own_megatron.get(f"{name}.path", {})
+        made[name] = AuxiliaryModel(path=folder, is_refreshed=is_refreshed, megatron=fields)
         if name == "critic":
             section = run.critic or CriticSection()
             objective = Objective(
                 kind=section.loss, clip=section.clip, scale=section.scale, huber_delta=section.huber_delta
             )
             whole = dataclasses.replace(optimizer, **_own_settings(section), freeze=(), train_only=(), lora=None)
-            made[name] = AuxiliaryModel(path=folder, head="values", objective=objective, optimizer=whole)
+            made[name] = dataclasses.replace(made[name], head="values", objective=objective, optimizer=whole)
     return made
 
 

@@ -53,10 +53,12 @@ class BackendAdapter(Adapter):
     @classmethod
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
+        not_megatron = 'is not Megatron; use "megatron" or remove it'
         for key, is_set, problem in (
             ("learner.ranks", run.learner.ranks > 1, 'runs in one process; use "megatron" or ranks = 1'),
             ("learner.machines", run.learner.machines > 1, 'runs in one process; use "megatron" or remove it'),
-            ("learner.megatron", run.learner.megatron, 'is not Megatron; use "megatron" or remove it'),
+            ("learner.megatron", run.learner.megatron, not_megatron),
+            *((key.replace(".path", ".megatron"), own, not_megatron) for key, own in run.own_megatron.items()),
             ("learner.lora", run.learner.lora.rank, 'has no adapters; use "megatron"'),
             ("weights.quantization", run.weights.quantization, 'quantizes nothing; use "megatron"'),
         ):

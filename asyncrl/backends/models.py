@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.data.model_folder import decoder_config
@@ -37,6 +37,7 @@ class AuxiliaryModel:
     A "values" model ignores the folder's output layer.
 
     is_refreshed  whether a frozen model becomes the policy now and then, so that checkpoints hold it
+    megatron      fields of Megatron's TransformerConfig, over those of all models
     """
 
     path: Path
@@ -44,6 +45,7 @@ class AuxiliaryModel:
     objective: Objective | None = None
     optimizer: OptimizerSettings | None = None
     is_refreshed: bool = False
+    megatron: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_saved(self) -> bool:
@@ -57,7 +59,12 @@ class AuxiliaryModel:
     def is_base_of(self, policy: AuxiliaryModel) -> bool:
         """Whether this is the policy without its adapters, so it need not be loaded a second time."""
         has_adapters = policy.optimizer is not None and policy.optimizer.lora is not None
-        return has_adapters and not self.is_saved and (self.path, self.head) == (policy.path, policy.head)
+        return (
+            has_adapters
+            and not self.is_saved
+            and not self.megatron
+            and (self.path, self.head) == (policy.path, policy.head)
+        )
 
 
 def with_policy(policy: AuxiliaryModel, auxiliary: Mapping[str, AuxiliaryModel]) -> dict[str, AuxiliaryModel]:

@@ -5,8 +5,9 @@ The algorithm decides which of them a run may or must have (learner_models.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from asyncrl.config.checks import MOST_KEPT, require
 from asyncrl.errors import ConfigError
@@ -34,6 +35,9 @@ class CriticSection:
     """Epsilon of the critic's AdamW; 0: learner.eps."""
     max_grad_norm: float = 0.0
     """The critic's gradients are clipped to this norm; 0: learner.max_grad_norm."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig for the critic, over those of learner.megatron: the layers of its first
+    stage, if it has others than the policy."""
     warmup_steps: int = 0
     """Number of first steps that train only the critic. Policy versions still count up, but the policy does not
     change."""
@@ -81,6 +85,8 @@ class ReferenceSection:
 
     refresh_steps: int = 0
     """Every so many steps the reference becomes the policy as it is then, and checkpoints hold it; 0: never."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig for the reference, over those of learner.megatron."""
 
     def __post_init__(self) -> None:
         if self.kl_coef < 0:
@@ -91,6 +97,10 @@ class ReferenceSection:
             raise ConfigError(
                 "refresh_steps refreshes a reference that kl_coef = 0 does not load; set kl_coef, or remove it"
             )
+        require(
+            bool(self.kl_coef) or not self.megatron,
+            "megatron is for a reference that kl_coef = 0 does not load; set kl_coef, or remove it",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +119,8 @@ class TeacherSection:
     top_logprobs: int = 0
     """Number of likeliest tokens that a served teacher names at each place with their logprobs, at most 1,024, for the
     loss distill; 8 bytes each in an answer. SGLang and vLLM can. 0: the logprobs of the answer's tokens alone."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig for a teacher that the learner loads, over those of learner.megatron."""
 
     @property
     def is_served(self) -> bool:
@@ -119,6 +131,7 @@ class TeacherSection:
             raise ConfigError(
                 "set either path, a folder that the learner loads, or server (and key), the name of one of [servers]"
             )
+        require(not (self.megatron and self.is_served), "megatron is for a teacher that the learner loads; remove it")
         if not 0 <= self.top_logprobs <= MOST_KEPT:
             raise ConfigError(f"top_logprobs must be 0 to {MOST_KEPT:,}, got {self.top_logprobs}")
         if self.top_logprobs and not self.is_served:

@@ -454,6 +454,12 @@ class RunConfig:
         paths |= {"teacher.path": self.teacher.path} if self.teacher else {}
         return {key: Path(path) for key, path in paths.items() if path}
 
+    @property
+    def own_megatron(self) -> dict[str, Mapping[str, Any]]:
+        """Key of the run file, such as "critic.path" -> the model's fields of TransformerConfig, if it has its own."""
+        models = {"critic": self.critic, "reference": self.reference, "teacher": self.teacher}
+        return {f"{name}.path": model.megatron for name, model in models.items() if model and model.megatron}
+
     def of_pool(self, name: str) -> RunConfig:
         """Return the run as the workers of rollout.pools.NAME see it: with their engine; "" is every other worker."""
         if not name:

@@ -14,6 +14,7 @@ from tests.harness.backends import (
     LEARNING_RATE,
     RANKS,
     SETTINGS,
+    critic,
     distance,
     sequences,
     shares,
@@ -119,9 +120,13 @@ def test_frozen_embeddings_go_with_full_recomputation(folder: Path) -> None:
 
 
 def test_options_of_megatron_reach_its_configuration(folder: Path) -> None:
-    with started("megatron-1", folder, transformer={"init_method_std": 0.5}) as backend:
-        network = backend._started()._loaded["policy"]._stages[0]  # type: ignore[attr-defined]
-        assert network.config.init_method_std == 0.5
+    fields = {"init_method_std": 0.5, "embedding_init_method_std": 0.4}
+    own = dataclasses.replace(critic(folder), megatron={"init_method_std": 0.25})
+    with started("megatron-1", folder, transformer=fields, auxiliary={"critic": own}) as backend:
+        loaded = backend._started()._loaded  # type: ignore[attr-defined]
+        policy, of_critic = (loaded[name]._stages[0].config for name in ("policy", "critic"))
+    assert (policy.init_method_std, of_critic.init_method_std) == (0.5, 0.25)
+    assert policy.embedding_init_method_std == of_critic.embedding_init_method_std == 0.4
 
 
 @pytest.mark.parametrize(("choice", "asks"), [("auto", True), ("torch", False)])

@@ -162,12 +162,13 @@ class MegatronBackend(BackendAdapter):
                 'learner.backend: "megatron" needs megatron-core, which is not installed; '
                 'pip install asyncrl[megatron], or use "reference"'
             )
-        if run.learner.megatron:
+        if run.learner.megatron or run.own_megatron:
             from asyncrl.backends.megatron.transformer_config import refuse_options  # takes seconds
 
             job = cls.make_job(run, models={})
-            for key, folder in run.model_paths.items():
-                refuse_options(job, huggingface.read_shape(folder, where=key, own=job.family), where=key)
+            for key, folder in refusals.folders(run).items():
+                shape = huggingface.read_shape(folder, where=key, own=job.family)
+                refuse_options(job, shape, where=key, own=run.own_megatron.get(key, {}))
         if resolve_device(run.learner.device, section="learner") == "cuda":
             options: Options = cls.options(run)
             try:
@@ -254,7 +255,7 @@ class MegatronBackend(BackendAdapter):
                 model.path,
                 where=models.where(name),
                 layout=self._layout,
-                transformer=self._job.transformer,
+                transformer={**self._job.transformer, **model.megatron},
                 own=self._job.family,
             )
             for name, model in self._job.models.items()

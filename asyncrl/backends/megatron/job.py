@@ -97,7 +97,7 @@ class Options:
 class Job:
     """Everything a rank needs to build the same models and optimizers as the others.
 
-    transformer   extra fields of Megatron's TransformerConfig
+    transformer   extra fields of Megatron's TransformerConfig, for all models
     quantization  format of exports (tensors/quantized_model.py); empty: the folder's dtype
     family        the run's own family of models (model.family)
     takes_turns   the models leave the device while engines read an export, which is then a copy of everything

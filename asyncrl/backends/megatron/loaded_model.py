@@ -60,9 +60,7 @@ class LoadedModel:
         self._shape = huggingface.read_shape(self._model.path, where=self._where, own=job.family)
         drafts = self._is_policy and self._model.is_trained and job.options.draft_coefficient > 0
         self._num_draft_layers = self._shape.num_draft_layers if drafts else 0
-        self._stages = build_stages(
-            job, self._shape, device, head=self._model.head, num_draft_layers=self._num_draft_layers
-        )
+        self._stages = build_stages(job, self._model, self._shape, device, num_draft_layers=self._num_draft_layers)
         if self._is_policy and job.rounding_group:
             round_experts(self._stages, group=job.rounding_group)
         self._maps: dict[str, Mapping] = {}

@@ -37,7 +37,7 @@ from asyncrl.backends.megatron.process_groups import context_parallel_group, ten
 from asyncrl.backends.megatron.refusals import require_choice
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.megatron.transformer_config import transformer_config
-from asyncrl.backends.models import Head
+from asyncrl.backends.models import AuxiliaryModel, Head
 from asyncrl.backends.weight_cuts import padded_vocabulary
 from asyncrl.backends.weight_map import Part
 
@@ -297,17 +297,17 @@ def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None, num_d
 
 
 def build_stages(
-    job: Job, shape: ModelShape, device: torch.device, *, head: Head, num_draft_layers: int = 0
+    job: Job, model: AuxiliaryModel, shape: ModelShape, device: torch.device, *, num_draft_layers: int = 0
 ) -> list[PackedGPT]:
     """Build this rank's part of the model without its weights: one module, or several interleaved ones."""
-    config = transformer_config(job, shape, job.torch_dtype)
+    config = transformer_config(job, shape, own=model.megatron)
     chunks = [None] if job.layout.virtual_pipeline == 1 else range(job.layout.virtual_pipeline)
     stages = [
         PackedGPT(
             config,
             shape,
             device,
-            head=head,
+            head=model.head,
             chunk=chunk,
             num_draft_layers=num_draft_layers,
             has_kernels=job.options.linear_attention == "auto",

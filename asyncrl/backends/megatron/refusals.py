@@ -31,10 +31,9 @@ def check(
 ) -> None:
     """Raise ConfigError for models that the run's learner cannot train, or its engines cannot load."""
     own = huggingface.load_family(run.model.family)
-    for key, folder in run.model_paths.items():
-        shape = require_trainable(
-            folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron, own=own
-        )
+    for key, folder in folders(run).items():
+        fields = {**run.learner.megatron, **run.own_megatron.get(key, {})}
+        shape = require_trainable(folder, where=key, layout=run.learner.layout, transformer=fields, own=own)
         require_aligned_experts(shape, run.model.dtype, where=key, ranks=run.learner.layout.expert_tensor)
         if key == "model.path":
             require_tensors_of_engines(folder, shape)
@@ -53,6 +52,12 @@ def check(
                     "learner would round weights alone; remove learner.lora, or set learner.options.fake_quantization "
                     '= "off"'
                 )
+
+
+def folders(run: RunConfig) -> dict[str, Path]:
+    """Return the folder of every model that differs from the policy in weights or fields, by its key of the run
+    file."""
+    return run.model_paths | {key: run.model_paths.get(key, Path(run.model.path)) for key in run.own_megatron}
 
 
 def _require_tower(run: RunConfig, shape: ModelShape, *, recomputes_all: bool) -> None:
@@ -118,7 +123,7 @@ def require_trainable(
     parts = layout.pipeline * layout.virtual_pipeline
     if shape.num_layers % parts and not any(transformer.get(field) for field in _UNEVEN):
         keys = "pipeline_parallel" + (" x virtual_pipeline" if layout.virtual_pipeline > 1 else "")
-        mend = f"for stages of different lengths set learner.megatron = {{ {_UNEVEN[1]} = n }}"
+        mend = f"for stages of different lengths set {_section(where)}.megatron = {{ {_UNEVEN[1]} = n }}"
         raise ConfigError(
             f"learner.{keys}: {parts} does not divide {whose}'s num_hidden_layers, {shape.num_layers}; "
             f"{mend if parts < shape.num_layers else 'use fewer stages'}"
@@ -135,6 +140,11 @@ def require_trainable(
     if shape.vision:
         _require_first_layers(shape, layout, transformer, whose)
     return shape
+
+
+def _section(where: str) -> str:
+    """Return the section with the fields of a model alone.  where: the run file's key for its folder"""
+    return "learner" if where == "model.path" else where.removesuffix(".path")
 
 
 def require_choice(shape: ModelShape, first: int) -> None:

@@ -31,8 +31,9 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def transformer_config(job: Job, shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
-    return TransformerConfig(**_own_fields(job, shape, dtype), **job.transformer)
+def transformer_config(job: Job, shape: ModelShape, *, own: Mapping[str, Any]) -> TransformerConfig:
+    """own: fields of this model alone, over those of the job"""
+    return TransformerConfig(**_own_fields(job, shape, job.torch_dtype), **{**job.transformer, **own})
 
 
 def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
@@ -188,53 +189,61 @@ def _expected_instead(annotation: Any, value: object) -> str:
     return " or ".join([*(f'"{word}"' for word in words), *filter(None, (_KINDS[kind] for kind in types))])
 
 
-def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") -> None:
-    """Raise ConfigError unless ``job.transformer`` holds valid values for fields of TransformerConfig that users may
-    set.
+def refuse_options(job: Job, shape: ModelShape, *, where: str, own: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless ``job.transformer`` and ``own`` hold valid values for fields of TransformerConfig that
+    users may set.
 
-    where: the run file's key for the model
+    where  the run file's key for the model
+    own    fields of this model alone, over those of the job
     """
-    known = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
-    own = _own_fields(job, shape, job.torch_dtype)
-    for name, value in job.transformer.items():
-        if name in KEYS:
-            raise ConfigError(f"learner.megatron: {name} is {KEYS[name]} here; set that instead")
-        if name in LEFT_OUT and name not in known:
-            raise ConfigError(f"learner.megatron: {name}: {LEFT_OUT[name]}; remove it")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"learner.megatron: {name} is not a field of Megatron's TransformerConfig{hint}")
-        if name.startswith(_DISPATCHERS):
-            raise ConfigError(
-                f"learner.megatron: {name}: asyncrl's experts exchange tokens by Megatron's all-to-all; DeepEP and "
-                "HybridEP were never tried with them; remove it"
-            )
-        if name in own:
-            raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
-        if name.startswith(("fp8", "fp4")):
-            raise ConfigError(
-                f"learner.megatron: {name} is for Transformer Engine's layers, and asyncrl's learner has layers of its "
-                'own, in model.dtype; remove it (weights.quantization = "fp8" is for engines)'
-            )
-        if _NOT_OURS.match(name):
-            raise ConfigError(
-                f"learner.megatron: {name} is for a feature that asyncrl does not support or sets by another key; "
-                "remove it"
-            )
-        if expected := _expected_instead(known[name], value):
-            raise ConfigError(f"learner.megatron: {name} must be {expected}, got {value!r}")
+    _refuse_fields(job.transformer, job, shape, key="learner.megatron")
+    section = where.removesuffix(".path")
+    key = f"{section}.megatron" if own else "learner.megatron"
+    _refuse_fields(own, job, shape, key=key)
     first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-    if job.layout.virtual_pipeline > 1 and job.layout.pipeline == 2 and {first, last} <= job.transformer.keys():
+    fields = {**job.transformer, **own}
+    if job.layout.virtual_pipeline > 1 and job.layout.pipeline == 2 and {first, last} <= fields.keys():
         raise ConfigError(
-            f"learner.megatron: {first} and {last} leave no stage between them, which Megatron needs with "
+            f"{key}: {first} and {last} leave no stage between them, which Megatron needs with "
             "virtual_pipeline; remove one of the two"
         )
     try:
         with quiet():
-            transformer_config(job, shape, job.torch_dtype)
+            transformer_config(job, shape, own=own)
     except (TypeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            f"learner.megatron: Megatron refuses {dict(job.transformer)} for {where}: {reason}"
-        ) from error
+        mend = "" if where == "model.path" else f"; set {section}.megatron"
+        raise ConfigError(f"{key}: Megatron refuses {fields} for {where}: {reason}{mend}") from error
+
+
+def _refuse_fields(fields: Mapping[str, Any], job: Job, shape: ModelShape, *, key: str) -> None:
+    """Raise ConfigError for names or values of fields that users may not set.  key: where the run file has them"""
+    known = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
+    ours = _own_fields(job, shape, job.torch_dtype)
+    for name, value in fields.items():
+        if name in KEYS:
+            raise ConfigError(f"{key}: {name} is {KEYS[name]} here; set that instead")
+        if name in LEFT_OUT and name not in known:
+            raise ConfigError(f"{key}: {name}: {LEFT_OUT[name]}; remove it")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{key}: {name} is not a field of Megatron's TransformerConfig{hint}")
+        if name.startswith(_DISPATCHERS):
+            raise ConfigError(
+                f"{key}: {name}: asyncrl's experts exchange tokens by Megatron's all-to-all; DeepEP and "
+                "HybridEP were never tried with them; remove it"
+            )
+        if name in ours:
+            raise ConfigError(f"{key}: {name} is set by asyncrl, from the model or other keys; remove it")
+        if name.startswith(("fp8", "fp4")):
+            raise ConfigError(
+                f"{key}: {name} is for Transformer Engine's layers, and asyncrl's learner has layers of its "
+                'own, in model.dtype; remove it (weights.quantization = "fp8" is for engines)'
+            )
+        if _NOT_OURS.match(name):
+            raise ConfigError(
+                f"{key}: {name} is for a feature that asyncrl does not support or sets by another key; remove it"
+            )
+        if expected := _expected_instead(known[name], value):
+            raise ConfigError(f"{key}: {name} must be {expected}, got {value!r}")

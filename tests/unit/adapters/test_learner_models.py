@@ -97,6 +97,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no teacher": (["algorithm.name=opd"], r"teacher: opd learns from a teacher; add \[teacher\] with path"),
     "a teacher for nothing": (["teacher.path={folder}/same"], r"teacher: grpo learns from no teacher; remove \[teac"),
     "a critic for nothing": (["critic.clip=0.2"], r"critic: grpo learns no values; remove \[critic\], or use"),
+    "fields of a teacher on a server": (
+        ["algorithm.name=opd", "servers.big.url=http://h/v1", "teacher.server=big", "teacher.megatron.a=1"],
+        "teacher.* megatron is for a teacher that the learner loads; remove it",
+    ),
+    "fields of a reference that is not loaded": (
+        ["reference.megatron.a=1"],
+        "megatron is for a reference that kl_coef = 0 does not load; set kl_coef, or remove it",
+    ),
     "a teacher without a path": (["teacher.pth=x"], "unknown key 'pth'; did you mean 'path'"),
     "score centering without likeliest tokens": (
         ["algorithm.loss=score_centered", "algorithm.correction=none"],
@@ -173,6 +181,18 @@ def test_refuses_models_that_do_not_fit_with_the_reason(case: str, folder: Path)
 def test_critic_works_with_groups_of_one(folder: Path) -> None:
     made = run(folder, "algorithm.name=ppo", "rollout.group_size=1")
     assert "ppo" in str(summarize(made))  # summarize checks first
+
+
+def test_a_model_may_have_fields_of_megatron_of_its_own(folder: Path) -> None:
+    overrides = ["algorithm.name=ppo", "reference.kl_coef=0.1", "critic.megatron.init_method_std=0.5"]
+    made = run(folder, *overrides)
+    built = learner_models.models(made, registry.algorithm(made), optimizer=OptimizerSettings())
+    assert {name: dict(model.megatron) for name, model in built.items()} == {
+        "critic": {"init_method_std": 0.5},
+        "reference": {},
+    }
+    with pytest.raises(ConfigError, match='^critic.megatron: backend = "reference" is not Megatron'):
+        check(made)
 
 
 def test_critic_starts_from_the_policy(folder: Path) -> None:

@@ -107,6 +107,14 @@ def test_refuses_mistakes_about_optimizer_steps(run_file: Path, overrides: list[
         (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
         (["learner.megatron={num_layers_in_first_pipeline_stage='1'}"], "_stage must be a whole number, got '1'"),
         (["learner.megatron={cross_entropy_fusion_impl='x'}"], '_impl must be "native" or "te", got \'x\''),
+        (
+            ["algorithm.name=ppo", "learner.megatron={deterministic_mode=true}", "critic.megatron={num_layer=3}"],
+            "^critic.megatron: num_layer is not a field of .* did you mean num_layers?",
+        ),
+        (
+            ["reference.kl_coef=0.1", "reference.megatron={deterministic_mode=3}"],
+            "^reference.megatron: deterministic_mode must be true or false, got 3",
+        ),
         (["learner.megatron={clip_grad=1.0}"], "clip_grad is learner.max_grad_norm here; set that instead"),
         (["learner.megatron={moe_aux_loss_coeff=0.1}"], "is learner.options.aux_loss_coefficient here; set that"),
         (["learner.options={aux_loss_coefficient=0.1}"], "aux_loss_coefficient: .* the model has none; remove it"),
