@@ -3,7 +3,7 @@
 The forward pass rounds, and the backward pass takes rounding for the identity (the straight-through estimator,
 arXiv:1308.3432): the input's gradient is that of the rounded weights, and the weights get the gradient that the rounded
 ones would get. Both passes round anew, so that no rounded copy is kept for the backward pass.
-Test: tests/unit/backends/megatron/test_fake_quantization.py.
+Tests: tests/unit/backends/kernels/test_rounded_experts.py, tests/unit/backends/megatron/test_fake_quantization.py.
 """
 
 from __future__ import annotations

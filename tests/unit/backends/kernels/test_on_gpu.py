@@ -13,7 +13,9 @@ import torch
 from asyncrl.backends.kernels import delta_rule, flash, flash_linear_attention, fused
 from asyncrl.backends.kernels.delta_rule import Chunks
 from asyncrl.backends.kernels.expert_rows import sums_of_rows
+from asyncrl.backends.kernels.rounded_experts import rounded_product
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
+from asyncrl.tensors import int4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
@@ -66,6 +68,26 @@ def test_a_fused_layer_and_its_gradients_are_those_of_the_cpu(name: str, caplog:
 def test_the_sums_of_expert_rows_are_those_of_the_cpu() -> None:
     x, places = random(ROWS * 4, HIDDEN), torch.randperm(ROWS * 4).view(ROWS, 4)
     torch.testing.assert_close(sums_of_rows(x.cuda(), places.cuda()).cpu(), sums_of_rows(x, places))
+
+
+def test_weights_of_experts_in_4_bits_are_those_of_the_cpu() -> None:
+    """To the bit, packed for engines and rounded for a pass; and products with them, where an expert has no row."""
+    weights, ends = random(3, HIDDEN, HIDDEN).bfloat16(), torch.tensor([100, 100, ROWS], dtype=torch.int32)
+    rounded = int4.round_weights(weights, group=32)
+    assert torch.equal(int4.round_weights(weights.cuda(), group=32).cpu(), rounded)
+    for ours, theirs in zip(
+        int4.quantize(weights[0].cuda(), group=32), int4.quantize(weights[0], group=32), strict=True
+    ):
+        assert torch.equal(ours.cpu(), theirs)
+    results = {}
+    for device in ("cpu", "cuda"):
+        x = random(ROWS, HIDDEN).bfloat16().to(device).requires_grad_()
+        whole = weights.to(device).requires_grad_()
+        out = rounded_product(x, whole, ends.to(device), 32)
+        results[device] = [out, *torch.autograd.grad(out, [x, whole], random(ROWS, HIDDEN).bfloat16().to(device))]
+    for expected, got in zip(results["cpu"], results["cuda"], strict=True):
+        scale = float(expected.detach().abs().max())
+        torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0.02 * scale)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
