@@ -23,8 +23,8 @@ class LoraSection:
     """The output of an adapter is multiplied by alpha / rank."""
     modules: tuple[str, ...] = ("all-linear",)
     """Matrices of the layers that get an adapter, by the last part of their Hugging Face names, such as ["q_proj",
-    "k_proj", "v_proj"]. "all-linear": all except embeddings, the output layer, routers and
-    gpt-oss's experts."""
+    "k_proj", "v_proj"]. "all-linear": all except embeddings, the output layer, routers, and experts whose files have
+    all of a layer in one tensor (gpt-oss, and the mixtures of Qwen3-VL and of Qwen3.5 as published)."""
     publish: Literal["merged", "adapter"] = "merged"
     """What engines receive for each version. merged: the whole model with the adapters merged in, over any channel.
     adapter: only the adapters, which are loaded next to those in use: generation does not pause, and each answer is of

@@ -5,9 +5,9 @@ Qwen3-MoE, and a shared expert has a gate.
 
 Tensor-parallel ranks share the key heads of linear attention. Its state runs through the row, so context-parallel ranks
 share those of a tensor-parallel rank, for the whole row each. On GPUs in 16 bits, kernels of the package flash-linear-
-attention compute it, if that is installed and works (on Hopper with Triton 3.7.1 or newer). On a GPU only scores in
-float32 were compared yet. Nothing was run with an engine: the in-process engine refuses linear attention, and SGLang
-refuses it without a GPU. The exported names and shapes are those of the published folder, which SGLang loads.
+attention compute it, if that is installed and works (on Hopper with Triton 3.7.1 or newer). SGLang on a GPU samples as
+it is trained (docs/results/gpu/sglang_families.jsonl); without a GPU it refuses linear attention, as the in-process
+engine does.
 """
 
 from __future__ import annotations
