@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 from asyncrl.backends.frozen import is_trained
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.layout import Layout
-from asyncrl.config.learner import VISION_TOWER
+from asyncrl.config.learner import VISION_TOWER, LoraSection
 from asyncrl.data.model_folder import decoder_config
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching import prefixes
@@ -83,7 +83,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """Bytes of a rank that last.
+    """Bytes of a rank that last. What is trained is of the policy and of a critic.
 
     weights    of the policy and its adapters
     gradients  of what is trained
@@ -91,9 +91,9 @@ class _State:
     in_float32  copies of gradients, during an update, of those that are added up in 16 bits
     moments    of AdamW, in float32
     copy       one version of what an export copies
-    frozen     reference and teacher
+    others     weights of critic, reference and teacher
     saved      of a checkpoint
-    largest    numbers of the largest weight that is trained
+    largest    numbers of the largest weight that is trained, of each model
     """
 
     weights: float
@@ -102,18 +102,26 @@ class _State:
     in_float32: float
     moments: float
     copy: float
-    frozen: float
+    others: float
     saved: float
     largest: float
 
     @property
     def loaded(self) -> float:
-        return self.weights + self.gradients + self.main + self.frozen
+        return self.weights + self.gradients + self.main + self.others
 
     @property
     def without_optimizer(self) -> _State:
         """What is on the device where the optimizer is on the host."""
         return dataclasses.replace(self, main=0.0, in_float32=0.0, moments=0.0)
+
+    def with_critic(self, critic: _State) -> _State:
+        """Add a critic, which nothing exports."""
+        both = {
+            name: getattr(self, name) + getattr(critic, name)
+            for name in ("gradients", "main", "in_float32", "moments", "saved", "largest")
+        }
+        return dataclasses.replace(self, **both, others=self.others + critic.weights)
 
 
 def phases(
@@ -323,8 +331,38 @@ def _is_kept(run: RunConfig) -> bool:
 
 
 def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> _State:
+    policy = _state_of(run, shapes, layout, lora=run.learner.lora)
+    policy = dataclasses.replace(policy, others=_frozen(run, shapes, layout))
+    if (folder := _critic(run)) is None:
+        return policy
+    own = shapes if folder == Path(run.model.path) else read_shapes(folder)
+    values = {name: shape for name, shape in own.items() if "lm_head" not in name}
+    return policy.with_critic(_state_of(run, values, layout, lora=LoraSection(), is_whole=True))
+
+
+def _critic(run: RunConfig) -> Path | None:
+    """Return the folder of the critic; None without one. An algorithm of your own is known by its [critic]."""
+    from asyncrl.policies.advantages.table import ADVANTAGES  # imports torch
+    from asyncrl.policies.algorithms.table import ALGORITHMS
+
+    spec, name = ALGORITHMS.get(run.algorithm.name), run.algorithm.advantage
+    advantage = ADVANTAGES.get(name) if name else spec and spec.advantage
+    if run.critic is None and not getattr(advantage, "learns_values", False):
+        return None
+    return Path(run.critic.path if run.critic and run.critic.path else run.model.path)
+
+
+def _state_of(
+    run: RunConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: Layout,
+    *,
+    lora: LoraSection,
+    is_whole: bool = False,
+) -> _State:
+    """Return the state of one trained model.  is_whole: nothing of it is frozen, as of a critic"""
     width = 2 if run.model.dtype == "bfloat16" else 4
-    learner, lora = run.learner, run.learner.lora
+    learner = run.learner
     main = 4 if width == 2 else 0
     has_small_gradients = width == 2 and learner.options.get("gradients_dtype") == "bfloat16"
     own = adapters = copied = gradients = mains = in_float32 = moments = saved = 0.0
@@ -338,7 +376,8 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
         if not _shares_optimizer(run):
             replicas = 1
         own += numbers
-        trained = numbers if is_trained(name, freeze=learner.frozen, train_only=learner.train_only) else 0.0
+        is_free = is_whole or is_trained(name, freeze=learner.frozen, train_only=learner.train_only)
+        trained = numbers if is_free else 0.0
         if lora.rank:
             module = module_name(name)
             is_decoder = not re.match(VISION_TOWER, name)
@@ -361,19 +400,11 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
             (0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + MOMENT_BYTES)
         ) / replicas
         # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
-        is_whole = (layout.expert_tensor if is_expert else layout.tensor) > 1 or run.run.colocated
+        is_gathered = (layout.expert_tensor if is_expert else layout.tensor) > 1 or run.run.colocated
         if lora.rank and lora.publish == "adapter":
-            is_whole = False
+            is_gathered = False
         of_stage = layout.expert * layout.expert_tensor if is_expert else layout.tensor
-        copied += (numbers if is_whole else trained) * of_stage / layout.exporters_of_stage
-    reference = run.reference
-    others = [] if run.teacher is None else [run.teacher.path]
-    if reference is not None and reference.kl_coef and not (lora.rank and reference.path in ("", run.model.path)):
-        others.append(reference.path or run.model.path)
-    frozen = 0.0
-    for path in others:
-        sizes = shapes if path == run.model.path else read_shapes(Path(path))
-        frozen += sum(math.prod(size) * _share(name, sizes, layout) for name, size in sizes.items())
+        copied += (numbers if is_gathered else trained) * of_stage / layout.exporters_of_stage
     return _State(
         weights=width * (own + adapters),
         gradients=gradients,
@@ -381,10 +412,23 @@ def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
         in_float32=in_float32,
         moments=moments,
         copy=width * copied,
-        frozen=width * frozen,
+        others=0.0,
         saved=saved,
         largest=max(weights.values(), default=0.0),
     )
+
+
+def _frozen(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> float:
+    """Return the bytes of reference and teacher."""
+    reference, lora = run.reference, run.learner.lora
+    others = [] if run.teacher is None else [run.teacher.path]
+    if reference is not None and reference.kl_coef and not (lora.rank and reference.path in ("", run.model.path)):
+        others.append(reference.path or run.model.path)
+    numbers = 0.0
+    for path in others:
+        sizes = shapes if path == run.model.path else read_shapes(Path(path))
+        numbers += sum(math.prod(size) * _share(name, sizes, layout) for name, size in sizes.items())
+    return (2 if run.model.dtype == "bfloat16" else 4) * numbers
 
 
 def _share(name: str, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> float:

@@ -78,6 +78,10 @@ LEARNER_RANKS = "learner.ranks=2"
         ("30B-A3B:12", [LEARNER_RANKS, "learner.expert_parallel=2"], 2.57, 2.0, 3.5),
         ("8B", ["learner.lora={rank=16, modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']}"], 1.01, 0.01, 0.02),
         ("8B", ["learner.freeze=['.']"], 1.0, 0.0, 1.0),
+        # a critic is a second whole model, whatever is trained of the policy
+        ("8B", ["algorithm.name='ppo'"], 10.0, 8.0, 14.0),
+        ("8B", ["algorithm.advantage='gae'", "learner.lora={rank=16, modules=['q_proj', 'k_proj']}"], 6.0, 4.0, 7.0),
+        ("8B", ["algorithm.name='ppo'", "algorithm.advantage='grpo'"], 5.0, 4.0, 7.0),
     ],
 )
 def test_state_is_counted_to_a_twentieth(
