@@ -70,7 +70,7 @@ _SERVER: Final[Mapping[str, Any]] = {
 def line(row: Row) -> str:
     start = f"{row['arm']:5s}  {row['seed']:4d}  {row['steps']:5d}  {row['steps'] * row['batch']:7d}"
     if "tokens_per_second" not in row:
-        return f"{start}  FAILED: {row['error']}"
+        return f"{start}  FAILED: {row.get('error', 'too few steps to measure')}"
     first, last = (_at(row["held_out"], which) for which in (0, -1))
     return (
         f"{start}  {first['mean']:14.3f}  {last['mean']:4.2f}  {(last['high'] - last['low']) / 4:5.3f}"

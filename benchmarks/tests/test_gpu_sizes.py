@@ -59,6 +59,10 @@ def test_an_evaluation_has_its_mean_and_that_of_each_kind_of_problem() -> None:
     assert found == {"step": 4, "mean": 0.5, "low": 0.4, "high": 0.6, "of": {"sums": 0.9}}
 
 
+def test_an_arm_of_one_step_has_a_line() -> None:
+    assert grown.line({"arm": "sync", "seed": 0, "steps": 1, "batch": 8}).endswith("FAILED: too few steps to measure")
+
+
 def test_an_arm_under_mps_limits_the_learner_alone(tmp_path: Path) -> None:
     options = one_gpu.parse(
         one_gpu.run_parser("", "", arms=["async_mps"], seconds=1.0), [], arm=re.compile("async_mps")
