@@ -82,11 +82,14 @@ async def test_an_aborted_answer_goes_on_where_it_stopped_and_its_tokens_say_whi
 
 
 async def test_an_answer_that_was_aborted_before_its_first_token_is_drawn_again() -> None:
-    engine = ScriptedEngine(QUICK)
+    engine = ScriptedEngine(replace(QUICK, load_seconds=3600.0))
+    loading = asyncio.create_task(engine.load(1))  # no token is sampled meanwhile, however long this test takes
+    await asyncio.sleep(0)
     asking = asyncio.create_task(engine.generate(prompt_of(0)))
     await asyncio.sleep(0)
     engine.pause(aborts=True)
     nothing, _ = await asking
+    loading.cancel()
     engine.resume()
     again, _ = await engine.generate(prompt_of(0))
     assert not nothing

@@ -12,7 +12,6 @@ from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.summary import summarize
 from tests.unit.launch.checks.test_run_file import RUN_FILE
 
@@ -49,7 +48,7 @@ def test_it_is_off_where_impossible_and_refused_if_required(folder: Path, settin
     found = registry.shared_prefixes(made(folder, setting))
     assert str(found).startswith(f"off: {reason}")
     with pytest.raises(ConfigError, match=f'learner.shared_prefixes: "on" cannot be: {reason}'):
-        check(made(folder, setting, 'learner.shared_prefixes="on"'))
+        registry.shared_prefixes(made(folder, setting, 'learner.shared_prefixes="on"'))
 
 
 def test_it_can_be_switched_off(folder: Path) -> None:
