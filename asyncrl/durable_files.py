@@ -1,4 +1,4 @@
-"""Files that are on disk when a call returns, and that a crash leaves as they were or as they were to be."""
+"""Files that a crash leaves as they were or as they were to be, whole."""
 
 from __future__ import annotations
 

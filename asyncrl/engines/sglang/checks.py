@@ -44,7 +44,7 @@ _DRAFT_IS_LOADED: Final = (
 _LEAST_OF_MARLIN: Final = 64
 """Its kernels take a matrix in tiles of this width or its multiples (gptq_marlin_repack of 0.5.23)."""
 _TEXT_PARTS: Final = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
-_FIRST_WITH_TEXT_PARTS = (0, 5, 23)
+_FIRST_WITH_TEXT_PARTS: Final = (0, 5, 23)
 """SGLang 0.5.16 has these behind their vision towers alone; 0.5.23 by themselves, too."""
 _UNTIED: Final = frozenset(
     {
