@@ -131,6 +131,7 @@ class LearnerSide:
         self._tensors = part_of(folder, 0, ranks)
         self._products = None if is_idle else Products(self._device)
         self._version = 0
+        self._snapshot: Snapshot | None = None
         self._threads = ThreadPoolExecutor(max(1, ranks))
         self._root: Path | None = None
 
@@ -145,16 +146,20 @@ class LearnerSide:
 
     def export(self, version: int) -> tuple[int, float]:
         """Export a snapshot; return its bytes, and the seconds that the learner stalls."""
+        self._snapshot = None  # free its memory for the next one: 30B has room for one copy beside the weights
+        self._sender.withdraw()
         began = time.monotonic()
         others = [self._threads.submit(part._side.export) for part in self._others]
-        self._snapshot = replace(Snapshot.from_tensors(self._tensors.items()), others=tuple(self._others))
-        num_bytes = self._snapshot.num_bytes + sum(other.result() for other in others)
+        snapshot = replace(Snapshot.from_tensors(self._tensors.items()), others=tuple(self._others))
+        self._snapshot = snapshot
+        num_bytes = snapshot.num_bytes + sum(other.result() for other in others)
         seconds = time.monotonic() - began
         self._version = version
-        self._sender.set_weights(self._snapshot, incarnation=0, policy_version=version)
+        self._sender.set_weights(snapshot, incarnation=0, policy_version=version)
         return num_bytes, seconds
 
     def publish(self) -> WeightVersion:
+        assert self._snapshot is not None
         return self._channel.publish(self._snapshot, incarnation=0, policy_version=self._version)
 
     def begin(self, request: TransferRequest) -> TransferOffer:

@@ -48,6 +48,7 @@ from benchmarks.gpu import bare
 from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.learner_side import LearnerSide, learner_side
+from benchmarks.gpu.modes import assignments
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 from benchmarks.gpu.timed_engine import TimedEngine, full_load
@@ -211,7 +212,7 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
         folder = (options.models or scratch) / shape.replace(":", "-")
         if not (folder / "model.safetensors").exists():
             make_model(SHAPES[shape], folder)
-        arguments = {**GPU_ARGUMENTS, "mem-fraction-static": options.memory} if has_gpu() else {}
+        arguments = {**GPU_ARGUMENTS, "mem-fraction-static": options.memory, **options.engine} if has_gpu() else {}
         engine = TimedEngine(
             folder,
             device="cuda" if has_gpu() else "cpu",
@@ -320,10 +321,12 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--learner-gpu", type=int, default=0)
     add("--engine-gpu", type=int, default=1)
     add("--memory", type=float, default=0.85, help="mem-fraction-static of the server")
+    add("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of the SGLang server")
     add("--models", type=Path, metavar="FOLDER", help="keeps models, one folder a shape (default: made anew)")
     add("--kill", action="store_true", help="kill the server during a transfer at the end")
     add("--json", type=Path)
     options = parser.parse_args(given)
+    options.engine = assignments(options.engine)
     if max(options.ranks) > 1 and not set(options.transports) <= set(NCCL):
         parser.error("--ranks 2 and more send by nccl: add --transports nccl")
     if options.kill and options.idle:
