@@ -137,8 +137,10 @@ def run(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     made: dict[str, Any] = {"arm": arm, "exit_code": code, "seconds": time.time() - began, "steps": len(steps)}
     output = _output(scratch, arm).read_text()
     made |= {"restarts": output.count("; restart ")} | left_behind(rows)
-    if code or not steps:
-        return made | {"log": output[-3000:]}
+    if code:
+        made["log"] = output[-3000:]
+    if not steps:
+        return made
     values = {name: [row[name] for row in steps if name in row] for name in OF_STEPS}
     made |= {name: statistics.median(found) for name, found in values.items() if found}
     made |= {name: value for name, value in steps[-1].items() if name.startswith("offpolicy/")}
