@@ -43,7 +43,8 @@ def draw(rows: Sequence[Row], target: Path) -> None:
                 label="synchronous" if age == 0 else f"{age} versions old",
             )
         panel.set_xscale("log", base=2)
-        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        ticks = sorted({row["rate"] for row in select(rows, task=task)})
+        panel.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         panel.set_title(task)
         panel.set_xlabel("learning rate")
         panel.grid(alpha=0.3)

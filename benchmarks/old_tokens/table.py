@@ -58,14 +58,14 @@ def paired(
 def print_tables(rows: Sequence[Row]) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     for task in tasks:
-        _print_rates(select(rows, task=task, guard="tis"), f"{task}: held-out reward")
+        print_rates(select(rows, task=task, guard="tis"), f"{task}: held-out reward")
     if len(tasks) > 1:
-        _print_rates(select(rows, guard="tis"), "mean of all tasks")
+        print_rates(select(rows, guard="tis"), "mean of all tasks")
     _print_differences(select(rows, guard="tis"))
     _print_guards(rows)
 
 
-def _print_rates(rows: Sequence[Row], title: str) -> None:
+def print_rates(rows: Sequence[Row], title: str) -> None:
     ages = sorted({row["staleness"] for row in rows})
     print(f"\n{title}\n\n| rate | " + " | ".join(f"staleness {age}" for age in ages) + " |")
     print("|---" * (len(ages) + 1) + "|")

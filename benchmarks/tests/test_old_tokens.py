@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.config.metrics import MetricsSection
+from asyncrl.config.staleness_bound import LARGEST_SHOWN
 from benchmarks.old_tokens import alarm, page, table, tasks
 from benchmarks.old_tokens.__main__ import main, read
 from benchmarks.old_tokens.candidates import ESTR, SAT, SequenceGate, damp_repeated
 from benchmarks.old_tokens.cells import Cell, share_of_rate
 from benchmarks.old_tokens.decoder import Decoder
+from benchmarks.old_tokens.verdict import cells, safe_product
 
 RECORDED = Path("docs/results/gpu")
 SMALL = ["--tasks", "search", "--rates", "0.01", "--seeds", "0", "--steps", "4", "--groups", "2", "--group-size", "4"]
@@ -151,16 +154,80 @@ def test_no_held_out_prompt_is_trained() -> None:
         assert all(task.reward(one, [one.label]) == 1.0 for one in (*task.trained, *task.held_out))
 
 
+def row(task: str, rate: float, age: int, held_out: float, *, seed: int = 0, guard: str = "tis") -> dict[str, Any]:
+    """A made-up row of sixty steps that has learned half of what it learns after thirty."""
+    return {
+        **{"task": task, "rate": rate, "staleness": age, "guard": guard, "seed": seed, "steps": 60},
+        **{"held_out": held_out, "held_out_error": 0.01, "curve": [[0, 0.0], [30, held_out / 2], [60, held_out]]},
+    }
+
+
+def grid(task: str, *, lost_at: float) -> list[dict[str, Any]]:
+    """Made-up runs of three seeds: what is over the product loses a tenth, and opsm wins it back."""
+    made = [
+        row(task, rate, age, 0.5 + 0.01 * seed - 0.1 * (rate * age > lost_at), seed=seed)
+        for seed in range(3)
+        for rate in (5e-6, 1e-5, 2e-5)
+        for age in (0, 4, 8)
+    ]
+    opsm = [row(task, 2e-5, 8, 0.52 + 0.01 * seed, seed=seed, guard="opsm") for seed in range(3)]
+    topr = [row(task, 2e-5, 8, 0.42 + 0.01 * seed, seed=seed, guard="topr") for seed in range(3)]
+    return [*made, *opsm, *topr]
+
+
 def test_the_page_takes_new_rows_between_its_marks() -> None:
-    row = {"task": "sums", "rate": 1e-5, "staleness": 0, "guard": "tis", "seed": 0, "steps": 60, "held_out": 0.5}
-    row["curve"] = [[0, 0.2], [60, 0.5]]
-    old = row | {"staleness": 4, "held_out": 0.4}
-    made = page.section(page.complete([row | {"held_out": 0.9}, old, row, row | {"seed": 1, "steps": 2}]))
+    fresh, old = row("sums", 1e-5, 0, 0.5), row("sums", 1e-5, 4, 0.4)
+    again, rehearsal = row("sums", 1e-5, 0, 0.9), row("sums", 1e-5, 0, 0.5, seed=1) | {"steps": 2}
+    rows = page.complete([again, old, fresh, rehearsal])
+    made = page.tables(rows)
     assert made.startswith("2 runs of 60 steps (2 of sums).")  # a cell as it came last, and no rehearsal
     assert "| 1e-05 | 0.500 | 0.400 |" in made
-    assert "| 1e-05 | 4 | -0.100 |" in made
+    assert "| 1e-05 | 4 | 4e-05 | **-0.100 ± 0.014** |" in made  # one seed: sqrt(.01^2 + .01^2), over problems
     text = page.PAGE.read_text()
-    assert page.replaced(page.replaced(text, made), page.section([])) == page.replaced(text, page.section([]))
+    assert page.renewed(page.renewed(text, rows), []) == page.renewed(text, [])
+
+
+def test_the_page_says_what_lost_on_each_task_and_up_to_where_nothing_did() -> None:
+    rows = [*grid("guess", lost_at=5e-5), *grid("sums", lost_at=1e-4)]
+    assert page.losing(rows).splitlines() == [
+        "- *guess*: 3 of 6 cells lost: 1e-05 × 8 **-0.100 ± 0.000**, 2e-05 × 4 **-0.100 ± 0.000**, "
+        "2e-05 × 8 **-0.100 ± 0.000**.",
+        "- *sums*: 1 of 6 cells lost: 2e-05 × 8 **-0.100 ± 0.000**.",
+    ]
+    assert f"{safe_product(cells(rows)):.0e}" == "4e-05"
+    assert "the least product that lost is 8e-05 (1e-05 × 8 on *guess*" in page.follows(rows)
+    assert "is on the safe side" in page.follows(rows)
+    assert "is **over what is safe here**" in page.follows(grid("guess", lost_at=3e-5))
+
+
+def test_the_page_has_differences_at_equal_samples_and_seconds_and_their_mean_over_tasks() -> None:
+    """At equal seconds a synchronous run of .5 has taken 33 of 60 steps: .5 x 33.3 / 60 = .278. Seeds differ by .01."""
+    made = page.tables([*grid("guess", lost_at=5e-5), *grid("sums", lost_at=1e-4)[:-6]])
+    samples, seconds = (part for part in made.split("\n\n") if part.startswith("| rate | staleness | product |"))
+    assert "| 1e-05 | 8 | 8e-05 | **-0.100 ± 0.000** | +0.000 ± 0.000 | **-0.050 ± 0.000** |" in samples
+    assert "| 1e-05 | 8 | 8e-05 | +0.127 ± 0.003 | +0.227 ± 0.003 | +0.177 ± 0.002 |" in seconds
+
+
+def test_the_page_says_whether_a_guard_wins_back_what_was_lost() -> None:
+    rows = [*grid("mixed", lost_at=1e-4), *grid("guess", lost_at=1e-4)[:-3]]  # topr on mixed alone
+    said = page.follows(rows).splitlines()
+    assert said[1].startswith("- **Guard `opsm`** at 2e-05 × 8 loses on no task tried: *mixed* +0.020 ± 0.000")
+    assert said[2].startswith("- **Guard `topr`** at 2e-05 × 8 still loses on mixed: *mixed* **-0.080 ± 0.000** from")
+    assert said[2].endswith("from synchronous, -0.100 without.")
+    made = page.tables(rows)
+    assert "| opsm | 0.530 ± 0.006 | 0.530 ± 0.006 | +0.020 ± 0.000 | +0.120 ± 0.000 |" in made
+    assert "| topr | 0.430 ± 0.006 |  |  |  |" in made  # no mean over tasks of which it has not all
+
+
+def test_check_speaks_of_every_product_at_which_a_real_model_lost() -> None:
+    assert safe_product(cells(page.complete(read(page.ROWS)))) >= LARGEST_SHOWN * (1 - 1e-9), (
+        "lower LARGEST_SHOWN in asyncrl/config/staleness_bound.py"
+    )
+
+
+def test_the_page_is_made_of_the_rows_that_are_there() -> None:
+    text = page.PAGE.read_text()
+    assert page.renewed(text, page.complete(read(page.ROWS))) == text
 
 
 def test_of_recorded_runs_most_that_lost_were_reported_and_no_synchronous_one() -> None:

@@ -1,0 +1,118 @@
+"""What the rows of a real model say: which runs lost to synchronous ones, up to which product of learning rate and age
+none did, and which guards win it back. Pure.
+
+A cell *lost* if its mean difference from synchronous training, over seeds and at equal samples, is below -MATTERS and
+below minus two standard errors. Both numbers were chosen before the runs of guess and sums.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.old_tokens.cells import Row
+from benchmarks.old_tokens.table import FASTER, at_seconds, interval, select
+
+MATTERS: Final = 0.02
+"""Held-out reward that a loss must exceed to count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """
+    mean, error  of held-out reward, arm minus control, of ``seeds`` pairs. One pair has the error over its problems
+    """
+
+    mean: float
+    error: float
+    seeds: int
+
+    @property
+    def lost(self) -> bool:
+        return self.mean < -MATTERS and self.mean < -2 * self.error
+
+    @property
+    def won(self) -> bool:
+        return self.mean > 2 * self.error
+
+    def __str__(self) -> str:
+        """
+        >>> str(Difference(mean=-0.07, error=0.023, seeds=3))
+        '-0.070 ± 0.023'
+        """
+        return f"{self.mean:+.3f} ± {self.error:.3f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A learning rate with tokens of one age and a guard, on one task, beside synchronous training at that rate.
+
+    seconds  the same at equal seconds, if an asynchronous run trains FASTER x the tokens
+    """
+
+    task: str
+    rate: float
+    staleness: int
+    guard: str
+    samples: Difference
+    seconds: Difference
+
+    @property
+    def product(self) -> float:
+        return self.rate * self.staleness
+
+
+def cells(rows: Sequence[Row]) -> list[Cell]:
+    """Return all cells with old tokens that have a synchronous run of the same seed beside them."""
+    found = []
+    for task, rate, age, guard in sorted({(r["task"], r["rate"], r["staleness"], r["guard"]) for r in rows}):
+        arm = select(rows, task=task, rate=rate, staleness=age, guard=guard)
+        control = select(rows, task=task, rate=rate, staleness=0, guard="tis")
+        samples = between(arm, control)
+        seconds = between(arm, control, of_control=lambda row: at_seconds(row, faster=FASTER))
+        if age and samples and seconds:
+            found.append(Cell(task=task, rate=rate, staleness=age, guard=guard, samples=samples, seconds=seconds))
+    return found
+
+
+def between(
+    arm: Sequence[Row],
+    control: Sequence[Row],
+    *,
+    of_control: Callable[[Row], float] = lambda row: float(row["held_out"]),
+) -> Difference | None:
+    """Return arm - control, both of one task, over the seeds that both have; None if there is none."""
+    others = {row["seed"]: row for row in control}
+    pairs = [(row, others[row["seed"]]) for row in arm if row["seed"] in others]
+    if not pairs:
+        return None
+    mean, error = interval([row["held_out"] - of_control(other) for row, other in pairs])
+    if len(pairs) == 1:  # both have the same problems, so this is at least the error of their difference
+        error = math.hypot(*(row["held_out_error"] for row in pairs[0]))
+    return Difference(mean=mean, error=error, seeds=len(pairs))
+
+
+def mean_of(differences: Sequence[Difference]) -> Difference:
+    """Return the mean of several tasks' differences, each task with equal weight."""
+    return Difference(
+        mean=statistics.fmean(one.mean for one in differences),
+        error=math.hypot(*(one.error for one in differences)) / len(differences),
+        seeds=min(one.seeds for one in differences),
+    )
+
+
+def safe_product(found: Sequence[Cell]) -> float:
+    """Return the largest product of learning rate and age up to which no cell without a guard lost; 0 if there is
+    none.
+
+    >>> fine, lost = (Difference(mean=mean, error=0.01, seeds=3) for mean in (-0.01, -0.05))
+    >>> of = lambda age, what: Cell(task="a", rate=1e-5, staleness=age, guard="tis", samples=what, seconds=what)
+    >>> f"{safe_product([of(1, fine), of(2, fine), of(4, lost), of(8, fine)]):.0e}"
+    '2e-05'
+    """
+    plain = [cell for cell in found if cell.guard == "tis"]
+    least = min((cell.product for cell in plain if cell.samples.lost), default=math.inf)
+    return max((cell.product for cell in plain if cell.product < least * (1 - 1e-9)), default=0.0)
