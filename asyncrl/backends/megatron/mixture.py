@@ -244,6 +244,8 @@ class Mixture(MoELayer):  # type: ignore[misc]
     def forward(self, *arguments: Any, **options: Any) -> Any:
         result = super().forward(*arguments, **options)
         self.token_dispatcher.probs = None
+        if (exchange := getattr(self.token_dispatcher, "_comm_manager", None)) is not None:  # DeepEP's
+            exchange.token_probs = exchange.dispatched_probs = None
         return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import re
 from collections.abc import Mapping
 from types import NoneType, UnionType
@@ -33,7 +34,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def transformer_config(job: Job, shape: ModelShape, *, own: Mapping[str, Any]) -> TransformerConfig:
     """own: fields of this model alone, over those of the job"""
-    return TransformerConfig(**_own_fields(job, shape, job.torch_dtype), **{**job.transformer, **own})
+    given = {"moe_token_dispatcher_type": "alltoall", **job.transformer, **own}  # ranks may have rows of many lengths
+    return TransformerConfig(**_own_fields(job, shape, job.torch_dtype), **given)
 
 
 def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
@@ -106,7 +108,6 @@ def _parallel_fields(layout: Layout) -> dict[str, Any]:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         variable_seq_lengths=layout.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # ranks may have rows of different lengths
         # With two stages the previous stage is also the next one, and a batched call mixes up both directions, silently
         # if all rows have one length. Megatron allows overlap only with interleaved stages.
         overlap_p2p_comm=is_interleaved,
@@ -130,6 +131,8 @@ learner.options."""
 
 _DISPATCHERS: Final = ("moe_token_dispatcher", "moe_flex_", "moe_enable_deepep", "moe_deepep_", "moe_hybridep_")
 """Starts of fields for the exchange of tokens between ranks that share experts."""
+_EXCHANGES: Final = (("moe_token_dispatcher_type", "alltoall"), ("moe_flex_dispatcher_backend", "deepep"))
+"""Those that need nothing. HybridEP was never tried with rows of different lengths."""
 
 
 KEYS: Final[Mapping[str, str]] = {
@@ -216,6 +219,23 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str, own: Mapping[str,
         raise ConfigError(f"{key}: Megatron refuses {fields} for {where}: {reason}{mend}") from error
 
 
+def _why_no_exchange(name: str, value: object, job: Job) -> str:
+    """Return why a field cannot decide how ranks that share experts exchange tokens; "" if it can."""
+    if name == "moe_deepep_num_sms" or (name, value) in _EXCHANGES:
+        return ""
+    if (name, value) != ("moe_token_dispatcher_type", "flex"):
+        return 'tokens travel by Megatron\'s all-to-all, or by DeepEP (moe_token_dispatcher_type = "flex"); remove it'
+    if job.layout.expert == 1:
+        return "no ranks exchange tokens with learner.expert_parallel = 1; remove it"
+    if job.layout.expert_tensor > 1:
+        return "DeepEP was never tried with learner.expert_tensor_parallel; remove one of them"
+    if importlib.util.find_spec("deep_ep") is None:
+        return '"flex" needs DeepEP, and its package deep_ep is not installed; install it, or remove the field'
+    if job.torch_dtype != torch.bfloat16:
+        return 'DeepEP sends bfloat16; set model.dtype = "bfloat16", or remove the field'
+    return ""
+
+
 def _refuse_fields(fields: Mapping[str, Any], job: Job, shape: ModelShape, *, key: str) -> None:
     """Raise ConfigError for names or values of fields that users may not set.  key: where the run file has them"""
     known = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
@@ -229,11 +249,8 @@ def _refuse_fields(fields: Mapping[str, Any], job: Job, shape: ModelShape, *, ke
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{key}: {name} is not a field of Megatron's TransformerConfig{hint}")
-        if name.startswith(_DISPATCHERS):
-            raise ConfigError(
-                f"{key}: {name}: asyncrl's experts exchange tokens by Megatron's all-to-all; DeepEP and "
-                "HybridEP were never tried with them; remove it"
-            )
+        if name.startswith(_DISPATCHERS) and (problem := _why_no_exchange(name, value, job)):
+            raise ConfigError(f"{key}: {name}: {problem}")
         if name in ours:
             raise ConfigError(f"{key}: {name} is set by asyncrl, from the model or other keys; remove it")
         if name.startswith(("fp8", "fp4")):
@@ -241,7 +258,7 @@ def _refuse_fields(fields: Mapping[str, Any], job: Job, shape: ModelShape, *, ke
                 f"{key}: {name} is for Transformer Engine's layers, and asyncrl's learner has layers of its "
                 'own, in model.dtype; remove it (weights.quantization = "fp8" is for engines)'
             )
-        if _NOT_OURS.match(name):
+        if _NOT_OURS.match(name) and not name.startswith(_DISPATCHERS):
             raise ConfigError(
                 f"{key}: {name} is for a feature that asyncrl does not support or sets by another key; remove it"
             )

@@ -93,7 +93,8 @@ def test_refuses_mistakes_about_optimizer_steps(run_file: Path, overrides: list[
         (["learner.train_vision=true"], "learner.train_vision: the model has no vision tower; remove the key"),
         (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
         (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
-        (["learner.megatron={moe_token_dispatcher_type='flex'}"], "by Megatron's all-to-all; DeepEP and HybridEP were"),
+        (["learner.megatron={moe_token_dispatcher_type='allgather'}"], "by Megatron's all-to-all, or by DeepEP"),
+        (["learner.megatron={moe_token_dispatcher_type='flex'}"], "no ranks exchange tokens with learner.expert_para"),
         (["learner.megatron={cpu_offloading=true}"], "is for a feature that asyncrl does not support"),
         (
             [
