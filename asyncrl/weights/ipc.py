@@ -1,11 +1,15 @@
-"""Weights that an engine copies from the learner's memory: both are on one machine, and the engine sees that memory.
+"""Weights that an engine copies from the learner's memory: both are on one machine, and share a GPU.
 
-On a GPU that they share, the engine maps the learner's memory (CUDA IPC) and copies it on the device. On the CPU the
-memory is a file without a name, which the engine opens under /proc. NCCL cannot connect two processes on one GPU.
+The engine maps the learner's memory (CUDA IPC) and copies it on the device. On the CPU the memory is a file without a
+name, which the engine opens under /proc. NCCL cannot connect two processes on one GPU.
 
-    worker -- request --> learner       begin: shares the snapshot, and listens
-    worker <--- offer --- learner       handles of the memory, and the address of a socket
-    worker connects, and is let in; its engine maps and copies (take_shared); worker says so and disconnects
+Each rank of the learner that has a part of the model shares it from its own memory, so nobody gathers the model. What
+lies on another GPU than the engine's is mapped into the engine's: the GPUs reach each other's memory, and the engine
+need not see the other GPU (CUDA maps memory of devices that CUDA_VISIBLE_DEVICES hides), nor has a context there.
+
+    worker -- request --> learner       begin: each rank shares its part, and listens
+    worker <--- offer --- learner       per rank: handles of the memory, and the address of a socket
+    worker connects to all, and is let in; its engine maps and copies (take_shared); worker says so and disconnects
                           learner       Transfer.send returns: the memory may be used again
 
 Invariants (tests/unit/weights/test_ipc.py):
@@ -23,21 +27,22 @@ import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from asyncrl.errors import MessageError, WeightsError
+from asyncrl.errors import AsyncRLError, MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.os_process import process_space
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.bucket_layout import entries_of, layout_of
-from asyncrl.weights.port import Ask, LoadReport, Transfer, WeightUpdater
+from asyncrl.weights.port import Ask, BroadcastUpdater, LoadReport, Transfer, WeightUpdater
 from asyncrl.weights.ring import Ring
 
 _CONNECT_SECONDS: Final = 30.0
@@ -79,37 +84,103 @@ class SharedBucket:
 class IPCRequest:
     """Payload of a request.
 
-    space  machine and PID namespace of the worker
-    gpus   CUDA_VISIBLE_DEVICES of the worker and its engine; empty: all
+    space             machine and PID namespace of the worker
+    gpus              CUDA_VISIBLE_DEVICES of the worker and its engine; empty: all
+    takes_broadcasts  whether the engine can join a process group instead, which is faster from one GPU to another
     """
 
     space: str = ""
     gpus: str = ""
+    takes_broadcasts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IPCOffer:
-    """Payload of an offer.  address: Unix socket that the worker holds open while its engine reads"""
+    """Payload of an offer.
+
+    address  Unix socket that the worker holds open while its engine reads; empty: the engine only joins
+    gpu      name in CUDA_VISIBLE_DEVICES of the GPU that has the buckets; empty on a CPU
+    others   the offers of the learner's other ranks that have a part of the model
+    """
 
     address: str
     buckets: tuple[SharedBucket, ...]
+    gpu: str = ""
+    others: tuple[IPCOffer, ...] = ()
+
+    @property
+    def parts(self) -> tuple[IPCOffer, ...]:
+        return (self, *self.others)
+
+    @property
+    def all_buckets(self) -> Iterator[SharedBucket]:
+        return (bucket for part in self.parts for bucket in part.buckets)
 
 
 def begin(
-    request: TransferRequest, snapshot: Snapshot, *, ring: Ring, incarnation: int, policy_version: int
+    request: TransferRequest, run: Callable[[str, int], Sequence[bytes]], *, incarnation: int, policy_version: int
 ) -> Transfer:
-    """Accept the request of an engine that can map our memory. Raises WeightsError for any other (Sender.begin)."""
-    _check_reach(request, snapshot)
-    if not request.has_joined:
-        offer = TransferOffer(incarnation=incarnation, policy_version=policy_version)
-        return Transfer(offer=offer, send=lambda: None)
-    handover = _Handover(snapshot, ring, num_ranks=request.num_ranks)
-    offer = TransferOffer(incarnation=incarnation, policy_version=policy_version, payload=encode(handover.offer))
-    return Transfer(offer=offer, send=handover.run)
+    """Accept the request of an engine that can map our memory. Raises WeightsError for any other (Sender.begin).
+
+    run: executes an action of Handovers in each rank that has a part of the model, and returns the answers. Its second
+    argument is the number of bytes of all parts
+    """
+    try:
+        own, *others = (decode(answer, IPCOffer) for answer in run("begin", 0))
+        offer = replace(own, others=tuple(others))
+        _require_nearest(request, offer)
+    except AsyncRLError:
+        with contextlib.suppress(AsyncRLError):
+            run("drop", 0)  # what other ranks have shared
+        raise
+
+    def send() -> None:
+        if request.has_joined:
+            entries = (entry for bucket in offer.all_buckets for entry in entries_of(bucket.layout))
+            run("send", sum(entry.num_bytes for entry in entries))
+
+    answer = TransferOffer(incarnation=incarnation, policy_version=policy_version, payload=encode(offer))
+    return Transfer(offer=answer, send=send)
+
+
+class Handovers:
+    """What one rank hands over to engines, in that rank's process. Thread-safe."""
+
+    def __init__(self, ring: Ring) -> None:
+        """ring: gives the stream beside steps"""
+        self._ring = ring
+        self._lock = threading.Lock()
+        self._begun: dict[str, _Handover] = {}  # by engine
+
+    def begin(self, snapshot: Snapshot, request: TransferRequest) -> IPCOffer:
+        """Share the snapshot with an engine, if it has joined. Raises WeightsError if the engine cannot map it."""
+        gpu = _check_reach(request, snapshot)
+        if not request.has_joined:
+            return IPCOffer(address="", buckets=(), gpu=gpu)
+        self.drop(request.engine)
+        handover = _Handover(snapshot, self._ring, num_ranks=request.num_ranks)
+        with self._lock:
+            self._begun[request.engine] = handover
+        return replace(handover.offer, gpu=gpu)
+
+    def send(self, engine: str, *, num_bytes: int) -> None:
+        """Wait until the engine has taken all parts, of ``num_bytes`` together. See _Handover.run."""
+        with self._lock:
+            handover = self._begun.pop(engine, None)
+        if handover is None:
+            raise WeightsError(f"{engine} asked again: it was restarted")
+        handover.run(num_bytes=num_bytes)
+
+    def drop(self, engine: str) -> None:
+        """Let go of what was shared and not sent: the request failed elsewhere."""
+        with self._lock:
+            handover = self._begun.pop(engine, None)
+        if handover is not None:
+            handover.close()
 
 
 class _Handover:
-    """One transfer: owns the memory, files and socket until the worker has disconnected.
+    """One part of a transfer: owns the memory, files and socket until the worker has disconnected.
 
     The engine maps all buckets at once, so on a GPU kept buckets take memory while they are handed over.
     """
@@ -117,7 +188,6 @@ class _Handover:
     def __init__(self, snapshot: Snapshot, ring: Ring, *, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._on_gpu: list[Bucket] = []
-        self._num_bytes = snapshot.num_bytes
         self._handles: list[GpuHandle] = []
         self._ends = contextlib.ExitStack()
         try:
@@ -131,9 +201,7 @@ class _Handover:
             if stream is not None:
                 stream.synchronize()
         except (OSError, RuntimeError) as error:  # no memory, no free descriptor, or CUDA refuses
-            self._ends.close()
-            self._let_go()
-            self._on_gpu.clear()
+            self.close()
             raise WeightsError(f"the learner cannot share its weights: {error}") from error
         self.offer = IPCOffer(address=address, buckets=tuple(buckets))
 
@@ -150,15 +218,24 @@ class _Handover:
         stream.flush()
         return SharedBucket(layout=layout, file=f"/proc/{os.getpid()}/fd/{stream.fileno()}")
 
-    def run(self) -> None:
-        """Block until the worker has disconnected. Raises WeightsError if it never connects or stays for too long."""
+    def close(self) -> None:
+        """Take back what no worker will take."""
+        self._ends.close()
+        self._let_go()
+        self._on_gpu.clear()
+
+    def run(self, *, num_bytes: int) -> None:
+        """Block until the worker has disconnected. Raises WeightsError if it never connects or stays for too long.
+
+        num_bytes: of all parts, which the engine takes before it disconnects
+        """
         is_reading = has_taken = False
         try:
             with self._ends:
                 self._listener.settimeout(_CONNECT_SECONDS)
                 connection, _ = self._listener.accept()
                 with connection:
-                    connection.settimeout(_PATIENCE_SECONDS + self._num_bytes / _SLOWEST_BYTES_PER_SECOND)
+                    connection.settimeout(_PATIENCE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
                     with contextlib.suppress(ConnectionError):  # its process is gone
                         connection.sendall(_COME_IN)
                         is_reading = True
@@ -182,21 +259,37 @@ class _Handover:
             storage_type._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
 
 
-def _check_reach(request: TransferRequest, snapshot: Snapshot) -> None:
-    """Raise WeightsError if the engine cannot map our memory."""
-    try:
-        asks = decode(request.payload, IPCRequest)
-    except MessageError as error:
-        raise WeightsError(f"the request of engine {request.engine} cannot be read: {error}") from error
-    if snapshot.others:
-        raise WeightsError("several ranks of the learner hold parts of the model")
+def _check_reach(request: TransferRequest, snapshot: Snapshot) -> str:
+    """Return the name of the GPU that has this rank's part. Raises WeightsError if the engine cannot map it."""
+    asks = _decode_request(request)
     if asks.space != process_space():
         raise WeightsError(f"{request.engine} is on another machine, or in another container, than the learner")
     device = snapshot.device
-    if device.type == "cuda" and any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR):
+    if device.type != "cuda":
+        return ""
+    if any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR):
         raise WeightsError(f"expandable segments ({_ALLOCATOR[0]}) cannot be mapped by another process")
-    if device.type == "cuda" and asks.gpus and (ours := _name_of_gpu(device.index)) not in asks.gpus.split(","):
-        raise WeightsError(f"{request.engine} sees GPU {asks.gpus} alone, and the weights are on GPU {ours}")
+    for index in range(torch.cuda.device_count()):
+        is_of_engine = index != device.index and _name_of_gpu(index) in asks.gpus.split(",")
+        if is_of_engine and not torch.cuda.can_device_access_peer(index, device.index):
+            raise WeightsError(f"GPU {_name_of_gpu(index)} cannot reach the memory of GPU {_name_of_gpu(device.index)}")
+    return _name_of_gpu(device.index)
+
+
+def _require_nearest(request: TransferRequest, offer: IPCOffer) -> None:
+    """Raise WeightsError if the engine has a faster way: no part of the model is on its GPUs, and it can join a
+    process group."""
+    asks = _decode_request(request)
+    ours = [part.gpu for part in offer.parts if part.gpu]
+    if asks.takes_broadcasts and ours and asks.gpus and not set(ours) & set(asks.gpus.split(",")):
+        raise WeightsError(f"{request.engine} sees GPU {asks.gpus} alone, and the weights are on GPU {','.join(ours)}")
+
+
+def _decode_request(request: TransferRequest) -> IPCRequest:
+    try:
+        return decode(request.payload, IPCRequest)
+    except MessageError as error:
+        raise WeightsError(f"the request of engine {request.engine} cannot be read: {error}") from error
 
 
 def _name_of_gpu(index: int) -> str:
@@ -227,6 +320,7 @@ class IPCReceiver:
         """``engine``: name of the engine in the run."""
         self._updater = updater
         self._engine = engine
+        self._takes_broadcasts = isinstance(updater, BroadcastUpdater)
 
     async def join(self, ask: Ask) -> None:
         """Ask whether the learner's memory is in reach."""
@@ -234,29 +328,37 @@ class IPCReceiver:
 
     async def receive(self, ask: Ask) -> LoadReport:
         offer = await ask(self._request(has_joined=True))
-        try:
-            shared = decode(offer.payload, IPCOffer)
-            learner, connection = await asyncio.open_unix_connection(shared.address)
-        except (MessageError, OSError) as error:
-            raise WeightsError(f"cannot take the learner's weights: {error}") from error
-        with contextlib.closing(connection):
+        with contextlib.ExitStack() as connected:
             try:
-                await learner.readexactly(len(_COME_IN))
+                shared = decode(offer.payload, IPCOffer)
+                connections = []
+                for part in shared.parts:
+                    learner, connection = await asyncio.open_unix_connection(part.address)
+                    connections.append((learner, connected.enter_context(contextlib.closing(connection))))
+            except (MessageError, OSError) as error:
+                raise WeightsError(f"cannot take the learner's weights: {error}") from error
+            try:
+                for learner, _ in connections:
+                    await learner.readexactly(len(_COME_IN))
             except (OSError, EOFError):
                 raise WeightsError("cannot take the learner's weights: it has given this transfer up") from None
             # A server that cannot open one dies. /proc may be closed to us, by capabilities of the learner's Python.
-            if closed := next(
-                (one.file for one in shared.buckets if one.file and not os.access(one.file, os.R_OK)), ""
-            ):
+            files = (bucket.file for bucket in shared.all_buckets if bucket.file)
+            if closed := next((file for file in files if not os.access(file, os.R_OK)), ""):
                 raise WeightsError(f"cannot take the learner's weights: {closed} cannot be opened")
             report = await self._updater.update(offer.version, take_shared, offer.payload)
-            with contextlib.suppress(OSError):  # the learner is gone
-                connection.write(_TAKEN)
-                await connection.drain()
+            for _, connection in connections:
+                with contextlib.suppress(OSError):  # the learner is gone
+                    connection.write(_TAKEN)
+                    await connection.drain()
             return report
 
     def _request(self, *, has_joined: bool) -> TransferRequest:
-        asks = IPCRequest(space=process_space(), gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        asks = IPCRequest(
+            space=process_space(),
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            takes_broadcasts=self._takes_broadcasts,
+        )
         return TransferRequest(
             engine=self._engine,
             group=self._engine,
@@ -271,8 +373,8 @@ class IPCReceiver:
 
 def take_shared(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield copies of the tensors that a payload (IPCOffer) describes.  See Source in weights/port.py."""
-    for shared in decode(payload, IPCOffer).buckets:
-        data = _map_gpu(shared, shared.gpu[_rank()]) if shared.gpu else _map_file(shared.file)
+    for shared in decode(payload, IPCOffer).all_buckets:
+        data = _map_gpu(shared, shared.gpu[_rank()], device) if shared.gpu else _map_file(shared.file)
         for name, tensor in Bucket(entries=entries_of(shared.layout), data=data).tensors():
             yield name, tensor.to(device, copy=True)
         if data.is_cuda:  # the copies must end before the learner may use this memory again
@@ -291,12 +393,12 @@ def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def _map_gpu(shared: SharedBucket, memory: GpuHandle) -> torch.Tensor:
-    index = next((number for number in range(torch.cuda.device_count()) if _uuid(number) == memory.gpu), None)
-    if index is None:
-        raise WeightsError(f"the learner's weights are on GPU {memory.gpu}, which this process does not see")
-    storage_type: Any = torch.UntypedStorage
+def _map_gpu(shared: SharedBucket, memory: GpuHandle, device: torch.device) -> torch.Tensor:
+    """Map the bucket into the address space of ``device``, wherever it lies."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    is_here = _uuid(index) == memory.gpu
+    storage_type: Any = torch.UntypedStorage
     storage = storage_type._new_shared_cuda(
         index,
         memory.handle,
@@ -305,7 +407,7 @@ def _map_gpu(shared: SharedBucket, memory: GpuHandle) -> torch.Tensor:
         memory.counter,
         memory.counter_offset,
         memory.event,
-        memory.waits_for_event,
+        memory.waits_for_event and is_here,  # events are of one device; the learner has waited for the data
     )
     mapped = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
     num_bytes = sum(entry.num_bytes for entry in entries_of(shared.layout))

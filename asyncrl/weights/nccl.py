@@ -104,7 +104,8 @@ def group_of_part(group: str, number: int) -> str:
 class PartCommand:
     """What a rank that has a part of the model should do.
 
-    action            begin: prepare a transfer to an engine; send: do it; forget: drop engines that are gone
+    action            begin: prepare a transfer to an engine; send: do it; drop: do not, after all (IPC alone); forget:
+                      drop engines that are gone
     request           the engine's request
     number            number of the part, from 0
     host              the learner's address as seen by engines; a rank on another machine uses its own address
@@ -159,9 +160,8 @@ class Sender:
             )
         (incarnation, policy_version), snapshot = self._held()
         if is_encoded(request.payload, IPCRequest):
-            return ipc.begin(
-                request, snapshot, ring=self._own.ring, incarnation=incarnation, policy_version=policy_version
-            )
+            run_ipc = functools.partial(self._run_ipc, snapshot, request)
+            return ipc.begin(request, run_ipc, incarnation=incarnation, policy_version=policy_version)
         begin = PartCommand(
             action="begin",
             request=request,
@@ -200,6 +200,10 @@ class Sender:
                 raise WeightsError("the learner has no weights to send yet")
             return self._newest
 
+    def _run_ipc(self, snapshot: Snapshot, request: TransferRequest, action: str, num_bytes: int) -> list[bytes]:
+        command = PartCommand(action=action, request=request, beside_bytes=num_bytes)
+        return self._run(snapshot, [command] * (1 + len(snapshot.others)))
+
     def _run(self, snapshot: Snapshot, commands: Sequence[PartCommand]) -> list[bytes]:
         return snapshot.run_on_parts(self._own, list(map(encode, commands)))
 
@@ -214,15 +218,28 @@ class PartSender(PartWorker):
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
         self.ring = Ring()
+        self._handovers = ipc.Handovers(self.ring)
 
     def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
         part_command = decode(command, PartCommand)
         if part_command.action == "forget":
             self._forget(part_command.engines)
+        elif part_command.request is not None and is_encoded(part_command.request.payload, IPCRequest):
+            return self._hand_over(snapshot, part_command, part_command.request)
         elif part_command.request is not None and part_command.action == "begin":
             return encode(self._begin(snapshot, part_command, part_command.request))
         elif part_command.request is not None:
             self._send(part_command, part_command.request)
+        return b""
+
+    def _hand_over(self, snapshot: Snapshot, command: PartCommand, request: TransferRequest) -> bytes:
+        match command.action:
+            case "begin":
+                return encode(self._handovers.begin(snapshot, request))
+            case "send":
+                self._handovers.send(request.engine, num_bytes=command.beside_bytes)
+            case "drop":
+                self._handovers.drop(request.engine)
         return b""
 
     def _begin(self, snapshot: Snapshot, command: PartCommand, request: TransferRequest) -> CollectiveOffer:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +16,21 @@ import pytest
 import torch
 
 from asyncrl.engines.inprocess import engine as inprocess
-from asyncrl.errors import WeightsError
+from asyncrl.errors import AsyncRLError, WeightsError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.os_process import process_space
 from asyncrl.tensors.snapshot import Bucket, Kept, Snapshot
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import IPCOffer, IPCReceiver, IPCRequest
+from asyncrl.weights.nccl import Sender
 from asyncrl.weights.nccl_channel import CollectiveReceiver, NCCLChannel, NearestReceiver
 from asyncrl.weights.port import Ask
 from asyncrl.weights.ring import Ring
 from tests.harness.engines import PROMPT, Check, Model
 from tests.harness.transfers import join, offering, receive, snapshot
+from tests.harness.weights import OtherRank, in_parts
 
 SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
 TOLERANCE = 1e-4
@@ -124,12 +128,12 @@ def test_every_rank_of_an_engine_has_a_handle_with_a_counter_of_its_own(
         torch.UntypedStorage, "_release_ipc_counter_cuda", lambda counter, _: counted.append(counter), raising=False
     )
     with pytest.raises(WeightsError):
-        handover.run()
+        handover.run(num_bytes=0)
     assert counted == counters
 
     mapped = list[bytes]()
 
-    def map_gpu(_: ipc.SharedBucket, memory: ipc.GpuHandle) -> torch.Tensor:
+    def map_gpu(_: ipc.SharedBucket, memory: ipc.GpuHandle, device: torch.device) -> torch.Tensor:
         mapped.append(memory.counter)
         return torch.empty(0)
 
@@ -139,6 +143,98 @@ def test_every_rank_of_an_engine_has_a_handle_with_a_counter_of_its_own(
         monkeypatch.setattr(ipc, "_rank", lambda rank=rank: rank)
         assert not list(ipc.take_shared(payload, torch.device("cpu")))
     assert mapped == counters
+
+
+def taken(sender: Sender, asked: TransferRequest) -> dict[str, torch.Tensor]:
+    """Return what an engine copies, as its worker holds a socket of every rank."""
+    transfer = sender.begin(asked)
+    offer = decode(transfer.offer.payload, IPCOffer)
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as connected:
+        sending = thread.submit(transfer.send)
+        workers = [connected.enter_context(socket.socket(socket.AF_UNIX)) for _ in offer.parts]
+        for worker, part in zip(workers, offer.parts, strict=True):
+            worker.connect(part.address)
+            assert worker.recv(1)
+        found = dict(ipc.take_shared(transfer.offer.payload, torch.device("cpu")))
+        for worker in workers:
+            worker.send(ipc._TAKEN)
+        sending.result()
+    assert not any(Path(bucket.file).exists() for bucket in offer.all_buckets)
+    return found
+
+
+async def test_an_engine_copies_the_parts_of_all_ranks(
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, new_model: Model
+) -> None:
+    channel.sender.set_weights(in_parts(snapshot(new_model).tensors(), 3), incarnation=0, policy_version=3)
+    receiver = channel.receiver(engine.weight_updater, engine="w0")
+    assert receiver is not None
+    await join(receiver, channel.sender)
+    for _ in range(2):
+        await receive(receiver, channel.sender)
+    assert engine.version == (0, 3)
+    assert Check(new_model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+def test_every_bit_of_every_part_arrives() -> None:
+    given = {f"w{number}": torch.randn(number + 1, 3).to(torch.bfloat16) for number in range(7)}
+    sender = Sender("127.0.0.1")
+    for version in range(2):
+        sender.set_weights(in_parts(given.items(), 3), incarnation=0, policy_version=version)
+        found = taken(sender, request())
+        assert found.keys() == given.keys() and all(torch.equal(found[name], one) for name, one in given.items())
+
+
+def test_no_rank_keeps_what_it_shared_if_another_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = list[ipc._Handover]()
+    close = ipc._Handover.close
+    monkeypatch.setattr(ipc._Handover, "close", lambda self: (closed.append(self), close(self)))
+    exported = in_parts([(f"w{number}", torch.zeros(2)) for number in range(3)], 3)
+    sender = Sender("127.0.0.1")
+    cast(OtherRank, exported.others[1]).dies = True
+    sender.set_weights(exported, incarnation=0, policy_version=1)
+    with pytest.raises(AsyncRLError, match="learner rank 2"):
+        sender.begin(request())
+    assert len(closed) == 2
+    with pytest.raises(WeightsError, match="asked again"):
+        sender._own._handovers.send("w0", num_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "takes_broadcasts", "is_taken"),
+    [("1", True, True), ("0,1", True, True), ("2", True, False), ("2", False, True), ("", True, True)],
+)
+def test_an_engine_that_shares_no_gpu_with_the_learner_joins_a_group_if_it_can(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, takes_broadcasts: bool, is_taken: bool
+) -> None:
+    """Two ranks, on GPUs 0 and 1."""
+    names = iter("01")
+    monkeypatch.setattr(ipc, "_check_reach", lambda *_: next(names))
+    sender = Sender("127.0.0.1")
+    sender.set_weights(in_parts([("v", torch.zeros(2)), ("w", torch.ones(2))]), incarnation=0, policy_version=1)
+    asks = IPCRequest(space=process_space(), gpus=gpus, takes_broadcasts=takes_broadcasts)
+    asked = TransferRequest(engine="w0", group="w0", num_ranks=1, payload=encode(asks))
+    with contextlib.nullcontext() if is_taken else pytest.raises(WeightsError, match="w0 sees GPU 2 alone"):
+        sender.begin(asked).send()
+
+
+def test_memory_of_another_gpu_is_mapped_into_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the engine needs neither to see that GPU nor a context there; an event of it cannot be waited for."""
+    opened = list[tuple[Any, ...]]()
+
+    def open_memory(*given: Any) -> Any:
+        opened.append(given)
+        raise RuntimeError("as far as it goes without a GPU")
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(ipc, "_uuid", lambda number: f"gpu-{number}")
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_memory, raising=False)
+    layout = BucketLayout(names=(), dtypes=(), shapes=())
+    for gpu in ("gpu-1", "gpu-0"):
+        memory = replace(handle(b"counter"), gpu=gpu, waits_for_event=True)
+        with pytest.raises(RuntimeError, match="as far"):
+            ipc._map_gpu(ipc.SharedBucket(layout=layout), memory, torch.device("cuda", 1))
+    assert [(given[0], given[-1]) for given in opened] == [(1, True), (1, False)]
 
 
 def handle(counter: bytes) -> ipc.GpuHandle:
