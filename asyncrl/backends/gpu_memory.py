@@ -149,9 +149,11 @@ def phases(
     state = _state(run, shapes, run.learner.layout)
     whole = json.loads((folder / "config.json").read_text())
     config = decoder_config(whole)
-    passes = _passes(run, config, recomputes_all=recomputes_all) + _passes_of_tower(run, whole, shapes)
-    passes += _chosen_keys(run, config) + (_copied_keys(run, config) if shares_prefixes else 0.0)
-    passes += _logits(run, config) if needs_logits else _HEAD_BYTES
+    passes, of_layer = _passes(run, config, recomputes_all=recomputes_all)
+    passes += _passes_of_tower(run, whole, shapes) + _chosen_keys(run, config)
+    of_layer += _copied_keys(run, config) if shares_prefixes else 0.0
+    of_head = _logits(run, config) if needs_logits else _HEAD_BYTES
+    passes += max(of_head, of_layer) if recomputes_all else of_head + of_layer  # a layer is recomputed after the head
     passes *= _FRAGMENTED
     held = state.without_optimizer if updates_on_host else state
     loaded = held.loaded + _CONTEXT_BYTES
@@ -447,8 +449,9 @@ def _shares_optimizer(run: RunConfig) -> bool:
     return bool(run.learner.options.get("distributed_optimizer", True))
 
 
-def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> float:
-    """Return the bytes of activations of one packed row, and of the output layer's gradient, if it is trained."""
+def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> tuple[float, float]:
+    """Return the bytes of activations that one packed row keeps, with the output layer's gradient, if it is trained;
+    and those of a layer that is recomputed."""
     hidden, layers = config.get("hidden_size", 0), config.get("num_hidden_layers", 0)
     heads, head = _heads(config)
     attention = head * (heads + 2 * config.get("num_key_value_heads", heads))
@@ -456,11 +459,11 @@ def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> 
     feed_forward = config.get("moe_intermediate_size") or config.get("intermediate_size", 4 * hidden)
     # A layer keeps the inputs of its norms and products, the attention's inputs and output, the gate and its product.
     of_layer = 2 * (6 * hidden + 3 * attention + 3.6 * experts * feed_forward)
-    kept = 2 * hidden * layers + of_layer if recomputes_all else of_layer * layers
+    kept = 2 * hidden if recomputes_all else of_layer
     layout = run.learner.layout
     tokens = run.learner.micro_batch_tokens / (layout.tensor * layout.context)
     of_head = 0 if run.learner.lora.rank else 6 * config.get("vocab_size", 0) * hidden / layout.tensor
-    return float(tokens * kept / layout.pipeline + of_head)
+    return float(tokens * kept * layers / layout.pipeline + of_head), tokens * of_layer * recomputes_all
 
 
 def _passes_of_tower(run: RunConfig, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
