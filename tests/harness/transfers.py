@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 
 from asyncrl.engines.port import Engine
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
+from asyncrl.os_process import process_space
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights import ipc
 from asyncrl.weights.bucket_layout import layout_of
+from asyncrl.weights.ipc import IPCOffer, IPCRequest
 from asyncrl.weights.nccl import CollectiveOffer
 from asyncrl.weights.nccl_channel import CollectiveReceiver
 from asyncrl.weights.port import Ask, BroadcastUpdater, LoadReport, Receiver, Sender
@@ -69,6 +77,25 @@ def _ask(sender: Sender, group: asyncio.TaskGroup) -> Ask:
         return transfer.offer
 
     return ask
+
+
+def copied(sender: Sender) -> dict[str, torch.Tensor]:
+    """Return what an engine copies from the learner's memory while its worker holds a socket of every rank."""
+    asks = encode(IPCRequest(space=process_space()))
+    transfer = sender.begin(TransferRequest(engine="w0", group="w0", num_ranks=1, has_joined=True, payload=asks))
+    offer = decode(transfer.offer.payload, IPCOffer)
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as connected:
+        sending = thread.submit(transfer.send)
+        workers = [connected.enter_context(socket.socket(socket.AF_UNIX)) for _ in offer.parts]
+        for worker, part in zip(workers, offer.parts, strict=True):
+            worker.connect(part.address)
+            assert worker.recv(1)
+        found = dict(ipc.take_shared(transfer.offer.payload, torch.device("cpu")))
+        for worker in workers:
+            worker.send(ipc._TAKEN)
+        sending.result()
+    assert not any(Path(bucket.file).exists() for bucket in offer.all_buckets)
+    return found
 
 
 def receiver_of(engine: Engine, name: str = "w0") -> CollectiveReceiver:

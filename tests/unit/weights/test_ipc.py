@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from asyncrl.weights.nccl_channel import CollectiveReceiver, NCCLChannel, Neares
 from asyncrl.weights.port import Ask
 from asyncrl.weights.ring import Ring
 from tests.harness.engines import PROMPT, Check, Model
-from tests.harness.transfers import join, offering, receive, snapshot
+from tests.harness.transfers import copied, join, offering, receive, snapshot
 from tests.harness.weights import OtherRank, in_parts
 
 SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -145,24 +144,6 @@ def test_every_rank_of_an_engine_has_a_handle_with_a_counter_of_its_own(
     assert mapped == counters
 
 
-def taken(sender: Sender, asked: TransferRequest) -> dict[str, torch.Tensor]:
-    """Return what an engine copies, as its worker holds a socket of every rank."""
-    transfer = sender.begin(asked)
-    offer = decode(transfer.offer.payload, IPCOffer)
-    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as connected:
-        sending = thread.submit(transfer.send)
-        workers = [connected.enter_context(socket.socket(socket.AF_UNIX)) for _ in offer.parts]
-        for worker, part in zip(workers, offer.parts, strict=True):
-            worker.connect(part.address)
-            assert worker.recv(1)
-        found = dict(ipc.take_shared(transfer.offer.payload, torch.device("cpu")))
-        for worker in workers:
-            worker.send(ipc._TAKEN)
-        sending.result()
-    assert not any(Path(bucket.file).exists() for bucket in offer.all_buckets)
-    return found
-
-
 async def test_an_engine_copies_the_parts_of_all_ranks(
     engine: inprocess.InProcessEngine, channel: NCCLChannel, new_model: Model
 ) -> None:
@@ -181,7 +162,7 @@ def test_every_bit_of_every_part_arrives() -> None:
     sender = Sender("127.0.0.1")
     for version in range(2):
         sender.set_weights(in_parts(given.items(), 3), incarnation=0, policy_version=version)
-        found = taken(sender, request())
+        found = copied(sender)
         assert found.keys() == given.keys() and all(torch.equal(found[name], one) for name, one in given.items())
 
 

@@ -25,6 +25,7 @@ from asyncrl.policies.batching.packing import MicroBatch, pack_for_ranks, sequen
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.nccl import Sender
 from tests.harness.backends import (
     LAYOUTS,
     SETTINGS,
@@ -46,6 +47,7 @@ from tests.harness.backends import (
 from tests.harness.backends import cut as sampled_from_few
 from tests.harness.packing import pack
 from tests.harness.prefixes import trees
+from tests.harness.transfers import copied
 
 EXPLORES = bool(os.environ.get("ASYNCRL_EXPLORE"))
 LEARNING_RATE = 0.05
@@ -107,7 +109,8 @@ def name(kind: str, architecture: str, options: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """Results of a backend: logprobs of one row; weights before training, by rank and as published; metrics and weights
+    """Results of a backend: logprobs of one row; weights before training, by rank, as published, and as a colocated
+    engine copies them from the ranks' memory; metrics and weights
     after each step; the critic's values; the weights after the last step repeated from the checkpoint before it; and
     metrics and weights after one more step, on sequences that share prefixes, which the reference computes whole."""
 
@@ -115,6 +118,7 @@ class Done:
     before: Mapping[str, torch.Tensor]
     parts: Sequence[Mapping[str, torch.Tensor]]
     version: WeightVersion
+    copied: Mapping[str, torch.Tensor]
     metrics: list[Mapping[str, float]]
     after: list[Mapping[str, torch.Tensor]]
     values: NDArray[np.float32]
@@ -149,6 +153,9 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
         logprobs, before, exported = forward(backend, kind, row()), weights(backend), backend.export()
         channel = FilesChannel(saved / "weights", keep=2, model_path=folder)
         version = channel.publish(exported, incarnation=0, policy_version=1)
+        sender = Sender("127.0.0.1")
+        sender.set_weights(exported, incarnation=0, policy_version=1)
+        taken = copied(sender)
         metrics, after = [step(0)], [weights(backend)]
         backend.save(saved)
         metrics.append(step(1))
@@ -160,7 +167,7 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
         sharing = pack_for_ranks(trees(num_sequences=20), ranks=num_shares(kind), max_tokens=45, shares_prefixes=True)
         assert all(any(len(one.shared) for one in share) for share in sharing)
         shared = learned(backend.step(sharing, learning_rate=LEARNING_RATE).metrics), weights(backend)
-        return Done(logprobs, before, parts(exported), version, metrics, after, values, again, shared)
+        return Done(logprobs, before, parts(exported), version, taken, metrics, after, values, again, shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +230,10 @@ def test_ranks_publish_a_version_without_gathering_the_model(case: Case) -> None
     assert len(weight_files.paths(folder)) == len(sizes)
     read = {name: tensor for path in weight_files.paths(folder) for name, tensor in load_file(path).items()}
     assert distance(read, dict(case.got.before)) == 0.0
+
+
+def test_a_colocated_engine_copies_every_tensor_from_the_rank_that_has_it(case: Case) -> None:
+    assert distance(dict(case.got.copied), dict(case.got.before)) == 0.0
 
 
 def test_steps_make_the_metrics_and_the_weights_of_one_process(case: Case) -> None:
