@@ -67,7 +67,7 @@ def asyncrl_run(
     run_file = folder / "run.toml"
     parts = {"bus": bus, "launcher": launcher, "engine": engine, "weights": weights}
     run_file.write_text(RUN_FILE.format(folder=folder, here=HERE, **parts))
-    return forks.call("run", str(run_file))
+    return forks.call("run", str(run_file), environment=forks.environment)
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -91,14 +91,16 @@ def test_a_run_of_parts_that_asyncrl_does_not_know(tmp_path: Path, forks: ForkSe
 def test_processes_of_a_launcher_send_weights_by_a_channel_and_asyncrl_knows_neither(
     tmp_path: Path, forks: ForkServer
 ) -> None:
-    """No group is stale: the second step needs the weights of the first, and the third those of the second."""
+    """No group is stale: the second step needs the weights of the first, and the third those of the second.
+
+    The launcher forks its processes, which saves their imports; that of the page is held by tests/contracts.
+    """
     weights = f'''channel = "{HERE}.toy_sockets:SocketChannel"
 options = {{ log = "{tmp_path}/taken" }}
 [staleness]
 max_staleness = 0'''
-    launcher = f'kind = "{HERE}.toy_launcher:EnvironmentLauncher"\noptions = {{ environment = {{ A_WORD = "x" }} }}'
     engine = f'kind = "{HERE}.toy_engine:LateEngine"\noptions = {{ answer_seconds = 0.01, threads = 1 }}'
-    code, said = asyncrl_run(tmp_path, forks, launcher=launcher, engine=engine, weights=weights)
+    code, said = asyncrl_run(tmp_path, forks, launcher='kind = "tests.harness.forked:ForkingLauncher"', engine=engine, weights=weights)
     assert code == 0, said
     assert len(metrics(tmp_path)) == 3
     assert {"w0 1", "w0 2"} <= set((tmp_path / "taken").read_text().splitlines())
