@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -117,6 +118,7 @@ class ChildRanks:
 
 
 def _run_child(job: Job, info: RankInfo) -> None:
+    gc.freeze()  # a collection in a fork would copy every page of what the fork server has imported
     try:
         serve(job, info)
     except AsyncRLError as error:  # rank 0 was told, if it is there, and says it in its own words
