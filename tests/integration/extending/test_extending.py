@@ -100,7 +100,8 @@ options = {{ log = "{tmp_path}/taken" }}
 [staleness]
 max_staleness = 0'''
     engine = f'kind = "{HERE}.toy_engine:LateEngine"\noptions = {{ answer_seconds = 0.01, threads = 1 }}'
-    code, said = asyncrl_run(tmp_path, forks, launcher='kind = "tests.harness.forked:ForkingLauncher"', engine=engine, weights=weights)
+    launcher = 'kind = "tests.harness.forked:ForkingLauncher"'
+    code, said = asyncrl_run(tmp_path, forks, launcher=launcher, engine=engine, weights=weights)
     assert code == 0, said
     assert len(metrics(tmp_path)) == 3
     assert {"w0 1", "w0 2"} <= set((tmp_path / "taken").read_text().splitlines())
