@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,13 @@ def write(
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write to the folder that the command line names; None: this process's. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m asyncrl.data.demo_task", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the model and the prompts are written")
-    write(parser.parse_args().folder)
+    write(parser.parse_args(arguments).folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

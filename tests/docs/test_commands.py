@@ -42,6 +42,12 @@ exec {sys.executable} -m tests.harness.fork_client "$@"
 """
 """The ``asyncrl`` of this repository. It and a run's processes are forked, and a run is limited to this number of
 steps, enough for commands that inspect it."""
+PYTHON = f"""if [ "${{1-}} ${{2-}}" = "-m asyncrl.data.demo_task" ]; then
+  set -- -m tests.harness.fork_client --module "${{@:2}}"
+fi
+exec {sys.executable} "$@"
+"""
+"""The ``python`` of this repository. The demo's model is written by a fork, which has imported torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +161,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         elif block.marker.startswith("file: "):
             (made / block.marker.removeprefix("file: ")).write_text(block.text)
     (made / "bin").mkdir()
-    for name, command in (("asyncrl", ASYNCRL), ("python", f'exec {sys.executable} "$@"\n')):
-        (made / "bin" / name).write_text(f"#!/bin/sh\n{command}")
+    for name, command in (("asyncrl", ASYNCRL), ("python", PYTHON)):
+        (made / "bin" / name).write_text(f"#!/usr/bin/env bash\n{command}")
         (made / "bin" / name).chmod(0o755)
     return made
 

@@ -108,15 +108,24 @@ class ForkServer:
         return {SOCKET: str(self.path), "PYTHONPATH": _python_path()}
 
     def run(
-        self, arguments: Sequence[str], *, environment: Mapping[str, str], output: Path, directory: Path = ROOT
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: Path,
+        directory: Path = ROOT,
+        module: str = "",
     ) -> ForkedCommand:
-        """Start `asyncrl ARGUMENTS`."""
-        return ForkedCommand(self.connect(), arguments, environment=environment, output=output, directory=directory)
+        """Start `asyncrl ARGUMENTS`, or ``module``.main(ARGUMENTS)."""
+        return ForkedCommand(
+            self.connect(), arguments, environment=environment, output=output, directory=directory, module=module
+        )
 
-    def call(self, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-        """Run `asyncrl ARGUMENTS` to its end. Return its exit code, and stdout and stderr as one text."""
+    def call(self, *arguments: str, environment: Mapping[str, str] | None = None, module: str = "") -> tuple[int, str]:
+        """Run `asyncrl ARGUMENTS` (or ``module``.main) to its end. Return its exit code, and stdout and stderr as one
+        text."""
         output = self.path.parent / uuid.uuid4().hex
-        process = self.run(arguments, environment=os.environ | (environment or {}), output=output)
+        process = self.run(arguments, environment=os.environ | (environment or {}), output=output, module=module)
         return process.wait(), output.read_text()
 
     def children_of(self, pid: int) -> dict[str, int]:
@@ -160,12 +169,13 @@ class ForkedCommand:
         environment: Mapping[str, str],
         output: Path,
         directory: Path,
+        module: str = "",
     ) -> None:
         self._connection = connection
         self._lock = threading.Lock()  # one thread may wait while another polls
         self._unread = b""
         self._code: int | None = None
-        self._connection.sendall(_request(arguments, environment, directory, [str(output)] * 2))
+        self._connection.sendall(_request(arguments, environment, directory, [str(output)] * 2, module=module))
         while (started := self._heard()) is None:
             time.sleep(0.001)
         self.pid = int(started["pid"])
@@ -285,11 +295,18 @@ def _end_started(started: asyncio.Future[int]) -> None:
 
 
 def _request(
-    arguments: Sequence[str], environment: Mapping[str, str], directory: Path, output: Sequence[str], *, name: str = ""
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path,
+    output: Sequence[str],
+    *,
+    name: str = "",
+    module: str = "",
 ) -> bytes:
-    """name: name of the process; empty derives it from the arguments"""
+    """name: name of the process; empty derives it from the arguments.  module: its main is called; empty: asyncrl's"""
     request = {
         "name": name,
+        "module": module,
         "arguments": [*arguments],
         "environment": dict(environment),
         "directory": str(directory.absolute()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from asyncrl.planning.engine_probe import measure_engine
 from asyncrl.planning.learner_probe import measure_learner
 from asyncrl.planning.plan import in_process
 from tests import ROOT
+from tests.harness.forked import ForkServer
 
 BACKEND = ("learner.backend=reference", "learner.device=cpu", "bus.kind=memory")
 
@@ -28,9 +30,9 @@ def overrides(demo: Path, folder: Path) -> list[str]:
     return [*BACKEND, *paths]
 
 
-def plan(demo: Path, folder: Path, *arguments: str) -> int:
+def words(demo: Path, folder: Path, *arguments: str) -> list[str]:
     given = [word for item in overrides(demo, folder) for word in ("--set", item)]
-    return main.main(["plan", str(ROOT / "examples" / "demo.toml"), *given, *arguments])
+    return ["plan", str(ROOT / "examples" / "demo.toml"), *given, *arguments]
 
 
 def test_every_group_that_an_engine_begins_is_seen_to_its_end_and_trained(demo: Path, tmp_path: Path) -> None:
@@ -48,16 +50,21 @@ def test_every_group_that_an_engine_begins_is_seen_to_its_end_and_trained(demo: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_plan_says_the_keys_to_set_and_what_to_expect(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plan(demo, tmp_path, "--gpus", "3", "--seconds", "1", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_plan_says_the_keys_to_set_and_what_to_expect(demo: Path, tmp_path: Path, forks: ForkServer) -> None:
+    """Its measurements are forks, in place of processes that import for six seconds each; a new Python would be sent
+    the run file as below."""
+    command = words(demo, tmp_path, "--gpus", "3", "--seconds", "1", "--json")
+    code, said = forks.call(*command, module="tests.harness.forked_measurements")
+    assert code == 0, said
+    found = json.loads(said[said.index("{") :])
     assert found["settings"]["learner.ranks"] + found["settings"]["rollout.workers"] == 3
     assert found["best"] in found["splits"]
     assert found["now"]["copies"] == 1 and found["now"]["engines"] == 2  # the run file's own
     assert all(row["tokens_per_second"] > 0 for row in found["splits"])
     assert not list(tmp_path.iterdir())  # nothing of a run is left
+    run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
+    for measure in (measure_engine, measure_learner):
+        assert pickle.loads(pickle.dumps((measure, run))) == (measure, run)
 
 
 def test_the_window_is_named_only_where_it_holds_fewer_samples_than_may_run() -> None:
@@ -80,13 +87,13 @@ def test_where_nothing_can_be_split_is_said_in_one_line(
         (("--gpus", "2", "--set", "learner.backend=none"), 'learner.backend: "none" takes no GPUs'),
         (("--gpus", "2", "--set", "rollout.function=given"), 'rollout.function: "given" samples nothing'),
     ):
-        assert plan(demo, tmp_path, *arguments) == 2
+        assert main.main(words(demo, tmp_path, *arguments)) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert problem in line
 
 
 @pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forked_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A measurement's process is a fork, which imports nothing; these measure on no GPU."""
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
@@ -101,7 +108,7 @@ def _dies(run: config.RunConfig, *, seconds: float) -> None:
     os._exit(9)
 
 
-@pytest.mark.usefixtures("forks")
+@pytest.mark.usefixtures("forked_here")
 def test_a_measurement_that_is_killed_is_said(demo: Path, tmp_path: Path) -> None:
     run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
     with pytest.raises(AsyncRLError, match="_dies: its process was killed"):
@@ -117,7 +124,7 @@ def _raises(run: config.RunConfig, *, seconds: float) -> None:
     raise _Unusual("the engine's own")
 
 
-@pytest.mark.usefixtures("forks")
+@pytest.mark.usefixtures("forked_here")
 def test_what_a_measurement_raises_is_raised_here(demo: Path, tmp_path: Path) -> None:
     run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
     with pytest.raises(AsyncRLError, match="_Unusual: the engine's own"):
