@@ -19,7 +19,7 @@ _WAITING_ORDERS: Final = ("oldest_first", "in_order")
 class StalenessSection:
     max_staleness: int | Literal["auto"] = "auto"
     """Maximum age of a trained token, in policy versions. 0 is synchronous RL. auto: the largest up to 8 that was shown
-    to cost nothing: learner.learning_rate x age is at most 3.2e-5, so 8 up to 4e-6, 4 at 8e-6, 1 above 1.6e-5. 4 for
+    to cost nothing: learner.learning_rate x age is at most 2e-5, so 8 up to 2.5e-6, 4 at 5e-6, 1 above 1e-5. 4 for
     rates that this says nothing of: those of adapters, and from 1e-3 on (docs/results/old_tokens.md)."""
     admission: Literal["needed", "full"] = "needed"
     """How many groups are outstanding in async. needed: as many as keep the learner fed, so tokens are as young as they

@@ -138,7 +138,7 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=[], help="(default: all)")
     parser.add_argument("--rates", nargs="*", type=float, default=list(RATES), help="learning rates")
     parser.add_argument("--staleness", nargs="*", type=int, default=list(STALENESS), help="age of every token")
-    parser.add_argument("--guards", nargs="*", choices=GUARDS, default=[one for one in GUARDS if one != "tis"])
+    parser.add_argument("--guards", nargs="*", choices=GUARDS, help="(default: all)")
     parser.add_argument("--guard-rate", type=float, default=2e-2, help="learning rate of the guards' runs")
     parser.add_argument("--guard-staleness", type=int, default=4, help="age of every token in the guards' runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[*range(4)])
@@ -157,7 +157,13 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="on a GPU, sample without CUDA graphs")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="run only every Nth cell, from the Ith on")
     parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    with_critic = [name for name, guard in GUARDS.items() if guard.critic and (options.model or options.product)]
+    if options.guards is None:
+        options.guards = [name for name in GUARDS if name not in ("tis", *with_critic)]
+    if asked := set(options.guards) & set(with_critic):
+        raise ConfigError(f"--guards: {min(asked)!r} has a critic, which only the tiny runs have without --product")
+    return options
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def recorded(path: Path) -> Iterator[Recorded]:
     """Yield the complete runs of a file of learning.py or of this benchmark."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     if "run" not in rows[0]:
-        yield from (_of_table(row) for row in rows if row["guard"] == "tis")
+        yield from of_table(rows)
         return
     starts = [index for index, row in enumerate(rows) if "run" in row]
     for begin, end in itertools.pairwise([*starts, len(rows)]):
@@ -88,7 +88,12 @@ def recorded(path: Path) -> Iterator[Recorded]:
             )
 
 
-def _of_table(row: Row) -> Recorded:
+def of_table(rows: Sequence[Row]) -> list[Recorded]:
+    """Return the runs of this benchmark without a guard."""
+    return [_of_row(row) for row in rows if row["guard"] == "tis"]
+
+
+def _of_row(row: Row) -> Recorded:
     return Recorded(
         arm=f"{row['rate']:g} x {row['staleness']}",
         among=f"{row['task']} {row['rate']} {row['seed']}",

@@ -23,6 +23,7 @@ from asyncrl.policies.corrections.diagnostics import k3_of
 from asyncrl.policies.losses.loss import LossInputs
 from benchmarks.old_tokens.candidates import damp_repeated
 from benchmarks.old_tokens.cells import Cell, Row, share_of_rate
+from benchmarks.old_tokens.critic import Critic
 from benchmarks.old_tokens.guards import GUARDS
 from benchmarks.old_tokens.tasks import CHARACTERS, Problem, Task
 
@@ -54,6 +55,15 @@ class Sampled:
     logprobs: torch.Tensor
     entropies: torch.Tensor
     rewards: np.ndarray[Any, np.dtype[np.float64]]
+
+    def states(self, arm: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a critic reads: the places of the ones before each token that is there, and after the last token
+        of each answer.  i64[M, WINDOW], i64[N, WINDOW]"""
+        windows, tokens, there = self.windows[arm], self.tokens[arm], self.there[arm]
+        places = torch.arange(WINDOW) * _VOCABULARY
+        answers = torch.arange(len(there))
+        last = there.shape[1] - 1 - there.flip(1).long().argmax(1)
+        return windows[there] + places, _shifted(windows[answers, last], tokens[answers, last]) + places
 
 
 def run_arms(
@@ -133,6 +143,11 @@ class _Arms:
         self._damps = torch.tensor([GUARDS[cell.guard].damps for cell in cells])[:, None]
         self._before: torch.Tensor | None = None
         self.metrics: list[dict[str, float]] = []
+        self._critics = {
+            arm: Critic(GUARDS[cell.guard], inputs=WINDOW * _VOCABULARY, rate=cell.rate, seed=cell.seed)
+            for arm, cell in enumerate(cells)
+            if GUARDS[cell.guard].critic
+        }
 
     def _of_arms(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values)[:, None, None]
@@ -176,13 +191,18 @@ class _Arms:
         there = sampled.there[arms]
         answers = there.shape[1]
         sequence = torch.arange(len(arms) * answers).view(len(arms), answers, 1).expand(there.shape)[there]
-        advantages, _ = algorithm.advantages(
-            AdvantageInputs(
-                rewards=sampled.rewards[arms].reshape(-1),
-                group=np.repeat(np.arange(len(arms) * self._groups), self._group_size),
-                sequence=sequence.numpy(),
+        if critic := self._critics.get(arms[0]):  # it is alone
+            moved = (logprobs.detach() - sampled.logprobs)[arms][there].double().exp().numpy()
+            states, final_states = sampled.states(arms[0])
+            advantages = critic.learn(states, final_states, moved, sampled.rewards[arms[0]], sequence.numpy())
+        else:
+            advantages, _ = algorithm.advantages(
+                AdvantageInputs(
+                    rewards=sampled.rewards[arms].reshape(-1),
+                    group=np.repeat(np.arange(len(arms) * self._groups), self._group_size),
+                    sequence=sequence.numpy(),
+                )
             )
-        )
         ages = torch.tensor([min(step, self._cells[arm].staleness) for arm in arms], dtype=torch.int32)
         staleness = ages[:, None, None].expand(there.shape)[there]
         weights = (1.0 / there.sum((1, 2), keepdim=True)).expand(there.shape)[there]  # a token mean for each arm

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from asyncrl.policies.advantages.advantage import Floats
 from asyncrl.policies.component import ClipWidth, Positive, Share
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ratios import difference, finite, ratio
@@ -114,6 +117,37 @@ def _clipped(
     weight = ratio(logprobs, behavior_logprobs)
     bounded = weight.clamp(torch.as_tensor(low), torch.as_tensor(high))
     return -torch.minimum(weight * advantage, bounded * advantage), bounded * advantage < weight * advantage
+
+
+def brace(
+    values: Floats,
+    final_values: Floats,
+    rewards: Floats,
+    ratios: Floats,
+    sequence: NDArray[np.int64],
+    *,
+    trace: float = 1.0,
+    most_ratio: float = 1.2,
+    most_trace: float = 1.1,
+) -> tuple[Floats, Floats]:
+    """Return advantages and the critic's targets, f64[M] each, of M tokens of B answers; a reward comes at the end.
+
+    V*_T = R and V*_s = V_s + rho_s (V_{s+1} - V_s) + c_s (V*_{s+1} - V_{s+1}) with rho = min(most_ratio, r) and
+    c = trace min(most_trace, r); A_s = V*_{s+1} - V_s. V_T is the value after the last token.
+    Source: BRACE, arXiv:2609.09783, read in notes only; the lambda of ``trace`` is unknown, gamma is 1 here, and its
+    horizon of 100 tokens is longer than any answer here.
+
+    values f64[M], final_values f64[B]: of the critic;  ratios f64[M]: r;  sequence i64[M]: non-decreasing
+    """
+    targets = np.empty(len(values))
+    following = np.empty(len(values))  # V*_{s+1}
+    for s in range(len(values) - 1, -1, -1):
+        ends = s + 1 == len(values) or sequence[s + 1] != sequence[s]
+        after = final_values[sequence[s]] if ends else values[s + 1]
+        following[s] = rewards[sequence[s]] if ends else targets[s + 1]
+        moved = min(most_ratio, ratios[s]) * (after - values[s])
+        targets[s] = values[s] + moved + trace * min(most_trace, ratios[s]) * (following[s] - after)
+    return following - values, targets
 
 
 def damp_repeated(

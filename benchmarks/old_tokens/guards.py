@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 _HERE: Final = "benchmarks.old_tokens.candidates"
 _AROUND_BEHAVIOR: Final[Mapping[str, Any]] = {"algorithm.correction": "none"}
@@ -16,11 +16,15 @@ class Guard:
     settings   keys of the run file
     safe_at    the learning rate is multiplied by min(1, safe_at / staleness); 0: it is not
     damps      whether GAC changes the gradients
+    critic     "gae", "brace": advantages are of a critic, which learns beside the policy; tiny runs alone have one
+    trace      BRACE's lambda
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     safe_at: float = 0.0
     damps: bool = False
+    critic: Literal["", "gae", "brace"] = ""
+    trace: float = 1.0
 
 
 def _corrected(chain: str, **options: float) -> Guard:
@@ -60,4 +64,7 @@ GUARDS: Final[Mapping[str, Guard]] = {
     "estr_2": _loss(f"{_HERE}:ESTR", tau=2.0),
     "sat": _loss(f"{_HERE}:SAT"),
     "gac": Guard(damps=True),
+    "critic": Guard(critic="gae"),
+    "brace": Guard(critic="brace"),
+    "brace_0.95": Guard(critic="brace", trace=0.95),
 }

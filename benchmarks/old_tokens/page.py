@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.staleness_bound import LARGEST_SHOWN
+from benchmarks.old_tokens import alarm
 from benchmarks.old_tokens import cells as runs
 from benchmarks.old_tokens.__main__ import read
 from benchmarks.old_tokens.cells import Row
@@ -73,7 +77,8 @@ def tables(rows: Sequence[Row]) -> str:
 def follows(rows: Sequence[Row]) -> str:
     """Return what the rows say of the default bound, correction and guards, in Markdown."""
     found = cells(rows)
-    return "\n".join([*_of_bound(found), *_of_guards(found, _tasks(rows))]) or "There are no rows yet."
+    lines = [*_of_bound(found), *_of_guards(found, _tasks(rows)), *_of_alarm(rows)]
+    return "\n".join(lines) or "There are no rows yet."
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -170,6 +175,23 @@ def _of_guards(found: Sequence[Cell], tasks: Sequence[str]) -> list[str]:
     return lines
 
 
+def _of_alarm(rows: Sequence[Row]) -> list[str]:
+    threshold = MetricsSection().drift_alarm
+    lost, others = alarm.split(alarm.of_table([row for row in rows if "metrics" in row]))
+    if not lost or not others:
+        return []
+    steps = sorted(at for run in lost if (at := run.rang_at(threshold)))
+    false = sorted({run.arm for run in others if run.rang_at(threshold)})
+    said = f"{len(steps)} of the {len(lost)} runs that end over 0.03 below the synchronous one of their seed"
+    said += f" (at step {statistics.median(steps):g}, median)" if steps else ""
+    rang = sum(run.rang_at(threshold) > 0 for run in others)
+    of = f" ({', '.join(false)})" if false else ""
+    return [
+        f"- **The alarm** over {threshold:g}, which these runs did not choose, rings in {said} and in {rang} of the "
+        f"{len(others)} others{of}."
+    ]
+
+
 def _tasks(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["task"] for row in rows))
 
@@ -211,6 +233,7 @@ def renewed(page: str, rows: Sequence[Row]) -> str:
 def main() -> int:
     from benchmarks.old_tokens.plot import draw
 
+    logging.disable()  # the alarm's own lines
     rows = complete(read(ROWS))
     if rows:
         draw([row for row in rows if row["guard"] == "tis"], PICTURE)

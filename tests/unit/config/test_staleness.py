@@ -88,9 +88,9 @@ def test_wait_eviction_is_the_default_unless_old_groups_are_handled_otherwise(
     ("overrides", "bound"),
     [
         ([], 8),
-        (["learner.learning_rate=4e-6"], 8),
-        (["learner.learning_rate=8e-6"], 4),
-        (["learner.learning_rate=1e-5"], 3),  # 3.2e-5 / 1e-5
+        (["learner.learning_rate=2.5e-6"], 8),
+        (["learner.learning_rate=5e-6"], 4),
+        (["learner.learning_rate=6e-6"], 3),  # 2e-5 / 6e-6 = 3.3
         (["learner.learning_rate=1e-4"], 1),
         (["learner.learning_rate=3e-3"], 4),  # a small model with random weights
         (["learner.learning_rate=1e-5", "learner.lora={rank = 4}"], 4),  # adapters have rates of their own

@@ -92,7 +92,7 @@ def test_workers_whose_learning_rate_allows_another_staleness_are_told_apart() -
     def checksum(*overrides: str) -> Mapping[str, float]:
         return settings_checksum(config.load(ROOT / "examples" / "gpu.toml", overrides))
 
-    rates = [f"learner.learning_rate={rate}" for rate in ("4e-6", "8e-6")]
+    rates = [f"learner.learning_rate={rate}" for rate in ("2e-6", "5e-6")]
     assert checksum(rates[0]) != checksum(rates[1])
     assert checksum(rates[1]) == checksum("staleness.max_staleness=4")
 
