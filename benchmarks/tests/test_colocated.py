@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from benchmarks.gpu import colocated
 from benchmarks.gpu.colocated import Memory, keep_logs, left_behind
 
 
@@ -40,3 +47,29 @@ def test_used_memory_is_of_each_gpu() -> None:
         "memory_max_gib_1": 1.0,
         "memory_min_gib_1": 0.5,
     }
+
+
+def test_an_arm_that_is_cut_off_keeps_the_steps_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(Memory):
+        def __init__(self, gpus: int) -> None:
+            self.seen = [(3.5, 0, 2048)]
+
+        def close(self) -> None:
+            pass
+
+    def cut_off(words: list[str], **_: Any) -> None:
+        metrics = tmp_path / "runs" / "turns" / "metrics.jsonl"
+        metrics.parent.mkdir(parents=True)
+        steps = [{"step": step, "time": float(step), "learner/step_seconds": 2.0 * step} for step in range(1, 5)]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in steps))
+        raise subprocess.TimeoutExpired(words, 1.0)
+
+    monkeypatch.setattr(colocated, "Memory", Watched)
+    monkeypatch.setattr(subprocess, "run", cut_off)
+    options = argparse.Namespace(
+        model=None, steps=9, gpus=1, groups=8, length_max=64, limit_seconds=1.0, set={}, engine={}
+    )
+    row = colocated.run("turns", options, tmp_path)
+    assert (row["exit_code"], row["steps"], row["learner/step_seconds"]) == (-1, 2, 7.0)
+    assert row["memory_max_gib"] == 2.0
+    assert "log" in row
