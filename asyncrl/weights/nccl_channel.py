@@ -1,7 +1,7 @@
 """The nccl channel: model folders, and weights sent from the memory of every learner rank that has a part of the model.
 
-An engine that can map the learner's memory, on the same GPU, copies it (ipc.py). Any other has a separate group with
-each of these ranks (nccl.py): it takes their parts one after the other, and switches once it has all.
+An engine that shares a GPU with the learner maps the ranks' memory and copies it (ipc.py). Any other has a separate
+group with each of these ranks (nccl.py): it takes their parts one after the other, and switches once it has all.
 Tests: tests/unit/weights/test_nccl.py.
 """
 
