@@ -158,11 +158,12 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--share", default="0/1", metavar="I/N", help="run only every Nth cell, from the Ith on")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(given)
-    with_critic = [name for name, guard in GUARDS.items() if guard.critic and (options.model or options.product)]
+    tiny_alone = [name for name, guard in GUARDS.items() if guard.critic or guard.drops]
+    refused = tiny_alone if options.model or options.product else []
     if options.guards is None:
-        options.guards = [name for name in GUARDS if name not in ("tis", *with_critic)]
-    if asked := set(options.guards) & set(with_critic):
-        raise ConfigError(f"--guards: {min(asked)!r} has a critic, which only the tiny runs have without --product")
+        options.guards = [name for name in GUARDS if name not in ("tis", *refused)]
+    if asked := set(options.guards) & set(refused):
+        raise ConfigError(f"--guards: {min(asked)!r} is for the tiny runs alone, without --model and --product")
     return options
 
 

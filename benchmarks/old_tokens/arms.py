@@ -143,6 +143,7 @@ class _Arms:
         self._damps = torch.tensor([GUARDS[cell.guard].damps for cell in cells])[:, None]
         self._before: torch.Tensor | None = None
         self.metrics: list[dict[str, float]] = []
+        self._trained = torch.ones(0)
         self._critics = {
             arm: Critic(GUARDS[cell.guard], inputs=WINDOW * _VOCABULARY, rate=cell.rate, seed=cell.seed)
             for arm, cell in enumerate(cells)
@@ -156,6 +157,7 @@ class _Arms:
 
     def step(self, problems: Sequence[Problem], *, step: int, generator: torch.Generator) -> None:
         sampled = self.sample(self._old_weights(step), problems, generator=generator)
+        self._trained = self._kept(sampled)
         weights = [one.clone().requires_grad_() for one in self.weights]
         logprobs, entropies = _look_up(weights, sampled.windows, sampled.tokens)
         shares = [1.0] * len(self._cells)
@@ -179,6 +181,16 @@ class _Arms:
             for place in range(len(self.weights))
         ]
 
+    def _kept(self, sampled: Sampled) -> torch.Tensor:
+        """Return which answers each arm trains, bool[A, N]: all but a quarter of the groups where its guard drops."""
+        kept = torch.ones(sampled.rewards.shape, dtype=torch.bool)
+        lengths = sampled.there.sum(2).view(len(kept), self._groups, -1).double().mean(2)
+        for arm, cell in enumerate(self._cells):
+            if how := GUARDS[cell.guard].drops:
+                order = lengths[arm].argsort(descending=True) if how == "longest" else torch.arange(self._groups)
+                kept.view(len(kept), self._groups, -1)[arm, order[: self._groups // 4]] = False
+        return kept
+
     def _of_one_objective(self) -> list[list[int]]:
         """Return the arms that share a call of the objective: those without a guard. Others may look at the batch."""
         plain = [arm for arm, cell in enumerate(self._cells) if cell.guard == "tis"]
@@ -188,7 +200,7 @@ class _Arms:
         self, arms: list[int], sampled: Sampled, logprobs: torch.Tensor, entropies: torch.Tensor, *, step: int
     ) -> tuple[torch.Tensor, float]:
         algorithm = self._algorithms[self._cells[arms[0]].guard]
-        there = sampled.there[arms]
+        there = sampled.there[arms] & self._trained[arms][..., None]
         answers = there.shape[1]
         sequence = torch.arange(len(arms) * answers).view(len(arms), answers, 1).expand(there.shape)[there]
         if critic := self._critics.get(arms[0]):  # it is alone
@@ -270,6 +282,8 @@ class _Arms:
             "offpolicy/sequence_ess": ess,
             "length": tokens / ratios.shape[1],
         }
+        columns["length_trained"] = (sampled.there.sum(2) * self._trained).sum(1) / self._trained.sum(1)
+        columns["reward_trained"] = (torch.from_numpy(sampled.rewards) * self._trained).sum(1) / self._trained.sum(1)
         lists = {name: column.tolist() for name, column in columns.items()}
         self.metrics = [{name: values[arm] for name, values in lists.items()} for arm in range(len(self._cells))]
 

@@ -18,6 +18,8 @@ class Guard:
     damps      whether GAC changes the gradients
     critic     "gae", "brace": advantages are of a critic, which learns beside the policy; tiny runs alone have one
     trace      BRACE's lambda
+    drops      a quarter of the groups is not trained: the "longest", as where late ones are dropped, or "any", its
+               control with as many samples; tiny runs alone drop
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -25,6 +27,7 @@ class Guard:
     damps: bool = False
     critic: Literal["", "gae", "brace"] = ""
     trace: float = 1.0
+    drops: Literal["", "longest", "any"] = ""
 
 
 def _corrected(chain: str, **options: float) -> Guard:
@@ -64,6 +67,8 @@ GUARDS: Final[Mapping[str, Guard]] = {
     "estr_2": _loss(f"{_HERE}:ESTR", tau=2.0),
     "sat": _loss(f"{_HERE}:SAT"),
     "gac": Guard(damps=True),
+    "drop_longest": Guard(drops="longest"),
+    "drop_any": Guard(drops="any"),
     "critic": Guard(critic="gae"),
     "brace": Guard(critic="brace"),
     "brace_0.95": Guard(critic="brace", trace=0.95),

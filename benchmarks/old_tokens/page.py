@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.staleness_bound import LARGEST_SHOWN
 from benchmarks.old_tokens import alarm
@@ -188,8 +190,36 @@ def _of_alarm(rows: Sequence[Row]) -> list[str]:
     of = f" ({', '.join(false)})" if false else ""
     return [
         f"- **The alarm** over {threshold:g}, which these runs did not choose, rings in {said} and in {rang} of the "
-        f"{len(others)} others{of}."
+        f"{len(others)} others{of}.",
+        _of_metrics(rows, lost),
     ]
+
+
+def _of_metrics(rows: Sequence[Row], lost: Sequence[alarm.Recorded]) -> str:
+    """Return medians and tenths of what the metrics were in runs with old tokens that lost, and in others."""
+    ended = {(run.among, run.arm) for run in lost}
+    of: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+    known = {(row["task"], row["rate"], row["seed"]) for row in select(rows, guard="tis", staleness=0)}
+    for row in select(rows, guard="tis"):
+        if row["staleness"] and (row["task"], row["rate"], row["seed"]) in known:
+            (run,) = alarm.of_table([row])
+            later = {name: row["metrics"][name][1:] for name in ("mismatch/mean", "offpolicy/sequence_ess")}
+            found = (run.largest, max(later["mismatch/mean"]), min(later["offpolicy/sequence_ess"]))
+            of[(run.among, run.arm) in ended].append(found)
+    if not all(of.values()):
+        return "- **Metrics**: too few runs."
+    texts = []
+    for is_lost, name in ((False, "the others with old tokens"), (True, "those that lost")):
+        drift, moved, ess = np.quantile(of[is_lost], [0.1, 0.5, 0.9], axis=0).T
+        texts.append(
+            f"in {name} ({len(of[is_lost])}) drift {drift[1]:.2g} ({drift[0]:.2g} to {drift[2]:.2g}), "
+            f"|log ratio| {moved[1]:.2g} ({moved[0]:.2g} to {moved[2]:.2g}), "
+            f"ESS of sequences {ess[1]:.2g} ({ess[0]:.2g} to {ess[2]:.2g})"
+        )
+    return (
+        "- **Metrics**, median and tenths over runs (drift: the largest that lasted five steps; the others: the worst "
+        f"quarter of a run, without the first): {'; '.join(texts)}."
+    )
 
 
 def _tasks(rows: Sequence[Row]) -> list[str]:

@@ -86,6 +86,16 @@ def test_a_rate_falls_with_the_age_of_the_tokens_that_are_there() -> None:
     assert [share_of_rate(cell, step=step, warm_up=4) for step in (0, 1, 8)] == [0.25, 0.5, 0.25]
 
 
+def test_what_is_long_is_not_trained_where_the_longest_groups_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    arms = ["--staleness", "--guards", "drop_longest", "drop_any", "--guard-staleness", "0", "--guard-rate", "0.01"]
+    main([*SMALL, *arms, "--groups", "8", "--json", str(file)])
+    longest, any_ = (one["metrics"] for one in read(file))
+    assert all(of < its for of, its in zip(longest["length_trained"], longest["length"], strict=True))
+    assert longest["length"][0] == any_["length"][0]  # the first weights sampled both
+    assert longest["length_trained"][0] < any_["length_trained"][0]
+
+
 # -- guards ------------------------------------------------------------------------------------------------------------
 
 
