@@ -111,7 +111,7 @@ async def test_a_teacher_on_a_server_of_the_run_teaches_the_same(folder: Path) -
     taught = demo_run(folder, *SYNC, "run.name=teacher", "run.steps=2", "learner.learning_rate=1e-2")
     await train(taught, memory_bus())
     path = taught.weights_directory / "0-2"
-    opd = (*SYNC, "algorithm.name=opd", "algorithm.options={}")
+    opd = (*SYNC, "run.steps=2", "algorithm.name=opd", "algorithm.options={}")
     loaded = await train(demo_run(folder, *opd, "run.name=loaded", f"teacher.path={path}"), memory_bus())
     kind = 'kind="tests.harness.stub_server:ModelOnACpu"'
     run = demo_run(folder, *opd, "run.name=served", f'servers.big={{{kind}, path="{path}"}}', "teacher.server=big")
