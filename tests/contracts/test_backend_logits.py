@@ -19,7 +19,7 @@ from asyncrl.policies.losses.distillation import Distill
 from asyncrl.policies.losses.loss import Loss, never
 from tests.harness.backends import (
     KINDS,
-    LAYOUT_RANKS,
+    RANKS,
     SETTINGS,
     VOCABULARY,
     distance,
@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OF_KINDS = pytest.mark.parametrize(
     "kind",
-    [*KINDS[:1], "megatron-1", *(pytest.param(k, marks=LAYOUT_RANKS) for k in ("megatron-tp2", "megatron-cp2"))],
+    [*KINDS[:1], "megatron-1", *(pytest.param(k, marks=RANKS) for k in ("megatron-tp2", "megatron-cp2"))],
 )
 
 

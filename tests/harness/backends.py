@@ -69,8 +69,6 @@ RANKS = (pytest.mark.slow, pytest.mark.xdist_group("ranks"))
 tests."""
 KINDS_AND_RANKS = (*KINDS, pytest.param("megatron-2", marks=RANKS))
 """For promises that several ranks could break; the numbers of every layout are in test_layouts.py."""
-LAYOUT_RANKS = (pytest.mark.slow, pytest.mark.xdist_group("layouts"))
-"""The same marks for a second half of the tests, so that another pytest process can run it."""
 VOCABULARY = 50
 LEARNING_RATE = 2e-3
 

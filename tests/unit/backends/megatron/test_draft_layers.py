@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.tensors.model_tensors import check_layout, trained_shapes
 from tests import ROOT
 from tests.harness.backends import (
-    LAYOUT_RANKS,
+    RANKS,
     SETTINGS,
     hugging_face,
     sequences,
@@ -79,7 +79,7 @@ class Drafting:
 
 
 @pytest.mark.parametrize(
-    "kind", ["megatron-1", *(pytest.param(k, marks=LAYOUT_RANKS) for k in ("megatron-tp2", "megatron-ep2"))]
+    "kind", ["megatron-1", *(pytest.param(k, marks=RANKS) for k in ("megatron-tp2", "megatron-ep2"))]
 )
 def test_a_draft_layer_learns_the_policys_tokens_and_the_policy_is_that_of_a_run_without(
     kind: str, folder: Path, tmp_path: Path

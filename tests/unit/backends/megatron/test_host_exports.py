@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from asyncrl.tensors.snapshot import Bucket, HostBucket, KeptBucket, Snapshot
 from asyncrl.weights.files import FilesChannel
-from tests.harness.backends import LAYOUT_RANKS, SETTINGS, sequences, shares, started, tiny_model
+from tests.harness.backends import RANKS, SETTINGS, sequences, shares, started, tiny_model
 from tests.unit.backends.megatron.test_kept_exports import all_bits, copied, is_same
 
 PARTS = dataclasses.replace(SETTINGS, freeze=("mlp", "embed"))
@@ -48,7 +48,7 @@ def test_what_is_frozen_is_not_copied_to_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(f"megatron-{layout}", marks=LAYOUT_RANKS) for layout in ("2", "tp2-ep2", "pp2-ep2")],
+    [pytest.param(f"megatron-{layout}", marks=RANKS) for layout in ("2", "tp2-ep2", "pp2-ep2")],
 )
 def test_every_layout_exports_the_same_bytes_to_the_host(kind: str, tmp_path: Path) -> None:
     """What ranks must gather is copied bucket by bucket. The version is written after the next step."""

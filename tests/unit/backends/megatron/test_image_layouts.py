@@ -22,7 +22,7 @@ from tests.harness.packing import pack
 
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 FROZEN = dataclasses.replace(GENTLE, freeze=(VISION_TOWER,))
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
 from asyncrl.backends.port import Offloads
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.files import FilesChannel
-from tests.harness.backends import LAYOUT_RANKS, SETTINGS, distance, sequences, shares, started, tiny_model, weights
+from tests.harness.backends import RANKS, SETTINGS, distance, sequences, shares, started, tiny_model, weights
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FAMILIES = ["qwen3", "qwen3_moe", "qwen2_moe", "qwen3_next", "mixtral", "deepseek_v3", "gemma3", "glm4_moe", "gpt_oss"]
@@ -82,10 +82,7 @@ def test_sums_are_made_in_pieces_of_rows_and_of_experts(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(f"megatron-{layout}", marks=LAYOUT_RANKS)
-        for layout in ("tp2", "ep2-dp2", "tp2-ep2", "pp2-ep2", "vpp2")
-    ],
+    [pytest.param(f"megatron-{layout}", marks=RANKS) for layout in ("tp2", "ep2-dp2", "tp2-ep2", "pp2-ep2", "vpp2")],
 )
 def test_every_layout_exports_the_same_sum_of_model_and_adapters(kind: str, tmp_path: Path) -> None:
     """What ranks have whole is kept, and what they must gather is copied."""

@@ -185,7 +185,7 @@ CASES = [
     *(pytest.param(case, id=name(*case)) for case in QUICK),
     *(pytest.param(case, id=name(*case), marks=pytest.mark.slow) for case in (*SLOW, *(MORE if EXPLORES else ()))),
 ]
-pytestmark = pytest.mark.xdist_group("layouts")
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch, empty, sequence_slices
 from asyncrl.tensors.transformers_models import by_names_in_files
 from tests.harness.backends import (
-    LAYOUT_RANKS,
+    RANKS,
     SETTINGS,
     distance,
     gradients_of_megatron,
@@ -158,7 +158,7 @@ def test_metrics_tell_how_unevenly_a_batch_uses_the_experts(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture", "options"), [pytest.param(*layout, marks=LAYOUT_RANKS) for layout in LAYOUTS]
+    ("kind", "architecture", "options"), [pytest.param(*layout, marks=RANKS) for layout in LAYOUTS]
 )
 def test_every_layout_trains_the_balance_loss_as_one_process(
     tmp_path: Path, kind: str, architecture: str, options: Mapping[str, Any]

@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.tensors.transformers_models import by_names_in_files
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import (
-    LAYOUT_RANKS,
+    RANKS,
     SETTINGS,
     distance,
     expected_logprobs,
@@ -167,9 +167,9 @@ def test_adapters_are_not_restored_on_other_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "architecture", "modules"),
     [
-        pytest.param("megatron-tp2-ep2", "qwen3_moe", EXPERTS, id="tp2-ep2-experts", marks=LAYOUT_RANKS),
-        pytest.param("megatron-tp2-ep2", "qwen3_next", ADAPTERS.modules, id="tp2-ep2-linear", marks=LAYOUT_RANKS),
-        pytest.param("megatron-pp2-dp2", "gemma3", ADAPTERS.modules, id="pp2-dp2", marks=LAYOUT_RANKS),
+        pytest.param("megatron-tp2-ep2", "qwen3_moe", EXPERTS, id="tp2-ep2-experts", marks=RANKS),
+        pytest.param("megatron-tp2-ep2", "qwen3_next", ADAPTERS.modules, id="tp2-ep2-linear", marks=RANKS),
+        pytest.param("megatron-pp2-dp2", "gemma3", ADAPTERS.modules, id="pp2-dp2", marks=RANKS),
     ],
 )
 def test_ranks_that_share_a_model_train_the_adapters_of_one_process(
@@ -192,7 +192,7 @@ def test_ranks_that_share_a_model_train_the_adapters_of_one_process(
     assert after[0][1] == pytest.approx(after[1][1], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["megatron-1", pytest.param("megatron-tp2-ep2", marks=LAYOUT_RANKS)])
+@pytest.mark.parametrize("kind", ["megatron-1", pytest.param("megatron-tp2-ep2", marks=RANKS)])
 def test_a_frozen_model_in_the_policys_folder_is_the_policy_without_its_adapters(kind: str, tmp_path: Path) -> None:
     """It is not loaded a second time, and forward passes of it change no step."""
     folder = tiny_model(tmp_path / "base", architecture="qwen3_moe")

@@ -34,7 +34,7 @@ from tests.harness.backends import (
 )
 from tests.harness.ranks import Ends, child_pid
 
-pytestmark = pytest.mark.xdist_group("layouts")
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")

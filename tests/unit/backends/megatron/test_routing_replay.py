@@ -21,7 +21,7 @@ from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence
 from tests.harness.backends import (
-    LAYOUT_RANKS,
+    RANKS,
     SETTINGS,
     forward,
     learned,
@@ -177,8 +177,8 @@ def test_replay_changes_what_is_trained(folder: Path, on_one_rank: Any) -> None:
     [
         pytest.param("megatron-1", {"recompute": "full"}, id="full"),
         pytest.param("megatron-1", {"recompute": "selective"}, id="selective"),
-        pytest.param("megatron-pp2", {"recompute": "full"}, id="pp2-full", marks=LAYOUT_RANKS),
-        *(pytest.param(f"megatron-{kind}", {}, id=kind, marks=LAYOUT_RANKS) for kind in KINDS),
+        pytest.param("megatron-pp2", {"recompute": "full"}, id="pp2-full", marks=RANKS),
+        *(pytest.param(f"megatron-{kind}", {}, id=kind, marks=RANKS) for kind in KINDS),
     ],
 )
 def test_every_layout_and_recomputation_replays_the_same(
@@ -231,9 +231,7 @@ def test_a_recorded_routing_is_not_used_for_other_rows(folder: Path) -> None:
         assert len(backend._rank._loaded["policy"].routing) == len(others[0])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=LAYOUT_RANKS) for k in ("megatron-tp2-ep2", "megatron-pp2-cp2")]
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=RANKS) for k in ("megatron-tp2-ep2", "megatron-pp2-cp2")])
 def test_ranks_replay_their_own_routing_as_one_process_does(kind: str, folder: Path) -> None:
     made = []
     for one in ("megatron-1", kind):
