@@ -14,8 +14,10 @@ import asyncrl
 from asyncrl.actors.learner import sample_files
 from asyncrl.cli import main
 from asyncrl.config import only_overrides
+from asyncrl.engines.sglang.engine import SGLangEngine
 from asyncrl.launch.evaluate import Results, SavedModel
 from tests import ROOT
+from tests.harness.engines import Model
 
 FILE = """
 [engine]
@@ -237,17 +239,17 @@ def test_a_result_that_a_kill_cut_short_does_not_damage_the_next_one(demo: Path,
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("sglang")
 def test_a_model_folder_is_evaluated_on_sglang(
-    demo: Path, datasets: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sglang_server: SGLangEngine, old_model: Model, datasets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On its own server, which ends with the command; includes the stop text of the greedy data set."""
-    monkeypatch.chdir(tmp_path)
-    engine = ("--set", "engine.kind=sglang", "--set", "engine.device=cpu")
-    options = ("--set", "engine.options={server_arguments = {max-total-tokens = 20000}}")
-    assert evaluate(demo / "model", "--datasets", datasets, "--json", *engine, *options) == 0
+    """On a server of the user's; includes the stop text of the greedy data set. One of its own, which starts and ends
+    with its engine, is that of tests/integration/sglang/test_adapters.py."""
+    command = (old_model.folder, "--datasets", datasets, "--json")
+    attached = ("--set", "engine.kind=sglang", "--set", "engine.device=cpu")
+    assert evaluate(*command, *attached, "--set", f'engine.options={{url="{sglang_server.url}"}}') == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 0.0)
     assert (row["evaluation/counts/prompts"], row["evaluation/greedy/prompts"]) == (6, 32)
-    assert evaluate(demo / "model", "--datasets", datasets, "--json", "--only", "greedy") == 0
+    assert evaluate(*command, "--only", "greedy") == 0
     (here,) = json.loads(capsys.readouterr().out)
     # the likeliest tokens are the same except for near ties
     for metric, near in (("mean@1", 0.05), ("length_mean", 0.5)):

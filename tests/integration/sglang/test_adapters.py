@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from asyncrl.backends.optimizer_settings import Lora
-from asyncrl.config.learner import LoraSection
-from asyncrl.engines.sglang import engine as sglang
+from asyncrl.config import only_overrides
+from asyncrl.engines.sglang.engine import SGLangEngine
 from asyncrl.messages import SamplingParams
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import SETTINGS, forward, sequence, sequences, shares, started, tiny_model
 from tests.harness.packing import pack
+from tests.harness.process_trees import all_gone, descendants
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA = Lora(rank=4, alpha=8.0, modules=ATTENTION, is_merged=False)
 PROMPT = np.array([5, 9, 17, 3, 22], np.int32)
 SAMPLING = SamplingParams(max_new_tokens=40, ignore_eos=True)
 TOLERANCE = 1e-4
+RUN = (
+    'engine.kind="sglang"',
+    'engine.device="cpu"',
+    "engine.options={server_arguments={max-total-tokens=5000}}",
+    f"learner.lora={{rank=4, alpha=8.0, modules={list(ATTENTION)}, publish='adapter'}}",
+)
 
 
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "mixtral"])
 async def test_adapters_of_a_mixture_are_published_alone_and_sampled_with(architecture: str, tmp_path: Path) -> None:
+    """On a server of the engine's own, which is that of a run file and ends with the engine."""
     folder = tiny_model(tmp_path / "model", architecture=architecture)
     channel = FilesChannel(tmp_path / "weights", keep=2, model_path=folder)
-    engine = sglang.SGLangEngine(
-        folder,
-        device="cpu",
-        dtype="float32",
-        version=(0, 0),
-        options=sglang.Options(server_arguments={"max-total-tokens": 5_000}),
-        log_path=tmp_path / "w0.engine.log",
-        lora=LoraSection(rank=4, alpha=8.0, modules=ATTENTION, publish="adapter"),
-    )
+    run = only_overrides([f"model.path={folder}", f"run.directory={tmp_path / 'runs'}", *RUN])
+    engine = SGLangEngine.build(run, name="w0")
+    others = {process.pid for process in psutil.Process().children(recursive=True)}
     settings = dataclasses.replace(SETTINGS, lora=LORA, eps=1e-5)
     with started("megatron-1", folder, optimizer=settings) as backend:
         for number in range(4):
@@ -62,5 +67,8 @@ async def test_adapters_of_a_mixture_are_published_alone_and_sampled_with(archit
                     found.append(forward(backend, "megatron-1", row)[len(PROMPT) :])
                 np.testing.assert_allclose(answer.logprobs, found[0], atol=TOLERANCE)
                 assert np.abs(answer.logprobs - found[1]).mean() > 0.1
+            tree = descendants(os.getpid(), but=others)
+            assert len(tree) >= 4  # warden, server, scheduler, detokenizer
         finally:
             await engine.close()
+        assert await asyncio.to_thread(all_gone, tree)
