@@ -6,7 +6,8 @@ x ``weight_scale``; ``weight_shape`` is the shape before packing.
 
 Versions for engines (weights.quantization) have routed experts alone in 4 bits, as Kimi-K2-Thinking: SGLang repacks
 weights after it has loaded them, and of this format it can undo that only for experts
-(``restore_weights_before_loading`` in 0.5.23), so that nothing else can be loaded into a running server.
+(``restore_weights_before_loading``; engines/sglang/loader.py), so that nothing else can be loaded into a running
+server.
 Tests: tests/unit/contrib/importers/test_quantize.py, tests/unit/tensors/test_quantized_model.py.
 """
 

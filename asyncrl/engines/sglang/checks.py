@@ -35,11 +35,16 @@ _FIRST_SAFE_RETRACT = (0, 5, 23)
 _FIRST_WITH_SPANS = (0, 5, 23)
 _MOST_RANKS_OF_LOADER = 2
 """LOADER reads the whole file in each rank. SGLang's own loader maps it and reads the pages with the rank's part, so
-with four or more ranks it should be as fast."""
+with four or more ranks it should be as fast. Experts in 4 bits need ours with any number."""
 
 _DRAFT_IS_LOADED: Final = (
     "engine.options: server_arguments: speculative-draft-model-path: SGLang would load the policy into the draft model "
     "as well; remove dp-size and weights.quantization, and use engines of one machine"
+)
+_NEEDS_LOADER: Final = (
+    "weights.quantization: in 4 bits only asyncrl's loader brings a second version into SGLang (loader.py); remove "
+    'dp-size (rollout.workers starts replicas), custom-weight-loader and speculative-algorithm other than "NGRAM" from '
+    "engine.options.server_arguments, and use engines of one machine"
 )
 _LEAST_OF_MARLIN: Final = 64
 """Its kernels take a matrix in tiles of this width or its multiples (gptq_marlin_repack of 0.5.23)."""
@@ -247,7 +252,8 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
 
 
 def check_experts(model_path: Path, *, quantization: str, dtype: str, options: Options) -> None:
-    """Raise ConfigError for experts that SGLang's kernels do not take in 4 bits. Ignores a folder that cannot be read.
+    """Raise ConfigError for experts that SGLang's kernels do not take in 4 bits, and for servers that cannot load them
+    again. Ignores a folder that cannot be read.
 
     Each GPU has a part of every expert; with expert parallelism (ep-size), of those of its group.
     """
@@ -256,11 +262,15 @@ def check_experts(model_path: Path, *, quantization: str, dtype: str, options: O
         return
     if dtype != "bfloat16":
         raise ConfigError(f'weights.quantization: SGLang computes with "{quantization}" in bfloat16; set model.dtype')
+    given = {option_name(key): value for key, value in options.server_arguments.items()}
+    replicas = given.get("dp-size", given.get("data-parallel-size", 1))
+    drafts = _speculation({"speculative_algorithm": given.get("speculative-algorithm")})
+    if options.machines > 1 or replicas != 1 or drafts not in ("", "NGRAM") or "custom-weight-loader" in given:
+        raise ConfigError(_NEEDS_LOADER)
     try:
         config = decoder_config(json.loads((model_path / "config.json").read_text()))
     except (OSError, ValueError, AttributeError):
         return
-    given = {option_name(key): value for key, value in options.server_arguments.items()}
     groups = given.get("ep-size", given.get("expert-parallel-size", given.get("ep", 1)))
     ranks = max(1, options.tensor_parallel // (groups if isinstance(groups, int) and groups > 0 else 1))
     size = config.get("moe_intermediate_size") or config.get("intermediate_size")
@@ -327,17 +337,19 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *,
         if quantization is not None:
             _require_served(info, quantization)
         return 0
-    ranks, has_own_draft = int(info.get("tp_size") or 1), keeps_draft(info)
+    ranks, has_own_draft, in_4_bits = int(info.get("tp_size") or 1), keeps_draft(info), quantization in int4.GROUPS
     is_plain = (
         LOADER in (info.get("custom_weight_loader") or ())
         and int(info.get("dp_size") or 1) == 1  # SGLang cannot update replicas from tensors
         and int(info.get("nnodes") or 1) == 1  # other hosts cannot see the file we hold open
-        and not info.get("quantization")  # SGLang quantizes in its own loader
+        and (in_4_bits or not info.get("quantization"))  # SGLang makes FP8 what it needs in its own loader
         and (has_own_draft or _speculation(info) in ("", "NGRAM"))  # else the draft model is read from the folder, too
     )
     if has_own_draft and not is_plain:
         raise ConfigError(_DRAFT_IS_LOADED)
-    return ranks if is_plain and (has_own_draft or ranks <= _MOST_RANKS_OF_LOADER) else 0
+    if in_4_bits and not is_plain:
+        raise ConfigError(_NEEDS_LOADER)
+    return ranks if is_plain and (has_own_draft or in_4_bits or ranks <= _MOST_RANKS_OF_LOADER) else 0
 
 
 def is_whole(info: Mapping[str, Any]) -> bool:

@@ -155,8 +155,11 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 log = logging.getLogger(__name__)
 
 
-async def wait_until_healthy(client: ServerClient, *, seconds: float) -> None:
-    """Poll twice a second (SGLang sends no notification). Raises EngineDied, immediately if a launched server dies."""
+async def wait_until_healthy(client: ServerClient, *, seconds: float, note: str = "") -> None:
+    """Poll twice a second (SGLang sends no notification). Raises EngineDied, immediately if a launched server dies.
+
+    note  why it may take long, for messages
+    """
     server = client.server
     began = reported = time.monotonic()
     try:
@@ -164,14 +167,14 @@ async def wait_until_healthy(client: ServerClient, *, seconds: float) -> None:
             while not await _is_healthy(client):
                 if time.monotonic() - reported > 15:
                     reported = time.monotonic()
-                    log.info("waiting for SGLang at %s for %.0f s", client.url, reported - began)
+                    log.info("waiting for SGLang at %s for %.0f s%s", client.url, reported - began, note)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.5):
                         await (server.wait() if server else asyncio.Event().wait())
     except TimeoutError as error:
         why = f"the end of its log: {server.problem()}" if server else "is it running?"
         raise EngineDied(
-            f"SGLang did not start within engine.options.start_seconds = {seconds:g} at {client.url}; {why}"
+            f"SGLang did not start within engine.options.start_seconds = {seconds:g}{note} at {client.url}; {why}"
         ) from error
     log.info("SGLang at %s is up after %.0f s", client.url, time.monotonic() - began)
 

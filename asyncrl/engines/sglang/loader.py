@@ -13,6 +13,7 @@ buckets of each NCCL group (receiving.py).
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
@@ -98,14 +99,39 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         return
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the last step of a paused server may still run on another stream
-    if arriving is not None:
-        arriving.load_into(model)
-    else:
-        model.load_weights(  # type: ignore[operator]
-            _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
-        )
+    with _unpacked(model):
+        if arriving is not None:
+            arriving.load_into(model)
+        else:
+            model.load_weights(  # type: ignore[operator]
+                _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
+            )
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+@contextlib.contextmanager
+def _unpacked(model: torch.nn.Module) -> Iterator[None]:
+    """Give experts in 4 bits the shapes of the folder's tensors; afterwards repack them for Marlin's kernels.
+
+    SGLang repacks them when it starts. It has the way back (compressed_tensors_wNa16_moe.py), but 0.5.16 never takes
+    it; 0.5.23 takes it at the begin of a session, where both steps here do no harm. Parameters and workspaces stay the
+    same objects in the same memory, which CUDA graphs read: SGLang repacks in place, but makes new workspaces
+    (test_repacked_experts_are_loaded_again_into_the_memory_that_graphs_read).
+    """
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "is_marlin_converted")]
+    kept = [(layer, dict(layer._parameters), layer.workspace) for layer in layers]
+    for layer in layers:
+        layer.scheme.restore_weights_before_loading(layer)
+    yield
+    for layer, parameters, workspace in kept:
+        layer.scheme.process_weights_after_loading(layer)
+        for name, old in parameters.items():
+            made = layer._parameters[name]
+            if made is not old:
+                old.data.copy_(made.data)
+                layer._parameters[name] = old
+        layer.workspace = workspace
 
 
 def _from_files(files: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

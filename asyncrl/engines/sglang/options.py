@@ -34,9 +34,9 @@ QUANTIZATIONS: Mapping[str, str] = {
 
 INT4_ARGUMENTS: Mapping[str, Any] = {
     "moe-runner-backend": "marlin",  # Blackwell's default, Triton, cannot undo its repacking before a load
-    "disable-prefill-cuda-graph": True,  # a load moves Marlin's workspaces, and these graphs are not captured anew
+    "disable-prefill-cuda-graph": True,  # not tried
 }
-"""For experts in 4 bits. Of graphs for decoding, every load captures new ones (weights.py)."""
+"""For experts in 4 bits."""
 
 CPU_ARGUMENTS: Mapping[str, Any] = {
     "attention-backend": "torch_native",  # the default needs AMX kernels

@@ -75,9 +75,6 @@ class WeightLoader:
         """Whether one process of the server has all weights, so its answer to a load is that of every rank."""
         self.keeps_draft = False
         """Whether the server has a draft model that loads must leave alone."""
-        self.captures_graphs = False
-        """Whether a load moves what CUDA graphs have the addresses of, so that they must be captured anew: in 4 bits,
-        Marlin's workspaces (compressed_tensors_wNa16_moe.py of 0.5.23)."""
         self.finds_groups = True
         """False once our loader has not found a group that the server had joined."""
         self._is_torn = False
@@ -107,8 +104,7 @@ class WeightLoader:
             except OSError as error:
                 raise WeightsError(f"{folder}: {error.strerror}; removed to make room for newer versions?") from error
             if not self.ranks_with_loader:
-                captures = {"recapture_cuda_graph": True} if self.captures_graphs else {}
-                updates = [(_FROM_FOLDER, {"model_path": str(folder)} | captures | self._body(weights.version))]
+                updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.version))]
                 files = () if self.is_whole else paths
                 return await self._switch(weights.version, updates, what=str(folder), files=files)
             held = [Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}") for stream in streams]

@@ -378,7 +378,7 @@ async def test_every_version_is_served_in_fp8(
 @pytest.mark.parametrize("quantization", ["int4_group32", "int4"])
 async def test_every_version_is_served_in_int4(quantization: str, tmp_path: Path, record_property: Record) -> None:
     """weights.quantization: experts in 4 bits, to which the learner rounds them as well, so that both are as close as
-    without. With CUDA graphs, which each of the two loads captures anew."""
+    without. With CUDA graphs, which read the same memory after each of the two loads."""
     folder = made(tmp_path / "model", "qwen3_moe")
     graphs = {"disable-cuda-graph": False, "cuda-graph-max-bs": 16}
     async with serving(folder, graphs, quantization=quantization, quantized=tmp_path / "quantized") as engine:

@@ -16,7 +16,7 @@ from aiohttp import test_utils
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang import engine as sglang
-from asyncrl.engines.sglang.client import Places
+from asyncrl.engines.sglang.client import Places, ServerClient, wait_until_healthy
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.errors import ConfigError, EngineDied, EngineError, PromptError, WeightsError
@@ -141,20 +141,12 @@ async def test_a_load_leaves_a_draft_model_of_its_own_alone(
     assert asked["/update_weights_from_tensor"].items() >= says.items()
 
 
-@pytest.mark.parametrize("captures", [True, False])
-async def test_a_load_that_moves_what_graphs_use_captures_them_anew(model: Model, captures: bool) -> None:
-    asked: dict[str, Mapping[str, Any]] = {}
-
-    async def post(path: str, body: Mapping[str, Any]) -> Any:
-        asked[path] = body
-        return {"success": True}
-
-    loader = WeightLoader(
-        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), places=Places()
-    )
-    loader.captures_graphs = captures
-    await loader.load(model.version(4), model.folder)
-    assert asked["/update_weights_from_disk"].get("recapture_cuda_graph", False) == captures
+async def test_a_start_that_is_cut_off_says_what_may_take_so_long() -> None:
+    client = ServerClient("http://127.0.0.1:1", request_seconds=1)
+    client.open(is_ours=True)
+    with pytest.raises(EngineDied, match=r"start_seconds = 0.01 \(it compiles\) at http"):
+        await wait_until_healthy(client, seconds=0.01, note=" (it compiles)")
+    await client.close()
 
 
 async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(

@@ -118,6 +118,68 @@ def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path:
     check_same(taken, given)
 
 
+class Marlin:
+    """Stands in for SGLang's scheme of experts in 4 bits (compressed_tensors_wNa16_moe.py): repacks weights in place,
+    and makes indices and the workspace anew."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        self.said.append("restore")
+        layer.packed.resize_(4, 2)
+        layer.is_marlin_converted = False
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.said.append("process")
+        if getattr(layer, "is_marlin_converted", False):
+            return
+        repacked = layer.packed.t().clone()
+        layer.packed.resize_(2, 4).copy_(repacked)
+        layer.index = torch.nn.Parameter(torch.empty(2, 0), requires_grad=False)
+        layer.workspace = torch.zeros(3)
+        layer.is_marlin_converted = True
+
+
+class Mixture(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(1, 1), torch.nn.Module()
+        self.experts.packed = torch.nn.Parameter(torch.zeros(4, 2, dtype=torch.int32), requires_grad=False)
+        self.experts.scheme = self.scheme = Marlin()  # type: ignore[assignment]
+        self.scheme.process_weights_after_loading(self.experts)
+
+    def load_weights(self, weights: Any) -> None:
+        self.scheme.said.append("load")
+        for name, tensor in weights:
+            self.get_parameter(name).data[:] = tensor  # into the shape that there is
+
+    def held(self) -> dict[str, tuple[int, int, torch.Size]]:
+        """Return what a CUDA graph may hold: objects, addresses, shapes."""
+        tensors: dict[str, Any] = {**dict(self.named_parameters()), "workspace": self.experts.workspace}
+        return {name: (id(one), one.data_ptr(), one.shape) for name, one in tensors.items()}
+
+
+@pytest.mark.parametrize("has_sessions", [False, True])
+def test_repacked_experts_are_loaded_again_into_the_memory_that_graphs_read(tmp_path: Path, has_sessions: bool) -> None:
+    model = Mixture()
+    experts, scheme = model.experts, model.scheme
+    before = model.held(), experts.workspace, experts.index  # referred to, so that no id or address is taken again
+    for version in (1, 2):
+        given = version * torch.arange(8, dtype=torch.int32).view(4, 2)
+        write(tmp_path / "w", {"experts.packed": given})
+        scheme.said.clear()
+        if has_sessions:  # SGLang 0.5.23 restores when one begins, and processes when it ends
+            scheme.restore_weights_before_loading(experts)
+        loader.load(model, decoded(loader.serialize_files((tmp_path / "w",))))
+        if has_sessions:
+            scheme.process_weights_after_loading(experts)
+        own = ["restore", "load", "process"]
+        assert scheme.said == (["restore", *own, "process"] if has_sessions else own)
+        assert torch.equal(experts.packed, given.t())  # type: ignore[arg-type]
+        assert model.held() == before[0]
+
+
 def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """A weight channel's source: the tensors of the file that the payload names."""
     return loader.tensors(Path(payload.decode()), device)

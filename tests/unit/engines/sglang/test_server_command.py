@@ -15,7 +15,7 @@ from asyncrl import config
 from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.engines.sglang.engine import SGLangEngine
-from asyncrl.engines.sglang.options import EXACT, Options, check_arguments, check_exact
+from asyncrl.engines.sglang.options import EXACT, LOADER, Options, check_arguments, check_exact
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError
 from asyncrl.tensors.exact_environment import EXACT_ENVIRONMENT
@@ -170,6 +170,10 @@ def test_a_server_of_experts_in_4_bits_uses_kernels_whose_weights_can_be_loaded_
         ("int4_group32", "bfloat16", {"tensor_parallel": 8}, "needs a multiple of 64"),  # 96
         ("int4_group32", "bfloat16", {"tensor_parallel": 8, "server_arguments": {"ep_size": 8}}, ""),
         ("int4", "float32", {}, "in bfloat16; set model.dtype"),
+        ("int4", "bfloat16", {"server_arguments": {"dp_size": 2}}, "remove dp-size"),
+        ("int4", "bfloat16", {"server_arguments": {"speculative-algorithm": "NEXTN"}}, 'other than "NGRAM"'),
+        ("int4", "bfloat16", {"server_arguments": {"speculative-algorithm": "NGRAM"}}, ""),
+        ("int4", "bfloat16", {"tensor_parallel": 2, "machines": 2}, "engines of one machine"),
         ("fp8", "float32", {"tensor_parallel": 8}, ""),
     ],
 )
@@ -179,6 +183,15 @@ def test_experts_whose_parts_kernels_of_4_bits_do_not_take_are_refused(
     (tmp_path / "config.json").write_text('{"moe_intermediate_size": 768}')
     with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
         checks.check_experts(tmp_path, quantization=quantization, dtype=dtype, options=Options(**given))
+
+
+def test_every_rank_loads_versions_in_4_bits_with_our_loader() -> None:
+    info = {"tp_size": 8, "custom_weight_loader": [LOADER], "quantization": "compressed-tensors"}
+    assert checks.ranks_with_loader(info, "int4") == 8
+    assert checks.ranks_with_loader(info | {"quantization": "fp8"}, "fp8") == 0
+    for lacks in ({"custom_weight_loader": []}, {"dp_size": 2}, {"nnodes": 2}):
+        with pytest.raises(ConfigError, match="only asyncrl's loader brings a second version into SGLang"):
+            checks.ranks_with_loader(info | lacks, "int4")
 
 
 def test_a_server_of_your_own_gets_no_versions_in_4_bits() -> None:
