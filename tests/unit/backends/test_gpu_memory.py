@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from benchmarks.gpu.shapes import SHAPES, num_parameters, sizes
 from benchmarks.gpu.vision_shapes import VISION_SHAPES
 
 GIB = 2**30
+WORKSPACE_GIB = 10
+"""Of an SGLang server besides weights and cache (engines/sglang/engine.py)."""
 
 
 def run_of(shape: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RunConfig:
@@ -99,6 +102,27 @@ def test_peaks_with_full_recomputation_are_estimated_to_a_twentieth(
         held -= gpu_memory._RING_BYTES
     held += 2 * num_parameters(SHAPES[shape]) * mapped
     assert held / GIB == pytest.approx(seen, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "total", "two_copies", "one_copy"),
+    [
+        ("8B", 139.8, 86.8, 99.2),
+        ("8B", 79.2, 26.2, 38.6),
+        ("14B", 139.8, 56.2, 81.0),
+        ("14B", 79.2, -4.4, 20.4),
+        ("32B", 139.8, -19.4, 35.4),
+        ("32B", 79.2, -80.0, -25.2),
+    ],
+)
+def test_one_copy_of_frozen_weights_would_leave_an_engine_this_cache(
+    shape: str, total: float, two_copies: float, one_copy: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table in docs/results/performance.md, GiB. Shared would be all but q, k and v."""
+    learner = gpu_memory.learner_bytes(run_of(shape, tmp_path, monkeypatch, *ADAPTERS), recomputes_all=True)
+    shared = sum(2 * math.prod(size) for name, size in sizes(SHAPES[shape]) if not re.search("[qkv]_proj", name))
+    cache = total - (learner + 2 * num_parameters(SHAPES[shape])) / GIB - WORKSPACE_GIB
+    assert (cache, cache + shared / GIB) == pytest.approx((two_copies, one_copy), abs=0.1)
 
 
 # Seen on a CPU, as multiples of the bytes of a rank's share of the model (docs/results/performance.md): full training
