@@ -171,7 +171,7 @@ def now(rows: Sequence[MicroBatch], model: Model, num_tokens: int) -> dict[str, 
     began = time.perf_counter()
     feeding.unpack(data, feed)
     read = time.perf_counter() - began
-    own = len(feeding.receivers_of(layout, 0))
+    own = len(feeding.receivers_of(layout, 0, of_machine=layout.ranks))
     return {
         "bytes_per_token": sum(sizes) / num_tokens,
         "make_seconds": made,

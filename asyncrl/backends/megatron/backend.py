@@ -321,7 +321,7 @@ class MegatronBackend(BackendAdapter):
             shards = [[dataclasses.replace(row, experts=NO_EXPERTS) for row in shard] for shard in shards]
         batch_tokens = sum(row.num_tokens for shard in dp_shards for row in shard if not row.is_filler)
         command = dataclasses.replace(command, batch_tokens=batch_tokens)
-        shares = Shares(shards, self._layout, self._expert_layers)
+        shares = Shares(shards, self._layout, self._expert_layers, of_machine=self._info.local_ranks)
         return self._run_on_all_ranks(
             [
                 dataclasses.replace(command, feed=shares.feed(rank))

@@ -1,10 +1,10 @@
 """How the ranks get their shares of a batch: each is encoded once, and passed on from rank to rank.
 
-The ranks that train the same share on the same stage are neighbours, usually of one machine. Rank 0 sends to the first
-of them, which passes pieces on to two others while it receives the next ones, and so on: what leaves rank 0's machine
-grows with machines, not with ranks. The experts of a token (routing replay) are most of its bytes in a large mixture.
-They are not encoded but copied, in one or two bytes a choice, and a stage gets those of its own layers. Two tensor- and
-two context-parallel ranks, two stages:
+The ranks that train the same share on the same stage are neighbours. Rank 0 sends to the first of them, which passes
+pieces on to two others while it receives the next ones, and so on. Where they are of several machines, a share enters
+each of these once, and goes on from its first rank there. The experts of a token (routing replay) are most of its bytes
+in a large mixture. They are not encoded but copied, in one or two bytes a choice, and a stage gets those of its own
+layers. Two tensor- and two context-parallel ranks, two stages:
 
     0 -- share, experts of layers 0-23 --> 1, 2    1 --> 3
     0 -- share, experts of layers 24-47 -> 4       4 --> 5, 6    5 --> 7
@@ -58,9 +58,20 @@ class Share:
 class Shares:
     """The shares of a batch on rank 0."""
 
-    def __init__(self, shares: Sequence[Sequence[MicroBatch]], layout: Layout, layers: Sequence[Layers]) -> None:
-        """``layers``: of each stage."""
+    def __init__(
+        self,
+        shares: Sequence[Sequence[MicroBatch]],
+        layout: Layout,
+        layers: Sequence[Layers],
+        *,
+        of_machine: int = 0,
+    ) -> None:
+        """
+        layers      of each stage
+        of_machine  neighbours that are on one machine; 0: all are
+        """
         self._shares, self._layout, self._layers = shares, layout, layers
+        self._of_machine = of_machine or layout.ranks
         self._encoded = [_encode(share) for share in shares] if layout.ranks > 1 else []
 
     @property
@@ -74,7 +85,12 @@ class Shares:
         layers = self._layers_of(rank)
         share = self._layout.share(rank)
         sizes = [math.prod(_shape(one, layers)) * one.experts.dtype.itemsize for one in self._shares[share]]
-        return Feed(share_bytes=len(self._encoded[share]), expert_bytes=sum(sizes), layers=len(layers))
+        return Feed(
+            share_bytes=len(self._encoded[share]),
+            expert_bytes=sum(sizes),
+            layers=len(layers),
+            of_machine=self._of_machine,
+        )
 
     def send(self, group: RankGroup) -> None:
         """Send all shares. Blocks until the ranks have taken them. Raises RuntimeError if a rank is gone."""
@@ -84,7 +100,7 @@ class Shares:
 
     def _send(self, group: RankGroup, first: int) -> None:
         """Send what the block of ranks that begins with ``first`` needs."""
-        receivers = [first] if first else receivers_of(self._layout, 0)
+        receivers = [first] if first else receivers_of(self._layout, 0, of_machine=self._of_machine)
         for piece in self.pieces(first) if receivers else ():
             for finish in [group.begin_feed(torch.from_numpy(piece), rank) for rank in receivers]:
                 finish()
@@ -122,9 +138,10 @@ class Shares:
 def receive(group: RankGroup, feed: Feed, layout: Layout) -> tuple[MicroBatch, ...]:
     """Receive this rank's share and pass it on. Raises RuntimeError if a rank is gone."""
     rank, data = group.info.rank, torch.empty(feed.num_bytes, dtype=torch.uint8)
-    receivers, sending = receivers_of(layout, rank), list[Callable[[], None]]()
+    sender = sender_of(layout, rank, of_machine=feed.of_machine)
+    receivers, sending = receivers_of(layout, rank, of_machine=feed.of_machine), list[Callable[[], None]]()
     for piece in torch.split(data, _PIECE_BYTES):
-        group.receive_feed(piece, sender_of(layout, rank))
+        group.receive_feed(piece, sender)
         for finish in sending:
             finish()
         sending = [group.begin_feed(piece, receiver) for receiver in receivers]
@@ -147,17 +164,23 @@ def unpack(data: NDArray[np.uint8], feed: Feed) -> tuple[MicroBatch, ...]:
     return tuple(found)
 
 
-def sender_of(layout: Layout, rank: int) -> int:
-    """Return the rank that passes a share on to ``rank``."""
-    place = rank % _block_size(layout)
-    return rank - place + (place - 1) // 2 if place else 0
+def sender_of(layout: Layout, rank: int, *, of_machine: int) -> int:
+    """Return the rank that passes a share on to ``rank``. Each machine has ``of_machine`` ranks, numbered in a row."""
+    machine, first = rank // of_machine, rank - rank % _block_size(layout)
+    first_here = max(first, machine * of_machine)
+    if rank > first_here:
+        return first_here + (rank - first_here - 1) // 2
+    if rank == first:
+        return 0
+    first_machine = first // of_machine
+    return max(first, (first_machine + (machine - first_machine - 1) // 2) * of_machine)
 
 
-def receivers_of(layout: Layout, rank: int) -> list[int]:
-    """Return the ranks to which ``rank`` passes its share on."""
-    size = _block_size(layout)
-    place = rank % size
-    return [rank - place + other for other in (2 * place + 1, 2 * place + 2) if other < size]
+def receivers_of(layout: Layout, rank: int, *, of_machine: int) -> list[int]:
+    """Return the ranks to which ``rank`` passes its share on: at most two of its machine, and two of others."""
+    first = rank - rank % _block_size(layout)
+    others = range(first + 1, first + _block_size(layout))
+    return [other for other in others if sender_of(layout, other, of_machine=of_machine) == rank]
 
 
 def _block_size(layout: Layout) -> int:

@@ -148,11 +148,13 @@ class Feed:
     share_bytes   of the encoded share
     expert_bytes  of the experts behind it, at the next multiple of eight
     layers        number of layers whose experts these are
+    of_machine    ranks of a machine, by which all ranks know who passes on to whom
     """
 
     share_bytes: int
     expert_bytes: int
     layers: int
+    of_machine: int
 
     @property
     def experts_start(self) -> int:

@@ -53,18 +53,33 @@ def payload(shares: Shares, rank: int) -> NDArray[np.uint8]:
     return np.concatenate([piece.copy() for piece in shares.pieces(rank)])
 
 
-@pytest.mark.parametrize("layout", [BIG, Layout(ranks=8, tensor=2), Layout(ranks=5), Layout(ranks=6, context=3)])
-def test_every_rank_is_reached_once_and_rank_0_sends_a_share_once_a_stage(layout: Layout) -> None:
+@pytest.mark.parametrize("of_machine", [1, 3, 4, 128])
+@pytest.mark.parametrize(
+    "layout",
+    [BIG, Layout(ranks=8, tensor=2), Layout(ranks=5), Layout(ranks=6, context=3), Layout(ranks=20, tensor=10)],
+)
+def test_every_rank_is_reached_once_and_rank_0_sends_a_share_once_a_stage(layout: Layout, of_machine: int) -> None:
     reached = [0]
     for rank in range(layout.ranks):
-        for receiver in receivers_of(layout, rank):
-            assert sender_of(layout, receiver) == rank
+        receivers = receivers_of(layout, rank, of_machine=of_machine)
+        assert len(receivers) <= 4
+        for receiver in receivers:
+            assert sender_of(layout, receiver, of_machine=of_machine) == rank < receiver
             assert layout.share(receiver) == layout.share(rank)
             assert layout.stage(receiver) == layout.stage(rank)
             reached.append(receiver)
-    blocks = [rank for rank in range(1, layout.ranks) if sender_of(layout, rank) == 0 and rank not in reached]
+    senders = {rank: sender_of(layout, rank, of_machine=of_machine) for rank in range(1, layout.ranks)}
+    blocks = [rank for rank, sender in senders.items() if sender == 0 and rank not in reached]
     assert len(blocks) == layout.data_parallel * layout.pipeline - 1
     assert sorted(reached + blocks) == list(range(layout.ranks))
+
+
+@pytest.mark.parametrize(("sizes", "shares"), [({"tensor": 8, "context": 16}, 1), ({"tensor": 4, "context": 2}, 16)])
+def test_a_share_enters_each_of_16_machines_of_8_ranks_once(sizes: dict[str, int], shares: int) -> None:
+    layout = Layout(ranks=128, **sizes)
+    crossings = [rank for rank in range(128) if rank // 8 != sender_of(layout, rank, of_machine=8) // 8]
+    assert layout.data_parallel == shares
+    assert crossings == list(range(8, 128, 8))
 
 
 def test_a_share_is_encoded_once_however_many_ranks_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +139,7 @@ def test_shares_are_passed_on_piece_by_piece_to_every_rank(monkeypatch: pytest.M
     layout = Layout(ranks=16, tensor=2, context=2, pipeline=2)
     layers = ((0, 1, 2), (3, 4, 5))
     given = [[row(seed=number), row(seed=10 + number)] for number in range(2)]
-    shares, wire = Shares(given, layout, layers), Wire(layout.ranks)
+    shares, wire = Shares(given, layout, layers, of_machine=3), Wire(layout.ranks)
     with ThreadPoolExecutor(layout.ranks) as threads:
         feeds: Any = feeding.receive
         receiving = [
