@@ -184,6 +184,13 @@ class Machines:
             os.kill(process(NAMES[0], "asyncrl", "learner"), signal.SIGKILL)
             self.start_learner(0)
 
+    def kill_machine_1(self) -> None:
+        """With it go the bus, rank 0 and the agent at which all agents meet."""
+        kill_all(NAMES[0])
+        self.start_bus()
+        self.start_learner(0)
+        self.start_sampling(0)
+
     def kill_machine_2(self) -> None:
         kill_all(NAMES[1])
         self.start_learner(1)
@@ -252,7 +259,7 @@ class Machines:
 
 
 KILLS: Final = {
-    "inprocess": ("kill_rank_on_2", "kill_learner", "kill_machine_2", "kill_worker_on_1", "cut_link"),
+    "inprocess": ("kill_rank_on_2", "kill_learner", "kill_machine_1", "kill_machine_2", "kill_worker_on_1", "cut_link"),
     "sglang": ("kill_part_on_2", "kill_learner", "kill_machine_2", "kill_worker_on_1"),
 }
 
