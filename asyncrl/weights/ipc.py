@@ -122,8 +122,8 @@ def begin(
 ) -> Transfer:
     """Accept the request of an engine that can map our memory. Raises WeightsError for any other (Sender.begin).
 
-    run: executes an action of Handovers in each rank that has a part of the model, and returns the answers. Its second
-    argument is the number of bytes of all parts
+    run: executes an action of Handovers for this one transfer in each rank that has a part of the model, and returns
+    the answers. Its second argument is the number of bytes of all parts
     """
     try:
         own, *others = (decode(answer, IPCOffer) for answer in run("begin", 0))
@@ -150,31 +150,32 @@ class Handovers:
         """ring: gives the stream beside steps"""
         self._ring = ring
         self._lock = threading.Lock()
-        self._begun: dict[str, _Handover] = {}  # by engine
+        self._begun: dict[str, _Handover] = {}  # by transfer
 
-    def begin(self, snapshot: Snapshot, request: TransferRequest) -> IPCOffer:
-        """Share the snapshot with an engine, if it has joined. Raises WeightsError if the engine cannot map it."""
+    def begin(self, transfer: str, snapshot: Snapshot, request: TransferRequest) -> IPCOffer:
+        """Share the snapshot with an engine, if it has joined. Raises WeightsError if the engine cannot map it.
+
+        transfer: a new name. An engine that got no answer in time asks again, while the learner still works at the
+        first transfer
+        """
         gpu = _check_reach(request, snapshot)
         if not request.has_joined:
             return IPCOffer(address="", buckets=(), gpu=gpu)
-        self.drop(request.engine)
         handover = _Handover(snapshot, self._ring, num_ranks=request.num_ranks)
         with self._lock:
-            self._begun[request.engine] = handover
+            self._begun[transfer] = handover
         return replace(handover.offer, gpu=gpu)
 
-    def send(self, engine: str, *, num_bytes: int) -> None:
+    def send(self, transfer: str, *, num_bytes: int) -> None:
         """Wait until the engine has taken all parts, of ``num_bytes`` together. See _Handover.run."""
         with self._lock:
-            handover = self._begun.pop(engine, None)
-        if handover is None:
-            raise WeightsError(f"{engine} asked again: it was restarted")
+            handover = self._begun.pop(transfer)
         handover.run(num_bytes=num_bytes)
 
-    def drop(self, engine: str) -> None:
+    def drop(self, transfer: str) -> None:
         """Let go of what was shared and not sent: the request failed elsewhere."""
         with self._lock:
-            handover = self._begun.pop(engine, None)
+            handover = self._begun.pop(transfer, None)
         if handover is not None:
             handover.close()
 

@@ -17,6 +17,7 @@ import resource
 import socket
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -107,6 +108,7 @@ class PartCommand:
     action            begin: prepare a transfer to an engine; send: do it; drop: do not, after all (IPC alone); forget:
                       drop engines that are gone
     request           the engine's request
+    transfer          names one transfer (IPC alone)
     number            number of the part, from 0
     host              the learner's address as seen by engines; a rank on another machine uses its own address
     bucket_bytes      see Sender
@@ -117,6 +119,7 @@ class PartCommand:
 
     action: str
     request: TransferRequest | None = None
+    transfer: str = ""
     number: int = 0
     host: str = ""
     bucket_bytes: int = 0
@@ -160,7 +163,7 @@ class Sender:
             )
         (incarnation, policy_version), snapshot = self._held()
         if is_encoded(request.payload, IPCRequest):
-            run_ipc = functools.partial(self._run_ipc, snapshot, request)
+            run_ipc = functools.partial(self._run_ipc, snapshot, request, uuid.uuid4().hex)
             return ipc.begin(request, run_ipc, incarnation=incarnation, policy_version=policy_version)
         begin = PartCommand(
             action="begin",
@@ -200,8 +203,10 @@ class Sender:
                 raise WeightsError("the learner has no weights to send yet")
             return self._newest
 
-    def _run_ipc(self, snapshot: Snapshot, request: TransferRequest, action: str, num_bytes: int) -> list[bytes]:
-        command = PartCommand(action=action, request=request, beside_bytes=num_bytes)
+    def _run_ipc(
+        self, snapshot: Snapshot, request: TransferRequest, transfer: str, action: str, num_bytes: int
+    ) -> list[bytes]:
+        command = PartCommand(action=action, request=request, transfer=transfer, beside_bytes=num_bytes)
         return self._run(snapshot, [command] * (1 + len(snapshot.others)))
 
     def _run(self, snapshot: Snapshot, commands: Sequence[PartCommand]) -> list[bytes]:
@@ -235,11 +240,11 @@ class PartSender(PartWorker):
     def _hand_over(self, snapshot: Snapshot, command: PartCommand, request: TransferRequest) -> bytes:
         match command.action:
             case "begin":
-                return encode(self._handovers.begin(snapshot, request))
+                return encode(self._handovers.begin(command.transfer, snapshot, request))
             case "send":
-                self._handovers.send(request.engine, num_bytes=command.beside_bytes)
+                self._handovers.send(command.transfer, num_bytes=command.beside_bytes)
             case "drop":
-                self._handovers.drop(request.engine)
+                self._handovers.drop(command.transfer)
         return b""
 
     def _begin(self, snapshot: Snapshot, command: PartCommand, request: TransferRequest) -> CollectiveOffer:

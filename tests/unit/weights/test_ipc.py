@@ -172,13 +172,32 @@ def test_no_rank_keeps_what_it_shared_if_another_cannot_share(monkeypatch: pytes
     monkeypatch.setattr(ipc._Handover, "close", lambda self: (closed.append(self), close(self)))
     exported = in_parts([(f"w{number}", torch.zeros(2)) for number in range(3)], 3)
     sender = Sender("127.0.0.1")
-    cast(OtherRank, exported.others[1]).dies = True
     sender.set_weights(exported, incarnation=0, policy_version=1)
+    monkeypatch.setattr(ipc, "_CONNECT_SECONDS", 0.01)
+    first = sender.begin(request())
+    cast(OtherRank, exported.others[1]).dies = True
     with pytest.raises(AsyncRLError, match="learner rank 2"):
         sender.begin(request())
     assert len(closed) == 2
-    with pytest.raises(WeightsError, match="asked again"):
-        sender._own._handovers.send("w0", num_bytes=0)
+    cast(OtherRank, exported.others[1]).dies = False
+    with pytest.raises(WeightsError, match="in time"):
+        first.send()  # it is there on all ranks
+
+
+def test_an_engine_that_asks_again_takes_what_it_was_offered_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner may end the first transfer, whose offer came too late, while the engine takes the second."""
+    monkeypatch.setattr(ipc, "_CONNECT_SECONDS", 0.01)
+    sender = Sender("127.0.0.1")
+    sender.set_weights(
+        in_parts([(f"w{number}", torch.zeros(2)) for number in range(3)], 3), incarnation=0, policy_version=1
+    )
+    transfers = [sender.begin(request()) for _ in range(2)]
+    offers = [decode(transfer.offer.payload, IPCOffer) for transfer in transfers]
+    for number, transfer in enumerate(transfers):
+        with pytest.raises(WeightsError, match="did not take its weights in time"):
+            transfer.send()
+        shared = [count_shared([Path(bucket.file) for bucket in offer.all_buckets]) for offer in offers]
+        assert shared == [0, 3 * (number == 0)]
 
 
 @pytest.mark.parametrize(
