@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -182,8 +184,12 @@ def test_only_one_that_its_file_describes_is_loaded_without_looking_for_its_clas
     assert not is_generic(tmp_path / "llama")
 
 
-def test_the_demo_makes_what_its_run_file_names(tmp_path: Path) -> None:
-    demo_task.write(tmp_path)
+def test_the_demo_makes_what_its_run_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``python -m asyncrl.data.demo_task``, as the pages say."""
+    monkeypatch.setattr(sys, "argv", ["demo_task", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(demo_task.__file__, run_name="__main__")
+    assert ended.value.code == 0
     run = config.load(
         ROOT / "examples" / "demo.toml",
         [f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'prompts.jsonl'}"],
