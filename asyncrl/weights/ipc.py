@@ -357,7 +357,7 @@ class IPCReceiver:
     def _request(self, *, has_joined: bool) -> TransferRequest:
         asks = IPCRequest(
             space=process_space(),
-            gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", ""),
             takes_broadcasts=self._takes_broadcasts,
         )
         return TransferRequest(
