@@ -19,6 +19,10 @@ def main() -> int:
     module, arguments = "", sys.argv[1:]
     if arguments[:1] == ["--module"]:
         module, arguments = arguments[1], arguments[2:]
+    if "ASYNCRL_PARENT_PID" in os.environ:  # it is this process that ends with its parent, and the fork with it
+        from asyncrl import os_process
+
+        os_process.end_with_parent()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.environ["ASYNCRL_TEST_FORKS"])
     request = {

@@ -125,13 +125,20 @@ class RayRun:
     """`asyncrl run --launcher ray` of the tiny task, in a folder of its own."""
 
     def __init__(
-        self, folder: Path, cluster: TwoNodes, forks: ForkServer, *overrides: str, name: str = "storm"
+        self,
+        folder: Path,
+        cluster: TwoNodes,
+        forks: ForkServer,
+        *overrides: str,
+        name: str = "storm",
+        launcher: str = "ray",
     ) -> None:
         """forks: starts commands, the run's own among them, without imports"""
+        self._launcher = launcher
         self.folder = folder
         self._forks = forks
         self._overrides = [f"run.name={name}", *RUN, *overrides]
-        self._env = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
+        self._env = os.environ | forks.environment | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
         self._output = folder / f"{name}.txt"
         self.directory = folder / "runs" / name
         self._process: ForkedCommand | None = None
@@ -153,7 +160,7 @@ class RayRun:
             return 0
 
     def start(self, *arguments: str, steps: int = 1_000_000) -> None:
-        words = self._words("run", "--launcher", "ray", "--set", f"run.steps={steps}", *arguments)
+        words = self._words("run", "--launcher", self._launcher, "--set", f"run.steps={steps}", *arguments)
         self._process = self._forks.run(words, environment=self._env, output=self._output)
 
     def scale(self, count: int, *arguments: str) -> int:

@@ -20,12 +20,13 @@ from asyncrl.errors import EngineDied
 from asyncrl.messages import SamplingParams
 from tests import ROOT
 from tests.harness.forked import ForkServer
+from tests.harness.forking_ray import FORKING_RAY, NAMES_THE_SERVER
 from tests.harness.process_trees import all_gone, descendants, end_of
 from tests.harness.ray import RayRun, TwoNodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200)]
 
-STEPS = 14
+STEPS = 10
 RUN = """
 [run]
 name = "whole"
@@ -65,7 +66,7 @@ min_learning_rate = 2e-3
 max_staleness = 2
 
 [evaluation]
-every_steps = 7
+every_steps = 5
 at_start = true
 at_end = true
 
@@ -104,7 +105,8 @@ async def test_a_mixture_learns_as_an_agent_on_sglang_under_ray_across_a_kill(
 ) -> None:
     """The server is a user's own, so that it outlives the killed run; in the end it goes with its owner.
 
-    It is deterministic: an answer is that of its seed, whatever is sampled beside it.
+    It is deterministic: an answer is that of its seed, whatever is sampled beside it. Ray's actors have the learner and
+    the worker forked, as their imports were a quarter of the CPU time; test_ray.py starts them as a user does.
     """
     demo_task.write(tmp_path, architecture="glm4_moe")
     (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path, root=ROOT))
@@ -129,7 +131,7 @@ async def test_a_mixture_learns_as_an_agent_on_sglang_under_ray_across_a_kill(
     two_nodes.mend()
     engine = ('engine.kind="sglang"', 'engine.device="cpu"', f'engine.options={{url="{url}"}}')
     places = ('launcher.options.learner.labels={site="a"}', 'launcher.options.rollout_worker.labels={site="b"}')
-    run = RayRun(tmp_path, two_nodes, forks, *engine, *places, name="whole")
+    run = RayRun(tmp_path, two_nodes, forks, *engine, *places, NAMES_THE_SERVER, name="whole", launcher=FORKING_RAY)
     request.addfinalizer(run.end)
 
     await asyncio.to_thread(run.start, steps=STEPS)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import IO, ClassVar, Final, Literal
 
 from asyncrl import os_process
 from asyncrl.version import VERSION
@@ -79,6 +79,9 @@ class OutputChunk:
 class ProcessAgent:
     """Runs one process, started once. Its methods run in one event loop, whose thread lives as long as the agent."""
 
+    program: ClassVar[tuple[str, ...]] = ("-m", "asyncrl")
+    """What Python runs, before the request's arguments."""
+
     def __init__(self) -> None:
         self._lines: deque[tuple[Stream, str]] = deque()
         self._last = 0
@@ -129,7 +132,7 @@ class ProcessAgent:
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a child inherits blocked signals
         try:
             return subprocess.Popen(
-                [sys.executable, "-m", "asyncrl", *request.arguments],
+                [sys.executable, *self.program, *request.arguments],
                 cwd=request.directory or None,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

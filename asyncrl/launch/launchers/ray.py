@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError, LaunchError, NoRoom
@@ -109,6 +109,7 @@ class _Place:
 class RayLauncher(LauncherAdapter):
     options_type = Options
     places = True
+    agent_type: ClassVar[type[ProcessAgent]] = ProcessAgent
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:
@@ -165,7 +166,7 @@ class RayLauncher(LauncherAdapter):
         ray, need = self._ray, place.need
         taken = {key: amount for key, amount in need.resources.items() if key not in ("CPU", "GPU")}
         actor = (
-            ray.remote(ProcessAgent)
+            ray.remote(self.agent_type)
             .options(
                 name=f"{spec.name}-{next(self._lives)}",
                 num_cpus=need.resources["CPU"],
