@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -32,33 +30,22 @@ def test_an_open_reader_keeps_its_bytes_when_the_version_is_collected(files_chan
         assert reader.get_tensor("b").tolist() == [1.0, 1.0, 1.0]
 
 
-FULL_DISK = """
-import resource, sys, torch
-from pathlib import Path
-from asyncrl.errors import BackendError, WeightsError
-from asyncrl.tensors.host_copies import HostCopies
-from asyncrl.tensors.snapshot import Kept, Snapshot
-from asyncrl.weights.files import FilesChannel
-directory, model_path, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-channel = FilesChannel(directory, keep=2, model_path=model_path)
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-try:
-    channel.publish(Snapshot.from_tensors([("a", torch.zeros(1 << 20))]), incarnation=0, policy_version=1)
-except WeightsError as error:
-    print(error)
-print(sorted(path.name for path in directory.iterdir()))
-"""
-
-
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, model_path: Path) -> None:
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    """The disk is a limit of 1 MiB on each file that this process writes."""
     directory = tmp_path / "weights"
-    command = [sys.executable, "-c", FULL_DISK, str(directory), str(model_path), str(1 << 20)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    error, left = done.stdout.splitlines()
+    channel = FilesChannel(directory, keep=2, model_path=model_path)
+    snapshot = Snapshot.from_tensors([("a", torch.zeros(1 << 20))])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(WeightsError) as said:
+            channel.publish(snapshot, incarnation=0, policy_version=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     # 4 x 2^20 bytes of data, 8 of length, 104 of header (a multiple of 8).
-    assert error.startswith(f"{directory}: cannot write weights 0-1: File too large; it needs 4,194,416 bytes"), error
-    assert left == "[]"
+    wanted = f"{directory}: cannot write weights 0-1: File too large; it needs 4,194,416 bytes"
+    assert str(said.value).startswith(wanted) and "\n" not in str(said.value)
+    assert list(directory.iterdir()) == []
 
 
 def test_no_space_left_says_how_much_there_is(files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch) -> None:
