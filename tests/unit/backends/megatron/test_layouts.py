@@ -102,8 +102,9 @@ MORE = (
 )
 """Only with ASYNCRL_EXPLORE=1, as nightly runs set it."""
 TRIED = (*QUICK, *SLOW, *(MORE if EXPLORES else ()))
-OF_FOUR_LAYERS = {architecture for kind, architecture, _ in TRIED if LAYOUTS[kind].pipeline > 1}
-"""Families that are split by layers: two stages of two pieces. Two layers hold every kind of the other families."""
+OF_FOUR_LAYERS = {architecture for kind, architecture, _ in TRIED if LAYOUTS[kind].pipeline > 1} - {"qwen3_next"}
+"""Families that are split by layers: two stages of two pieces. Two layers hold every kind of the other families; of
+qwen3_next, linear attention is the first stage and attention the second."""
 
 
 def name(kind: str, architecture: str, options: Mapping[str, Any]) -> str:
