@@ -18,9 +18,10 @@ _WAITING_ORDERS: Final = ("oldest_first", "in_order")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessSection:
     max_staleness: int | Literal["auto"] = "auto"
-    """Maximum age of a trained token, in policy versions. 0 is synchronous RL. auto: the largest up to 8 that was shown
-    to cost nothing: learner.learning_rate x age is at most 2e-5, so 8 up to 2.5e-6, 4 at 5e-6, 1 above 1e-5. 4 for
-    rates that this says nothing of: those of adapters, and from 1e-3 on (docs/results/old_tokens.md)."""
+    """Maximum age of a trained token, in policy versions. 0 is synchronous RL. auto: the largest from 1 to 8 at which
+    learner.learning_rate x age is at most 2e-5, up to which nothing lost where it was measured: 8 up to 2.5e-6, 4 at
+    5e-6, 2 at 1e-5, 1 above. Rates from 1e-3 on, of small models with random weights: 4 up to 5e-3, 2 at 1e-2, 1 above.
+    Adapters: 4 (docs/results/old_tokens.md)."""
     admission: Literal["needed", "full"] = "needed"
     """How many groups are outstanding in async. needed: as many as keep the learner fed, so tokens are as young as they
     can be at no cost. full: always (max_staleness + 1) x groups_per_batch; needed never exceeds that."""

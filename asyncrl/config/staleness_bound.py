@@ -19,21 +19,22 @@ _SHOWN_OF_RANDOM_WEIGHTS: Final = 5e-3 * 4
 """The same of small networks with random weights. At 1e-2 and <= 4 versions the demo's task lost."""
 _LARGEST: Final = 8
 """The largest bound that was measured to be faster."""
-_UNKNOWN: Final = 4
-"""For adapters, which have rates of their own, and for random weights: too little was measured for a rule."""
+_FEW_ROWS: Final = 4
+"""The largest for adapters, which have rates of their own, and for random weights: too little was measured for more."""
 _OF_RANDOM_WEIGHTS: Final = 1e-3
-"""Such rates are those of small models with random weights."""
+"""Rates from here on are those of small models with random weights."""
 _ROUNDING: Final = 1 + 1e-9
 
 
 def bound_for(learning_rate: float, *, trains_adapters: bool) -> int:
     """Return the default of staleness.max_staleness: 1 to 8 versions.
 
-    1e-6 to 2.5e-6: 8    5e-6: 4    1e-5: 2    2e-5 and more: 1    from 1e-3 on, and for adapters: 4
+    1e-6 to 2.5e-6: 8    5e-6: 4    1e-5: 2    2e-5 and more: 1    from 1e-3 to 5e-3: 4    1e-2: 2    adapters: 4
     """
-    if _is_unknown(learning_rate, trains_adapters):
-        return _UNKNOWN
-    return max(1, min(_LARGEST, int(LARGEST_SHOWN * _ROUNDING / learning_rate)))
+    if trains_adapters:
+        return _FEW_ROWS
+    largest = _FEW_ROWS if learning_rate >= _OF_RANDOM_WEIGHTS else _LARGEST
+    return max(1, min(largest, int(_shown_at(learning_rate) * _ROUNDING / learning_rate)))
 
 
 def beyond_what_was_shown(learning_rate: float, max_staleness: int, *, trains_adapters: bool) -> str:
@@ -41,16 +42,16 @@ def beyond_what_was_shown(learning_rate: float, max_staleness: int, *, trains_ad
     if trains_adapters:
         said = "adapters were not compared with synchronous training: watch alarm/drift (docs/results/old_tokens.md)"
         return said if max_staleness else ""
-    product = learning_rate * max_staleness
-    shown = _SHOWN_OF_RANDOM_WEIGHTS if learning_rate >= _OF_RANDOM_WEIGHTS else LARGEST_SHOWN
+    product, shown = learning_rate * max_staleness, _shown_at(learning_rate)
     if product <= shown * _ROUNDING:
         return ""
+    mend = "learner.learning_rate or staleness.max_staleness" if max_staleness > 1 else "learner.learning_rate"
+    versions = "1 version" if max_staleness == 1 else f"{max_staleness} versions"
     return (
-        f"learning_rate {learning_rate:g} x max_staleness {max_staleness} is {product:.2g}; some runs over "
-        f"{shown:g} learned less than synchronous ones: lower either (docs/results/old_tokens.md)"
+        f"learning rate {learning_rate:g} x {versions} is {product:.2g}; some runs over {shown:g} learned less than "
+        f"synchronous ones: lower {mend} (docs/results/old_tokens.md)"
     )
 
 
-def _is_unknown(learning_rate: float, trains_adapters: bool) -> bool:
-    """Whether LARGEST_SHOWN says nothing of such a rate."""
-    return trains_adapters or learning_rate >= _OF_RANDOM_WEIGHTS
+def _shown_at(learning_rate: float) -> float:
+    return _SHOWN_OF_RANDOM_WEIGHTS if learning_rate >= _OF_RANDOM_WEIGHTS else LARGEST_SHOWN

@@ -107,7 +107,7 @@ def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytes
     [
         (
             ["learner.learning_rate=2e-5", "staleness.max_staleness=4"],
-            "2e-05 x max_staleness 4 is 8e-05; some runs over 2e-05 learned less",
+            "2e-05 x 4 versions is 8e-05; some runs over 2e-05 learned less",
         ),
         (["learner.learning_rate=5e-6", "staleness.max_staleness=4"], ""),
         (["learner.learning_rate=2e-5", "run.mode=sync", "staleness.max_staleness=0"], ""),

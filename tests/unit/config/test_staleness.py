@@ -12,6 +12,7 @@ from asyncrl.adapters import registry
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import RunConfig, override, record, run_file, tables
 from asyncrl.config.layout import Layout
+from asyncrl.config.staleness_bound import beyond_what_was_shown, bound_for
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
@@ -92,7 +93,9 @@ def test_wait_eviction_is_the_default_unless_old_groups_are_handled_otherwise(
         (["learner.learning_rate=5e-6"], 4),
         (["learner.learning_rate=6e-6"], 3),  # 2e-5 / 6e-6 = 3.3
         (["learner.learning_rate=1e-4"], 1),
+        (["learner.learning_rate=1e-5"], 2),
         (["learner.learning_rate=3e-3"], 4),  # a small model with random weights
+        (["learner.learning_rate=1e-2"], 2),
         (["learner.learning_rate=1e-5", "learner.lora={rank = 4}"], 4),  # adapters have rates of their own
         (["learner.learning_rate=1e-4", "staleness.max_staleness=6"], 6),
         (["run.mode=one_step_off"], 1),
@@ -106,6 +109,14 @@ def test_the_bound_is_as_the_learning_rate_allows_unless_it_is_a_number(override
     assert run.max_staleness == bound
     recorded = record.from_table(record.as_table(run), where="history.jsonl")
     assert recorded.staleness.max_staleness == run.staleness_bound  # whatever "auto" means to a later release
+
+
+@pytest.mark.parametrize("rate", [1e-7, 1e-6, 2.5e-6, 3e-6, 7e-6, 1e-5, 2e-5, 4e-5, 9e-4, 1e-3, 3e-3, 5e-3, 1e-2, 3e-2])
+def test_nothing_speaks_against_the_default_bound_unless_one_version_is_too_many(rate: float) -> None:
+    bound = bound_for(rate, trains_adapters=False)
+    assert bound == 1 or not beyond_what_was_shown(rate, bound, trains_adapters=False)
+    if bound == 1 and (said := beyond_what_was_shown(rate, bound, trains_adapters=False)):
+        assert "x 1 version is" in said and "lower learner.learning_rate (docs" in said
 
 
 def test_the_algorithm_knows_the_rule_of_the_learning_rate() -> None:
