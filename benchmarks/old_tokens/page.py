@@ -104,20 +104,18 @@ def _guards(rows: Sequence[Row]) -> list[str]:
     guarded = [row for row in rows if row["guard"] != "tis"]
     for rate, age in sorted({(row["rate"], row["staleness"]) for row in guarded}):
         tasks = [task for task in _tasks(rows) if select(guarded, task=task, rate=rate, staleness=age)]
-        sync = select(rows, rate=rate, staleness=0, guard="tis")
         there = select(rows, rate=rate, staleness=age)
-        plain = select(there, guard="tis")
+        arms = {"synchronous": select(rows, rate=rate, staleness=0, guard="tis")}
+        arms |= {name: select(there, guard=name) for name in sorted({row["guard"] for row in there})}
+        controls = (arms["synchronous"], arms.get("tis", []))
         lines = [
             f"Guards at {rate:g} with tokens of {age} versions: held-out reward, and mean difference over the tasks\n",
             f"| | {' | '.join(tasks)} | from synchronous | from tis |",
             "|---" * (len(tasks) + 3) + "|",
         ]
-        names = dict.fromkeys(row["guard"] for row in there)
-        for name, arm in [("synchronous", sync), *((name, select(there, guard=name)) for name in sorted(names))]:
+        for name, arm in arms.items():
             rewards = [_reward(select(arm, task=task)) for task in tasks]
-            against = [_over(arm, control, tasks) if arm is not control else "" for control in (sync, plain)]
-            if name == "tis":
-                against[1] = ""
+            against = [_over(arm, control, tasks) if arm is not control else "" for control in controls]
             lines.append(f"| {name} | {' | '.join(rewards)} | {' | '.join(against)} |")
         made.append("\n".join(lines))
     return made
@@ -147,18 +145,26 @@ def _of_bound(found: Sequence[Cell]) -> list[str]:
     within = [cell for cell in plain if cell.product <= safe * (1 + 1e-9)]
     lost = sorted((cell for cell in plain if cell.samples.lost), key=lambda cell: cell.product)
     worst = min(within, key=lambda cell: cell.samples.mean, default=None)
-    said = f"**Safe here up to learning rate × age = {safe:.2g}**: "
-    said += f"of {len(within)} cells up to it none lost over {MATTERS:g} and two standard errors"
-    said += f" (worst: {_of(worst)} on *{worst.task}*, {worst.samples})" if worst else ""
+    said = f"**Nothing lost up to learning rate × age = {safe:.2g}**: "
+    said += f"none of {len(within)} cells up to it by over {MATTERS:g} and two standard errors"
+    if worst:
+        said += f" (worst: {_of(worst)} on *{worst.task}*, {worst.samples}; two errors leave room for "
+        said += f"{min(cell.samples.least for cell in within):+.3f})"
     if lost:
         first = [cell for cell in lost if cell.product <= lost[0].product * (1 + 1e-9)]
         said += f"; the least product that lost is {lost[0].product:.2g} ("
         said += ", ".join(f"{_of(cell)} on *{cell.task}* {_counted(cell.samples, most=3)}" for cell in first) + ")"
     if safe * (1 + 1e-9) >= LARGEST_SHOWN:
-        what = f"The default's {LARGEST_SHOWN:g}, over which `asyncrl check` speaks, is on the safe side."
+        what = f"The default's {LARGEST_SHOWN:g}, over which `asyncrl check` speaks, is not over it."
     else:
-        what = f"The default's {LARGEST_SHOWN:g} is **over what is safe here**."
-    return [f"- {said}. {what}"]
+        what = f"The default's {LARGEST_SHOWN:g} is **over it**."
+    lines = [f"- {said}. {what}"]
+    if lost and (fine := [cell for cell in plain if cell.product > lost[0].product and not cell.samples.lost]):
+        texts = ", ".join(f"{_of(cell)} on *{cell.task}* {cell.samples}" for cell in fine)
+        lines.append(
+            f"- **The product orders cells only roughly**: over {lost[0].product:.2g} these did not lose: {texts}."
+        )
+    return lines
 
 
 def _of_guards(found: Sequence[Cell], tasks: Sequence[str]) -> list[str]:
@@ -180,17 +186,21 @@ def _of_guards(found: Sequence[Cell], tasks: Sequence[str]) -> list[str]:
 def _of_alarm(rows: Sequence[Row]) -> list[str]:
     threshold = MetricsSection().drift_alarm
     lost, others = alarm.split(alarm.of_table([row for row in rows if "metrics" in row]))
-    if not lost or not others:
+    old = [run for run in others if not run.is_synchronous]
+    fresh = [run for run in others if run.is_synchronous]
+    if not lost or not old:
         return []
     steps = sorted(at for run in lost if (at := run.rang_at(threshold)))
-    false = sorted({run.arm for run in others if run.rang_at(threshold)})
+    missed = Counter(f"{run.arm} on *{run.among.split()[0]}*" for run in lost if not run.rang_at(threshold))
+    false = Counter(run.arm for run in old if run.rang_at(threshold))
     said = f"{len(steps)} of the {len(lost)} runs that end over 0.03 below the synchronous one of their seed"
     said += f" (at step {statistics.median(steps):g}, median)" if steps else ""
-    rang = sum(run.rang_at(threshold) > 0 for run in others)
-    of = f" ({', '.join(false)})" if false else ""
+    said += f"; it misses {_each(missed)}" if missed else ""
+    said += f". **It also rings in {false.total()} of the {len(old)} others with old tokens**"
+    said += f" ({_each(false)})" if false else ""
+    said += f", and in {sum(run.rang_at(threshold) > 0 for run in fresh)} of {len(fresh)} synchronous runs"
     return [
-        f"- **The alarm** over {threshold:g}, which these runs did not choose, rings in {said} and in {rang} of the "
-        f"{len(others)} others{of}.",
+        f"- **The alarm** over {threshold:g}, which these runs did not choose, rings in {said}.",
         _of_metrics(rows, lost),
     ]
 
@@ -220,6 +230,14 @@ def _of_metrics(rows: Sequence[Row], lost: Sequence[alarm.Recorded]) -> str:
         "- **Metrics**, median and tenths over runs (drift: the largest that lasted five steps; the others: the worst "
         f"quarter of a run, without the first): {'; '.join(texts)}."
     )
+
+
+def _each(counts: Counter[str]) -> str:
+    """
+    >>> _each(Counter(["a", "a", "b"]))
+    '2 of a, 1 of b'
+    """
+    return ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
 
 
 def _tasks(rows: Sequence[Row]) -> list[str]:
