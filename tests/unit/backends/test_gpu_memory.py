@@ -125,6 +125,21 @@ def test_one_copy_of_frozen_weights_would_leave_an_engine_this_cache(
     assert (cache, cache + shared / GIB) == pytest.approx((two_copies, one_copy), abs=0.1)
 
 
+@pytest.mark.parametrize(("tokens", "stages", "layers"), [(1024, 1, 0), (32_768, 1, 1), (32_768, 2, 1)])
+def test_a_recomputed_layer_is_whole_on_its_stage_and_counts_once_it_is_more_than_the_output_layer(
+    tokens: int, stages: int, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """36 layers of 4,096 numbers that are kept for each token, and 174 kB of one layer."""
+    passes = list[int]()
+    for count in (tokens, 2 * tokens):
+        overrides = [f"learner.ranks={stages}", f"learner.pipeline_parallel={stages}"]
+        run = run_of("8B", tmp_path, monkeypatch, *overrides, f"learner.micro_batch_tokens={count}")
+        found = phases_of(run)
+        passes.append(found["step"].device - found["checkpoint"].device)
+    of_token = (passes[1] - passes[0]) / tokens / gpu_memory._FRAGMENTED
+    assert of_token == pytest.approx(2 * 4096 * 36 / stages + 174_490 * layers, rel=1e-5)
+
+
 # Seen on a CPU, as multiples of the bytes of a rank's share of the model (docs/results/performance.md): full training
 # is 2 bytes a parameter, 4 of its gradient, 4 of its float32 copy and 8 of its moments; data-parallel ranks share the
 # last two.
