@@ -243,9 +243,10 @@ def handle(counter: bytes) -> ipc.GpuHandle:
     )
 
 
-async def test_a_receiver_says_that_its_engine_took_the_weights(
-    engine: inprocess.InProcessEngine, channel: NCCLChannel, monkeypatch: pytest.MonkeyPatch
+async def test_a_receiver_says_to_every_rank_that_its_engine_took_the_weights(
+    engine: inprocess.InProcessEngine, channel: NCCLChannel, new_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    channel.sender.set_weights(in_parts(snapshot(new_model).tensors(), 3), incarnation=0, policy_version=3)
     counted = list[ipc._Handover]()
     monkeypatch.setattr(ipc._Handover, "_let_go", lambda self: counted.append(self))
     receiver = channel.receiver(engine.weight_updater, engine="w0")
@@ -282,21 +283,57 @@ async def test_a_learner_that_is_gone_leaves_the_old_weights(
     assert engine.version == (0, 1)
 
 
-async def test_a_worker_that_the_learner_has_given_up_reads_no_memory(
-    engine: inprocess.InProcessEngine, channel: NCCLChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gone", range(2))
+async def test_a_worker_that_a_rank_of_the_learner_has_given_up_reads_no_memory(
+    gone: int, engine: inprocess.InProcessEngine, channel: NCCLChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may reach the socket at the moment at which the learner closes it."""
+    """It may reach the socket at the moment at which the rank closes it."""
+
+    async def let_in(worker: asyncio.StreamReader, connection: asyncio.StreamWriter) -> None:
+        connection.write(ipc._COME_IN)
+        await worker.read()
+        connection.close()
+
+    monkeypatch.setattr(ipc, "_CONNECT_SECONDS", 0.01)
     transfer = channel.sender.begin(request())
-    given_up = await asyncio.start_unix_server(lambda _, connection: connection.close(), tmp_path / "socket")
-    shared = replace(decode(transfer.offer.payload, IPCOffer), address=str(tmp_path / "socket"))
-    async with given_up:
+    addresses = [str(tmp_path / str(rank)) for rank in range(2)]
+    shared = replace(
+        decode(transfer.offer.payload, IPCOffer),
+        address=addresses[0],
+        others=(IPCOffer(address=addresses[1], buckets=()),),
+    )
+    async with contextlib.AsyncExitStack() as ranks:
+        for rank, address in enumerate(addresses):
+            serve = let_in if rank != gone else lambda _, connection: connection.close()
+            await ranks.enter_async_context(await asyncio.start_unix_server(serve, address))
         with pytest.raises(WeightsError, match="given this transfer up"):
             receiver = IPCReceiver(engine.weight_updater, engine="w0")
             await receiver.receive(offering(replace(transfer.offer, payload=encode(shared))))
     assert engine.version == (0, 1)
-    monkeypatch.setattr(ipc, "_CONNECT_SECONDS", 0.01)
     with pytest.raises(WeightsError):
         transfer.send()
+
+
+def test_every_rank_gives_the_engine_time_for_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[int]()
+    monkeypatch.setattr(ipc._Handover, "run", lambda self, *, num_bytes: (given.append(num_bytes), self.close()))
+    sender = Sender("127.0.0.1")
+    tensors = [(f"w{number}", torch.zeros(2)) for number in range(3)]
+    sender.set_weights(in_parts(tensors, 3), incarnation=0, policy_version=1)
+    sender.begin(request()).send()
+    assert given == [24] * 3
+
+
+@pytest.mark.parametrize(("gpus", "problem"), [("0", ""), ("2", ""), ("0,1", "GPU 1 cannot reach the memory of GPU 0")])
+def test_an_engine_whose_gpu_cannot_reach_the_learners_is_told_which(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, problem: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    on_gpu = cast(Snapshot, SimpleNamespace(device=torch.device("cuda", 0)))
+    with pytest.raises(WeightsError, match=problem) if problem else contextlib.nullcontext():
+        assert ipc._check_reach(request(gpus=gpus), on_gpu) == "0"
 
 
 class Unreachable(CollectiveReceiver):
