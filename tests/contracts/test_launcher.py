@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.config.run import LauncherSection
@@ -64,10 +65,11 @@ async def test_a_process_ends_with_its_exit_code(launcher: Launcher) -> None:
     done.signal(signal.SIGTERM)
 
 
-async def test_it_is_where_it_says(launcher: Launcher, unwritten: Path) -> None:
-    process = await launcher.start(waiting(unwritten))
+async def test_it_is_where_it_says_and_has_the_variables_it_was_given(launcher: Launcher, unwritten: Path) -> None:
+    process = await launcher.start(spec("check", str(unwritten), ASYNCRL_BUS_TOKEN="a word"))
     assert process.node == socket.gethostname()
     assert process_state(process.pid) == "running"
+    assert psutil.Process(process.pid).environ()["ASYNCRL_BUS_TOKEN"] == "a word"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

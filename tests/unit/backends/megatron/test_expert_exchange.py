@@ -12,7 +12,8 @@ import pytest
 from asyncrl.backends import huggingface
 from asyncrl.backends.megatron import backend as megatron
 from asyncrl.backends.megatron.job import Job
-from asyncrl.backends.megatron.transformer_config import refuse_options
+from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.transformer_config import refuse_options, transformer_config
 from asyncrl.config.layout import Layout
 from asyncrl.errors import ConfigError
 from tests.harness.backends import LAYOUTS, distance, sequences, shares, started, tiny_model, weights
@@ -62,6 +63,23 @@ def test_deep_ep_is_asked_for_only_where_it_is_installed(folder: Path, monkeypat
     refuse_options(given, shape, where="model.path", own={})
 
 
+def test_tokens_travel_by_all_to_all_unless_the_run_file_says_otherwise(folder: Path) -> None:
+    """Megatron's own default gathers rows, which must have one length then."""
+    shape = huggingface.read_shape(folder)
+    for own, wanted in (({}, "alltoall"), (FLEX, "flex")):
+        with quiet():
+            assert transformer_config(job({}), shape, own=own).moe_token_dispatcher_type == wanted
+            assert transformer_config(job(dict(own)), shape, own={}).moe_token_dispatcher_type == wanted
+
+
+def exchanged(backend: Any) -> list[Any]:
+    """Return what the layers of rank 0 still hold of the last tokens that travelled by DeepEP."""
+    layers = [module for stage in backend._rank._loaded["policy"]._stages for module in stage.modules()]
+    dispatchers = [one.token_dispatcher for one in layers if hasattr(one, "token_dispatcher")]
+    exchanges = [one._comm_manager for one in dispatchers if hasattr(one, "_comm_manager")]
+    return [probs for one in exchanges for probs in (one.token_probs, one.dispatched_probs)]
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_tokens_that_travel_by_deep_ep_are_computed_and_learned_alike(folder: Path) -> None:
@@ -71,6 +89,7 @@ def test_tokens_that_travel_by_deep_ep_are_computed_and_learned_alike(folder: Pa
         with started(kind, folder, transformer=transformer, options={"recompute": "full"}) as backend:
             step = backend.step(shares(kind, sequences()), learning_rate=1e-2)
             found.append((step.metrics["grad_norm"], weights(backend)))
+            assert exchanged(backend) == [None, None] * (2 if transformer else 0)  # each layer's would be kept
     (ours, ours_after), (theirs, theirs_after) = found
     assert Buffer.num_sms == 24
     assert theirs == pytest.approx(ours, rel=1e-5)
