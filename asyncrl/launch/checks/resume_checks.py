@@ -155,8 +155,10 @@ def name_changes(run: RunConfig, state: LearnerState, *, data: Mapping[str, str]
             say("the settings are not compared with those before, which cannot be read: %s", error)
         return
     was, now = (config_record.as_table(one, has_defaults=True) for one in (before, run))
+    followed = f' ("auto", {run.why_staleness_bound}; set {before.staleness_bound} to keep it)'
     for line in changes(was, now):
-        say("resumed with another setting: %s", line)
+        is_chosen = bool(run.why_staleness_bound) and line.startswith("staleness.max_staleness ")
+        say("resumed with another setting: %s%s", line, followed if is_chosen else "")
     for line in _changed_files(signal_files.recorded(run.run_directory), files):
         say("changed since this run was last up: %s", printable(line))
     changed = [path for path, digest in data.items() if begun.data.get(path, digest) != digest]

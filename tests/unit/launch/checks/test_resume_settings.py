@@ -195,6 +195,18 @@ def test_names_every_other_change_in_a_line(run: RunConfig, caplog: pytest.LogCa
     ]
 
 
+def test_says_that_a_bound_follows_the_learning_rate_and_how_to_keep_the_one_before(
+    run: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(run)  # 4 versions: of the run file, or the default of an older release
+    resume(set_to(run, "staleness.max_staleness=auto", "learner.learning_rate=1e-2"))
+    line = 'staleness.max_staleness 4 -> 2 ("auto", for learning_rate 0.01; set 4 to keep it)'
+    assert f"resumed with another setting: {line}" in caplog.messages
+    caplog.clear()
+    resume(set_to(run, "staleness.max_staleness=2"))
+    assert caplog.messages == ["resumed with another setting: staleness.max_staleness 4 -> 2"]
+
+
 def test_says_nothing_of_the_bus_of_a_learner_that_ran_elsewhere(
     run: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
