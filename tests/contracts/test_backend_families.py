@@ -72,6 +72,11 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def few_sequences(seed: int = 0) -> list[TrainingSequence]:
+    """transformers computes each alone, so that their number is most of a test's time."""
+    return sequences(seed, lengths=(12, 30, 2, 17))
+
+
 def model_with_gradients(folder: Path, batch: Sequence[TrainingSequence]) -> Any:
     """Return transformers' model with its gradients, sequence by sequence, for GRPO with TIS at ratio 1."""
     model = hugging_face(folder)
@@ -91,13 +96,13 @@ def test_logprobs_an_export_and_a_step_are_those_of_transformers(kind: str, fold
     factor.
     """
     settings = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
-    (packed,) = pack(sequences(), max_tokens=1000)
+    (packed,) = pack(few_sequences(), max_tokens=1000)
     with started(kind, folder, optimizer=settings) as backend:
         logprobs = forward(backend, kind, packed)
         exported = weights(backend)
-        backend.step(shares(kind, sequences()), learning_rate=0.1)
+        backend.step(shares(kind, few_sequences()), learning_rate=0.1)
         trained = weights(backend)
-    model = model_with_gradients(folder, sequences())
+    model = model_with_gradients(folder, few_sequences())
     for where in sequence_slices(packed):
         np.testing.assert_allclose(logprobs[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
 
@@ -132,7 +137,7 @@ def test_outputs_under_yarn_are_those_of_transformers(tmp_path: Path, architectu
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
     tiny_model(tmp_path, architecture=architecture)
     config = json.loads((tmp_path / "config.json").read_text())
-    (packed,) = pack(sequences(), max_tokens=1000)
+    (packed,) = pack(few_sequences(), max_tokens=1000)
     with started("megatron-1", tmp_path) as backend:
         plain = forward(backend, "megatron-1", packed)
     of_deepseek = {"mscale": 1.0, "mscale_all_dim": 1.0} if architecture == "deepseek_v3" else {}
@@ -151,7 +156,7 @@ def test_embeddings_are_scaled_by_a_factor_of_the_run_s_dtype(kind: str, tmp_pat
     tiny_model(tmp_path, architecture="gemma3", hidden_size=72)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     config = json.loads((tmp_path / "config.json").read_text())
-    (packed,) = pack(sequences(), max_tokens=1000)
+    (packed,) = pack(few_sequences(), max_tokens=1000)
     found: dict[str, list[Any]] = {"float32": [], "bfloat16": []}
     for stored, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": stored}))
@@ -179,7 +184,7 @@ def test_the_bias_of_the_choice_stays_in_float32(kind: str, tmp_path: Path) -> N
     with started(kind, tmp_path, dtype="bfloat16") as backend:
         backend.save(tmp_path / "checkpoint")
         backend.restore(tmp_path / "checkpoint")
-        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, few_sequences()), learning_rate=LEARNING_RATE)
         exported = weights(backend)
     assert exported["lm_head.weight"].dtype == torch.bfloat16
     assert exported[name].dtype == torch.float32
@@ -192,13 +197,13 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(
     kind: str, mixture: Path, tmp_path: Path, dtype: str
 ) -> None:
     with started(kind, mixture, dtype=dtype) as backend:
-        backend.step(shares(kind, sequences(0)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, few_sequences(0)), learning_rate=LEARNING_RATE)
         backend.save(tmp_path)
-        backend.step(shares(kind, sequences(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, few_sequences(1)), learning_rate=LEARNING_RATE)
         uninterrupted = weights(backend)
     with started(kind, mixture, dtype=dtype) as backend:
         backend.restore(tmp_path)
-        backend.step(shares(kind, sequences(1)), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, few_sequences(1)), learning_rate=LEARNING_RATE)
         assert distance(weights(backend), uninterrupted) == 0.0
 
 
@@ -207,7 +212,7 @@ def test_experts_and_router_that_are_frozen_stay(kind: str, mixture: Path) -> No
     settings = dataclasses.replace(SETTINGS, freeze=tuple(map(re.escape, frozen)))
     with started(kind, mixture, optimizer=settings) as backend:
         before = weights(backend)
-        backend.step(shares(kind, sequences()), learning_rate=LEARNING_RATE)
+        backend.step(shares(kind, few_sequences()), learning_rate=LEARNING_RATE)
         after = weights(backend)
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     assert moved == {name for name in after if not any(part in name for part in frozen)}
@@ -254,7 +259,7 @@ def test_recomputation_changes_no_number_of_a_mixture(mixture: Path, monkeypatch
     results = {}
     for option in ("none", "selective", "full"):
         with started("megatron-1", mixture, options={"recompute": option}) as backend:
-            backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", few_sequences()), learning_rate=LEARNING_RATE)
             results[option] = weights(backend)
     for recompute in ("selective", "full"):
         assert distance(results["none"], results[recompute]) == 0.0
@@ -296,7 +301,7 @@ def changed(folder: Path, into: Path, **entries: Any) -> Path:
 def test_documents_longer_than_index_topk_differ_from_dense_attention_and_are_alone_in_a_row(
     kind: str, tmp_path: Path
 ) -> None:
-    folder, batch = sparse(tmp_path / "model"), sequences()
+    folder, batch = sparse(tmp_path / "model"), few_sequences()
     of_dense = logprobs_of(kind, changed(folder, tmp_path / "dense", index_topk=30), batch)
     sparse_ones = logprobs_of(kind, folder, batch)
     np.testing.assert_allclose(sparse_ones[1], sparse_ones[-1], atol=1e-5)
@@ -307,7 +312,7 @@ def test_documents_longer_than_index_topk_differ_from_dense_attention_and_are_al
 
 def test_an_interleaved_indexer_is_one_in_halves_with_its_numbers_in_another_order(kind: str, tmp_path: Path) -> None:
     """GLM-5 has indexer_rope_interleave, which SGLang reads, and transformers ignores in some versions."""
-    folder, batch = sparse_and_shared(tmp_path / "model", indexer_rope_interleave=False), sequences()
+    folder, batch = sparse_and_shared(tmp_path / "model", indexer_rope_interleave=False), few_sequences()
     other = changed(folder, tmp_path / "other", indexer_rope_interleave=True)
     as_it_is, tensors = logprobs_of(kind, other, batch), load_file(folder / "model.safetensors")
     pairs = torch.arange(8).view(2, 4).t().flatten()  # (i, i + 4) -> (2 i, 2 i + 1)
@@ -339,7 +344,7 @@ def test_norms_within_latent_attention_have_the_eps_of_config_json_as_in_engines
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
             norm.variance_epsilon = 0.1
-    (packed,) = pack(sequences(), max_tokens=999)
+    (packed,) = pack(few_sequences(), max_tokens=999)
     with started("megatron-1", folder) as backend:
         logprobs = forward(backend, "megatron-1", packed)
     for where in sequence_slices(packed):
@@ -362,7 +367,7 @@ def test_a_model_near_deepseek_v3_has_transformers_logprobs_and_trains_as_the_re
     tmp_path: Path, make: Callable[[Path], Path]
 ) -> None:
     folder = make(tmp_path / "model")
-    model, batch = hugging_face(folder), sequences()
+    model, batch = hugging_face(folder), few_sequences()
     (micro_batch,) = pack(batch, max_tokens=999)
     trained = []
     for kind in KINDS:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.errors import ConfigError
+from asyncrl.policies.batching.packing import TrainingSequence
 from asyncrl.tensors.transformers_models import by_names_in_files
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import (
@@ -47,6 +48,11 @@ GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 ADAPTERS = Lora(rank=4, alpha=8.0, modules=("all-linear",), is_merged=False)
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 MERGED = dataclasses.replace(ADAPTERS, is_merged=True)
+
+
+def few_sequences(seed: int = 0) -> list[TrainingSequence]:
+    """transformers computes each alone, so that their number is most of a test's time."""
+    return sequences(seed, lengths=(12, 30, 2, 17))
 
 
 def settings(lora: Lora) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def merged(folder: Path, base: Tensors, pairs: Mapping[str, tuple[torch.Tensor, 
 def gradients(folder: Path, number: int) -> Tensors:
     """Return the gradients of every tensor of the folder for batch ``number``."""
     with started("reference", folder, optimizer=GENTLE) as plain:
-        plain.step(shares("reference", sequences(number)), learning_rate=0.0)
+        plain.step(shares("reference", few_sequences(number)), learning_rate=0.0)
         model = plain._trained["policy"]  # type: ignore[attr-defined]
         return dict(
             by_names_in_files(
@@ -89,7 +95,7 @@ def gradients(folder: Path, number: int) -> Tensors:
 def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)
     base = load_file(folder / "model.safetensors")
-    (row,) = pack(sequences(), max_tokens=1000)
+    (row,) = pack(few_sequences(), max_tokens=1000)
     now = folder
     with started("megatron-1", folder, **settings(ADAPTERS)) as backend:
         pairs = factors(weights(backend))
@@ -107,7 +113,7 @@ def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str,
                 down.grad = ADAPTERS.scale * up.T @ of_weights[name]
                 up.grad = ADAPTERS.scale * of_weights[name] @ down.T
             adamw.step()
-            backend.step(shares("megatron-1", sequences(number), max_tokens=30), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", few_sequences(number), max_tokens=30), learning_rate=LEARNING_RATE)
             trained = factors(weights(backend))
             for name, pair in pairs.items():
                 for ours, theirs in zip(trained[name], pair, strict=True):
@@ -127,7 +133,7 @@ def test_a_merged_export_is_the_folder_plus_the_adapters_and_nothing_else_moves(
         with started("megatron-1", folder, **settings(lora)) as backend:
             if lora is MERGED:
                 assert distance(weights(backend), base) == 0.0  # B is 0
-            backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
+            backend.step(shares("megatron-1", few_sequences()), learning_rate=LEARNING_RATE)
             exported.append(weights(backend))
             backend.save(tmp_path / f"saved-{len(saved)}")
             saved.append(FileSystemReader(tmp_path / f"saved-{len(saved)}").read_metadata().state_dict_metadata)
@@ -179,11 +185,13 @@ def test_ranks_that_share_a_model_train_the_adapters_of_one_process(
     after = []
     for ranks in ("megatron-1", kind):
         with started(ranks, folder, **settings(dataclasses.replace(ADAPTERS, modules=modules))) as backend:
-            backend.step(shares(ranks, sequences(), max_tokens=30), learning_rate=LEARNING_RATE)
+            backend.step(shares(ranks, few_sequences(), max_tokens=30), learning_rate=LEARNING_RATE)
             backend.save(tmp_path / ranks)
             again = []
             for _ in range(2):
-                metrics = backend.step(shares(ranks, sequences(1), max_tokens=30), learning_rate=LEARNING_RATE).metrics
+                metrics = backend.step(
+                    shares(ranks, few_sequences(1), max_tokens=30), learning_rate=LEARNING_RATE
+                ).metrics
                 again.append(weights(backend))
                 backend.restore(tmp_path / ranks)
             assert distance(*again) == 0.0
@@ -198,14 +206,14 @@ def test_a_frozen_model_in_the_policys_folder_is_the_policy_without_its_adapters
     folder = tiny_model(tmp_path / "base", architecture="qwen3_moe")
     copy = shutil.copytree(folder, tmp_path / "copy")
     frozen = {"reference": AuxiliaryModel(path=folder), "teacher": AuxiliaryModel(path=copy)}
-    (row,) = pack(sequences(), max_tokens=1000)
+    (row,) = pack(few_sequences(), max_tokens=1000)
     after = []
     for names in ((), ("reference", "teacher")):
         with started(kind, folder, **settings(MERGED), auxiliary={name: frozen[name] for name in names}) as backend:
             if kind == "megatron-1":
                 assert backend._rank._loaded.keys() == {"policy", *names} - {"reference"}  # type: ignore[attr-defined]
             for number in range(2):
-                backend.step(shares(kind, sequences(number)), learning_rate=LEARNING_RATE)
+                backend.step(shares(kind, few_sequences(number)), learning_rate=LEARNING_RATE)
                 outputs = [forward(backend, kind, row, model=name) for name in ("policy", *names)]
                 if names:
                     np.testing.assert_array_equal(outputs[1], outputs[2])
@@ -218,7 +226,7 @@ def test_a_published_version_is_a_folder_that_peft_reads(tmp_path: Path) -> None
     folder = tiny_model(tmp_path / "base")
     channel = FilesChannel(tmp_path / "weights", keep=2, model_path=folder)
     with started("megatron-1", folder, **settings(ADAPTERS)) as backend:
-        backend.step(shares("megatron-1", sequences()), learning_rate=LEARNING_RATE)
+        backend.step(shares("megatron-1", few_sequences()), learning_rate=LEARNING_RATE)
         first = channel.publish(backend.export(), incarnation=0, policy_version=1)
         version = channel.publish(backend.export(), incarnation=0, policy_version=2)
         exported = weights(backend)
@@ -235,5 +243,5 @@ def test_a_published_version_is_a_folder_that_peft_reads(tmp_path: Path) -> None
     base = load_file(folder / "model.safetensors")
     plain = hugging_face(merged(folder, base, factors(exported), tmp_path / "merged"))
     adapted = peft.PeftModel.from_pretrained(hugging_face(folder), made).eval()
-    (one, *_) = sequences()
+    (one, *_) = few_sequences()
     np.testing.assert_allclose(expected_logprobs(adapted, one.tokens), expected_logprobs(plain, one.tokens), atol=1e-5)
