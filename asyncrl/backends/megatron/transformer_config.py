@@ -131,6 +131,7 @@ learner.options."""
 
 _DISPATCHERS: Final = ("moe_token_dispatcher", "moe_flex_", "moe_enable_deepep", "moe_deepep_", "moe_hybridep_")
 """Starts of fields for the exchange of tokens between ranks that share experts."""
+_OF_FLEX: Final = frozenset(("moe_deepep_num_sms", "moe_flex_dispatcher_backend"))
 _EXCHANGES: Final = (("moe_token_dispatcher_type", "alltoall"), ("moe_flex_dispatcher_backend", "deepep"))
 """Those that need nothing. HybridEP was never tried with rows of different lengths."""
 
@@ -209,6 +210,10 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str, own: Mapping[str,
         raise ConfigError(
             f"{key}: {first} and {last} leave no stage between them, which Megatron needs with "
             "virtual_pipeline; remove one of the two"
+        )
+    if fields.get("moe_token_dispatcher_type") != "flex" and (unread := _OF_FLEX & fields.keys()):
+        raise ConfigError(
+            f'{key}: {min(unread)} is read with moe_token_dispatcher_type = "flex" alone; set that, or remove the field'
         )
     try:
         with quiet():

@@ -42,6 +42,7 @@ def job(transformer: dict[str, Any], *, layout: Layout = LAYOUTS["megatron-ep2"]
         ),
         (job(FLEX, layout=Layout(ranks=2)), "no ranks exchange tokens with learner.expert_parallel = 1; remove it"),
         (job(FLEX, layout=LAYOUTS["megatron-ep2-etp2"]), "never tried with learner.expert_tensor_parallel"),
+        (job({"moe_deepep_num_sms": 24}), 'num_sms is read with moe_token_dispatcher_type = "flex" alone; set that'),
         (job(FLEX, dtype="float32"), 'DeepEP sends bfloat16; set model.dtype = "bfloat16"'),
     ],
 )
