@@ -374,8 +374,8 @@ class SGLangEngine(EngineAdapter):
         until = time.monotonic() + _IDLE_SECONDS
         while True:  # the last batch may end shortly after the last answer, and the server sends no notification
             try:
-                await self._client.control("/flush_cache", {})
-                break
+                async with self._client.post("/flush_cache", {}):  # answers in plain text
+                    break
             except EngineError:
                 if time.monotonic() > until:
                     raise

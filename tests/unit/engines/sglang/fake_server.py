@@ -27,7 +27,7 @@ class FakeServer:
         self.weight_version, self.model_path = "default", ""
         self.info: dict[str, Any] = {}
         self.update_status, self.refusal = 200, "Failed to get model loader: None."
-        self.is_silent = self.is_paused = self.is_proxy = False
+        self.is_silent = self.is_paused = self.is_proxy = self.is_busy = False
         self.has_woken, self.can_wake, self.lacks = asyncio.Event(), True, ""
         self.ended: list[Any] = []
         """Connections that carry no more requests: SGLang closes a connection after an unexpected error."""
@@ -60,6 +60,11 @@ class FakeServer:
             )
         if path in ("/begin_weight_update", "/end_weight_update"):
             return web.json_response({"success": True})
+        if path == "/flush_cache" and self.is_busy:
+            self.is_busy = False
+            return web.Response(status=400, text="Flush cache failed.\n")
+        if path == "/flush_cache":
+            return web.Response(text="Cache flushed.\nPlease check backend logs for more details.")
         if path == "/continue_generation" and self.can_wake:
             self.has_woken.set()
         if path == "/generate" and self.is_paused:

@@ -164,6 +164,27 @@ async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
     await engine.close()
 
 
+async def test_an_engine_leaves_the_gpus_once_the_server_is_idle(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    """/flush_cache is refused while a batch runs, and answers in plain text, unlike the other control requests."""
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    server.is_busy = True
+    await engine.release()
+    await engine.resume()
+    first = server.paths.index("/flush_cache")
+    assert [path.removesuffix("_memory_occupation") for path in server.paths[first:]] == [
+        "/flush_cache",
+        "/flush_cache",
+        "/release",
+        "/resume",
+        "/resume",
+    ]
+    await engine.close()
+
+
 async def test_a_cancelled_request_is_aborted_on_the_server(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
