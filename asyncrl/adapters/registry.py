@@ -357,8 +357,8 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
         reason = f"the model at {run.model.path} has no experts"
     elif not rollout_functions.traits(run.rollout.function).samples:
         reason = f'rollout.function = "{run.rollout.function}" samples nothing'
-    elif not engine_class(run).reports_experts(run):
-        reason = f'engine.kind = "{run.engine.kind}" does not report its experts here'
+    elif unreported := engine_class(run).why_no_experts(run):
+        reason = unreported
     elif not backend_class(run).replays_experts:
         reason = f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'
     elif too_small:
@@ -369,7 +369,7 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
     else:
         return RoutingReplay(reason="", num_bytes=num_bytes)
     if wanted == "on":
-        raise ConfigError(f'rollout.routing_replay: "on" cannot be: {reason}')
+        raise ConfigError(f'rollout.routing_replay: "on" cannot be: {reason}; or use "off"')
     return RoutingReplay(reason=reason)
 
 

@@ -182,8 +182,8 @@ class RolloutSection:
     routing_replay: Literal["auto", "on", "off"] = "auto"
     """For mixtures of experts: the learner routes each token to the experts that the engine chose, which travel with
     the answers (layers x experts per token bytes for each token). auto: on if the model has experts, the engine reports
-    them, the backend can replay them, algorithm.correction is not "none", and a group fits into one message. on: also
-    for groups stored in pieces."""
+    them (SGLang those of Mixtral and MiniMax-M2 from 0.5.22 on), the backend can replay them, algorithm.correction is
+    not "none", and a group fits into one message. on: also for groups stored in pieces."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
     """When a worker loads new weights. in_flight (default for async): immediately, between two tokens. drain: after its
     running samples. on_demand (default for sync and one_step_off): when a prompt asks for them. Empty: the default for

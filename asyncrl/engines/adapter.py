@@ -34,12 +34,12 @@ class EngineAdapter(Adapter):
     ``run.run.colocated``."""
 
     @classmethod
-    def reports_experts(cls, run: RunConfig) -> bool:
-        """Return whether generations can report the experts of each token (Generation.experts).
+    def why_no_experts(cls, run: RunConfig) -> str:
+        """Return why generations cannot report the experts of each token (Generation.experts); "" if they can.
 
         If so, ``build`` passes ``reports_experts`` to the constructor when ``run.rollout.routing_replay`` is "on".
         """
-        return False
+        return f'engine.kind = "{run.engine.kind}" does not report its experts'
 
     @classmethod
     def context_tokens(cls, run: RunConfig, *, of_model: int) -> int:

@@ -120,8 +120,8 @@ class InProcessEngine(EngineAdapter):
         check_attention(Path(run.model.path))
 
     @classmethod
-    def reports_experts(cls, run: RunConfig) -> bool:
-        return True
+    def why_no_experts(cls, run: RunConfig) -> str:
+        return ""
 
     def __init__(
         self,

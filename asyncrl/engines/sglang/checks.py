@@ -33,6 +33,10 @@ _OPTIONS: Final = Options()
 _FIRST_SAFE_RETRACT = (0, 5, 23)
 """Older servers crash when their cache is flushed while requests are retracted."""
 _FIRST_WITH_SPANS = (0, 5, 23)
+_FIRST_WITH_EXPERTS: Final = {"MixtralForCausalLM": (0, 5, 22), "MiniMaxM2ForCausalLM": (0, 5, 22)}
+"""Before, TopK got no layer_id from these models (srt/models): a server that is to report the experts dies as it
+captures its CUDA graphs, and without graphs in a batch of two. 0.5.16 numbers the layers of all other mixtures that the
+learner replays."""
 _MOST_RANKS_OF_LOADER = 2
 """LOADER reads the whole file in each rank. SGLang's own loader maps it and reads the pages with the rank's part, so
 with four or more ranks it should be as fast. Experts in 4 bits need ours with any number."""
@@ -78,14 +82,24 @@ def check_version(options: Options, *, url: str, version: str) -> None:
 
     A server built from source may not know its version: "0.0.0" passes for spans, and its first answer shows them.
     """
-    number = _numbers(version)
+    number = numbers(version)
     if options.pause == "retract" and number < _FIRST_SAFE_RETRACT:
         raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
     if options.version_source == "spans" and (0, 0, 0) < number < _FIRST_WITH_SPANS:
         raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {url} is {version}")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def why_no_experts(architecture: str, *, version: tuple[int, ...]) -> str:
+    """Return why SGLang of this version, () or 0.0.0 if unknown, cannot report the experts; "" if it can."""
+    first = _FIRST_WITH_EXPERTS.get(architecture, ())
+    if not (0, 0, 0) < version < first:
+        return ""
+    is_now, needed = (".".join(map(str, one)) for one in (version, first))
+    return f"SGLang {is_now} cannot report the experts of a {architecture}; install {needed} or later"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the version as numbers that compare; () if there are none."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
 
 
@@ -236,7 +250,7 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
         architectures = config.get("architectures") or [""]
     except (OSError, ValueError, AttributeError):
         return
-    check_text_part(architectures[0], version=_installed_version())
+    check_text_part(architectures[0], version=installed_version())
     _check_layers(decoder_config(config))
     if config.get("tie_word_embeddings") and architectures[0] in _UNTIED:
         raise ConfigError(
@@ -292,9 +306,10 @@ def check_text_part(architecture: str, *, version: tuple[int, ...]) -> None:
         )
 
 
-def _installed_version() -> tuple[int, ...]:
+def installed_version() -> tuple[int, ...]:
+    """Return the version of SGLang on this machine; () if it is not installed."""
     try:
-        return _numbers(importlib.metadata.version("sglang"))
+        return numbers(importlib.metadata.version("sglang"))
     except importlib.metadata.PackageNotFoundError:
         return ()
 

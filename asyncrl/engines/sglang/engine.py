@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.learner import LoraSection
+from asyncrl.data.model_folder import check_model
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.port import EngineStats, Meeting
@@ -49,9 +50,12 @@ from asyncrl.engines.sglang.checks import (
     check_version,
     context_before_start,
     context_of_server,
+    installed_version,
     is_whole,
     keeps_draft,
+    numbers,
     ranks_with_loader,
+    why_no_experts,
 )
 from asyncrl.engines.sglang.client import Places, ServerClient, ask_first, lines, wait_until_healthy
 from asyncrl.engines.sglang.images import ImageRequests, check_vision, image_arguments
@@ -132,10 +136,14 @@ class SGLangEngine(EngineAdapter):
         )
 
     @classmethod
-    def reports_experts(cls, run: RunConfig) -> bool:
+    def why_no_experts(cls, run: RunConfig) -> str:
         """For an external server, only if the run requests experts: its options are unknown until it is asked."""
         options: Options = cls.options(run)
-        return not options.url or run.rollout.routing_replay == "on"
+        if not options.url:
+            return why_no_experts(check_model(Path(run.model.path)).architecture, version=installed_version())
+        if run.rollout.routing_replay == "on":
+            return ""
+        return "whether the server at engine.options.url reports its experts is unknown before it is asked"
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -544,6 +552,8 @@ class SGLangEngine(EngineAdapter):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{EXPERTS_OPTION} of the server at {self.url}')
         version = str(info.get("version", "0"))
         check_version(self._options, url=self.url, version=version)
+        if self._reports_experts and (why := why_no_experts(self._model.architecture, version=numbers(version))):
+            raise ConfigError(f'rollout.routing_replay: "on" cannot be: {self.url}: {why}; or use "off"')
         if not self._loader.keeps_draft:
             check_draft(info, url=self.url, has_drafts=self._has_drafts)
         self._updater = SGLangUpdater(

@@ -50,6 +50,7 @@ class ServedModel:
     vocabulary_size  number of tokens
     context_tokens   context length in tokens, prompt and answer together
     experts          counts of the experts that the server reports for each token; None if it reports nothing
+    architecture     the first in config.json
     """
 
     path: Path
@@ -59,6 +60,7 @@ class ServedModel:
     vocabulary_size: int = 2**31
     context_tokens: int = 2**31
     experts: ExpertCounts | None = None
+    architecture: str = ""
 
 
 def read_model(model: ServedModel, *, quantized: Path, reports_experts: bool) -> ServedModel:
@@ -82,6 +84,7 @@ def read_model(model: ServedModel, *, quantized: Path, reports_experts: bool) ->
         vocabulary_size=int(config.get("vocab_size", 2**31)),
         context_tokens=context_of(config),
         experts=experts_of(config) if reports_experts else None,
+        architecture=str((config.get("architectures") or [""])[0]),
     )
 
 

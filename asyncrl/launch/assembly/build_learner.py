@@ -104,6 +104,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     if not resume:
         await asyncio.to_thread(data.say_first_prompts, rows, sets, of_reward=reward_oddities(run.reward))
         _say_bound(run)
+        await asyncio.to_thread(_say_replay, run)
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus, image_reader=image_reader)
     learner, prompts = assemble_learner(
@@ -435,6 +436,14 @@ def _say_bound(run: RunConfig) -> None:
     """Print the staleness bound if the run chose it."""
     if run.why_staleness_bound and _are_sampled(run):
         print_line(f"staleness       at most {run.max_staleness}, {run.why_staleness_bound}")
+
+
+def _say_replay(run: RunConfig) -> None:
+    """Print why the learner of a mixture does not replay the engine's experts, if the run chose that."""
+    if run.rollout.routing_replay != "auto" or check_model(Path(run.model.path)).experts is None:
+        return
+    if not (replay := registry.routing_replay(run)).is_on:
+        print_line(f"routing replay  {replay}")
 
 
 async def _starting_point(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.engines.sglang import engine as sglang
+from asyncrl.engines.sglang.checks import numbers
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.summary import summarize
@@ -26,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     demo_task.write(path)
     make_tiny_model(path / "model", architecture="qwen3_moe")
     make_tiny_model(path / "dense")
+    make_tiny_model(path / "mixtral", architecture="mixtral")
     (path / "run.toml").write_text(RUN_FILE.format(folder=path))
     return path
 
@@ -57,6 +61,26 @@ def test_is_off_where_impossible_and_refused_if_required(folder: Path, setting: 
     assert found.num_bytes == 0
     with pytest.raises(ConfigError, match=f'rollout.routing_replay: "on" cannot be: {reason}'):
         check(made(folder, setting, 'rollout.routing_replay="on"'))
+
+
+@pytest.mark.parametrize("model", ["mixtral", "model"])
+@pytest.mark.parametrize("version", ["", "0.5.16", "0.5.21.post1", "0.5.22rc1", "0.5.23"])
+def test_a_server_that_cannot_report_the_experts_of_this_model_leaves_it_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, version: str, model: str
+) -> None:
+    """Such a server would die minutes later, in each of its starts. Versions that nobody knows pass."""
+    monkeypatch.setattr(sglang, "installed_version", lambda: numbers(version))
+    settings = ('engine.kind="sglang"', f'model.path="{folder}/{model}"')
+    found = registry.routing_replay(made(folder, *settings))
+    if not (is_too_old := model == "mixtral" and "0" < version < "0.5.22"):
+        assert found.is_on
+    else:
+        now = ".".join(version.split(".")[:3])
+        assert str(found) == (
+            f"off: SGLang {now} cannot report the experts of a MixtralForCausalLM; install 0.5.22 or later"
+        )
+    with pytest.raises(ConfigError, match=found.reason + '; or use "off"') if is_too_old else nullcontext():
+        check(made(folder, *settings, 'rollout.routing_replay="on"'))
 
 
 def test_group_larger_than_a_message_has_experts_only_on_request(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.engines.sglang import server as sglang_server
+from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError, EngineDied
 from tests.harness.engines import PROMPT, Model
 from tests.unit.engines.sglang.fake_server import SHORT, FakeServer, make_engine
@@ -83,7 +84,7 @@ async def test_another_server_at_our_port_is_not_ours(
     server, url = fake
     monkeypatch.setattr(sglang_server, "find_free_port", lambda: int(url.rpartition(":")[2]))
     monkeypatch.setattr(sglang_server, "server_command", lambda *_, **__: [sys.executable, "-c", program])
-    with pytest.raises(EngineDied, match="not the one started here|exited"):
+    with pytest.raises(EngineDied, match="not the one started here|has ended"):
         await make_engine(model, tmp_path / "log").start()
     assert "/generate" not in server.paths
 
@@ -98,6 +99,17 @@ async def test_a_server_that_does_not_say_what_it_sampled_from_is_refused_at_the
     (asked,) = server.bodies("/generate")
     assert asked["return_sampling_mask"] is True
     assert asked["sampling_params"]["top_k"] == 2
+
+
+async def test_an_old_server_is_refused_before_it_is_asked_for_experts_that_it_cannot_report(
+    fake: tuple[FakeServer, str], tmp_path: Path
+) -> None:
+    server, url = fake
+    server.info = {EXPERTS_OPTION.replace("-", "_"): True}
+    mixture = Model(tmp_path / "model", seed=0, architecture="mixtral")
+    with pytest.raises(ConfigError, match=rf"{url}: SGLang 0.5.16 cannot report .* install 0.5.22 or later; or use"):
+        await make_engine(mixture, tmp_path / "log", url=url, others={"reports_experts": True}).start()
+    assert "/generate" not in server.paths
 
 
 async def test_a_server_with_a_draft_model_is_refused_and_says_that_versions_have_none(
