@@ -90,10 +90,10 @@ def recorded(path: Path) -> Iterator[Recorded]:
 
 def of_table(rows: Sequence[Row]) -> list[Recorded]:
     """Return the runs of this benchmark without a guard."""
-    return [_of_row(row) for row in rows if row["guard"] == "tis"]
+    return [of_row(row) for row in rows if row["guard"] == "tis"]
 
 
-def _of_row(row: Row) -> Recorded:
+def of_row(row: Row) -> Recorded:
     return Recorded(
         arm=f"{row['rate']:g} x {row['staleness']}",
         among=f"{row['task']} {row['rate']} {row['seed']}",

@@ -4,6 +4,7 @@
 
 Of runs with the most frequent number of steps; a cell that was run twice counts once, as it came last. verdict.py says
 when a cell lost. Everything between two marks on the page is made here, so no number of these rows is written by hand.
+Differences have 95 % intervals in brackets, rewards their standard error.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import io
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ from benchmarks.old_tokens import cells as runs
 from benchmarks.old_tokens.__main__ import read
 from benchmarks.old_tokens.cells import Row
 from benchmarks.old_tokens.table import FASTER, interval, print_rates, select
-from benchmarks.old_tokens.verdict import MATTERS, Cell, Difference, between, cells, mean_of, safe_product
+from benchmarks.old_tokens.verdict import MATTERS, Cell, Difference, cells, mean_of, safe_product
 
 RESULTS: Final = Path(__file__).parents[2] / "docs" / "results"
 ROWS: Final = RESULTS / "gpu" / "old_tokens.jsonl"
@@ -44,15 +45,29 @@ def complete(rows: Sequence[Row]) -> list[Row]:
 
 
 def losing(rows: Sequence[Row]) -> str:
-    """Return one line of Markdown for each cell without a guard that lost, the worst of each task first."""
-    plain = [cell for cell in cells(rows) if cell.guard == "tis"]
+    """Return one line of Markdown for each task without a guard, and for each guard: the cells that lost, the worst
+    first."""
+    found = cells(rows)
     lines = []
     for task in _tasks(rows):
-        lost = sorted((one for one in plain if one.task == task and one.samples.lost), key=lambda one: one.samples.mean)
-        said = ", ".join(f"{_of(one)} {_counted(one.samples, most=3)}" for one in lost)
-        measured = sum(one.task == task for one in plain)
-        lines.append(f"- *{task}*: {len(lost)} of {measured} cells lost{': ' if lost else ''}{said}.")
+        of = [cell for cell in found if (cell.task, cell.guard) == (task, "tis")]
+        lines.append(f"- *{task}*: {_lost_of(of, _of)}.")
+    for guard in _guards_of(found):
+        of = [cell for cell in found if cell.guard == guard]
+        lines.append(f"- With the guard `{guard}`: {_lost_of(of, _on)}.")
+    lost = [cell for cell in found if cell.samples.lost]
+    if unsure := [f"{_on(cell)} ({cell.guard})" for cell in lost if cell.samples.interval[1] >= 0]:
+        lines.append(
+            f"- **{len(unsure)} of these {len(lost)} losses are not shown by their 95 % interval**, as it reaches to "
+            f"0 or above: {', '.join(unsure)}."
+        )
     return "\n".join(lines) or "There are no rows yet."
+
+
+def _lost_of(of: Sequence[Cell], name: Callable[[Cell], str]) -> str:
+    lost = sorted((cell for cell in of if cell.samples.lost), key=lambda cell: cell.samples.mean)
+    said = ", ".join(f"{name(cell)} {_counted(cell.samples, most=3)}" for cell in lost)
+    return f"{len(lost)} of {len(of)} cells lost{': ' if lost else ''}{said}"
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -64,7 +79,8 @@ def tables(rows: Sequence[Row]) -> str:
     found = cells(rows)
     parts = [
         f"{len(rows)} runs of {rows[0]['steps']} steps ({counts}).\n\n{picture}",
-        "Difference from synchronous training at the same rate, **at equal samples** (bold: lost):\n\n"
+        "Difference from synchronous training at the same rate, **at equal samples** (bold: lost; in brackets the 95 % "
+        "interval by Student's t over seeds, or over problems of one seed):\n\n"
         + _differences(found, _tasks(rows), of=lambda cell: cell.samples),
         f"**At equal seconds**, if an asynchronous run trains {FASTER} x the tokens:\n\n"
         + _differences(found, _tasks(rows), of=lambda cell: cell.seconds),
@@ -73,7 +89,7 @@ def tables(rows: Sequence[Row]) -> str:
     with contextlib.redirect_stdout(said):
         for task in _tasks(rows):
             print_rates(select(rows, task=task, guard="tis"), f"{task}: held-out reward")
-    return "\n\n".join([*parts, said.getvalue().strip(), *_guards(rows)])
+    return "\n\n".join([*parts, said.getvalue().strip(), *_guards(found, _tasks(rows))])
 
 
 def follows(rows: Sequence[Row]) -> str:
@@ -98,40 +114,58 @@ def _differences(found: Sequence[Cell], tasks: Sequence[str], *, of: Callable[[C
     return "\n".join(lines)
 
 
-def _guards(rows: Sequence[Row]) -> list[str]:
-    """Return a table for each rate and age with guards: rewards, and the mean differences over its tasks."""
-    made = []
-    guarded = [row for row in rows if row["guard"] != "tis"]
-    for rate, age in sorted({(row["rate"], row["staleness"]) for row in guarded}):
-        tasks = [task for task in _tasks(rows) if select(guarded, task=task, rate=rate, staleness=age)]
-        there = select(rows, rate=rate, staleness=age)
-        arms = {"synchronous": select(rows, rate=rate, staleness=0, guard="tis")}
-        arms |= {name: select(there, guard=name) for name in sorted({row["guard"] for row in there})}
-        controls = (arms["synchronous"], arms.get("tis", []))
-        lines = [
-            f"Guards at {rate:g} with tokens of {age} versions: held-out reward, and mean difference over the tasks\n",
-            f"| | {' | '.join(tasks)} | from synchronous | from tis |",
-            "|---" * (len(tasks) + 3) + "|",
-        ]
-        for name, arm in arms.items():
-            rewards = [_reward(select(arm, task=task)) for task in tasks]
-            against = [_over(arm, control, tasks) if arm is not control else "" for control in controls]
-            lines.append(f"| {name} | {' | '.join(rewards)} | {' | '.join(against)} |")
-        made.append("\n".join(lines))
+def _guards(found: Sequence[Cell], tasks: Sequence[str]) -> list[str]:
+    """Return a table of all cells with a guard, those that lost first, and one of their means over tasks."""
+    guarded = [cell for cell in found if cell.guard != "tis"]
+    if not guarded:
+        return []
+    lines = [
+        "**Guards**: difference from synchronous training with TIS at that rate, and from TIS with tokens as old; what "
+        "lost first, the worst first. ±: standard error.\n",
+        "| rate × age | guard | task | seeds | held-out | from synchronous | from TIS | at equal seconds |",
+        "|---" * 8 + "|",
+    ]
+    lines += [
+        f"| {_of(cell)} | {cell.guard} | {cell.task} | {cell.samples.seeds} | {_reward(cell.held_out)} | "
+        f"{_marked(cell.samples)} | {cell.default if cell.staleness and cell.default else ''} | "
+        f"{_marked(cell.seconds) if cell.staleness else ''} |"
+        for cell in sorted(guarded, key=lambda cell: (not cell.samples.lost, cell.samples.mean))
+    ]
+    means = [
+        "The means over the tasks that each was run on, TIS beside it on the same:\n",
+        "| rate × age | tasks | guard | from synchronous | from TIS | at equal seconds |",
+        "|---" * 6 + "|",
+    ]
+    for rate, age in _pairs(guarded):
+        at = [cell for cell in found if (cell.rate, cell.staleness) == (rate, age)]
+        for on, guards in _by_tasks(at, tasks).items():
+            for guard in (*(["tis"] if age else []), *guards):
+                of = [cell for cell in at if cell.guard == guard and cell.task in on]
+                others = [cell.default for cell in of if cell.default] if age and guard != "tis" else []
+                means.append(
+                    f"| {rate:g} × {age} | {', '.join(on)} | {guard} | {_mean(cell.samples for cell in of)} | "
+                    f"{_mean(others)} | {_mean(cell.seconds for cell in of) if age else ''} |"
+                )
+    return ["\n".join(lines), "\n".join(means)]
+
+
+def _by_tasks(at: Sequence[Cell], tasks: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+    """Return guards by the tasks that they were run on: means over other tasks cannot be compared."""
+    made: dict[tuple[str, ...], list[str]] = {}
+    for guard in _guards_of(at):
+        on = {cell.task for cell in at if cell.guard == guard}
+        made.setdefault(tuple(task for task in tasks if task in on), []).append(guard)
     return made
 
 
-def _over(arm: Sequence[Row], control: Sequence[Row], tasks: Sequence[str]) -> str:
-    each = [between(select(arm, task=task), select(control, task=task)) for task in tasks]
-    there = [one for one in each if one]
-    return _marked(mean_of(there)) if len(there) == len(tasks) else ""
+def _mean(differences: Iterable[Difference]) -> str:
+    found = list(differences)
+    return _marked(mean_of(found)) if found else ""
 
 
-def _reward(rows: Sequence[Row]) -> str:
-    if not rows:
-        return ""
-    mean, error = interval([row["held_out"] for row in rows])
-    return f"{mean:.3f} ± {error:.3f}" if len(rows) > 1 else f"{mean:.3f}"
+def _reward(held_out: Sequence[float]) -> str:
+    mean, error = interval(held_out)
+    return f"{mean:.3f} ± {error:.3f}" if len(held_out) > 1 else f"{mean:.3f}"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -148,8 +182,8 @@ def _of_bound(found: Sequence[Cell]) -> list[str]:
     said = f"**Nothing lost up to learning rate × age = {safe:.2g}**: "
     said += f"none of {len(within)} cells up to it by over {MATTERS:g} and two standard errors"
     if worst:
-        said += f" (worst: {_of(worst)} on *{worst.task}*, {worst.samples}; two errors leave room for "
-        said += f"{min(cell.samples.least for cell in within):+.3f})"
+        said += f" (worst: {_of(worst)} on *{worst.task}*, {worst.samples}; the intervals leave room for "
+        said += f"{min(cell.samples.interval[0] for cell in within):+.3f})"
     if lost:
         first = [cell for cell in lost if cell.product <= lost[0].product * (1 + 1e-9)]
         said += f"; the least product that lost is {lost[0].product:.2g} ("
@@ -169,17 +203,22 @@ def _of_bound(found: Sequence[Cell]) -> list[str]:
 
 def _of_guards(found: Sequence[Cell], tasks: Sequence[str]) -> list[str]:
     lines = []
-    for rate, age in sorted({(cell.rate, cell.staleness) for cell in found if cell.guard != "tis"}):
-        at = [cell for cell in found if (cell.rate, cell.staleness) == (rate, age)]
-        plain = {cell.task: cell for cell in at if cell.guard == "tis"}
-        for guard in sorted({cell.guard for cell in at} - {"tis"}):
-            said = []
-            for cell in (one for task in tasks for one in at if (one.task, one.guard) == (task, guard)):
-                without = f", {plain[cell.task].samples.mean:+.3f} without" if cell.task in plain else ""
-                said.append(f"*{cell.task}* {_counted(cell.samples, most=3)} from synchronous{without}")
-            lost = [cell for cell in at if cell.guard == guard and cell.samples.lost]
-            what = f"still loses on {', '.join(cell.task for cell in lost)}" if lost else "loses on no task tried"
-            lines.append(f"- **Guard `{guard}`** at {rate:g} × {age} {what}: {'; '.join(said)}.")
+    for guard in _guards_of(found):
+        of = [cell for cell in found if cell.guard == guard and cell.staleness]
+        said = []
+        for rate, age in _pairs(of):
+            at = [cell for cell in found if (cell.rate, cell.staleness) == (rate, age)]
+            on = next(on for on, guards in _by_tasks(at, tasks).items() if guard in guards)
+            its, plain = (
+                [cell.samples for cell in at if cell.guard == name and cell.task in on] for name in (guard, "tis")
+            )
+            without = f"{mean_of(plain).mean:+.3f} with TIS; " if len(plain) == len(on) else ""
+            said.append(f"at {rate:g} × {age} {_mean(its)} ({without}{', '.join(on)})")
+        lost = sum(cell.samples.lost for cell in of)
+        lines.append(
+            f"- **Guard `{guard}`** loses in {lost} of {len(of)} cells with old tokens. Mean difference from "
+            f"synchronous training {'; '.join(said)}."
+        )
     return lines
 
 
@@ -199,10 +238,25 @@ def _of_alarm(rows: Sequence[Row]) -> list[str]:
     said += f". **It also rings in {false.total()} of the {len(old)} others with old tokens**"
     said += f" ({_each(false)})" if false else ""
     said += f", and in {sum(run.rang_at(threshold) > 0 for run in fresh)} of {len(fresh)} synchronous runs"
+    guards = _of_alarm_with_guards(rows, threshold)
     return [
-        f"- **The alarm** over {threshold:g}, which these runs did not choose, rings in {said}.",
+        f"- **The alarm** over {threshold:g}, which these runs did not choose, rings in {said}.{guards}",
         _of_metrics(rows, lost),
     ]
+
+
+def _of_alarm_with_guards(rows: Sequence[Row], threshold: float) -> str:
+    """Return a sentence for each guard: how often the alarm rings, and how many of these runs lost."""
+    said = ""
+    synchronous = [row for row in select(rows, staleness=0, guard="tis") if "metrics" in row]
+    for guard in sorted({row["guard"] for row in rows} - {"tis"}):
+        old = [row for row in select(rows, guard=guard) if row["staleness"] and "metrics" in row]
+        lost, others = alarm.split([alarm.of_row(row) for row in (*synchronous, *old)])
+        others = [run for run in others if not run.is_synchronous]
+        rang = [sum(run.rang_at(threshold) > 0 for run in of) for of in (lost, others)]
+        said += f" With `{guard}` it rings in {rang[0]} of {len(lost)} runs that lost, and in {rang[1]} of the "
+        said += f"{len(others)} others with old tokens."
+    return said
 
 
 def _of_metrics(rows: Sequence[Row], lost: Sequence[alarm.Recorded]) -> str:
@@ -244,8 +298,21 @@ def _tasks(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["task"] for row in rows))
 
 
+def _guards_of(found: Iterable[Cell]) -> list[str]:
+    return sorted({cell.guard for cell in found} - {"tis"})
+
+
+def _pairs(found: Iterable[Cell]) -> list[tuple[float, int]]:
+    """Return rates and ages, the largest product first."""
+    return sorted({(cell.rate, cell.staleness) for cell in found}, key=lambda pair: (-pair[0] * pair[1], pair))
+
+
 def _of(cell: Cell) -> str:
     return f"{cell.rate:g} × {cell.staleness}"
+
+
+def _on(cell: Cell) -> str:
+    return f"{_of(cell)} on *{cell.task}*"
 
 
 def _marked(difference: Difference) -> str:

@@ -6,7 +6,8 @@ below minus two standard errors. Both numbers were chosen before the runs of gue
 by itself is below both, with the error over its problems: seeds that lose .16 and .90 have a large error.
 
 Of three seeds, two standard errors are a weak test: Student's t of two degrees of freedom is below -2 in 9 % of equal
-arms, and within it a loss can hide. So "did not lose" is no proof of equality; Difference.least says what may be there.
+arms, and within it a loss can hide. So "did not lose" is no proof of equality, nor "lost" of a loss:
+Difference.interval, 4.3 errors to each side, says what may be there.
 """
 
 from __future__ import annotations
@@ -22,18 +23,23 @@ from benchmarks.old_tokens.table import FASTER, at_seconds, interval, select
 
 MATTERS: Final = 0.02
 """Held-out reward that a loss must exceed to count."""
+_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
+_NORMAL: Final = 1.960
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """
     mean, error  of held-out reward, arm minus control, of ``seeds`` pairs. One pair has the error over its problems
+    freedom      degrees of freedom of the error; infinite over problems
     each_lost    whether every seed by itself lost, by the error over its problems
     """
 
     mean: float
     error: float
     seeds: int
+    freedom: float
     each_lost: bool = False
 
     @property
@@ -41,23 +47,27 @@ class Difference:
         return self.each_lost or _is_below(self.mean, self.error)
 
     @property
-    def least(self) -> float:
-        """What two standard errors leave room for."""
-        return self.mean - 2 * self.error
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval by Student's t."""
+        wide = quantile(self.freedom) * self.error
+        return self.mean - wide, self.mean + wide
 
     def __str__(self) -> str:
         """
-        >>> str(Difference(mean=-0.07, error=0.023, seeds=3))
-        '-0.070 ± 0.023'
+        >>> str(Difference(mean=-0.07, error=0.023, seeds=3, freedom=2))
+        '-0.070 [-0.169, +0.029]'
         """
-        return f"{self.mean:+.3f} ± {self.error:.3f}"
+        low, high = self.interval
+        return f"{self.mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """A learning rate with tokens of one age and a guard, on one task, beside synchronous training at that rate.
 
-    seconds  the same at equal seconds, if an asynchronous run trains FASTER x the tokens
+    held_out  of each seed
+    seconds   the same as ``samples`` at equal seconds, if an asynchronous run trains FASTER x the tokens
+    default   from the default correction at the same age; None without such runs
     """
 
     task: str
@@ -66,6 +76,8 @@ class Cell:
     guard: str
     samples: Difference
     seconds: Difference
+    held_out: tuple[float, ...] = ()
+    default: Difference | None = None
 
     @property
     def product(self) -> float:
@@ -73,15 +85,26 @@ class Cell:
 
 
 def cells(rows: Sequence[Row]) -> list[Cell]:
-    """Return all cells with old tokens that have a synchronous run of the same seed beside them."""
+    """Return all cells with old tokens or a guard that have a synchronous run of the same seed beside them."""
     found = []
     for task, rate, age, guard in sorted({(r["task"], r["rate"], r["staleness"], r["guard"]) for r in rows}):
         arm = select(rows, task=task, rate=rate, staleness=age, guard=guard)
         control = select(rows, task=task, rate=rate, staleness=0, guard="tis")
         samples = between(arm, control)
         seconds = between(arm, control, of_control=lambda row: at_seconds(row, faster=FASTER))
-        if age and samples and seconds:
-            found.append(Cell(task=task, rate=rate, staleness=age, guard=guard, samples=samples, seconds=seconds))
+        if (age or guard != "tis") and samples and seconds:
+            found.append(
+                Cell(
+                    task=task,
+                    rate=rate,
+                    staleness=age,
+                    guard=guard,
+                    samples=samples,
+                    seconds=seconds,
+                    held_out=tuple(row["held_out"] for row in arm),
+                    default=between(arm, select(rows, task=task, rate=rate, staleness=age, guard="tis")),
+                )
+            )
     return found
 
 
@@ -100,7 +123,13 @@ def between(
     # both have the same problems, so this is at least the error of their difference
     errors = [math.hypot(row["held_out_error"], other["held_out_error"]) for row, other in pairs]
     mean, error = interval(values) if len(pairs) > 1 else (values[0], errors[0])
-    return Difference(mean=mean, error=error, seeds=len(pairs), each_lost=all(map(_is_below, values, errors)))
+    return Difference(
+        mean=mean,
+        error=error,
+        seeds=len(pairs),
+        freedom=len(pairs) - 1 or math.inf,
+        each_lost=all(map(_is_below, values, errors)),
+    )
 
 
 def _is_below(mean: float, error: float) -> bool:
@@ -108,19 +137,33 @@ def _is_below(mean: float, error: float) -> bool:
 
 
 def mean_of(differences: Sequence[Difference]) -> Difference:
-    """Return the mean of several tasks' differences, each task with equal weight."""
+    """Return the mean of several tasks' differences, each task with equal weight: of these tasks, not of all that there
+    may be. Its degrees of freedom are Welch and Satterthwaite's (1946), since tasks differ in their errors.
+    """
+    parts = sum(one.error**4 / one.freedom for one in differences)
     return Difference(
         mean=statistics.fmean(one.mean for one in differences),
         error=math.hypot(*(one.error for one in differences)) / len(differences),
         seeds=min(one.seeds for one in differences),
+        freedom=sum(one.error**2 for one in differences) ** 2 / parts if parts else math.inf,
     )
+
+
+def quantile(freedom: float) -> float:
+    """Return how many errors a 95 % interval reaches to each side. Of degrees of freedom that the table lacks it takes
+    the next fewer, so an interval is rather too wide.
+
+    >>> [quantile(freedom) for freedom in (2, 3.9, 50, math.inf)]
+    [4.303, 3.182, 2.228, 1.96]
+    """
+    return _NORMAL if math.isinf(freedom) else _T[min(int(freedom + 1e-9), len(_T)) - 1]
 
 
 def safe_product(found: Sequence[Cell]) -> float:
     """Return the largest product of learning rate and age up to which no cell without a guard lost; 0 if there is
     none.
 
-    >>> fine, lost = (Difference(mean=mean, error=0.01, seeds=3) for mean in (-0.01, -0.05))
+    >>> fine, lost = (Difference(mean=mean, error=0.01, seeds=3, freedom=2) for mean in (-0.01, -0.05))
     >>> of = lambda age, what: Cell(task="a", rate=1e-5, staleness=age, guard="tis", samples=what, seconds=what)
     >>> f"{safe_product([of(1, fine), of(2, fine), of(4, lost), of(8, fine)]):.0e}"
     '2e-05'

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.config.metrics import MetricsSection
-from asyncrl.config.staleness_bound import LARGEST_SHOWN
+from asyncrl.config.staleness_bound import LARGEST_SHOWN, MOST_LOST
 from benchmarks.old_tokens import alarm, page, table, tasks
 from benchmarks.old_tokens.__main__ import main, read
 from benchmarks.old_tokens.candidates import ESTR, SAT, SequenceGate, brace, damp_repeated
@@ -19,7 +19,7 @@ from benchmarks.old_tokens.cells import Cell, share_of_rate
 from benchmarks.old_tokens.critic import Critic
 from benchmarks.old_tokens.decoder import Decoder
 from benchmarks.old_tokens.guards import GUARDS
-from benchmarks.old_tokens.verdict import cells, safe_product
+from benchmarks.old_tokens.verdict import cells, mean_of, safe_product
 
 RECORDED = Path("docs/results/gpu")
 SMALL = ["--tasks", "search", "--rates", "0.01", "--seeds", "0", "--steps", "4", "--groups", "2", "--group-size", "4"]
@@ -220,7 +220,7 @@ def test_the_page_takes_new_rows_between_its_marks() -> None:
     made = page.tables(rows)
     assert made.startswith("2 runs of 60 steps (2 of sums).")  # a cell as it came last, and no rehearsal
     assert "| 1e-05 | 0.500 | 0.400 |" in made
-    assert "| 1e-05 | 4 | 4e-05 | **-0.100 ± 0.014** |" in made  # one seed: sqrt(.01^2 + .01^2), over problems
+    assert "| 4e-05 | **-0.100 [-0.128, -0.072]** |" in made  # one seed: 1.96 sqrt(.01^2 + .01^2), over problems
     text = page.PAGE.read_text()
     assert page.renewed(page.renewed(text, rows), []) == page.renewed(text, [])
 
@@ -228,16 +228,21 @@ def test_the_page_takes_new_rows_between_its_marks() -> None:
 def test_the_page_says_what_lost_on_each_task_and_up_to_where_nothing_did() -> None:
     rows = [*grid("guess", lost_at=5e-5), *grid("sums", lost_at=1e-4)]
     assert page.losing(rows).splitlines() == [
-        "- *guess*: 3 of 6 cells lost: 1e-05 × 8 **-0.100 ± 0.000**, 2e-05 × 4 **-0.100 ± 0.000**, "
-        "2e-05 × 8 **-0.100 ± 0.000**.",
-        "- *sums*: 1 of 6 cells lost: 2e-05 × 8 **-0.100 ± 0.000**.",
+        "- *guess*: 3 of 6 cells lost: 1e-05 × 8 **-0.100 [-0.100, -0.100]**, 2e-05 × 4 **-0.100 [-0.100, -0.100]**, "
+        "2e-05 × 8 **-0.100 [-0.100, -0.100]**.",
+        "- *sums*: 1 of 6 cells lost: 2e-05 × 8 **-0.100 [-0.100, -0.100]**.",
+        "- With the guard `opsm`: 0 of 2 cells lost.",
+        "- With the guard `topr`: 2 of 2 cells lost: 2e-05 × 8 on *guess* **-0.080 [-0.080, -0.080]**, "
+        "2e-05 × 8 on *sums* **-0.080 [-0.080, -0.080]**.",
     ]
     assert f"{safe_product(cells(rows)):.0e}" == "4e-05"
     assert "the least product that lost is 8e-05 (1e-05 × 8 on *guess*" in page.follows(rows)
     assert "is not over it" in page.follows(rows)
     assert "roughly" not in page.follows(rows)
     lucky = [row("mixed", 2e-5, age, 0.5) for age in (0, 8)]
-    assert "over 8e-05 these did not lose: 2e-05 × 8 on *mixed* +0.000 ± 0.014." in page.follows([*rows, *lucky])
+    assert "over 8e-05 these did not lose: 2e-05 × 8 on *mixed* +0.000 [-0.028, +0.028]." in page.follows(
+        [*rows, *lucky]
+    )
     assert "is **over it**" in page.follows(grid("guess", lost_at=1e-5))
 
 
@@ -245,20 +250,36 @@ def test_the_page_has_differences_at_equal_samples_and_seconds_and_their_mean_ov
     """At equal seconds a synchronous run of .5 has taken 33 of 60 steps: .5 x 33.3 / 60 = .278. Seeds differ by .01."""
     made = page.tables([*grid("guess", lost_at=5e-5), *grid("sums", lost_at=1e-4)[:-6]])
     samples, seconds = (part for part in made.split("\n\n") if part.startswith("| rate | staleness | product |"))
-    assert "| 1e-05 | 8 | 8e-05 | **-0.100 ± 0.000** | +0.000 ± 0.000 | **-0.050 ± 0.000** |" in samples
-    assert "| 1e-05 | 8 | 8e-05 | +0.127 ± 0.003 | +0.227 ± 0.003 | +0.177 ± 0.002 |" in seconds
+    assert "| 8e-05 | **-0.100 [-0.100, -0.100]** | +0.000 [+0.000, +0.000] | **-0.050 [-0.050, -0.050]** |" in samples
+    assert "| 8e-05 | +0.127 [+0.116, +0.138] | +0.227 [+0.216, +0.238] | +0.177 [+0.172, +0.182] |" in seconds
+
+
+def test_an_interval_is_students_of_the_seeds_and_welchs_of_several_tasks() -> None:
+    """Seeds of -.1, -.2, -.3: -.2 +- 4.303 x .1 / sqrt(3). Two such tasks have 4 degrees of freedom, and an error of
+    .0577 / sqrt(2); beside one whose seeds agree it is that one task's error, halved, with its 2."""
+
+    def lost(task: str, *of: float) -> list[dict[str, Any]]:
+        pairs = [((0, 0.5), (4, 0.5 - its)) for its in of]
+        return [row(task, 4e-5, age, reward, seed=seed) for seed, two in enumerate(pairs) for age, reward in two]
+
+    rows = [*lost("a", 0.1, 0.2, 0.3), *lost("b", 0.1, 0.2, 0.3), *lost("c", 0.1, 0.1, 0.1)]
+    wide, also, none = (cell.samples for cell in cells(rows))
+    assert str(wide) == "-0.200 [-0.448, +0.048]"
+    assert str(mean_of([wide, also])) == "-0.200 [-0.313, -0.087]"  # 2.776 x .0408
+    assert str(mean_of([wide, none])) == "-0.150 [-0.274, -0.026]"  # 4.303 x .0289
 
 
 def test_the_page_says_whether_a_guard_wins_back_what_was_lost() -> None:
     rows = [*grid("mixed", lost_at=1e-4), *grid("guess", lost_at=1e-4)[:-3]]  # topr on mixed alone
-    said = page.follows(rows).splitlines()
-    said = [line for line in said if "Guard" in line]
-    assert said[0].startswith("- **Guard `opsm`** at 2e-05 × 8 loses on no task tried: *mixed* +0.020 ± 0.000")
-    assert said[1].startswith("- **Guard `topr`** at 2e-05 × 8 still loses on mixed: *mixed* **-0.080 ± 0.000** from")
-    assert said[1].endswith("from synchronous, -0.100 without.")
-    made = page.tables(rows)
-    assert "| opsm | 0.530 ± 0.006 | 0.530 ± 0.006 | +0.020 ± 0.000 | +0.120 ± 0.000 |" in made
-    assert "| topr | 0.430 ± 0.006 |  |  |  |" in made  # no mean over tasks of which it has not all
+    opsm, topr = (line for line in page.follows(rows).splitlines() if "Guard" in line)
+    assert opsm.startswith("- **Guard `opsm`** loses in 0 of 2 cells") and "with TIS; mixed, guess)." in opsm
+    assert topr.endswith("at 2e-05 × 8 **-0.080 [-0.080, -0.080]** (-0.100 with TIS; mixed).")
+    tables = page.tables(rows)
+    each = [line for line in tables.splitlines() if line.startswith("| 2e-05 × 8 | ") and " ± " in line]
+    assert [line.split(" | ")[1] for line in each] == ["topr", "opsm", "opsm"]  # what lost stands first
+    assert "| 0.430 ± 0.006 | **-0.080 [-0.080, -0.080]** | +0.020 [+0.020, +0.020] |" in each[0]
+    assert "| 2e-05 × 8 | mixed, guess | opsm | +0.020 [+0.020, +0.020] | +0.120 [+0.120, +0.120] |" in tables
+    assert "| 2e-05 × 8 | mixed | topr | **-0.080 [-0.080, -0.080]** |" in tables  # of its task alone
 
 
 def test_the_page_counts_false_alarms_among_runs_with_old_tokens() -> None:
@@ -271,9 +292,11 @@ def test_the_page_counts_false_alarms_among_runs_with_old_tokens() -> None:
     rows = [drifting(row("guess", 1e-5, 0, 0.5, seed=seed), 0.0) for seed in range(3)]
     for seed, (held_out, k3) in enumerate(((0.4, 0.0), (0.4, 1.0), (0.5, 1.0))):
         rows.append(drifting(row("guess", 1e-5, 4, held_out, seed=seed), k3))
+    rows.append(drifting(row("guess", 1e-5, 4, 0.5, guard="topr"), 1.0))
     (said,) = [line for line in page.follows(rows).splitlines() if "The alarm" in line]
     assert "rings in 1 of the 2 runs" in said and "it misses 1 of 1e-05 x 4 on *guess*" in said
     assert "in 1 of the 1 others with old tokens** (1 of 1e-05 x 4), and in 0 of 3 synchronous runs" in said
+    assert said.endswith("With `topr` it rings in 0 of 0 runs that lost, and in 1 of the 1 others with old tokens.")
 
 
 def test_seeds_that_all_lose_have_lost_however_much_they_differ() -> None:
@@ -290,6 +313,16 @@ def test_check_speaks_of_every_product_at_which_a_real_model_lost() -> None:
     assert safe_product(cells(page.complete(read(page.ROWS)))) >= LARGEST_SHOWN * (1 - 1e-9), (
         "lower LARGEST_SHOWN in asyncrl/config/staleness_bound.py"
     )
+
+
+@pytest.mark.parametrize(("said", "guard"), [("tis_token", "tis"), ("topr", "topr")])
+def test_check_says_the_most_that_a_real_model_lost_at_each_product(said: str, guard: str) -> None:
+    lost: dict[float, float] = {}
+    for cell in cells(page.complete(read(page.ROWS))):
+        if cell.guard == guard and cell.product > LARGEST_SHOWN * (1 + 1e-9):
+            product = float(f"{cell.product:.3g}")
+            lost[product] = max(lost.get(product, 0.0), -cell.samples.mean)
+    assert {product: round(most, 2) for product, most in lost.items()} == MOST_LOST[said]
 
 
 def test_the_page_is_made_of_the_rows_that_are_there() -> None:
