@@ -167,7 +167,9 @@ def _of_old_tokens(run: RunConfig, algorithm: Algorithm) -> str:
     if algorithm.loss.is_supervised:
         return ""
     adapters = run.learner.lora.rank > 0
-    return beyond_what_was_shown(run.learner.learning_rate, run.max_staleness, trains_adapters=adapters)
+    return beyond_what_was_shown(
+        run.learner.learning_rate, run.max_staleness, trains_adapters=adapters, loss=algorithm.loss.name
+    )
 
 
 def _component(one: component.Component) -> Component:

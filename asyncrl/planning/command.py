@@ -143,8 +143,10 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
 
 def _beyond(run_config: RunConfig, max_staleness: int) -> str:
     """Say what speaks against the recommended bound, which is chosen for its speed."""
-    learner = run_config.learner
-    return beyond_what_was_shown(learner.learning_rate, max_staleness, trains_adapters=learner.lora.rank > 0)
+    from asyncrl.adapters import registry  # imports torch
+
+    learner, loss = run_config.learner, registry.algorithm(run_config).loss.name
+    return beyond_what_was_shown(learner.learning_rate, max_staleness, trains_adapters=learner.lora.rank > 0, loss=loss)
 
 
 def few_running(run_config: RunConfig, most_running: float) -> str:

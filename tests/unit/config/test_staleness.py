@@ -114,9 +114,26 @@ def test_the_bound_is_as_the_learning_rate_allows_unless_it_is_a_number(override
 @pytest.mark.parametrize("rate", [1e-7, 1e-6, 2.5e-6, 3e-6, 7e-6, 1e-5, 2e-5, 4e-5, 9e-4, 1e-3, 3e-3, 5e-3, 1e-2, 3e-2])
 def test_nothing_speaks_against_the_default_bound_unless_one_version_is_too_many(rate: float) -> None:
     bound = bound_for(rate, trains_adapters=False)
-    assert bound == 1 or not beyond_what_was_shown(rate, bound, trains_adapters=False)
-    if bound == 1 and (said := beyond_what_was_shown(rate, bound, trains_adapters=False)):
-        assert "x 1 version is" in said and "lower learner.learning_rate (docs" in said
+    said = beyond_what_was_shown(rate, bound, trains_adapters=False, loss="ppo_clip")
+    assert bound == 1 or not said
+    if said:
+        assert "x 1 version is" in said and "lower learner.learning_rate" in said and "max_staleness" not in said
+
+
+@pytest.mark.parametrize(
+    ("rate", "loss", "wanted"),
+    [
+        (3e-6, "ppo_clip", "tis_token a 135M model lost held-out reward, up to 0.06 at 4e-05; lower"),
+        (2e-5, "reinforce", '"topr", correction = "none" (up to 0.07 at 0.00016) (docs'),
+        (1e-3, "ppo_clip", "some runs there learned less than synchronous ones; lower"),  # random weights
+        (9e-4, "ppo_clip", "up to 0.58 at 0.00032; lower"),  # nothing larger was measured
+        (2e-5, "topr", "with topr a 135M model lost held-out reward, up to 0.07 at 0.00016; lower"),
+        (2e-5, "cispo", "lower learner.learning_rate or staleness.max_staleness (docs"),  # a guard of its own
+    ],
+)
+def test_what_was_lost_at_a_product_is_said_and_what_loses_less(rate: float, loss: str, wanted: str) -> None:
+    said = beyond_what_was_shown(rate, 32 if rate >= 1e-3 else 8, trains_adapters=False, loss=loss)
+    assert wanted in said and "\n" not in said
 
 
 def test_the_algorithm_knows_the_rule_of_the_learning_rate() -> None:
