@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.colocated OUT.jsonl [--shape 0.6B] [--arms turns parts turns_one_step_off] [--gpus 2]
     python -m benchmarks.gpu.colocated OUT.jsonl --gpus 2 --shape 30B-A3B:24 --set learner.expert_parallel=2 ...
+    python -m benchmarks.gpu.colocated OUT.jsonl --rehearse --arms turns ...          tiny, without GPUs
 
 Each arm is one `asyncrl run` with a learner rank and an engine on each of --gpus GPUs. Reports trained tokens per
 second, seconds of the hand-over, restarts of processes, what each rank left in use on its GPU when it left, and each
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.arm import override_words, visible_devices
+from benchmarks.gpu.fleet import has_gpu
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.modes import assignments
 from benchmarks.gpu.rows import command, keep, machine
@@ -53,11 +55,24 @@ _LOOK_SECONDS: Final = 0.05
 _LIMIT_SECONDS: Final = 240.0
 
 
+REHEARSAL: Final[Mapping[str, Any]] = {
+    "shape": "tiny-moe",
+    "groups": 2,
+    "length_mean": 8.0,
+    "length_max": 16,
+    "steps": 4,
+    "set": ["learner.threads=1", "learner.device='cpu'", "engine.device='cpu'", "model.dtype='float32'"],
+}
+
+
 class Memory:
     """Records the used MiB of the first ``gpus`` GPUs until it is closed."""
 
     def __init__(self, gpus: int) -> None:
         self.seen: list[tuple[float, int, int]] = []
+        self._process: subprocess.Popen[str] | None = None
+        if not gpus:
+            return
         which = visible_devices(range(gpus))
         self._names = which.split(",")
         query = ["--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
@@ -66,7 +81,7 @@ class Memory:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             name, used = line.split(",")
             gpu = self._names.index(name) if name in self._names else int(name)
@@ -86,7 +101,8 @@ class Memory:
         return found
 
     def close(self) -> None:
-        self._process.terminate()
+        if self._process is not None:
+            self._process.terminate()
 
 
 def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -100,6 +116,12 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         "max-running-requests": 264,
         "cuda-graph-max-bs": 256,
     }
+    gpus = list(range(options.gpus))
+    places = {
+        "rollout.gpus": gpus,
+        "learner.gpus": gpus,
+        "engine.options": {"server_arguments": server | options.engine},
+    }
     return {
         "run.name": arm.replace("_", "-"),
         "run.directory": str(scratch / "runs"),
@@ -109,14 +131,12 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         "model.path": str(options.model or scratch / "model"),
         "data.path": str(scratch / "prompts.jsonl"),
         "weights.directory": str(scratch / "weights"),
-        "rollout.gpus": list(range(options.gpus)),
         "rollout.workers": options.gpus,
-        "learner.gpus": list(range(options.gpus)),
         "learner.ranks": options.gpus,
         "rollout.max_new_tokens": options.length_max,
         "rollout.max_running": 8 * options.groups // options.gpus,  # an even share: no worker waits for another
         "learner.groups_per_batch": options.groups,
-        "engine.options": {"server_arguments": server | options.engine},
+        **(places if has_gpu() else {}),
         **options.set,
     }
 
@@ -124,7 +144,7 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
 def run(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     words = [sys.executable, "-m", "asyncrl", "run", "benchmarks/gpu/modes.toml"]
     words += override_words(overrides(arm, options, scratch))
-    memory, began = Memory(options.gpus), time.time()
+    memory, began = Memory(options.gpus if has_gpu() else 0), time.time()
     try:
         with _output(scratch, arm).open("w") as log:
             code = subprocess.run(words, stdout=log, stderr=log, timeout=options.limit_seconds, check=False).returncode
@@ -184,7 +204,13 @@ def main() -> int:
     parser.add_argument("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of the SGLang servers")
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="of the run file")
     parser.add_argument("--logs", type=Path, help="folder for the runs' logs")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny mixture, without GPUs")
     options = parser.parse_args()
+    if options.rehearse:
+        settings = [*REHEARSAL["set"], *options.set]
+        parser.set_defaults(**REHEARSAL)
+        options = parser.parse_args()
+        options.set = settings
     options.set, options.engine = assignments(options.set), assignments(options.engine)
     scratch = Path(tempfile.mkdtemp(prefix="colocated-", dir="/dev/shm"))
     try:

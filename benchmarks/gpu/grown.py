@@ -5,7 +5,8 @@
     python -m benchmarks.gpu.grown --rehearse                           a grown tiny model on a CPU
 
 Each arm is one `asyncrl run` from the same weights with the same prompts, seed and number of samples; async has the
-default bound. Adapters on attention are trained and published. The held-out problems (reasoning.py) are answered by
+default bound. Adapters on attention are trained and published. SGLang reports the experts of a Mixtral, to be replayed,
+from 0.5.22 on; before, two columns of trainer - engine stay empty. The held-out problems (reasoning.py) are answered by
 the first version and by the last. grow.py makes the model; benchmarks.old_tokens has the dense model's numbers.
 """
 
@@ -56,7 +57,7 @@ REHEARSAL: Final[Mapping[str, Any]] = {
 MODULES: Final = ["q_proj", "k_proj", "v_proj", "o_proj"]
 HEAD: Final = (
     "arm    seed  steps  samples  held out first  last  error  reward first  last  staleness mean  max"
-    "  trainer - engine: replayed       own    tok/s  step s  memory GiB  seconds"
+    "  trainer - engine: replayed       own     fresh    tok/s  step s  memory GiB  seconds"
 )
 _SERVER: Final[Mapping[str, Any]] = {
     **GPU_ARGUMENTS,
@@ -75,9 +76,9 @@ def line(row: Row) -> str:
     return (
         f"{start}  {first['mean']:14.3f}  {last['mean']:4.2f}  {(last['high'] - last['low']) / 4:5.3f}"
         f"  {np.mean(row['reward'][:3]):12.3f}  {np.mean(row['reward'][-3:]):4.2f}  {row['staleness_mean']:14.2f}"
-        f"  {row['staleness_max']:3d}  {_mean(row['replayed']):26.5f}  {_mean(row['own']):8.5f}"
-        f"  {row['tokens_per_second']:7,.0f}  {row['step_seconds']:6.2f}  {row['memory_gib']:10.1f}"
-        f"  {row['seconds']:7.1f}" + (f"  {row['error']}" if "error" in row else "")
+        f"  {row['staleness_max']:3d}  {_mean(row['replayed']):>26s}  {_mean(row['own']):>8s}"
+        f"  {_mean(row['fresh']):>8s}  {row['tokens_per_second']:7,.0f}  {row['step_seconds']:6.2f}"
+        f"  {row['memory_gib']:10.1f}  {row['seconds']:7.1f}" + (f"  {row['error']}" if "error" in row else "")
     )
 
 
@@ -85,9 +86,10 @@ def _at(found: Sequence[Row], which: int) -> Row:
     return found[which] if found else dict.fromkeys(("mean", "low", "high"), float("nan"))
 
 
-def _mean(found: Sequence[float | None]) -> float:
+def _mean(found: Sequence[float | None]) -> str:
+    """Return the mean of what is there. Without routing replay a row has no numbers of it."""
     there = [one for one in found if one is not None]
-    return float(np.mean(there)) if there else float("nan")
+    return f"{np.mean(there):.5f}" if there else "-"
 
 
 def overrides(arm: str, seed: int, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -227,12 +229,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="FOLDER", help="logs of the arms are copied there")
     add("--rehearse", action="store_true", help="a grown tiny model, on a CPU")
     options = parser.parse_args(given)
+    settings = options.set
     if options.rehearse:
         parser.set_defaults(**REHEARSAL)
         options = parser.parse_args(given)
+        settings = [*REHEARSAL["set"], *settings]
     elif options.dense is None and options.model is None:
         parser.error("name --dense or --model")
-    options.set, options.engine = assignments(options.set), assignments(options.engine)
+    options.set, options.engine = assignments(settings), assignments(options.engine)
     return options
 
 

@@ -63,6 +63,14 @@ def test_an_arm_of_one_step_has_a_line() -> None:
     assert grown.line({"arm": "sync", "seed": 0, "steps": 1, "batch": 8}).endswith("FAILED: too few steps to measure")
 
 
+def test_an_arm_without_routing_replay_leaves_its_columns_empty() -> None:
+    step = {"learner/step_seconds": 2.0, "reward/mean": 0.5, "mismatch/fresh_mean": 0.25}
+    row = {"arm": "sync", "seed": 0, "batch": 8, "seconds": 9.0, **grown.numbers([step])}
+    row |= {"tokens_per_second": 5.0, "step_seconds": 2.0, "staleness_mean": 0.0, "staleness_max": 0}
+    words = grown.line(row).split()
+    assert words[words.index("0.25000") - 2 : words.index("0.25000")] == ["-", "-"]
+
+
 def test_an_arm_under_mps_limits_the_learner_alone(tmp_path: Path) -> None:
     options = one_gpu.parse(
         one_gpu.run_parser("", "", arms=["async_mps"], seconds=1.0), [], arm=re.compile("async_mps")
