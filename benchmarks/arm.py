@@ -17,7 +17,6 @@ import numpy as np
 from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
-from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.group_maker import GroupMaker
@@ -170,10 +169,10 @@ async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths, evaluating: E
                 engines = [SimulatedEngine(timing, lengths) for _ in range(plan.workers)]
                 window = Window(plan, tuple(engines), server)
                 backend = TimedBackend(timing, machines=plan.learner_machines)
-                learner, prompts = _learner(
+                learner, others = _learner(
                     plan, buses[0], backend=backend, window=window, folder=Path(folder), evaluating=evaluating
                 )
-                lives: list[list[Actor]] = [[learner, prompts, HeartbeatSender(learner)]]
+                lives: list[list[Actor]] = [[learner, *others, HeartbeatSender(learner)]]
                 engines += [SimulatedEngine(timing, lengths) for _ in range(alone)]
                 for number, (bus, engine) in enumerate(zip(buses[1:], engines, strict=True)):
                     lives.append(
@@ -223,7 +222,7 @@ def _learner(
     window: Window,
     folder: Path,
     evaluating: Evaluating | None,
-) -> tuple[Learner, PromptSource]:
+) -> tuple[Learner, list[Actor]]:
     run = RunConfig(
         model=ModelSection(path=""),
         data=DataSection(path=""),

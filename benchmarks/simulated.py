@@ -251,6 +251,9 @@ class NullChannel(WeightChannel):
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         return WeightVersion(incarnation=incarnation, policy_version=policy_version)
 
+    def must_store(self, policy_version: int) -> bool:
+        return True
+
     def retain(self, weights: WeightVersion) -> None:
         pass
 

@@ -340,7 +340,8 @@ class WeightsSection:
     directory: str = ""
     """Shared folder for weight versions, such as /dev/shm/... on one host; empty: weights/ in the run's folder."""
     keep: int = 4
-    """Number of versions to keep. A worker that falls behind skips to a newer version."""
+    """Number of stored versions to keep. A worker that falls behind skips to a newer version. The channel nccl stores
+    only those that somebody reads: evaluated ones, those of checkpoints, the last one."""
     models_every: int = 0
     """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
     keeps none."""

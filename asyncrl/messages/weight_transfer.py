@@ -16,6 +16,7 @@ class TransferRequest:
     num_ranks   processes of the engine
     has_joined  False asks where to meet; True asks for the weights, which are sent immediately
     payload     message from the channel's receiver to its sender; opaque to everything else
+    by_folder   asks for folders instead, from this version on: the engine cannot receive weights
     """
 
     engine: str
@@ -23,6 +24,7 @@ class TransferRequest:
     num_ranks: int
     has_joined: bool = False
     payload: bytes = b""
+    by_folder: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.group), "group is empty")

@@ -34,11 +34,17 @@ class ModelKeeper:
         if published is None or published.version != (incarnation, policy_version):
             published = self._channel.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
             self._stored = published
-        if policy_version and policy_version // self._every > self._before(policy_version) // self._every:
+        if self._is_due(policy_version):
             self._models.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
         self._published = policy_version
         self._stored = None
         return published
+
+    def must_store(self, policy_version: int) -> bool:
+        return self._channel.must_store(policy_version) or self._is_due(policy_version)
+
+    def _is_due(self, policy_version: int) -> bool:
+        return policy_version // self._every > self._before(policy_version) // self._every if policy_version else False
 
     def _before(self, policy_version: int) -> int:
         """Version published before. For an incarnation's first version: itself if already kept, else one less."""

@@ -44,7 +44,7 @@ class Options:
 
 
 class NCCLChannel(FilesChannel):
-    """Stores folders, and has a sender."""
+    """Has a sender, and stores the folders that somebody reads."""
 
     options_type = Options
     takes = frozenset()
@@ -69,6 +69,9 @@ class NCCLChannel(FilesChannel):
         """See Sender."""
         super().__init__(directory, keep=keep, model_path=model_path)
         self._sender = Sender(host, bucket_bytes=bucket_bytes)
+
+    def must_store(self, policy_version: int) -> bool:
+        return False
 
     @property
     def sender(self) -> Sender:

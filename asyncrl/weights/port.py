@@ -34,6 +34,10 @@ class WeightChannel(Protocol):
         """Store one version atomically and remove versions that should no longer be loaded."""
         ...
 
+    def must_store(self, policy_version: int) -> bool:
+        """Whether ``publish`` must be called for this version although nobody has asked for its folder."""
+        ...
+
     def verify(self, weights: WeightVersion) -> Path:
         """Return the folder of a version, fetched if needed and with its checksum verified. Raises WeightsError."""
         ...

@@ -181,6 +181,9 @@ class Channel:
             incarnation=incarnation, policy_version=policy_version, uri="nowhere", sha256=digest, num_bytes=0
         )
 
+    def must_store(self, policy_version: int) -> bool:
+        return True
+
     def retain(self, weights: WeightVersion) -> None:
         pass
 
@@ -319,7 +322,7 @@ class Loop:
             cap=self.run.algorithm.filter_cap,
             keeps_at_cap=self.run.algorithm.filter_cap_action == "keep",
         )
-        self.learner, self.prompts = assemble_learner(
+        self.learner, self.others = assemble_learner(
             self.run,
             bus=self.bus,
             state=state,
@@ -349,7 +352,7 @@ class Loop:
 
     async def run_learner(self, *, resume: bool = False) -> Learner:
         learner = self.build(resume=resume)
-        await supervise(learner, self.prompts, HeartbeatSender(learner))
+        await supervise(learner, *self.others, HeartbeatSender(learner))
         return learner
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.actors.learner.weight_publisher import WeightSender
+from asyncrl.actors.learner.weight_publisher import WeightPublisher, WeightSender
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.bus.jetstream.connection import dial
 from asyncrl.bus.jetstream.credentials import Credentials
@@ -167,6 +167,7 @@ class Channel(fakes.Channel):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.sender: Any = Sender()
 
     def receiver(self, updater: Any, *, engine: str) -> Any:
         return self._engine.receiver
@@ -195,9 +196,9 @@ async def hold(bus: MemoryBus, sender: Sender, version: int, *, incarnation: int
 
 
 @contextlib.asynccontextmanager
-async def learner(bus: MemoryBus, sender: Sender) -> AsyncIterator[None]:
-    actor = WeightSender("weights", bus, sender=sender)
-    async with running(actor):
+async def learner(bus: MemoryBus, sender: Sender, publisher: WeightPublisher | None = None) -> AsyncIterator[None]:
+    publisher = publisher or WeightPublisher(bus, fakes.Channel())
+    async with running(WeightSender("weights", bus, sender=sender, publisher=publisher)):
         while await bus.ask(TRANSFERS, TransferRequest(engine="?", group="?", num_ranks=1), seconds=1) is None:
             await asyncio.sleep(0)  # until it serves
         yield

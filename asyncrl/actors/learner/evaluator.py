@@ -126,9 +126,13 @@ class Evaluator:
             return f"this version was lost when the learner fell back to version {self._table.policy_version}"
         return ""
 
+    def is_due(self, policy_version: int) -> bool:
+        """Whether this version, if it is stored next, is to be evaluated."""
+        return self._section.is_due(before=self._before, now=policy_version)
+
     async def begin_if_due(self, weights: WeightVersion) -> None:
         """Called when a version can be loaded, before it is announced. Begin its evaluation if that is due."""
-        is_due = self._section.is_due(before=self._before, now=weights.policy_version)
+        is_due = self.is_due(weights.policy_version)
         self._newest, self._before = weights, weights.policy_version
         if is_due and self._section.at_end and weights.policy_version == self._last_step:
             return

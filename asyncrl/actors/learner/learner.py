@@ -290,6 +290,7 @@ class Learner(Actor):
             policy_version=policy_version,
             num_engines=await self._workers.count(),
             group=self._tasks,
+            is_kept=self._checkpointer.is_due(self.step),  # so that there is a model as new as the checkpoint
         )
 
     async def _report(self, groups: Sequence[BufferedGroup], batch: PreparedBatch, result: StepResult) -> None:

@@ -130,20 +130,28 @@ class Trainer:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
     async def publish_weights(
-        self, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
+        self, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup, is_kept: bool
     ) -> None:
-        """Take a snapshot now. Tasks of ``group`` send, write, hash and announce it while the next step runs."""
+        """Take a snapshot now. Tasks of ``group`` send, write, hash and announce it while the next step runs.
+
+        is_kept: see WeightPublisher.publish
+        """
         await self.take_gpus()
         started = time.monotonic()
         self._weights.withdraw()
         snapshot = await self.call(self._backend.export, what="a copy of the weights")
         self._export_seconds = time.monotonic() - started
         await self._weights.publish(
-            snapshot, incarnation=incarnation, policy_version=policy_version, num_engines=num_engines, group=group
+            snapshot,
+            incarnation=incarnation,
+            policy_version=policy_version,
+            num_engines=num_engines,
+            group=group,
+            is_kept=is_kept,
         )
 
     async def weights_published(self) -> None:
-        """Wait until the newest version is announced."""
+        """Wait until the newest version is stored and announced."""
         await self._weights.wait()
 
     async def take_gpus(self) -> None:

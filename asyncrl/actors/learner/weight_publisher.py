@@ -1,7 +1,9 @@
 """Publishes new policy versions through the weight channel while the learner continues training.
 
 WeightPublisher announces each version; WeightSender answers engines that ask for the newest one from the learner's
-memory, and sends it during the next step.
+memory, and sends it during the next step. Engines that receive weights so need no folder: one is written only of a
+version that somebody reads, such as an evaluation (``WeightPublisher._is_read``), and of each if an engine cannot
+receive them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class _Version:
     snapshot: Snapshot
     incarnation: int
     policy_version: int
+    is_kept: bool
     since: float
 
 
@@ -71,11 +74,12 @@ class WeightPublisher:
         self._bus = bus
         self._channel = channel
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._next: _Version | None = None
+        self._next: _Version | None = None  # the newest version, until it is stored or withdrawn
+        self._are_folders_read = False
         self._writing: asyncio.Task[None] | None = None
         self._num_engines = 0
         self.seconds = 0.0
-        """Seconds from snapshot to the folder's announcement, for the last version written."""
+        """Seconds from the last version's snapshot to its announcement: sent from memory if it is, else as a folder."""
         self.num_bytes = 0
         """Bytes stored for the last version written."""
 
@@ -92,26 +96,46 @@ class WeightPublisher:
             self._channel.sender.withdraw()
 
     async def publish(
-        self, snapshot: Snapshot, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
+        self,
+        snapshot: Snapshot,
+        *,
+        incarnation: int,
+        policy_version: int,
+        num_engines: int,
+        group: asyncio.TaskGroup,
+        is_kept: bool = False,
     ) -> None:
-        """Announce a snapshot; a task of ``group`` writes, hashes and announces its folder.
+        """Announce a snapshot; if its folder is read, a task of ``group`` writes, hashes and announces it.
 
-        num_engines: number of workers known to the learner; included in every announcement from now on
+        num_engines  number of workers known to the learner; included in every announcement from now on
+        is_kept      write the folder, or that of a newer version, in any case
         """
         self._num_engines = num_engines
         self._next = _Version(
-            snapshot=snapshot, incarnation=incarnation, policy_version=policy_version, since=time.monotonic()
+            snapshot=snapshot,
+            incarnation=incarnation,
+            policy_version=policy_version,
+            is_kept=is_kept or (self._next is not None and self._next.is_kept),
+            since=time.monotonic(),
         )
         if self._channel.sender is not None:
             self._channel.sender.set_weights(snapshot, incarnation=incarnation, policy_version=policy_version)
             await self._announce(WeightVersion(incarnation=incarnation, policy_version=policy_version), key=SENT)
-        if self._writing is None or self._writing.done():
-            self._writing = group.create_task(self._write(), name="publish-weights")
+            self.seconds = time.monotonic() - self._next.since
+        self._begin_to_write(group)
+
+    def write_folders(self, group: asyncio.TaskGroup) -> None:
+        """Write the newest version's folder and all that follow: an engine cannot receive weights."""
+        self._are_folders_read = True
+        self._begin_to_write(group)
 
     async def wait(self) -> None:
-        """Wait until the newest version is announced."""
+        """Wait until the newest version is stored and announced, also if nobody but the user reads it."""
+        if self._next is not None:
+            self._next = replace(self._next, is_kept=True)
         if self._writing is not None:
             await self._writing
+        await self._write()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
@@ -121,8 +145,21 @@ class WeightPublisher:
             WEIGHTS, replace(version, num_engines=self._num_engines, resumed_from=self._resumed_from), key=key
         )
 
+    def _begin_to_write(self, group: asyncio.TaskGroup) -> None:
+        if self._writing is None or self._writing.done():
+            self._writing = group.create_task(self._write(), name="publish-weights")
+
+    def _is_read(self, version: _Version) -> bool:
+        return (
+            version.is_kept
+            or self._are_folders_read
+            or self._after_write is not None
+            or (self._evaluator is not None and self._evaluator.is_due(version.policy_version))
+            or self._channel.must_store(version.policy_version)
+        )
+
     async def _write(self) -> None:
-        while (first := self._next) is not None:
+        while (first := self._next) is not None and self._is_read(first):
             self._next = None
             since, version = await self._disk.write(functools.partial(self._store, first), what="weights")
             if self._after_write is not None:
@@ -131,7 +168,8 @@ class WeightPublisher:
                 await self._evaluator.begin_if_due(version)
             await self._announce(version)
             self.num_bytes = self._channel.published_bytes
-            self.seconds = time.monotonic() - since
+            if not self.sends:
+                self.seconds = time.monotonic() - since
 
     async def _store(self, first: _Version) -> tuple[float, WeightVersion]:
         """Write ``first``, or a newer version if one has arrived: after a full disk, the newest version is written.
@@ -169,14 +207,19 @@ class WeightSender(Actor):
 
     role = "weight-sender"
 
-    def __init__(self, name: str, bus: Bus, *, sender: Sender) -> None:
+    def __init__(self, name: str, bus: Bus, *, sender: Sender, publisher: WeightPublisher) -> None:
         super().__init__(name, bus)
         self._sender = sender
+        self._publisher = publisher
 
     async def run(self) -> None:
         async with self.bus.serve(TRANSFERS) as requests, asyncio.TaskGroup() as group:
             async for request in requests:
-                group.create_task(self._answer(request), name=f"{self.name}.{request.question.engine}")
+                if request.question.by_folder:
+                    self._publisher.write_folders(group)
+                    await request.answer(TransferOffer())
+                else:
+                    group.create_task(self._answer(request), name=f"{self.name}.{request.question.engine}")
 
     async def _answer(self, request: Request[TransferRequest, TransferOffer]) -> None:
         question = request.question

@@ -353,14 +353,18 @@ class Loader:
     async def load(self) -> bool:
         """Try once. Return False if there is nothing to load any more, or not yet. Raises WeightsError."""
         pinned, sent = self._versions.pinned, self._versions.sent
+        stored = pinned or self._versions.stored
         if pinned is None and self.receiver is not None and sent is not None and sent.version == self._versions.newest:
             try:
                 return await self.receive(self.receiver)
             except WeightsError as error:
                 self._log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
-                if self._versions.sent is sent:
+                is_there = stored is not None and stored.version >= sent.version
+                if not is_there and not await self.ask_for_folders():
+                    if stored is None or stored.version <= self._engine.version:
+                        raise Unreadable(str(error)) from error  # no learner answers: both are tried until one does
+                elif self._versions.sent is sent:
                     self._versions.sent = None
-        stored = pinned or self._versions.stored
         if stored is None or (pinned is None and stored.version <= self._engine.version):
             return False  # the folder is still being written
         return await self._load_folder(stored)
@@ -378,6 +382,14 @@ class Loader:
             ):
                 report = await receiver.receive(self._ask)
         self._note(report)
+        return True
+
+    async def ask_for_folders(self) -> bool:
+        """Have the learner write folders from its newest version on. Return whether it has answered."""
+        try:
+            await self._ask(TransferRequest(engine=self._worker, group=self._worker, num_ranks=1, by_folder=True))
+        except WeightsError:
+            return False
         return True
 
     async def _ask(self, request: TransferRequest) -> TransferOffer:
@@ -506,6 +518,8 @@ class WeightFollower(Actor):
                 group.create_task(self._watch(is_sent=False), name=f"{self.name}.watch-folders")
             if self.loader.receiver is not None:
                 group.create_task(self._watch(is_sent=True), name=f"{self.name}.watch-sent")
+            elif self._follows and self._channel.sender is not None:
+                group.create_task(self._need_folders(), name=f"{self.name}.need-folders")
             while True:
                 await self.gate.until_load_due()
                 target = self.versions.target
@@ -521,6 +535,14 @@ class WeightFollower(Actor):
             async for version in versions:
                 self.versions.update(version, is_sent=is_sent)
                 self.gate.notify()
+
+    async def _need_folders(self) -> None:
+        """For an engine that cannot receive weights: tell each learner, which may write no folders otherwise."""
+        told = -1
+        async with self.bus.watch(WEIGHTS, key=SENT) as versions:
+            async for version in versions:
+                if version.incarnation != told and await self.loader.ask_for_folders():
+                    told = version.incarnation
 
     async def _wait_to_retry(self, target: tuple[int, int], error: WeightsError) -> None:
         """Wait before the next attempt, but not if another version is wanted. Raises the error of a broken engine."""
@@ -551,4 +573,5 @@ class WeightFollower(Actor):
 
 
 class Unreadable(WeightsError):
-    """A version's folder or objects are missing or not as announced. No other worker could read them."""
+    """A version's folder or objects are missing or not as announced, or no learner is there. No other worker could read
+    them."""

@@ -107,7 +107,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         await asyncio.to_thread(_say_replay, run)
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus, image_reader=image_reader)
-    learner, prompts = assemble_learner(
+    return assemble_learner(
         run,
         bus=bus,
         state=state,
@@ -140,8 +140,6 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         max_failed_in_a_row=max(32, 2 * run.window),
         image_reader=image_reader,
     )
-    senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
-    return learner, [prompts, *senders]
 
 
 def assemble_learner(
@@ -163,8 +161,8 @@ def assemble_learner(
     evaluation_sets: Sequence[EvaluationSet] = (),
     max_failed_in_a_row: int = 32,
     image_reader: ImageReader | None = None,
-) -> tuple[Learner, PromptSource]:
-    """Assemble the learner and the prompt source of its process from their parts.
+) -> tuple[Learner, list[Actor]]:
+    """Assemble the learner and the other actors of its process from their parts.
 
     state, restore_from  the starting point: state of a checkpoint, and its backend folder
     data_digests         SHA-256 of each data file by its path, for the history
@@ -208,18 +206,19 @@ def assemble_learner(
             best=BestModel(directory / "best", metric=best, resume_points=table.resume_points) if best else None,
             recorder=answers,
         )
+    publisher = WeightPublisher(
+        bus,
+        channel,
+        waits=waits,
+        resumed_from=state.policy_version,
+        evaluator=evaluator,
+        after_write=load_after_write(run.weights.after_write),
+    )
     trainer = Trainer(
         run,
         backend=backend,
         algorithm=algorithm,
-        weights=WeightPublisher(
-            bus,
-            channel,
-            waits=waits,
-            resumed_from=state.policy_version,
-            evaluator=evaluator,
-            after_write=load_after_write(run.weights.after_write),
-        ),
+        weights=publisher,
         waits=waits,
         restore_from=restore_from,
         profile=registry.profiler(run),
@@ -280,7 +279,10 @@ def assemble_learner(
         window=NeededWindow.from_run(run) if _are_sampled(run) else None,
         images=None if image_reader is None else image_reader.store,
     )
-    return learner, prompts
+    senders = []
+    if channel.sender is not None:
+        senders.append(WeightSender("weights", bus, sender=channel.sender, publisher=publisher))
+    return learner, [prompts, *senders]
 
 
 def _timeline(run: RunConfig) -> Timeline | None:

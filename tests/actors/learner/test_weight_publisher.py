@@ -12,27 +12,32 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.learner.weight_publisher import WeightPublisher
+from asyncrl.actors.learner.weight_publisher import WeightPublisher, WeightSender
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import WeightsSection
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.messages import WeightVersion
-from asyncrl.messages.topics import WEIGHTS
+from asyncrl.messages.topics import TRANSFERS, WEIGHTS
+from asyncrl.messages.weight_transfer import TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.after_write import load_after_write
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker
-from tests.harness.weights import SNAPSHOT, Sender
+from tests.harness.weights import SNAPSHOT, Sender, running
 
 
 class Channel(fakes.Channel):
     """Writes a version when the test allows it."""
 
-    def __init__(self, sender: Sender | None) -> None:
+    def __init__(self, sender: Sender | None, *, must_store: bool = True) -> None:
         self.sender: Any = sender
+        self._must_store = must_store
         self.may_write = threading.Semaphore(0)
         self.writing: list[int] = []
+
+    def must_store(self, policy_version: int) -> bool:
+        return self._must_store
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         self.writing.append(policy_version)
@@ -59,9 +64,14 @@ async def publishing(channel: Channel, *, num_engines: int = 0) -> AsyncIterator
     publisher = WeightPublisher(bus, channel)
     async with asyncio.TaskGroup() as group:
 
-        async def publish(version: int) -> None:
+        async def publish(version: int, *, is_kept: bool = False) -> None:
             await publisher.publish(
-                SNAPSHOT, incarnation=0, policy_version=version, num_engines=num_engines, group=group
+                SNAPSHOT,
+                incarnation=0,
+                policy_version=version,
+                num_engines=num_engines,
+                group=group,
+                is_kept=is_kept,
             )
 
         yield bus, publisher, publish
@@ -120,6 +130,71 @@ async def test_who_waits_waits_for_the_newest_version() -> None:
         channel.may_write.release()
         await waiting
         assert bus.announced == [("folder", 1), ("folder", 2)]
+
+
+async def test_a_folder_that_nobody_reads_is_not_written_but_that_of_a_checkpoint_and_the_last_are() -> None:
+    channel = Channel(Sender(), must_store=False)
+    channel.may_write.release(3)
+    async with publishing(channel) as (bus, publisher, publish):
+        for version in (1, 2, 3):
+            await publish(version, is_kept=version == 2)
+            await until(lambda: publisher._writing.done())
+        assert [one for one in bus.announced if one[0] == "folder"] == [("folder", 2)]
+        await publisher.wait()
+        await publisher.wait()
+    assert channel.writing == [2, 3]
+    assert bus.announced[-1] == ("folder", 3)
+
+
+async def test_what_is_to_be_kept_and_overtaken_is_kept_as_the_newer_version() -> None:
+    channel = Channel(Sender(), must_store=False)
+    async with publishing(channel) as (_, publisher, publish):
+        await publish(1, is_kept=True)
+        await until(lambda: channel.writing == [1])
+        await publish(2, is_kept=True)
+        await publish(3)
+        channel.may_write.release(2)
+        await until(lambda: publisher._writing.done())
+    assert channel.writing == [1, 3]
+
+
+async def test_an_engine_that_cannot_receive_weights_gets_the_folder_of_this_version_and_all_later_ones() -> None:
+    channel = Channel(Sender(), must_store=False)
+    channel.may_write.release(9)
+    async with publishing(channel) as (bus, publisher, publish):
+        async with running(WeightSender("weights", bus, sender=Sender(), publisher=publisher)):
+            await publish(1)
+            await until(lambda: publisher._writing.done())
+            assert channel.writing == []
+            request = TransferRequest(engine="w0", group="w0", num_ranks=1, by_folder=True)
+            while await bus.ask(TRANSFERS, request, seconds=1) is None:
+                await asyncio.sleep(0)  # until it serves
+            await until(lambda: ("folder", 1) in bus.announced)
+        await publish(2)
+        await until(lambda: ("folder", 2) in bus.announced)
+
+
+async def test_a_version_to_be_evaluated_or_given_to_a_function_is_written() -> None:
+    class Evaluator:
+        def is_due(self, policy_version: int) -> bool:
+            return policy_version == 2
+
+        async def begin_if_due(self, weights: WeightVersion) -> None:
+            assert weights.policy_version == 2
+
+    made: tuple[tuple[dict[str, Any], list[int]], ...] = (
+        ({"evaluator": Evaluator()}, [2]),
+        ({"after_write": load_after_write(f"{__name__}:upload")}, [1, 2, 3]),
+    )
+    for readers, written in made:
+        channel = Channel(Sender(), must_store=False)
+        channel.may_write.release(9)
+        publisher = WeightPublisher(Recorded(), channel, **readers)
+        for version in (1, 2, 3):
+            async with asyncio.TaskGroup() as group:
+                await publisher.publish(SNAPSHOT, incarnation=0, policy_version=version, num_engines=0, group=group)
+        publisher.close()
+        assert channel.writing == written
 
 
 async def test_a_channel_without_a_sender_announces_folders_only() -> None:

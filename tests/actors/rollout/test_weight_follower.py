@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.actors.rollout import weight_follower
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import WeightsError
@@ -17,7 +18,7 @@ from asyncrl.messages.roles import LEARNER
 from asyncrl.messages.topics import TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferRequest
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
-from tests.harness.fakes import until
+from tests.harness.fakes import Channel, until
 from tests.harness.weights import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running, sampling
 
 
@@ -85,6 +86,46 @@ async def test_loads_folder_once_written_if_transfer_fails(bus: MemoryBus, load:
         engine.receiver.fails = False
         await hold(bus, sender, 2)
         await until(lambda: engine.version == (0, 2))
+    assert engine.took == [("folder", 1), ("sent", 2)]
+
+
+class OnDemand(Channel):
+    """The learner's end of a channel that stores no folder unless it is asked for."""
+
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+
+    def must_store(self, policy_version: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("receives", [True, False])
+async def test_folders_are_written_for_an_engine_that_cannot_receive_weights(bus: MemoryBus, receives: bool) -> None:
+    """Be it that its transfer fails, or that it has no way to receive any. Nothing else would bring it new weights."""
+    engine, sender = Engine(receives=receives), Sender()
+    if receives:
+        engine.receiver.tears = True
+    publisher = WeightPublisher(bus, OnDemand(sender))
+    async with learner(bus, sender, publisher), running(follow(bus, engine)), asyncio.TaskGroup() as group:
+        for version in (1, 2):
+            await publisher.publish(SNAPSHOT, incarnation=0, policy_version=version, num_engines=1, group=group)
+            await until(lambda version=version: engine.version == (0, version))
+    publisher.close()
+    assert set(engine.took) == {("folder", 1), ("folder", 2)}
+
+
+async def test_while_no_learner_answers_an_engine_takes_the_newest_folder_and_tries_again_until_one_does(
+    bus: MemoryBus,
+) -> None:
+    engine, sender = Engine(), Sender()
+    follower = follow(bus, engine)
+    await announce(bus, 1, folder=True)  # of the last checkpoint, say
+    async with running(follower):
+        await hold(bus, sender, 2)
+        await until(lambda: follower.failed_attempts > weight_follower.ATTEMPTS)
+        assert engine.took == [("folder", 1)]
+        async with learner(bus, sender):
+            await until(lambda: engine.version == (0, 2))
     assert engine.took == [("folder", 1), ("sent", 2)]
 
 
