@@ -77,9 +77,11 @@ async def test_a_new_run_exports_no_version_0_because_engines_start_with_it(
         await publish(self, snapshot, **arguments)
 
     monkeypatch.setattr(WeightPublisher, "publish", record)
-    rows = await train(changed(base, "weights", channel="nccl", keep=8, options={"host": "127.0.0.1"}), memory_bus())
+    run = changed(base, "weights", channel="nccl", keep=8, options={"host": "127.0.0.1"})
+    rows = await train(run, memory_bus())
     assert len(rows) == 4
     assert versions == [1, 2, 3, 4]
+    assert [folder.name for folder in run.weights_directory.iterdir()] == ["0-4"]  # that somebody reads
 
 
 async def test_two_optimizer_steps_a_batch_make_one_version_and_the_clip_binds(base: RunConfig) -> None:
