@@ -127,8 +127,7 @@ SCHEMA: dict[str, str] = {
     "rollout/quarantined": "quarantined workers, whose groups are dropped (learner.quarantine_mismatch)",
     "weights/version": "newest policy version",
     "weights/publish_seconds": "time from the end of the step to the announcement that engines may load the version",
-    "weights/publish_bytes": "bytes stored for the last stored version: a file, or objects (whole, changes, or "
-    "both)",
+    "weights/publish_bytes": "bytes stored for the last stored version: a file, or objects (whole, changes, or both)",
     "weights/pause_seconds": "longest time that an engine decoded nothing during its last load, over engines",
     "weights/lag_versions": "newest version - version of an engine at its last heartbeat (up to 2 s ago), largest over "
     "engines",
