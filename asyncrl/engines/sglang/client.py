@@ -19,7 +19,7 @@ from typing import Any, Final
 import aiohttp
 
 from asyncrl.engines.sglang.server import ServerProcess
-from asyncrl.errors import EngineDied, EngineError
+from asyncrl.errors import EngineDied, EngineError, HopelessError
 
 _READ_BYTES = 2**20
 _ABORT_SECONDS = 5.0
@@ -156,7 +156,8 @@ log = logging.getLogger(__name__)
 
 
 async def wait_until_healthy(client: ServerClient, *, seconds: float, note: str = "") -> None:
-    """Poll twice a second (SGLang sends no notification). Raises EngineDied, immediately if a launched server dies.
+    """Poll twice a second (SGLang sends no notification). Raises EngineDied, immediately if a launched server dies, and
+    HopelessError if it dies by the same reason as in its start before.
 
     note  why it may take long, for messages
     """
@@ -176,6 +177,10 @@ async def wait_until_healthy(client: ServerClient, *, seconds: float, note: str 
         raise EngineDied(
             f"SGLang did not start within engine.options.start_seconds = {seconds:g}{note} at {client.url}; {why}"
         ) from error
+    except EngineDied as error:
+        if server is not None and not server.is_alive and server.repeats():
+            raise HopelessError(f"{error}; its last start ended the same way, so it is not tried again") from error
+        raise
     log.info("SGLang at %s is up after %.0f s", client.url, time.monotonic() - began)
 
 

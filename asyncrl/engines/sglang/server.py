@@ -96,6 +96,8 @@ _REASON: Final = re.compile(r"(?:[\w.]*(?:Error|Exception)\b(?:: .*)?|.*\berror:
 """The last line of a traceback, or what a command line's parser says."""
 _ECHO: Final = re.compile(r"scheduler died|Initialization failed|Received sigquit|BrokenPipe|EOFError|ConnectionReset")
 """What the server's other processes say when one of them has died."""
+_ANSWERED: Final = '" 200 OK'
+"""What the server's log says of a request that it answered, as each does that has been up."""
 _OPTION: Final = re.compile(r"(?<!\w)--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 _CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",  # otherwise rotary embeddings need vllm
@@ -255,12 +257,28 @@ class ServerProcess:
         if self._reason:
             return f"{self._reason} (log: {self.log_path})"
         try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(self._start, log.seek(0, os.SEEK_END) - _LOG_BYTES))
-                text = log.read(_LOG_BYTES).decode(errors="replace")
+            reason = reason_in(self._read())
         except OSError as error:
             return f"{self.log_path}: {error.strerror}"
-        return f"{reason_in(text) or 'it said nothing'} (log: {self.log_path})"
+        return f"{reason or 'it said nothing'} (log: {self.log_path})"
+
+    def repeats(self) -> bool:
+        """Return whether the start before ended by the same reason, without an answer to any request before that."""
+        if self._reason:
+            return False
+        try:
+            before, now = self._read(before=True), self._read()
+        except OSError:
+            return False
+        return bool(reason := reason_in(now)) and reason == reason_in(before) and _ANSWERED not in before
+
+    def _read(self, *, before: bool = False) -> str:
+        """Return the end of the log.  before: of what was there when this process started. Raises OSError."""
+        with self.log_path.open("rb") as log:
+            begin, end = (0, self._start) if before else (self._start, log.seek(0, os.SEEK_END))
+            begin = max(begin, end - _LOG_BYTES)
+            log.seek(begin)
+            return log.read(end - begin).decode(errors="replace")
 
 
 def reason_in(log: str) -> str:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from asyncrl.engines.sglang import server as sglang_server
-from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.errors import ConfigError, EngineDied, HopelessError
 from tests.harness.engines import Model
 from tests.harness.process_trees import all_gone, descendants, end_of
 from tests.unit.engines.sglang.fake_server import make_engine
@@ -118,6 +118,28 @@ async def test_a_server_that_dies_while_starting_is_noticed(
     with pytest.raises(EngineDied) as caught:
         await make_engine(model, tmp_path / "log").start()
     assert str(caught.value) == f"SGLang has ended: no GPU found (log: {tmp_path / 'log'})"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "is_hopeless"),
+    [
+        ("", False),
+        ("no GPU found\n", True),
+        ("no disk found\n", False),
+        ('INFO: "GET /health HTTP/1.1" 200 OK\nno GPU found\n', False),
+    ],
+)
+async def test_a_server_that_has_never_been_up_ends_the_run_when_it_dies_by_the_same_reason_again(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: str, is_hopeless: bool
+) -> None:
+    """Each start takes minutes. One that has been up may be mended by a restart: a disk that was away, a GPU that is
+    free again."""
+    log = tmp_path / "log"
+    log.write_text(earlier)
+    command = [sys.executable, "-c", "exit('no GPU found')"]
+    monkeypatch.setattr(sglang_server, "server_command", lambda *_, **__: command)
+    with pytest.raises(HopelessError if is_hopeless else EngineDied, match="SGLang has ended: no GPU found"):
+        await make_engine(model, log).start()
 
 
 NO_MEMORY = """\
