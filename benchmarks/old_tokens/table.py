@@ -1,4 +1,4 @@
-"""The tables of the rows: means over seeds with their standard errors, and paired differences from synchronous runs."""
+"""The tables of the rows: means over seeds with standard errors, and paired differences with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ Row = dict[str, Any]
 
 FASTER: Final = 1.8
 """Trained tokens a second, asynchronous by synchronous: 0.6B, 1 + 1 GPUs, nothing thrown away (performance.md)."""
+_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
+_NORMAL: Final = 1.960
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -21,6 +24,26 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.fmean(values), error
+
+
+def quantile(freedom: float) -> float:
+    """Return how many errors a 95 % interval reaches to each side. Of degrees of freedom that the table lacks it takes
+    the next fewer, so an interval is rather too wide.
+
+    >>> [quantile(freedom) for freedom in (2, 3.9, 50, math.inf)]
+    [4.303, 3.182, 2.228, 1.96]
+    """
+    return _NORMAL if math.isinf(freedom) else _T[min(int(freedom + 1e-9), len(_T)) - 1]
+
+
+def with_interval(mean: float, error: float, *, freedom: float) -> str:
+    """Return a difference with its 95 % interval by Student's t.
+
+    >>> with_interval(-0.07, 0.023, freedom=2)
+    '-0.070 [-0.169, +0.029]'
+    """
+    wide = quantile(freedom) * error
+    return f"{mean:+.3f} [{mean - wide:+.3f}, {mean + wide:+.3f}]"
 
 
 def at_seconds(row: Row, *, faster: float) -> float:
@@ -96,7 +119,7 @@ def _print_differences(rows: Sequence[Row]) -> None:
             samples = paired(arm, control)
             seconds = paired(arm, control, of_control=lambda row: at_seconds(row, faster=FASTER))
             if samples:
-                print(f"| {rate:g} | {age} | {_text(samples, '+')} | {_text(seconds, '+')} |")
+                print(f"| {rate:g} | {age} | {_difference(samples)} | {_difference(seconds)} |")
 
 
 def _print_guards(rows: Sequence[Row]) -> None:
@@ -112,11 +135,17 @@ def _print_guards(rows: Sequence[Row]) -> None:
         arms.sort(key=lambda arm: -statistics.fmean([*paired(arm[1], default), *([] if arm[1] else [-9.0])] or [-9.0]))
         for name, arm in arms:
             cells = [_text([row["held_out"] for row in select(arm, task=task)]) for task in tasks]
-            print(f"| {name} | {' | '.join(cells)} | {'' if name == 'tis' else _text(paired(arm, default), '+')} |")
+            print(f"| {name} | {' | '.join(cells)} | {'' if name == 'tis' else _difference(paired(arm, default))} |")
 
 
-def _text(values: Sequence[float], sign: str = "") -> str:
+def _text(values: Sequence[float]) -> str:
     if not values:
         return ""
     mean, error = interval(values)
-    return f"{mean:{sign}.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+    return f"{mean:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+
+
+def _difference(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return "".join(f"{value:+.3f}" for value in values)
+    return with_interval(*interval(values), freedom=len(values) - 1)

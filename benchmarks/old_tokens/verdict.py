@@ -19,13 +19,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.old_tokens.cells import Row
-from benchmarks.old_tokens.table import FASTER, at_seconds, interval, select
+from benchmarks.old_tokens.table import FASTER, at_seconds, interval, quantile, select, with_interval
 
 MATTERS: Final = 0.02
 """Held-out reward that a loss must exceed to count."""
-_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
-_NORMAL: Final = 1.960
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +54,7 @@ class Difference:
         >>> str(Difference(mean=-0.07, error=0.023, seeds=3, freedom=2))
         '-0.070 [-0.169, +0.029]'
         """
-        low, high = self.interval
-        return f"{self.mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+        return with_interval(self.mean, self.error, freedom=self.freedom)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,16 +143,6 @@ def mean_of(differences: Sequence[Difference]) -> Difference:
         seeds=min(one.seeds for one in differences),
         freedom=sum(one.error**2 for one in differences) ** 2 / parts if parts else math.inf,
     )
-
-
-def quantile(freedom: float) -> float:
-    """Return how many errors a 95 % interval reaches to each side. Of degrees of freedom that the table lacks it takes
-    the next fewer, so an interval is rather too wide.
-
-    >>> [quantile(freedom) for freedom in (2, 3.9, 50, math.inf)]
-    [4.303, 3.182, 2.228, 1.96]
-    """
-    return _NORMAL if math.isinf(freedom) else _T[min(int(freedom + 1e-9), len(_T)) - 1]
 
 
 def safe_product(found: Sequence[Cell]) -> float:
