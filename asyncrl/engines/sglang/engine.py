@@ -72,7 +72,7 @@ from asyncrl.engines.sglang.options import (
     option_name,
 )
 from asyncrl.engines.sglang.options import Options as Options
-from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request, require_support
+from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request, names_experts, require_support
 from asyncrl.engines.sglang.server import ServedModel, read_model
 from asyncrl.engines.sglang.versions import SettledVersion, Stamps, new_owner
 from asyncrl.engines.sglang.weights import SGLangUpdater, WeightLoader
@@ -91,6 +91,8 @@ log = logging.getLogger(__name__)
 
 _COMPILES: Final = " (a machine's first start with experts in 4 bits compiles kernels, six minutes on one core)"
 """Of SGLang 0.5.16 on an H200: the first CUDA graph took 358 s, and 0.8 s in the next start."""
+_FIRST_TOKENS: Final = 4
+"""Tokens of a first request and its answer of two."""
 _IDLE_SECONDS: Final = 30.0
 """Time for a server's last batch to end before its memory leaves the GPUs."""
 _WORKSPACE_BYTES: Final = 10 * 2**30
@@ -568,6 +570,13 @@ class SGLangEngine(EngineAdapter):
         answer = await ask_first(self._client, self._short_request(), seconds=self._options.start_seconds)
         if self._reports_support:
             require_support(answer["meta_info"])
+        experts = self._model.experts
+        if experts and not names_experts(answer["meta_info"], experts, num_tokens=_FIRST_TOKENS):
+            log.warning(
+                "SGLang at %s does not say to which experts it routed a token, so the learner routes by itself; set "
+                'rollout.routing_replay = "off", or moe-runner-backend = "triton" in engine.options.server_arguments',
+                self.url,
+            )
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {version}")
@@ -627,7 +636,7 @@ class SGLangEngine(EngineAdapter):
     def _short_request(self) -> dict[str, Any]:
         """Return a request with two prompt tokens and two new tokens."""
         sampling = SamplingParams(max_new_tokens=2, ignore_eos=True, top_k=2 if self._reports_support else 0)
-        return self._request(np.zeros(2, dtype=np.int32), sampling, stream=False)
+        return self._request(np.zeros(_FIRST_TOKENS - 2, dtype=np.int32), sampling, stream=False)
 
     async def _ask_for_a_token(self) -> None:
         async with self._client.post("/generate", self._short_request()):

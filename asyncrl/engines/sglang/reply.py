@@ -281,6 +281,18 @@ def read_report(meta: Mapping[str, Any], *, held_seconds: float) -> RequestRepor
     )
 
 
+def names_experts(meta: Mapping[str, Any], model: ExpertCounts, *, num_tokens: int) -> bool:
+    """Return whether a whole reply says which experts any of its tokens, prompt included, was routed to.
+
+    SGLang reports zeros if a kernel of the experts chooses them itself: triton_kernel, its default for gpt-oss on
+    Hopper, and flashinfer's trtllm (forward_cuda in layers/moe/topk.py of 0.5.16 and 0.5.23).
+    """
+    if not (text := meta.get("routed_experts")):
+        return False
+    found = read_experts(text, model, num_tokens=num_tokens)
+    return bool((found != unrouted(found)).any())
+
+
 def require_support(meta: Mapping[str, Any]) -> tuple[list[list[int]], list[float]]:
     """Return what each token of a reply was sampled from, and its logprob among these. Raises ConfigError."""
     supports, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.data.model_folder import ExpertCounts
 from asyncrl.engines.generation import Generation, RequestReport
 from asyncrl.engines.sglang.client import lines
-from asyncrl.engines.sglang.reply import Reply, sampling_params
+from asyncrl.engines.sglang.reply import Reply, names_experts, sampling_params
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import ConfigError, EngineError, PromptError
 from asyncrl.messages import SamplingParams
@@ -216,6 +216,13 @@ def test_experts_are_of_prompt_and_answer_and_dense_layers_and_the_last_token_ha
 def test_experts_of_another_model_are_an_error(text: str) -> None:
     with pytest.raises(EngineError, match="routed experts are not those of this model"):
         with_experts().take_chunk(body([5], finish_reason=LENGTH, routed_experts=text), newest=NEWEST)
+
+
+def test_a_reply_of_zeros_alone_names_no_experts() -> None:
+    """A kernel that routes by itself tells nobody."""
+    zeros = base64.b64encode(bytes(3 * 2 * 2 * 4)).decode()
+    replies = [{"routed_experts": TOLD}, {"routed_experts": zeros}, {}]
+    assert [names_experts(meta, COUNTS, num_tokens=4) for meta in replies] == [True, False, False]
 
 
 # -- what each token was sampled from ----------------------------------------------------------------------------------
