@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
+from asyncrl.adapters import registry
 from asyncrl.backends.megatron.transformer_config import KEYS as MEGATRON
+from asyncrl.environments.load import FUNCTIONS
+from asyncrl.launch.launchers.adapter import LAUNCHERS
+from asyncrl.rewards.load import KINDS
 from tests import ROOT
 
 DOCS = ROOT / "docs"
@@ -17,14 +21,32 @@ NAMES = (DOCS / "reference" / "algorithms.md").read_text()
 COMMANDS = set(re.findall(r"^## asyncrl ([\w-]+)", (DOCS / "reference" / "cli.md").read_text(), re.MULTILINE))
 
 
-def keys() -> dict[str, set[str]]:
-    """Return the keys of each section: "learner", "learner.options" (of all backends), "evaluation.datasets"."""
-    found, section = defaultdict[str, set[str]](set), ""
+NAMED = {
+    "bus.kind": registry.BUSES,
+    "engine.kind": registry.ENGINES,
+    "launcher.kind": LAUNCHERS,
+    "learner.backend": registry.BACKENDS,
+    "reward.kind": KINDS,
+    "rollout.function": FUNCTIONS,
+    "weights.channel": registry.CHANNELS,
+}
+"""Keys whose values are names of parts."""
+
+
+def keys() -> dict[str, dict[str, str]]:
+    """Return what names the values of each key, by section: "learner", "learner.options" (of all backends),
+    "evaluation.datasets"."""
+    found, section = defaultdict[str, dict[str, str]](dict), ""
     for line in REFERENCE.splitlines():
         if heading := re.match(r"#+ \[*([\w.]+)\]*", line):
             section = heading[1]
         elif key := re.match(r"\| `([\w-]+)` \|", line):
-            found[section].add(key[1])
+            found[section][key[1]] = found[section].get(key[1], "") + line
+    for section, table in re.findall(r"^## algorithm\.(\w+)\n(.*?)(?=^## |\Z)", NAMES, re.MULTILINE | re.DOTALL):
+        found["algorithm"][section] = " ".join(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+    for path, names in NAMED.items():
+        section, _, key = path.rpartition(".")
+        found[section][key] = " ".join(names)
     return found
 
 
@@ -47,8 +69,8 @@ def test_every_key_exists_and_takes_the_value_that_is_named() -> None:
     for code in sorted(code for code in CODE if code.partition(".")[0] in SECTIONS):
         path, _, value = code.partition(" = ")
         section, _, key = path.rpartition(".")
-        words = [] if "package.module" in value else re.findall(r"[a-z_]+", value)
-        if key not in KEYS[section] or not all(word in REFERENCE or f"`{word}`" in NAMES for word in words):
+        words = [] if "package.module" in value else re.findall(r"[a-z_]\w*", value)
+        if key not in KEYS[section] or not all(re.search(rf"\b{word}\b", KEYS[section][key]) for word in words):
             wrong.append(code)
     assert wrong == []
 
