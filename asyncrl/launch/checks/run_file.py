@@ -209,6 +209,8 @@ def _check_settings(run: RunConfig) -> None:
     exact.check(run)
     if (replay := registry.routing_replay(run)).is_on:
         _check_log(run, run.largest_group_bytes + replay.num_bytes)
+    elif run.learner.experts_directory:
+        raise ConfigError(f"learner.experts_directory: no experts are replayed: {replay.reason}; remove it")
     learner_models.check_folders(run, algorithm)
     registry.backend_class(run).check(run)
     registry.shared_prefixes(run)

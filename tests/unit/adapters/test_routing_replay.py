@@ -61,6 +61,8 @@ def test_is_off_where_impossible_and_refused_if_required(folder: Path, setting: 
     assert found.num_bytes == 0
     with pytest.raises(ConfigError, match=f'rollout.routing_replay: "on" cannot be: {reason}'):
         check(made(folder, setting, 'rollout.routing_replay="on"'))
+    with pytest.raises(ConfigError, match=f"learner.experts_directory: no experts are replayed: {reason}"):
+        check(made(folder, setting, f'learner.experts_directory="{folder}"'))
 
 
 @pytest.mark.parametrize("model", ["mixtral", "model"])
