@@ -12,7 +12,9 @@ Test: tests/unit/tensors/test_snapshot.py.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -69,11 +71,16 @@ class Bucket:
         return self
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, view into ``data``)."""
+        """Yield (name, view into ``data``). One operation of torch for each: a mixture has thousands of tensors."""
         start = 0
-        for entry in self.entries:
-            yield entry.name, self.data[start : start + entry.num_bytes].view(entry.dtype).view(entry.shape)
-            start += entry.num_bytes
+        for dtype, entries in itertools.groupby(self.entries, key=lambda entry: entry.dtype):
+            group = tuple(entries)
+            stop = start + sum(entry.num_bytes for entry in group)
+            of_dtype, start = self.data[start:stop].view(dtype), stop
+            offset = int(of_dtype.storage_offset())
+            for entry in group:
+                yield entry.name, of_dtype.as_strided(entry.shape, _contiguous(entry.shape), offset)
+                offset += math.prod(entry.shape)
 
     def cut(self, bucket_bytes: int) -> Iterator[Bucket]:
         """Split into buckets of at most ``bucket_bytes`` without copying. A larger tensor gets a bucket of its own."""
@@ -82,6 +89,12 @@ class Bucket:
             end = begin + sum(entry.num_bytes for entry in entries)
             yield Bucket(entries=tuple(entries), data=self.data[begin:end])
             begin = end
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
+    return tuple(strides)[::-1][: len(shape)]
 
 
 Fill = Callable[[torch.Tensor], None]

@@ -53,6 +53,9 @@ _COME_IN: Final = b"\1"
 """What the learner says first; who finds the connection's end instead came too late."""
 _TAKEN: Final = b"\1"
 """What the worker says last, once its engine has copied everything."""
+_PIECE_BYTES: Final = 32 * 2**20
+"""Bytes that an engine copies at a time, or one larger tensor. Until they are loaded they take memory beside the
+weights."""
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -376,8 +379,8 @@ def take_shared(payload: bytes, device: torch.device) -> Iterator[tuple[str, tor
     """Yield copies of the tensors that a payload (IPCOffer) describes.  See Source in weights/port.py."""
     for shared in decode(payload, IPCOffer).all_buckets:
         data = _map_gpu(shared, shared.gpu[_rank()], device) if shared.gpu else _map_file(shared.file)
-        for name, tensor in Bucket(entries=entries_of(shared.layout), data=data).tensors():
-            yield name, tensor.to(device, copy=True)
+        for piece in Bucket(entries=entries_of(shared.layout), data=data).cut(_PIECE_BYTES):
+            yield from replace(piece, data=piece.data.to(device, copy=True)).tensors()
         if data.is_cuda:  # the copies must end before the learner may use this memory again
             torch.cuda.current_stream(data.device).synchronize()
         del data
