@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -43,6 +44,8 @@ class TimedEngine(SGLangEngine):
         self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
     ) -> None:
         super().__init__(model_path, device=device, dtype=dtype, version=version, options=options, log_path=log_path)
+        self._read = 0
+        """Bytes of the server's log that straight() has seen."""
         self._client = self._timed = TimedClient(self.url, request_seconds=options.request_seconds)
         self._loader = WeightLoader(
             self._timed.control,
@@ -77,6 +80,12 @@ class TimedEngine(SGLangEngine):
             taken.setdefault(path, []).append(seconds)
         self._timed.taken.clear()
         return {path: (statistics.median(seconds), max(seconds)) for path, seconds in taken.items()}
+
+    def straight(self) -> list[int]:
+        """Return how many tensors each load since the last call copied straight (destinations.py); [] if none did."""
+        log = self._log_path.read_bytes()
+        new, self._read = log[self._read :], len(log)
+        return [int(number) for number in re.findall(rb"new weights: (\d+) tensors copied straight", new)]
 
 
 @contextlib.asynccontextmanager

@@ -15,6 +15,7 @@ pause    seconds from the pause request until the server continues; it samples n
 export   the snapshot on the learner's GPU: its stall for one publish
 publish  seconds until the folder is written and hashed, concurrently with the next step (files only)
 slower   slowdown of the matrix products during transfers, as a share of their time before
+straight tensors that each load but the first copied to known places (destinations.py); 0: SGLang's load_weights
 empty    pause of an update that loads nothing: the server only finishes the steps that it has begun
 bare     a broadcast of the same bytes in the same buckets between two otherwise idle processes (bare.py), while the
          engine is still empty: its seconds over those of the whole pause, and over those that the pause takes longer
@@ -113,6 +114,7 @@ class Bench:
         reports, exports, publishes, busy = [], [], [], []
         loads = self._options.loads if transport in NCCL else self._options.folder_loads
         await self._meet_again(transport, bucket_megabytes)
+        self._engine.straight()
         for number in range(loads + 1):
             await asyncio.sleep(0.2)
             self._version += 1
@@ -147,6 +149,7 @@ class Bench:
             "loads": loads,
             "megabytes": num_bytes / 1e6,
             "bucket_megabytes": bucket_megabytes,
+            "straight": min(straight) if len(straight := self._engine.straight()) >= loads else 0,
             "pause_first": reports[0].pause_seconds,
             "pauses": [round(report.pause_seconds, 4) for report in reports],
             "pause_p50": statistics.median(pauses),
@@ -291,6 +294,7 @@ def line(row: Mapping[str, Any]) -> str:
         f"  {1e3 * row['pause_p50']:7.1f}  {1e3 * row['pause_p99']:7.1f}  {1e3 * row['export_p50']:10.1f}   {publish}"
     )
     table += f"  {row['slower']:7.1%}" if row["slower"] is not None else "        -"
+    table += f"\n    {row['straight']:,} tensors were copied straight, the others by SGLang's load_weights"
     if "bare_of_pause" in row:
         table += (
             f"\n    {row['gigabytes_per_second']:.0f} GB/s, bare {row['bare_gigabytes_per_second']:.0f}: "

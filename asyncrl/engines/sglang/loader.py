@@ -29,6 +29,7 @@ import torch
 
 from asyncrl.config import plugins
 from asyncrl.engines.sglang import receiving
+from asyncrl.engines.sglang.destinations import Destinations
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import safetensors_file
 from asyncrl.tensors.model_tensors import Shapes, check_layout
@@ -99,11 +100,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         return
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the last step of a paused server may still run on another stream
-    with _unpacked(model):
+    with _unpacked(model), _destinations.setdefault(model, Destinations()).loading(model) as target:
         if arriving is not None:
-            arriving.load_into(model)
+            arriving.load_into(target)
         else:
-            model.load_weights(  # type: ignore[operator]
+            target.load_weights(
                 _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
             )
     if device.type == "cuda":
@@ -192,6 +193,8 @@ class _Reading:
 _threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-read")
 _own = threading.local()
 """The pinned buffer and stream of each thread."""
+_destinations = weakref.WeakKeyDictionary[torch.nn.Module, Destinations]()
+"""Of each model."""
 
 
 @torch.inference_mode()  # like the server's own thread, if SGLANG_ENABLE_TORCH_INFERENCE_MODE is set

@@ -118,6 +118,24 @@ def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path:
     check_same(taken, given)
 
 
+def test_a_second_version_is_copied_to_where_the_first_one_went(tmp_path: Path) -> None:
+    class Network(torch.nn.Linear):
+        calls = 0
+
+        def load_weights(self, weights: Any) -> None:
+            self.calls += 1
+            for name, tensor in weights:
+                self.get_parameter(name).data.copy_(tensor)
+
+    network = Network(3, 2)
+    for version in (1, 2, 3):
+        given = {"weight": version * torch.arange(6.0).view(2, 3), "bias": torch.full((2,), float(version))}
+        write(tmp_path / "w", given)
+        loader.load(network, decoded(loader.serialize_files((tmp_path / "w",))))
+        check_same(dict(network.state_dict()), given)
+    assert network.calls == 1
+
+
 class Marlin:
     """Stands in for SGLang's scheme of experts in 4 bits (compressed_tensors_wNa16_moe.py): repacks weights in place,
     and makes indices and the workspace anew."""

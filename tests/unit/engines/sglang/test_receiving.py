@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncrl.engines.sglang import loader, receiving
+from asyncrl.engines.sglang.destinations import Destinations
 from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
 from asyncrl.tensors.snapshot import Bucket, Snapshot
@@ -251,6 +252,34 @@ def test_a_model_may_keep_tensors_and_few_buckets_are_in_memory(monkeypatch: pyt
     assert max(broadcast.at_once) <= receiving.AT_ONCE
     if keeps == 0:
         assert network.calls == 1  # one call has less to do in Python
+
+
+@pytest.mark.parametrize("bucket_bytes", [40, 500])
+def test_versions_that_are_copied_straight_keep_few_buckets_in_memory(
+    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, tensor in tensors(0).items():
+                if tensor.is_floating_point():
+                    self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(torch.zeros_like(tensor)))
+
+        def load_weights(self, weights: Weights) -> None:
+            for name, tensor in weights:  # those in half precision are left to this
+                parameter = self.get_parameter(name.replace(".", "_")).data
+                parameter.copy_(tensor if tensor.dtype == torch.float32 else 1 * tensor)
+
+    model, known = Holder(), Destinations()
+    for seed in range(3):
+        given = {name: tensor for name, tensor in tensors(seed).items() if tensor.is_floating_point()}
+        snapshot = Snapshot.from_tensors(given.items(), bucket_bytes=bucket_bytes)
+        broadcast = Broadcasts(snapshot.buckets)
+        monkeypatch.setattr(receiving.dist, "broadcast", broadcast)
+        with known.loading(model) as target:
+            arriving(snapshot.buckets).load_into(target)
+        check_same({name: model.get_parameter(name.replace(".", "_")).data for name in given}, given)
+        assert max(broadcast.at_once) <= receiving.AT_ONCE
 
 
 @pytest.mark.gpu
