@@ -16,10 +16,11 @@ several words (a ``Literal``). The run file sets options in [algorithm.options].
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
@@ -62,6 +63,9 @@ Cap = Annotated[float, Range(low=1.0, is_finite=False, why=FRESH)]
 """Upper bound of a ratio."""
 Floor = Annotated[float, Range(low=0.0, high=1.0, why=FRESH)]
 """Lower bound of a ratio."""
+_hints: Callable[[type], Mapping[str, Any]] = functools.cache(
+    functools.partial(typing.get_type_hints, include_extras=True)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +118,6 @@ class Component:
                 raise ConfigError(f"algorithm.options: {option} of {self.name} must be {allowed}, got {value:g}")
         if problem := self.problem():
             raise ConfigError(f"algorithm.options: {problem}")
-
-
-def _hints(kind: type[Component]) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
 
 
 def allowed_range(kind: type[Component], option: str) -> Range | None:
