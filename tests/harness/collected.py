@@ -29,6 +29,7 @@ from typing import Final
 import pytest
 
 from asyncrl import os_process
+from tests.harness import forked_ranks
 
 _HARMLESS: Final = "jemalloc_bg_thd"
 """Name of a thread that is safe to lose: pyarrow's allocator starts it again in a fork."""
@@ -112,6 +113,7 @@ def _become(request: dict[str, object], descriptors: list[int]) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.chdir(str(request["directory"]))
+    forked_ranks.serve()
     sys.argv = ["-c"]
     # otherwise multiprocessing would import this module
     sys.modules["__main__"] = program = types.ModuleType("__main__")

@@ -37,6 +37,7 @@ from typing import Any, Final, NoReturn
 
 from asyncrl import os_process
 from asyncrl.cli import main as cli
+from tests.harness import forked_ranks
 
 _PR_SET_NAME: Final = 15
 _BECOME: Final = "--become"
@@ -174,6 +175,8 @@ def become(request: dict[str, Any]) -> NoReturn:
         sys.argv = ["asyncrl", *request["arguments"]]
         name = request["name"] or name_of(request["arguments"])
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+        if request["arguments"][:1] == ["learner"] and any("learner.ranks=" in word for word in request["arguments"]):
+            forked_ranks.serve()
         program = importlib.import_module(request["module"]) if request.get("module") else cli
         code = program.main(request["arguments"])
     except BaseException:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -172,6 +174,35 @@ def test_ranks_go_on_after_a_sigterm_to_every_process_so_that_the_learner_can_dr
             os.kill(pid, signal.SIGTERM)
         backend.step(shares("megatron-2", sequences(1)), learning_rate=LEARNING_RATE)
         assert os_process.is_alive(server)
+
+
+def test_ranks_and_their_fork_server_start_with_sigterm_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing unblocks it when it starts its resource tracker, which it does at the first process."""
+    masks: list[set[Any]] = []
+    is_tracking = False
+
+    def track() -> None:
+        nonlocal is_tracking
+        if not is_tracking:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        is_tracking = True
+
+    class Process(SimpleNamespace):
+        def start(self) -> None:
+            track()
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+        def kill(self) -> None: ...
+        def join(self) -> None: ...
+        def close(self) -> None: ...
+
+    context = SimpleNamespace(Process=Process, set_forkserver_preload=lambda names: None)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(resource_tracker, "ensure_running", track)
+    job: Any = SimpleNamespace(device="cpu")
+    ChildRanks(job, RankInfo(ranks=3, timeout_seconds=1.0)).kill()
+    assert [signal.SIGTERM in mask for mask in masks] == [True, True]
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.slow
