@@ -386,8 +386,8 @@ class SGLangEngine(EngineAdapter):
             try:
                 async with self._client.post("/flush_cache", {}):  # answers in plain text
                     break
-            except EngineError:
-                if time.monotonic() > until:
+            except EngineError as error:
+                if isinstance(error, EngineDied) or time.monotonic() > until:
                     raise
                 await asyncio.sleep(0.01)
         await self._client.control("/release_memory_occupation", {} if self._has_cache else _WEIGHTS_ALONE)

@@ -238,4 +238,6 @@ async def test_a_server_that_is_gone_is_a_dead_engine(
         await engine.generate(PROMPT, SHORT, seed=0)
     with pytest.raises(EngineDied):
         await engine.load(model.version(4))
+    with pytest.raises(EngineDied):
+        await engine.release()
     await engine.close()
