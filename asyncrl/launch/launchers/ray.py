@@ -95,6 +95,13 @@ class Options:
     wait_for_nodes: bool = False
     """Wait for machines that will join (Ray's autoscaler) instead of refusing what the cluster cannot hold now."""
 
+    def __post_init__(self) -> None:
+        place = self.address.removeprefix("ray://")
+        _, colon, port = place.rpartition(":")
+        is_whole = (colon and port.isdigit()) or "://" in place  # other schemes are of Ray's plugins
+        if self.address not in ("", "auto", "local") and not is_whole:
+            raise ConfigError(f'address must be "auto", HOST:PORT or ray://HOST:10001, got {self.address!r}')
+
 
 @dataclass(slots=True, kw_only=True)
 class _Place:

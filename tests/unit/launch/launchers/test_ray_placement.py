@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.errors import ConfigError
 from asyncrl.launch.launchers import ray_placement
 from asyncrl.launch.launchers.process_agent import OutputChunk, StartResult
 from asyncrl.launch.launchers.ray import Options, RayLauncher, RayProcess, Role
@@ -178,3 +179,14 @@ async def test_another_machine_of_an_engine_waits_for_the_place_of_its_worker(tm
         launcher._unplaced.discard("w0")
         launcher._placed.notify_all()
     await waiting
+
+
+@pytest.mark.parametrize("address", ["ray://head", "ray://10001", "head", "ray://head:"])
+def test_an_address_without_a_port_is_refused_before_ray_waits_for_it(address: str) -> None:
+    with pytest.raises(ConfigError, match="^address must be "):
+        Options(address=address)
+
+
+@pytest.mark.parametrize("address", ["", "auto", "head:6379", "ray://head:10001", "[::1]:6379", "anyscale://project"])
+def test_whatever_ray_can_reach_is_an_address(address: str) -> None:
+    assert Options(address=address).address == address
