@@ -51,10 +51,10 @@ class GpqaReward:
         self._leading = re.compile(_LEADING.format(letters=letters), re.DOTALL)
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
-        self._letter(label, metadata.get("choices"))
+        self._letter(label, metadata)
 
     def __call__(self, sample: Sample) -> float:
-        return float(self.vote(sample.answer) == self._letter(sample.label, sample.metadata.get("choices")))
+        return float(self.vote(sample.answer) == self._letter(sample.label, sample.metadata))
 
     def vote(self, completion: str) -> str:
         """Return the chosen letter; "" if there is none."""
@@ -71,8 +71,14 @@ class GpqaReward:
         found = self._alone.fullmatch(text) or self._leading.fullmatch(text)
         return found[1].upper() if found else ""
 
-    def _letter(self, label: Any, choices: Any) -> str:
-        """Return the letter of a label: a letter, "(B)", a number from 0, or the text of one of metadata["choices"]."""
+    def _letter(self, label: Any, metadata: Mapping[str, Any]) -> str:
+        """Return the letter of a label: a letter, "(B)", a number from 0, or the text of one of metadata["choices"], a
+        list or a table in their order. metadata["correct_letter"], which rows of slime may have, replaces the label."""
+        choices = metadata.get("choices")
+        if isinstance(choices, Mapping):
+            choices = list(choices.values())
+        if metadata.get("correct_letter") is not None:
+            label = metadata["correct_letter"]
         refuse_table(label)
         if isinstance(label, list | tuple) and len(label) == 1:
             label = label[0]
@@ -89,4 +95,7 @@ class GpqaReward:
             return letter
         if isinstance(choices, list | tuple) and label in choices and list(choices).index(label) < len(self._letters):
             return self._letters[list(choices).index(label)]
-        raise ValueError(f"the label {str(label)[:60]!r} is none of {', '.join(self._letters)}")
+        raise ValueError(
+            f"the label {str(label)[:60]!r} is none of {', '.join(self._letters)} (letters in the reward's options), "
+            "nor of metadata's choices"
+        )

@@ -160,6 +160,16 @@ def test_gpqa_reads_common_ways_to_state_a_choice(text: str) -> None:
     assert gpqa.GpqaReward(gpqa.Options()).vote(text) == "C"
 
 
+async def test_gpqa_reads_the_metadata_of_rows_of_slime() -> None:
+    rows = [
+        sample("B", label="iron", metadata={"choices": {"A": "gold", "B": "iron"}}),
+        sample("B", label="iron", metadata={"choices": ["gold", "iron"]}),
+        sample("C", label="the third", metadata={"correct_letter": "C"}),
+        sample("A", label="A", metadata={"correct_letter": "c"}),
+    ]
+    assert await values(load("gpqa"), *rows) == [1.0, 1.0, 1.0, 0.0]
+
+
 async def test_f1_counts_words_as_squad_does() -> None:
     cases: list[tuple[str, Any, float]] = [
         ("The cat sat.", "cat sat", 1.0),
