@@ -333,6 +333,7 @@ async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder
         sender.set_weights(snapshot(new), incarnation=0, policy_version=3)
         await receive(receiver, sender)
         assert BY_LOADER in asked and BY_SGLANG not in asked
+        assert "tensors copied straight, 0 by load_weights" in (tmp_path / "w0.engine.log").read_text()
         assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     finally:
         await engine.close()

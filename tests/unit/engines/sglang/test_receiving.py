@@ -254,32 +254,52 @@ def test_a_model_may_keep_tensors_and_few_buckets_are_in_memory(monkeypatch: pyt
         assert network.calls == 1  # one call has less to do in Python
 
 
+class Holder(torch.nn.Module):
+    """Copies each tensor into its parameter; what it makes of those in half precision is left to load_weights."""
+
+    def __init__(self, given: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in given.items():
+            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(torch.zeros_like(tensor)))
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            parameter = self.get_parameter(name.replace(".", "_")).data
+            parameter.copy_(tensor if tensor.dtype == torch.float32 else 1 * tensor)
+
+
+def check_straight(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], before: Callable[[], None], *, bucket_bytes: int
+) -> None:
+    """Load three versions, of which two are copied straight to their places."""
+    device = next(iter(given.values())).device
+    model, known = Holder(given), Destinations()
+    for _ in range(3):
+        given = {name: tensor + 1 for name, tensor in given.items()}
+        snapshot = Snapshot.from_tensors(given.items(), bucket_bytes=bucket_bytes)
+        broadcast = Broadcasts(snapshot.buckets, before)
+        monkeypatch.setattr(receiving.dist, "broadcast", broadcast)
+        with known.loading(model) as target:
+            arriving(snapshot.buckets, device).load_into(target)
+        found = {name: model.get_parameter(name.replace(".", "_")).data for name in given}
+        check_same(found, {name: tensor.cpu() for name, tensor in given.items()})
+        assert max(broadcast.at_once) <= receiving.AT_ONCE
+
+
 @pytest.mark.parametrize("bucket_bytes", [40, 500])
 def test_versions_that_are_copied_straight_keep_few_buckets_in_memory(
     monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
 ) -> None:
-    class Holder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, tensor in tensors(0).items():
-                if tensor.is_floating_point():
-                    self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(torch.zeros_like(tensor)))
+    given = {name: tensor for name, tensor in tensors(0).items() if tensor.is_floating_point()}
+    check_straight(monkeypatch, given, lambda: None, bucket_bytes=bucket_bytes)
 
-        def load_weights(self, weights: Weights) -> None:
-            for name, tensor in weights:  # those in half precision are left to this
-                parameter = self.get_parameter(name.replace(".", "_")).data
-                parameter.copy_(tensor if tensor.dtype == torch.float32 else 1 * tensor)
 
-    model, known = Holder(), Destinations()
-    for seed in range(3):
-        given = {name: tensor for name, tensor in tensors(seed).items() if tensor.is_floating_point()}
-        snapshot = Snapshot.from_tensors(given.items(), bucket_bytes=bucket_bytes)
-        broadcast = Broadcasts(snapshot.buckets)
-        monkeypatch.setattr(receiving.dist, "broadcast", broadcast)
-        with known.loading(model) as target:
-            arriving(snapshot.buckets).load_into(target)
-        check_same({name: model.get_parameter(name.replace(".", "_")).data for name in given}, given)
-        assert max(broadcast.at_once) <= receiving.AT_ONCE
+@pytest.mark.gpu
+def test_on_a_gpu_late_buckets_are_copied_straight(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = {f"layer.{n}": torch.randn(512, 1024 + n, generator=generator).cuda() for n in range(48)}
+    given |= {f"half.{n}": torch.randn(512, n + 1, generator=generator).cuda().bfloat16() for n in range(9)}
+    check_straight(monkeypatch, given, lambda: torch.cuda._sleep(2_000_000), bucket_bytes=8 * 2**20)
 
 
 @pytest.mark.gpu
