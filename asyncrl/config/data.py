@@ -88,10 +88,10 @@ class DataSection:
     """Column with a list of tools for the chat template (JSON schemas, or their JSON text); optional in each row."""
     sampling_key: str = ""
     """Column with a table of max_new_tokens, min_new_tokens, max_context_tokens, temperature, top_p, top_k, stop and
-    stop_token_ids that override [rollout] for the row; optional in each row."""
+    stop_token_ids that override [rollout] for the row, or a key in a column's table; optional in each row."""
     reward_key: str = ""
-    """Column with the name of the row's reward: a built-in reward that needs no options, or a name from reward.rows. A
-    row without a value uses reward.kind."""
+    """Column with the name of the row's reward: a built-in reward that needs no options, or a name from reward.rows.
+    Also a key in a column's table, "metadata.rm_type". A row without a value uses reward.kind."""
     chat_template: bool = False
     """Wrap a text prompt as one user message in the tokenizer's chat template."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)

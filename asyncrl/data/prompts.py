@@ -303,7 +303,7 @@ class PromptDataset:
             response=answer,
             response_mask=mask,
             sampling=sampling_of(row, data, where, limits=self._limits),
-            reward=(row.get(data.reward_key) or "") if data.reward_key else "",
+            reward=(value_at(row, data.reward_key) or "") if data.reward_key else "",
             dataset=found.dataset,
             messages=tuple(self._shown(row)[0]) if self._keeps_messages else (),
             images=images,

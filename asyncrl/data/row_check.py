@@ -67,6 +67,8 @@ class RowLimits:
 
 _OF_SOME_ROWS: Final = ("reward_key", "sampling_key", "tools_key", "image_key")
 """Columns that single rows may lack, but that at least one row must have if the run file names them."""
+_MAYBE_IN_TABLES: Final = ("reward_key", "sampling_key")
+"""Of these, what may be a key in the table of a column, too: "metadata.rm_type"."""
 
 
 class RowCheck:
@@ -100,7 +102,7 @@ class RowCheck:
                 if value_at(row, key, _ABSENT) is _ABSENT:  # set in the run file, so required
                     raise self._missing(row, key, name, where)
             self._seen_first, self._columns = True, tuple(row)
-        self._unseen -= {name for name in self._unseen if getattr(data, name) in row}
+        self._unseen -= {name for name in self._unseen if self._has(row, name)}
         prompt = chat.read_prompt(row[prompt_key])
         self._check_prompt(prompt, where, key=prompt_key)
         _refuse_media(row, prompt, where, image_key=data.image_key if self._limits.reads_images else None)
@@ -133,6 +135,10 @@ class RowCheck:
                 f"{self._limits.row_bytes:,} of them; shorten them or raise bus.max_message_bytes"
             )
 
+    def _has(self, row: Mapping[str, Any], name: str) -> bool:
+        key = getattr(self._data, name)
+        return key in row or (name in _MAYBE_IN_TABLES and value_at(row, key, _ABSENT) is not _ABSENT)
+
     def _check_teacher(self, row: dict[str, Any], where: str) -> None:
         key, known = self._limits.teacher_key, ", ".join(sorted(self._limits.teachers))
         name = metadata_of(row, self._data).get(key, _ABSENT)
@@ -159,7 +165,7 @@ class RowCheck:
     def _reward_of(self, row: dict[str, Any], where: str) -> tuple[str, RowReward]:
         """Return the name of the row's reward and what it requires of the row."""
         key = self._data.reward_key
-        name = row.get(key) if key else None
+        name = value_at(row, key) if key else None
         if name in (None, ""):
             kind = self._limits.labelled_for
             return kind, RowReward(needs_label=bool(kind), check_label=self._limits.check_label)
@@ -357,7 +363,7 @@ _NOT_OF_A_ROW: Final = dict.fromkeys(
 
 def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, limits: RowLimits) -> dict[str, Any]:
     """Return the row's overrides of [rollout]. Raises ConfigError."""
-    made = row.get(data.sampling_key) if data.sampling_key else None
+    made = value_at(row, data.sampling_key) if data.sampling_key else None
     if made is None:
         return {}
     at = f"{where}: {data.sampling_key!r}"

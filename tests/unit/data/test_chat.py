@@ -173,6 +173,18 @@ REWARDS = RowLimits(
 )
 
 
+def test_what_a_row_chooses_may_be_in_its_metadata_as_rows_of_slime_have_it(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "metadata": {"rm_type": "style", "how": {"max_new_tokens": 4}}},
+        {"prompt": "a", "metadata": {}},
+    ]
+    keys = {"reward_key": "metadata.rm_type", "sampling_key": "metadata.how"}
+    made = rows_of(tmp_path, rows, limits=REWARDS, **keys)
+    assert [(row.reward, dict(row.sampling)) for row in made] == [("style", {"max_new_tokens": 4}), ("", {})]
+    with pytest.raises(ConfigError, match="^data.reward_key = 'metadata.kind': no row has this column"):
+        rows_of(tmp_path, rows, limits=REWARDS, reward_key="metadata.kind")
+
+
 @pytest.mark.parametrize("key", ["reward_key", "sampling_key", "tools_key"])
 def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_path: Path, key: str) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "a", "label": "b"}, {"prompt": "a"}]
