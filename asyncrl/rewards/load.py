@@ -46,13 +46,14 @@ KINDS: Final = {
     "llm_judge": "asyncrl.rewards.llm_judge:JudgeReward",
     "reward_model": "asyncrl.rewards.reward_model:RewardModel",
     "remote": "asyncrl.rewards.remote:RemoteReward",
+    "remote_rm": "asyncrl.contrib.rewards.remote_rm:RemoteRM",
     "reasoning_gym": "asyncrl.contrib.reasoning_gym:Score",
     "random": "asyncrl.contrib.rewards.random:RandomReward",
     "none": "asyncrl.rewards.none:no_reward",
     "parts": "asyncrl.rewards.parts:WeightedParts",
 }
 
-SERVED_KINDS: Final = ("llm_judge", "reward_model", "remote")
+SERVED_KINDS: Final = ("llm_judge", "reward_model", "remote", "remote_rm")
 """Kinds that may ask a server of [servers] by its name."""
 PARTS: Final = "parts"
 

@@ -49,7 +49,7 @@ _REWARDS: Final[Mapping[str, Mapping[str, Any]]] = {
     # asyncrl's rewards look inside the box
     **{f"boxed_{kind}": {"kind": kind} for kind in ("math", "deepscaler", "gpqa", "random")},
     "boxed_dapo": {"kind": "dapo", "options": {"boxed": True}},
-    "remote_rm": {"kind": "remote"},
+    "remote_rm": {"kind": "remote_rm"},
 }
 """slime's rm_type -> asyncrl's reward."""
 _REMEDIES: Final[Mapping[str, str]] = {

@@ -47,7 +47,7 @@ def test_a_table_of_verl_is_refused_with_the_key_that_holds_the_label(kind: str)
 
 
 def test_every_built_in_reward_that_reads_a_label_looks_at_it_before_the_run() -> None:
-    reads_no_label = {"none", "random", "remote", "parts", "reward_model"}
+    reads_no_label = {"none", "random", "remote", "remote_rm", "parts", "reward_model"}
     for kind in KINDS.keys() - reads_no_label - {"reasoning_gym"}:
         options = OPTIONS.get(kind, {})
         assert hasattr(load_reward(config.RewardSection(kind=kind, options=options)).function, "check_label"), kind

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from asyncrl.errors import Outage, RewardError
+from asyncrl.rewards.port import Reward
 from tests.harness.rewards import load, rewards, sample, values
 
 Serve = Callable[[Callable[[web.Request], Awaitable[web.StreamResponse]]], Awaitable[str]]
@@ -47,6 +48,22 @@ async def test_remote_sends_the_group_and_takes_numbers_and_parts(serve: Serve) 
     await reward.close()
     sent = {"prompt": "p", "completion": "a", "label": 1, "metadata": {"m": 2}}
     assert seen[0][0] == "k" and seen[0][1]["samples"][0] == sent and len(seen[0][1]["samples"]) == 2
+
+
+async def test_a_server_of_slimes_remote_rm_is_asked_for_each_answer_and_fails_that_alone(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        made = {"a": 1, "b": {"format": 0.25, "correct": 1.0}, "c": "good"}
+        return web.json_response(made[seen[-1]["response"]])
+
+    reward = load("remote_rm", url=await serve(handler))
+    first, second, third = await reward([sample(text, label=1, prompt="p") for text in "abc"])
+    await reward.close()
+    assert isinstance(first, Reward) and isinstance(second, Reward) and isinstance(third, RewardError)
+    assert (first.value, second.value) == (1.0, 1.25)
+    assert {"prompt": "p", "response": "a", "label": 1} in seen and len(seen) == 3
 
 
 async def test_remote_tries_again_when_the_server_is_busy(serve: Serve) -> None:
