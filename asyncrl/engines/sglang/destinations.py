@@ -12,7 +12,8 @@ All other names are left to load_weights, which takes a part of a model's tensor
 
 Invariants (tests/unit/engines/sglang/test_destinations.py):
   D1 a name is copied straight only if the watched load did nothing with its tensor but copy parts of it into the model.
-     What is multiplied, compared, converted, joined with another, or only kept, is left to load_weights.
+     What is multiplied, compared, converted, joined with another, or only kept, is left to load_weights, and so is what
+     another thread loads. Not seen would be a tensor that is copied and kept as well.
   D2 nothing else was read from or written to the parameters that it went to: what a model makes of these (w_kc of
      DeepSeek, 1 + weight of Gemma's norms), it makes in load_weights, which then gets all their names.
   D3 no two copies meet, so their order does not matter.
@@ -95,6 +96,8 @@ class Destinations:
             recording = _Recording(model)
             yield recording
             self._known, self._state = recording.known(), _state(model)
+            if not any(copies for _, copies in self._known.values()):
+                self._known, self._recordings = None, _RECORDINGS
         else:
             straight = _Straight(model, known)
             yield straight
@@ -127,7 +130,7 @@ class _Straight:
         others = self._without_known(named)
         for one in others:  # a model that needs none of them is not called: it may want all its tensors
             first = [one]
-            del one  # its bucket's memory is needed again
+            del one
             self._model.load_weights(_with(first, others))
 
     def _without_known(self, named: Named) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,17 +141,20 @@ class _Straight:
                 self._copy()  # it may go where another went
             if not copies:
                 self.others += 1
-                yield name, tensor
+                yield name, _apart(tensor)
                 continue
-            self.count += 1
-            for copy in copies:
-                into, parts = self._waiting.setdefault(copy.is_dense, ([], []))
-                into.append(copy.into)
-                parts.append(copy.part_of(tensor))
-            self._waiting_bytes += tensor.nbytes
-            if self._waiting_bytes >= _AT_ONCE_BYTES:
-                self._copy()
+            self._wait(tensor, copies)
         self._copy()
+
+    def _wait(self, tensor: torch.Tensor, copies: Sequence[_Copy]) -> None:
+        self.count += 1
+        for copy in copies:
+            into, parts = self._waiting.setdefault(copy.is_dense, ([], []))
+            into.append(copy.into)
+            parts.append(copy.part_of(tensor))
+        self._waiting_bytes += tensor.nbytes
+        if self._waiting_bytes >= _AT_ONCE_BYTES:
+            self._copy()
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -162,6 +168,11 @@ class _Straight:
 def _with(first: list[tuple[str, torch.Tensor]], others: Named) -> Iterator[tuple[str, torch.Tensor]]:
     yield first.pop()
     yield from others
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its bucket: the model's loop holds it until it gets another, which may be the last."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 class _Recording(TorchDispatchMode):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncrl.engines.sglang import destinations
 from asyncrl.engines.sglang.destinations import Destinations
@@ -413,6 +414,22 @@ def test_a_model_is_watched_three_times(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(watched) == 3
 
 
+def test_a_model_that_makes_something_of_every_tensor_is_watched_once() -> None:
+    class Doubled(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = parameter(2)
+
+        def load_one(self, name: str, tensor: torch.Tensor) -> None:
+            super().load_one(name, 2 * tensor)
+
+    pair = Pair(Doubled)
+    for _ in range(2):
+        assert pair.load([("a", torch.randn(2))]) == ["a"]
+    with pair.destinations.loading(pair.ours) as target:
+        assert target is pair.ours
+
+
 def test_a_quantized_model_is_loaded_by_load_weights() -> None:
     def make() -> Model:
         made = Made()
@@ -424,31 +441,33 @@ def test_a_quantized_model_is_loaded_by_load_weights() -> None:
         assert pair.load([A, B]) == ["a", "b"]
 
 
-def test_few_tensors_wait_for_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tensors_wait_for_a_call_and_none_is_held_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(Model):
+        def load_one(self, name: str, tensor: torch.Tensor) -> None:
+            super().load_one(name, 2 * tensor if name == "p0" else tensor)
+
     monkeypatch.setattr(destinations, "_AT_ONCE_BYTES", 3 * 4)
-    model = Model()
+    model, known = Doubled(), Destinations()
     for number in range(20):
         model.register_parameter(f"p{number}", parameter(1))
-    known = Destinations()
-    held: list[weakref.ref[Any]] = []
-    most = 0
+    at_once: list[int] = []
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal most
+        given: list[StorageWeakRef] = []
         for number in range(20):
-            tensor = torch.full((1,), float(number))
-            held.append(weakref.ref(tensor))
-            most = max(most, sum(one() is not None for one in held))
+            tensor = torch.full((2,), float(number + 1))[:1]  # in a bucket
+            given.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+            at_once.append(sum(not one.expired() for one in given))  # type: ignore[no-untyped-call]
             yield f"p{number}", tensor
             del tensor
 
     for _ in range(2):
-        most = 0
+        at_once.clear()
         with known.loading(model) as target:
             target.load_weights(named())
-    assert len(model.seen) == 20
-    assert most <= 4
-    assert [float(one) for one in model.parameters()] == list(range(20))
+    assert len(model.seen) == 20 + 1
+    assert max(at_once) == 3
+    assert [float(one) for one in model.parameters()] == [2.0, *range(2, 21)]
 
 
 @pytest.mark.parametrize("has_inference_mode", [False, True])
