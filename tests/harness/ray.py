@@ -212,7 +212,7 @@ class RayRun:
             except (OSError, ValueError, IndexError):  # the process has just ended
                 continue
             if any(str(self.folder) in word for word in words):
-                name = "nats-server" if "nats-server" in words[0] else words[words.index("asyncrl") + 1]
+                name = "nats-server" if "nats-server" in words[0] else words[words.index("-m") + 2]
                 name = words[words.index("--name") + 1] if name.endswith("-worker") else name
                 found[name] = (int(folder.name), parent)
         return found

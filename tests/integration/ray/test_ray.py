@@ -27,7 +27,9 @@ from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.launchers.ray import Options, RayLauncher, Role
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK, WORKER
+from tests.conftest import explores
 from tests.harness.forked import ForkServer
+from tests.harness.forking_ray import FORKING_RAY, NAMES_THE_SERVER
 from tests.harness.ray import CPUS, SECONDS, RayRun, TwoNodes, kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -56,7 +58,9 @@ def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes, forks: For
     two_nodes.mend()
     gpus = ("launcher.options.learner.gpus=1", "launcher.options.rollout_worker.gpus=0.5")
     where = (LEARNER_ON_A, WORKERS_ON_B, "launcher.options.wait_for_nodes=true", *gpus)
-    run = RayRun(tmp_path_factory.mktemp("up"), two_nodes, forks, *where, "rollout.workers=2", "run.restarts=6")
+    settings = (*where, "rollout.workers=2", "run.restarts=6", NAMES_THE_SERVER)
+    launcher = "ray" if explores else FORKING_RAY
+    run = RayRun(tmp_path_factory.mktemp("up"), two_nodes, forks, *settings, launcher=launcher)
     run.start()
     run.until_trained()
     yield run
@@ -64,7 +68,11 @@ def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes, forks: For
 
 
 class TestARunThatIsUp:
-    """All tests share one run, because its start is most of their cost."""
+    """All tests share one run, because its start is most of their cost.
+
+    Its learner and workers are forked, as their imports were half of that; tests/contracts/test_launcher.py starts a
+    program as a user does, and ASYNCRL_EXPLORE=1 this run.
+    """
 
     def test_processes_go_where_they_are_told_and_the_token_nowhere(self, cluster: TwoNodes, up: RayRun) -> None:
         assert cluster.places() == {"learner": cluster.a, "w0": cluster.b, "w1": cluster.b}
