@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import gc
+import importlib
 import json
 import os
 import shlex
@@ -30,6 +31,7 @@ import pytest
 
 from asyncrl import os_process
 from tests.harness import forked_ranks
+from tests.harness.forked import MODELS
 
 _HARMLESS: Final = "jemalloc_bg_thd"
 """Name of a thread that is safe to lose: pyarrow's allocator starts it again in a fork."""
@@ -66,6 +68,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes that run tests
     listener = socket.socket(fileno=int(sys.argv[1]))
     pytest.main([*sys.argv[2:], "-n", "0", "--collect-only", "-qq"])
+    # Once for all forks. What a test imports first would also be searched whenever a Megatron backend closes.
+    for module in MODELS:
+        importlib.import_module(module)
     if not _is_alone():
         return
     gc.collect()
