@@ -118,7 +118,7 @@ def _become(request: dict[str, object], descriptors: list[int]) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.chdir(str(request["directory"]))
-    forked_ranks.serve()
+    forked_ranks.serve(is_silent=True)  # pytest-xdist speaks through what is this process's output now
     sys.argv = ["-c"]
     # otherwise multiprocessing would import this module
     sys.modules["__main__"] = program = types.ModuleType("__main__")

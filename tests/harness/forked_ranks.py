@@ -13,8 +13,11 @@ from multiprocessing import forkserver
 from typing import Any
 
 
-def serve() -> None:
-    """Start the server. It ends with this process and all that it forked."""
+def serve(*, is_silent: bool = False) -> None:
+    """Start the server. It ends with this process and all that it forked.
+
+    is_silent   it and its forks write nowhere, otherwise to this process's output
+    """
     with socket.socket(socket.AF_UNIX) as listener:
         address = f"\0multiprocessing-of-{os.getpid()}"  # abstract: nothing is left of it
         listener.bind(address)
@@ -23,7 +26,9 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             os.close(need)
-            os.dup2(2, 1)  # pytest-xdist speaks through the other one
+            if is_silent:
+                for number in (1, 2):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as ChildRanks starts it
             try:
                 forkserver.main(listener.fileno(), is_needed, [])  # type: ignore[attr-defined]
