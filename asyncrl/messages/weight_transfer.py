@@ -16,7 +16,7 @@ class TransferRequest:
     num_ranks   processes of the engine
     has_joined  False asks where to meet; True asks for the weights, which are sent immediately
     payload     message from the channel's receiver to its sender; opaque to everything else
-    by_folder   asks for folders instead, from this version on: the engine cannot receive weights
+    by_folder   asks for the newest version's folder instead, or that of the next: the engine could not receive it
     """
 
     engine: str

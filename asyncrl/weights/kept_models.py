@@ -25,7 +25,7 @@ class ModelKeeper:
         self._models = FilesChannel(directory, keep=sys.maxsize, model_path=model_path, quantization=quantization)
         self._directory = directory
         self._every = every
-        self._published = -1
+        self._before = -1  # version published or passed over before; -1: none yet
         self._stored: WeightVersion | None = None  # stored by the channel, but not yet as a model
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
@@ -36,7 +36,7 @@ class ModelKeeper:
             self._stored = published
         if self._is_due(policy_version):
             self._models.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
-        self._published = policy_version
+        self._before = policy_version
         self._stored = None
         return published
 
@@ -44,13 +44,12 @@ class ModelKeeper:
         return self._channel.must_store(policy_version) or self._is_due(policy_version)
 
     def _is_due(self, policy_version: int) -> bool:
-        return policy_version // self._every > self._before(policy_version) // self._every if policy_version else False
-
-    def _before(self, policy_version: int) -> int:
-        """Version published before. For an incarnation's first version: itself if already kept, else one less."""
-        if self._published >= 0:
-            return self._published
-        return policy_version if any(self._directory.glob(f"*-{policy_version}")) else policy_version - 1
+        if not policy_version:
+            return False
+        if self._before < 0:  # an incarnation's first version: as after itself if already kept, else after one less
+            is_kept = any(self._directory.glob(f"*-{policy_version}"))
+            self._before = policy_version if is_kept else policy_version - 1
+        return policy_version // self._every > self._before // self._every
 
     def verify(self, weights: WeightVersion) -> Path:
         return self._channel.verify(weights)

@@ -285,12 +285,13 @@ class Learner(Actor):
 
     async def _publish_weights(self) -> None:
         incarnation, policy_version = self.version
+        until_next = range(self.step, self.step + self._run.weights.every_steps)
         await self._trainer.publish_weights(
             incarnation=incarnation,
             policy_version=policy_version,
             num_engines=await self._workers.count(),
             group=self._tasks,
-            is_kept=self._checkpointer.is_due(self.step),  # so that there is a model as new as the checkpoint
+            is_kept=any(map(self._checkpointer.is_due, until_next)),  # a checkpoint comes with the model engines have
         )
 
     async def _report(self, groups: Sequence[BufferedGroup], batch: PreparedBatch, result: StepResult) -> None:

@@ -2,8 +2,7 @@
 
 WeightPublisher announces each version; WeightSender answers engines that ask for the newest one from the learner's
 memory, and sends it during the next step. Engines that receive weights so need no folder: one is written only of a
-version that somebody reads, such as an evaluation (``WeightPublisher._is_read``), and of each if an engine cannot
-receive them.
+version that somebody reads: an evaluation, say, or an engine that could not receive it (``WeightPublisher._is_read``).
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class _Version:
     snapshot: Snapshot
     incarnation: int
     policy_version: int
-    is_kept: bool
     since: float
 
 
@@ -75,7 +73,7 @@ class WeightPublisher:
         self._channel = channel
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._next: _Version | None = None  # the newest version, until it is stored or withdrawn
-        self._are_folders_read = False
+        self._is_folder_wanted = False  # that of the newest version, or of a newer one
         self._writing: asyncio.Task[None] | None = None
         self._num_engines = 0
         self.seconds = 0.0
@@ -111,12 +109,9 @@ class WeightPublisher:
         is_kept      write the folder, or that of a newer version, in any case
         """
         self._num_engines = num_engines
+        self._is_folder_wanted = self._is_folder_wanted or is_kept
         self._next = _Version(
-            snapshot=snapshot,
-            incarnation=incarnation,
-            policy_version=policy_version,
-            is_kept=is_kept or (self._next is not None and self._next.is_kept),
-            since=time.monotonic(),
+            snapshot=snapshot, incarnation=incarnation, policy_version=policy_version, since=time.monotonic()
         )
         if self._channel.sender is not None:
             self._channel.sender.set_weights(snapshot, incarnation=incarnation, policy_version=policy_version)
@@ -124,18 +119,17 @@ class WeightPublisher:
             self.seconds = time.monotonic() - self._next.since
         self._begin_to_write(group)
 
-    def write_folders(self, group: asyncio.TaskGroup) -> None:
-        """Write the newest version's folder and all that follow: an engine cannot receive weights."""
-        self._are_folders_read = True
+    def write_folder(self, group: asyncio.TaskGroup) -> None:
+        """Write the newest version's folder, or that of a newer one: an engine could not receive it."""
+        self._is_folder_wanted = True
         self._begin_to_write(group)
 
     async def wait(self) -> None:
         """Wait until the newest version is stored and announced, also if nobody but the user reads it."""
-        if self._next is not None:
-            self._next = replace(self._next, is_kept=True)
-        if self._writing is not None:
-            await self._writing
-        await self._write()
+        self._is_folder_wanted = self._is_folder_wanted or self._next is not None
+        self._begin_to_write()
+        assert self._writing is not None
+        await self._writing
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
@@ -145,14 +139,15 @@ class WeightPublisher:
             WEIGHTS, replace(version, num_engines=self._num_engines, resumed_from=self._resumed_from), key=key
         )
 
-    def _begin_to_write(self, group: asyncio.TaskGroup) -> None:
+    def _begin_to_write(self, group: asyncio.TaskGroup | None = None) -> None:
+        """Write in a task of ``group``; None: the caller awaits it. There is one at a time."""
         if self._writing is None or self._writing.done():
-            self._writing = group.create_task(self._write(), name="publish-weights")
+            create = asyncio.create_task if group is None else group.create_task
+            self._writing = create(self._write(), name="publish-weights")
 
     def _is_read(self, version: _Version) -> bool:
         return (
-            version.is_kept
-            or self._are_folders_read
+            self._is_folder_wanted
             or self._after_write is not None
             or (self._evaluator is not None and self._evaluator.is_due(version.policy_version))
             or self._channel.must_store(version.policy_version)
@@ -176,8 +171,7 @@ class WeightPublisher:
 
         Return when it was published, and what was written.
         """
-        taken, self._next = self._next or first, None
-
+        taken, self._next, self._is_folder_wanted = self._next or first, None, False
         store = functools.partial(
             self._channel.publish,
             taken.snapshot,
@@ -216,7 +210,7 @@ class WeightSender(Actor):
         async with self.bus.serve(TRANSFERS) as requests, asyncio.TaskGroup() as group:
             async for request in requests:
                 if request.question.by_folder:
-                    self._publisher.write_folders(group)
+                    self._publisher.write_folder(group)
                     await request.answer(TransferOffer())
                 else:
                     group.create_task(self._answer(request), name=f"{self.name}.{request.question.engine}")

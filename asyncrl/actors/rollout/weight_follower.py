@@ -358,13 +358,14 @@ class Loader:
             try:
                 return await self.receive(self.receiver)
             except WeightsError as error:
-                self._log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
                 is_there = stored is not None and stored.version >= sent.version
-                if not is_there and not await self.ask_for_folders():
-                    if stored is None or stored.version <= self._engine.version:
-                        raise Unreadable(str(error)) from error  # no learner answers: both are tried until one does
-                elif self._versions.sent is sent:
-                    self._versions.sent = None
+                if is_there or await self.ask_for_folder():
+                    self._log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
+                    if self._versions.sent is sent:
+                        self._versions.sent = None
+                        self._gate.notify()  # until the folder is there, generations go on with the old weights
+                elif stored is None or stored.version <= self._engine.version:
+                    raise Unreadable(str(error)) from error  # no learner answers: both are tried until one does
         if stored is None or (pinned is None and stored.version <= self._engine.version):
             return False  # the folder is still being written
         return await self._load_folder(stored)
@@ -384,8 +385,8 @@ class Loader:
         self._note(report)
         return True
 
-    async def ask_for_folders(self) -> bool:
-        """Have the learner write folders from its newest version on. Return whether it has answered."""
+    async def ask_for_folder(self) -> bool:
+        """Have the learner write the folder of its newest version, or of the next. Return whether it has answered."""
         try:
             await self._ask(TransferRequest(engine=self._worker, group=self._worker, num_ranks=1, by_folder=True))
         except WeightsError:
@@ -537,12 +538,20 @@ class WeightFollower(Actor):
                 self.gate.notify()
 
     async def _need_folders(self) -> None:
-        """For an engine that cannot receive weights: tell each learner, which may write no folders otherwise."""
-        told = -1
+        """For an engine that cannot receive weights: ask for each version's folder, which may not be written otherwise.
+
+        consumes: weights    waits for: a version sent from memory, the learner's answer    woken by: the learner
+        """
         async with self.bus.watch(WEIGHTS, key=SENT) as versions:
             async for version in versions:
-                if version.incarnation != told and await self.loader.ask_for_folders():
-                    told = version.incarnation
+                await self._need_folder(version)
+
+    async def _need_folder(self, version: WeightVersion) -> None:
+        def is_there() -> bool:
+            return self.versions.newest >= version.version
+
+        while not is_there() and not await self.loader.ask_for_folder():
+            await self.gate.wait_for(is_there, seconds=RETRY_SECONDS)
 
     async def _wait_to_retry(self, target: tuple[int, int], error: WeightsError) -> None:
         """Wait before the next attempt, but not if another version is wanted. Raises the error of a broken engine."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner import disk
 from asyncrl.actors.learner.weight_publisher import WeightPublisher, WeightSender
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import WeightsSection
@@ -152,26 +153,82 @@ async def test_what_is_to_be_kept_and_overtaken_is_kept_as_the_newer_version() -
         await publish(1, is_kept=True)
         await until(lambda: channel.writing == [1])
         await publish(2, is_kept=True)
+        publisher.withdraw()  # as before each export
         await publish(3)
         channel.may_write.release(2)
+        await until(lambda: publisher._writing.done())
+        await publish(4)
         await until(lambda: publisher._writing.done())
     assert channel.writing == [1, 3]
 
 
-async def test_an_engine_that_cannot_receive_weights_gets_the_folder_of_this_version_and_all_later_ones() -> None:
+@pytest.mark.parametrize("is_exporting", [False, True])
+async def test_an_engine_that_could_not_receive_a_version_gets_its_folder_or_the_next_and_none_after(
+    is_exporting: bool,
+) -> None:
+    """It asks again for each. After a learner's restart every engine asks once, as it has to meet the learner anew."""
     channel = Channel(Sender(), must_store=False)
     channel.may_write.release(9)
-    async with publishing(channel) as (bus, publisher, publish):
-        async with running(WeightSender("weights", bus, sender=Sender(), publisher=publisher)):
-            await publish(1)
+    async with (
+        publishing(channel) as (bus, publisher, publish),
+        running(WeightSender("weights", bus, sender=Sender(), publisher=publisher)),
+    ):
+        await publish(1)
+        await until(lambda: publisher._writing.done())
+        assert channel.writing == []
+        if is_exporting:
+            publisher.withdraw()
+        request = TransferRequest(engine="w0", group="w0", num_ranks=1, by_folder=True)
+        while await bus.ask(TRANSFERS, request, seconds=1) is None:
+            await asyncio.sleep(0)  # until it serves
+        for version in (2, 3) if is_exporting else (3,):
             await until(lambda: publisher._writing.done())
-            assert channel.writing == []
-            request = TransferRequest(engine="w0", group="w0", num_ranks=1, by_folder=True)
-            while await bus.ask(TRANSFERS, request, seconds=1) is None:
-                await asyncio.sleep(0)  # until it serves
-            await until(lambda: ("folder", 1) in bus.announced)
-        await publish(2)
-        await until(lambda: ("folder", 2) in bus.announced)
+            await publish(version)
+        await until(lambda: publisher._writing.done())
+    assert channel.writing == [2 if is_exporting else 1]
+
+
+async def test_one_folder_is_written_at_a_time_also_the_last_one_after_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Written twice, it would be taken from under an engine that reads it."""
+    monkeypatch.setattr(disk, "FIRST_PAUSE_SECONDS", 0.01)
+
+    class Disk(Channel):
+        is_full = True
+        has_failed = False
+
+        def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+            if self.is_full:
+                self.has_failed = True
+                raise OSError(errno.ENOSPC, "no room")
+            return super().publish(snapshot, incarnation=incarnation, policy_version=policy_version)
+
+    channel = Disk(Sender(), must_store=False)
+    channel.may_write.release(2)
+    async with publishing(channel) as (bus, publisher, publish), asyncio.TaskGroup() as group:
+        await publish(1)
+        await until(lambda: publisher._writing.done())
+        waiting = group.create_task(publisher.wait())
+        await until(lambda: channel.has_failed and publisher._next is not None)  # between two attempts
+        publisher.write_folder(group)
+        channel.is_full = False
+        await waiting
+    assert channel.writing == [1]
+    assert bus.announced == [("sent", 1), ("folder", 1)]
+
+
+async def test_a_checkpoint_between_two_versions_comes_with_the_folder_of_the_one_that_engines_have(
+    tmp_path: Path,
+) -> None:
+    channel = Channel(Sender(), must_store=False)
+    channel.may_write.release(9)
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    loop = Loop(bus, tmp_path, steps=9, max_staleness=9, publish_every=3, checkpoint_every=5, channel=channel)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(bus, Engine(), max_staleness=9)))
+        await loop.run_learner()
+    assert channel.writing == [3, 9]  # those of the checkpoint after step 5, and of the last one
 
 
 async def test_a_version_to_be_evaluated_or_given_to_a_function_is_written() -> None:

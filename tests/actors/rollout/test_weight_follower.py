@@ -68,8 +68,11 @@ async def test_loads_folder_if_no_learner_answers(bus: MemoryBus) -> None:
 
 
 @pytest.mark.parametrize("load", ["in_flight", "drain"])
-async def test_loads_folder_once_written_if_transfer_fails(bus: MemoryBus, load: str) -> None:
+async def test_loads_folder_once_written_if_transfer_fails(
+    bus: MemoryBus, load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder of a large model arrives minutes later. Until then the old weights stay in use, and no worker dies."""
+    monkeypatch.setattr(weight_follower, "STARVED_SECONDS", 1e6)
     engine, sender = Engine(), Sender()
     engine.receiver.fails = True
     follower = follow(bus, engine, load=load)
@@ -112,6 +115,21 @@ async def test_folders_are_written_for_an_engine_that_cannot_receive_weights(bus
             await until(lambda version=version: engine.version == (0, version))
     publisher.close()
     assert set(engine.took) == {("folder", 1), ("folder", 2)}
+
+
+async def test_an_engine_that_cannot_receive_weights_asks_for_a_folder_until_the_learner_answers(
+    bus: MemoryBus,
+) -> None:
+    """The learner may be busy, or not serve yet, and no further version comes while it waits for this engine."""
+    engine, sender = Engine(receives=False), Sender()
+    publisher = WeightPublisher(bus, OnDemand(sender))
+    async with running(follow(bus, engine)), asyncio.TaskGroup() as group:
+        await publisher.publish(SNAPSHOT, incarnation=0, policy_version=1, num_engines=1, group=group)
+        await asyncio.sleep(3 * weight_follower.RETRY_SECONDS)
+        async with learner(bus, sender, publisher):
+            await until(lambda: engine.version == (0, 1))
+    publisher.close()
+    assert engine.took == [("folder", 1)]
 
 
 async def test_while_no_learner_answers_an_engine_takes_the_newest_folder_and_tries_again_until_one_does(

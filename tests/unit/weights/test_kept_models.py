@@ -42,6 +42,21 @@ def test_every_so_many_th_version_stays_as_a_model(tmp_path: Path, model: Model)
     check_model(tmp_path / "models" / "0-3")
 
 
+def test_models_are_kept_of_versions_that_are_stored_for_nothing_else(tmp_path: Path, model: Model) -> None:
+    """Every second step has a version, and every third is to be kept: the next one is."""
+
+    class OnDemand(FilesChannel):
+        def must_store(self, policy_version: int) -> bool:
+            return False
+
+    files = OnDemand(tmp_path / "weights", keep=2, model_path=model.folder)
+    keeper = ModelKeeper(files, tmp_path / "models", every=3, model_path=model.folder)
+    for version in range(2, 13, 2):
+        if keeper.must_store(version):
+            publish(keeper, model, version)
+    assert names(tmp_path / "models") == {"0-4", "0-6", "0-10", "0-12"}
+
+
 def test_a_quantized_model_says_its_format(tmp_path: Path, model: Model) -> None:
     tensors = quantized_model.quantize_tensors(snapshot(model).tensors(), "fp8_ue8m0")
     files = FilesChannel(tmp_path / "weights", keep=2, model_path=model.folder, quantization="fp8_ue8m0")
