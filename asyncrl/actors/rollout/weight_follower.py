@@ -365,7 +365,7 @@ class Loader:
                         self._versions.sent = None
                         self._gate.notify()  # until the folder is there, generations go on with the old weights
                 elif stored is None or stored.version <= self._engine.version:
-                    raise Unreadable(str(error)) from error  # no learner answers: both are tried until one does
+                    raise NoLearner(str(error)) from error  # both are tried until one answers
         if stored is None or (pinned is None and stored.version <= self._engine.version):
             return False  # the folder is still being written
         return await self._load_folder(stored)
@@ -559,10 +559,10 @@ class WeightFollower(Actor):
         if self.versions.target != target:
             self.log.info("version %d: %s", target[1], error)
             return
-        self.failed_attempts += 1
+        self.failed_attempts += not isinstance(error, NoLearner)
         self._failed_loads = 0 if isinstance(error, Unreadable) else self._failed_loads + 1
         if str(error) != self.problem:
-            self.log.warning("version %d, attempt %d: %s", target[1], self.failed_attempts, error)
+            self.log.warning("version %d, attempt %d: %s", target[1], max(1, self.failed_attempts), error)
         self.problem = str(error)
         if self.versions.pinned is not None and self.failed_attempts >= ATTEMPTS:
             self.failed_attempts = self._failed_loads = 0
@@ -571,7 +571,7 @@ class WeightFollower(Actor):
         if self._failed_loads >= ATTEMPTS:
             raise error
         tried = self._candidates
-        seconds = min(self.failed_attempts * RETRY_SECONDS, LAST_RETRY_SECONDS)
+        seconds = min(max(1, self.failed_attempts) * RETRY_SECONDS, LAST_RETRY_SECONDS)
         with self.waits.waiting("weights that it can read", on=LEARNER, note=f"of version {target[1]}"):
             await self.gate.wait_for(lambda: self._candidates != tried, seconds=seconds)
 
@@ -582,5 +582,8 @@ class WeightFollower(Actor):
 
 
 class Unreadable(WeightsError):
-    """A version's folder or objects are missing or not as announced, or no learner is there. No other worker could read
-    them."""
+    """A version's folder or objects are missing or not as announced. No other worker could read them."""
+
+
+class NoLearner(Unreadable):
+    """No learner answers, and no newer folder is there. Not counted: the learner is what is missing."""
