@@ -41,7 +41,8 @@ def test_a_policy_that_leaves_its_tokens_behind_is_reported_once_with_what_to_lo
     assert len(caplog.records) == 1
     assert "was 0.3 times its entropy away" in alarm.text
     assert "at staleness 4 and learning rate 2e-05" in alarm.text
-    assert alarm.text.endswith("-> lower learner.learning_rate or staleness.max_staleness: their product matters")
+    assert "-> lower learner.learning_rate or staleness.max_staleness: their product matters; or" in alarm.text
+    assert alarm.text.endswith('algorithm.loss = "topr", correction = "none"')
 
 
 def test_the_alarm_ends_at_half_the_threshold_and_may_begin_again() -> None:
