@@ -559,10 +559,12 @@ class WeightFollower(Actor):
         if self.versions.target != target:
             self.log.info("version %d: %s", target[1], error)
             return
-        self.failed_attempts += not isinstance(error, NoLearner)
+        if not isinstance(error, NoLearner):
+            self.failed_attempts += 1
+        attempt = max(1, self.failed_attempts)
         self._failed_loads = 0 if isinstance(error, Unreadable) else self._failed_loads + 1
         if str(error) != self.problem:
-            self.log.warning("version %d, attempt %d: %s", target[1], max(1, self.failed_attempts), error)
+            self.log.warning("version %d, attempt %d: %s", target[1], attempt, error)
         self.problem = str(error)
         if self.versions.pinned is not None and self.failed_attempts >= ATTEMPTS:
             self.failed_attempts = self._failed_loads = 0
@@ -571,7 +573,7 @@ class WeightFollower(Actor):
         if self._failed_loads >= ATTEMPTS:
             raise error
         tried = self._candidates
-        seconds = min(max(1, self.failed_attempts) * RETRY_SECONDS, LAST_RETRY_SECONDS)
+        seconds = min(attempt * RETRY_SECONDS, LAST_RETRY_SECONDS)
         with self.waits.waiting("weights that it can read", on=LEARNER, note=f"of version {target[1]}"):
             await self.gate.wait_for(lambda: self._candidates != tried, seconds=seconds)
 
