@@ -182,7 +182,7 @@ def write_problems(folder: Path, *, tasks: Sequence[str], count: int, held_out: 
 
 def drawn(task: str, *, count: int, held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
     """Draw ``count`` problems of a task, and up to ``held_out`` new ones that prompts do not show."""
-    import reasoning_gym  # type: ignore[import-untyped]  # only to make the files; training does not need it
+    import reasoning_gym  # only to make the files; training does not need it
 
     kind = KINDS[task]
     problems = reasoning_gym.create_dataset(kind.dataset, size=2 * count, seed=seed, **kind.settings)
