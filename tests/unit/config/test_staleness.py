@@ -125,7 +125,7 @@ def test_nothing_speaks_against_the_default_bound_unless_one_version_is_too_many
     [
         (3e-6, "ppo_clip", "tis_token a 135M model lost held-out reward, up to 0.06 at 4e-05; lower"),
         (2e-5, "reinforce", '"topr", correction = "none" (up to 0.07 at 0.00016) (docs'),
-        (1e-5, "ppo_clip", "up to 0.06 at 8e-05; lower learner.learning_rate or staleness.max_staleness (docs"),  # no topr
+        (1e-5, "ppo_clip", "up to 0.06 at 8e-05; lower learner.learning_rate or staleness.max_staleness (docs"),
         (1e-3, "ppo_clip", "some runs there learned less than synchronous ones; lower"),  # random weights
         (9e-4, "ppo_clip", "up to 0.58 at 0.00032; lower"),  # nothing larger was measured
         (2e-5, "topr", "with topr a 135M model lost held-out reward, up to 0.07 at 0.00016; lower"),
