@@ -45,9 +45,20 @@ def machine() -> Row:
     return {"device": name or ("GPU" if has_gpu() else "CPU"), "versions": versions}
 
 
+def read(path: Path | None) -> list[Row]:
+    """Return the rows of a file; none if it is not there. An incomplete last line is left out."""
+    if path is None or not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def keep(row: Row, path: Path | None) -> None:
-    """Append a row at once, so that an interrupted benchmark keeps its results."""
+    """Append a row at once, so that an interrupted benchmark keeps its results. An incomplete last line is replaced."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        there = path.read_bytes() if path.exists() else b""
+        with path.open("ab") as file:
+            if there and not there.endswith(b"\n"):
+                file.truncate(there.rfind(b"\n") + 1)
+            file.write(json.dumps(row).encode() + b"\n")

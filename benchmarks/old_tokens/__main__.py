@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
-from benchmarks.gpu.rows import keep
+from benchmarks.gpu.rows import keep, read
 from benchmarks.old_tokens.cells import Cell, Row, configure
 from benchmarks.old_tokens.guards import GUARDS
 from benchmarks.old_tokens.table import print_tables
@@ -117,14 +116,6 @@ def _one_by_one(left: Sequence[Cell], tasks: Mapping[str, Task], options: argpar
             row = Loop(cell, tasks[cell.task], scene).run()
             gc.collect()  # the memory of a learner that is closed
             yield {**row, "model": model, "backend": options.backend, "dtype": options.dtype}
-
-
-def read(path: Path | None) -> list[Row]:
-    """Return the rows of a file; none if it is not there. An incomplete last line is left out."""
-    if path is None or not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _options(given: Sequence[str] | None) -> argparse.Namespace:

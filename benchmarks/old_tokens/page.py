@@ -22,9 +22,9 @@ import numpy as np
 
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.staleness_bound import LARGEST_SHOWN
+from benchmarks.gpu.rows import read
 from benchmarks.old_tokens import alarm
 from benchmarks.old_tokens import cells as runs
-from benchmarks.old_tokens.__main__ import read
 from benchmarks.old_tokens.cells import Row
 from benchmarks.old_tokens.table import FASTER, interval, print_rates, select
 from benchmarks.old_tokens.verdict import MATTERS, Cell, Difference, cells, mean_of, safe_product

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402 - the backend comes first
 
-from benchmarks.old_tokens.__main__ import read  # noqa: E402
+from benchmarks.gpu.rows import read  # noqa: E402
 from benchmarks.old_tokens.cells import Row  # noqa: E402
 from benchmarks.old_tokens.table import interval, select  # noqa: E402
 

@@ -22,7 +22,7 @@ import asyncrl
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.data import demo_task
 from asyncrl.metrics.drift import DriftAlarm
-from benchmarks.gpu.rows import keep
+from benchmarks.gpu.rows import keep, read
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 ARMS = ((3e-3, 0), (3e-3, 4), (1e-2, 0), (1e-2, 4), (3e-2, 0), (3e-2, 4))
@@ -52,10 +52,6 @@ def main(given: Sequence[str] | None = None) -> int:
                 print(json.dumps({key: value for key, value in row.items() if key != "drift"}), flush=True)
     report(read(options.json), by=options.lost)
     return 0
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run(rate: float, bound: int, *, seed: int, steps: int) -> Row:

@@ -12,8 +12,9 @@ import torch
 
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.staleness_bound import LARGEST_SHOWN, MOST_LOST
+from benchmarks.gpu.rows import keep, read
 from benchmarks.old_tokens import alarm, page, table, tasks
-from benchmarks.old_tokens.__main__ import main, read
+from benchmarks.old_tokens.__main__ import main
 from benchmarks.old_tokens.candidates import ESTR, SAT, SequenceGate, brace, damp_repeated
 from benchmarks.old_tokens.cells import Cell, share_of_rate
 from benchmarks.old_tokens.critic import Critic
@@ -39,6 +40,16 @@ def test_a_stopped_table_goes_on_where_it_was(tmp_path: Path) -> None:
     main([*SMALL, "--staleness", "0", "2", "--guards", "gac", "estr", "--guard-rate", "0.01", "--json", str(file)])
     assert file.read_text().startswith(first)
     assert [(row["staleness"], row["guard"]) for row in read(file)] == [(0, "tis"), (2, "tis"), (4, "gac"), (4, "estr")]
+
+
+def test_a_row_that_was_torn_is_made_again_and_harms_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for number in range(3):
+        keep({"number": number}, file)
+    file.write_bytes(file.read_bytes()[:-4])
+    assert [row["number"] for row in read(file)] == [0, 1]
+    keep({"number": 2}, file)
+    assert [row["number"] for row in read(file)] == [0, 1, 2]
 
 
 def test_an_arm_does_not_depend_on_the_arms_beside_it(tmp_path: Path) -> None:
