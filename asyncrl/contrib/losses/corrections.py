@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -13,6 +13,8 @@ from asyncrl.policies.corrections.correction import Correction, bounds_problem, 
 from asyncrl.policies.corrections.masks import Mask, all_inside
 from asyncrl.policies.losses.ratios import MAX_LOG_RATIO, binary_kl, finite
 from asyncrl.policies.losses.segments import Array, as_floats, segment_max, segment_mean, segment_sum, spread
+
+_LOG_LIMITS: Final = (math.log(1e-6), math.log1p(-1e-6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,8 @@ class BinaryKL(Correction):
     """Keep sequences whose mean binary KL(behavior || proximal) is at most delta, in nats.
 
     It is the KL of {the sampled token, any other}: unlike a ratio it is small where both policies give a token little
-    probability. slime's --tis-binary-kl-threshold; with loss = "reinforce" and tis_token with cap = inf, its
+    probability. Probabilities are clamped to [1e-6, 1 - 1e-6] as in FlashREINFORCE: one that rounds to 1 says nothing
+    of the other tokens. slime's --tis-binary-kl-threshold; with loss = "reinforce" and tis_token with cap = inf, its
     flash_reinforce.
     """
 
@@ -134,8 +137,8 @@ class BinaryKL(Correction):
     delta: Positive = 5e-3
 
     def formula(self, log_ratio: Array, behavior_logprobs: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
-        clamped = as_floats(log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        behavior = finite(behavior_logprobs).detach().clamp(max=0)
-        distance = binary_kl(behavior.double(), (behavior + clamped).clamp(max=0).double())
+        log_ratio = as_floats(log_ratio).detach()
+        behavior = finite(behavior_logprobs).detach().double()
+        distance = binary_kl(behavior.clamp(*_LOG_LIMITS), (behavior + log_ratio).clamp(*_LOG_LIMITS))
         mean = segment_mean(distance, sequence, num_sequences=num_sequences)
-        return (spread(mean, sequence) <= self.delta).to(clamped.dtype)
+        return (spread(mean, sequence) <= self.delta).to(log_ratio.dtype)

@@ -96,6 +96,16 @@ def test_a_sequence_is_rejected_by_its_mean_binary_kl(delta: float, expected: li
     torch.testing.assert_close(found, found.new_tensor(expected))
 
 
+def test_the_binary_kl_to_a_certain_policy_is_finite_as_in_its_source() -> None:
+    """1 - 1e-4 -> 1, which counts as 1 - 1e-6: 1e-4 ln 100 - 1e-4 = 3.6e-4. An impossible token counts as 1e-6."""
+    behavior = torch.tensor([1 - 1e-4, 0.5], dtype=torch.float64).log()
+    policy = torch.tensor([1.0, 0.0], dtype=torch.float64).log()
+    given = inputs(policy - behavior, behavior_logprobs=behavior, sequence=torch.tensor([0, 1]), num_sequences=2)
+    assert weights((BinaryKL(delta=4e-4),), given).tolist() == [1, 0]
+    assert weights((BinaryKL(delta=3e-4),), given).tolist() == [0, 0]
+    assert weights((BinaryKL(delta=6.3),), given).tolist() == [1, 1]  # .5 ln .5e6 + .5 ln .5 = 6.2
+
+
 def test_the_sum_of_a_long_sequence_is_clamped_as_one_number() -> None:
     # 60 tokens of log ratio 0.5 sum to 30, which is clamped to 20; each token alone is far from the limit.
     log_ratio = torch.full((60,), 0.5)
