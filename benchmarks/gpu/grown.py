@@ -72,7 +72,7 @@ def line(row: Row) -> str:
     start = f"{row['arm']:5s}  {row['seed']:4d}  {row['steps']:5d}  {row['steps'] * row['batch']:7d}"
     if "tokens_per_second" not in row:
         return f"{start}  FAILED: {row.get('error', 'too few steps to measure')}"
-    first, last = (_at(row["held_out"], which) for which in (0, -1))
+    first, last = (_at(row["held_out"], step) for step in (0, row["steps"]))
     return (
         f"{start}  {first['mean']:14.3f}  {last['mean']:4.2f}  {(last['high'] - last['low']) / 4:5.3f}"
         f"  {np.mean(row['reward'][:3]):12.3f}  {np.mean(row['reward'][-3:]):4.2f}  {row['staleness_mean']:14.2f}"
@@ -82,8 +82,9 @@ def line(row: Row) -> str:
     )
 
 
-def _at(found: Sequence[Row], which: int) -> Row:
-    return found[which] if found else dict.fromkeys(("mean", "low", "high"), float("nan"))
+def _at(found: Sequence[Row], step: int) -> Row:
+    """Return the evaluation of a step; of a run that was ended before it, not a number."""
+    return next((one for one in found if one["step"] == step), dict.fromkeys(("mean", "low", "high"), float("nan")))
 
 
 def _mean(found: Sequence[float | None]) -> str:
