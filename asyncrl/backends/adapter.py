@@ -86,8 +86,11 @@ class BackendAdapter(Adapter):
         return run.learner.ranks if run.learner.device != "cpu" else 0
 
     @classmethod
-    def memory(cls, run: RunConfig, algorithm: Algorithm) -> Sequence[Phase]:
-        """Return what a rank needs, phase by phase, an estimate; empty if it is unknown, or the rank is on a CPU."""
+    def memory(cls, run: RunConfig, algorithm: Algorithm, *, gpu_bytes: int = 0) -> Sequence[Phase]:
+        """Return what a rank needs, phase by phase, an estimate; empty if it is unknown, or the rank is on a CPU.
+
+        gpu_bytes  of each of its GPUs, which are not those of this machine: ConfigError if they cannot be enough
+        """
         return ()
 
     @classmethod

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 from asyncrl.backends.frozen import is_trained
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.layout import Layout
-from asyncrl.config.learner import VISION_TOWER, LoraSection
+from asyncrl.config.learner import VISION_TOWER, LearnerSection, LoraSection
 from asyncrl.data.model_folder import decoder_config
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching import prefixes
@@ -30,8 +30,8 @@ from asyncrl.tensors.adapter_names import module_name
 from asyncrl.tensors.model_tensors import read_shapes
 
 _COPIES: Final = 3
-"""Versions of adapters, or of everything with run.colocated, at most: the newest, the one being made, and an older one
-still being written. Full training has one on the device, and the others on the host."""
+"""Versions of adapters that are merged later, or of everything with run.colocated, at most: the newest, the one being
+made, and an older one still being written. Of other copies one is on the device, and the others on the host."""
 _HOST_COPIES: Final = 2
 """Versions on the host, at most: one being written, and one that engines take."""
 _CONTEXT_BYTES: Final = 5 * 2**30
@@ -66,6 +66,8 @@ _CHOSEN_BYTES: Final = 4
 _FILLED: Final = 0.9
 """Of a GPU, by state, in a layout that is recommended: a row's passes need the rest."""
 _MOST_RANKS: Final = 1024
+_MOST_EXPERT_RANKS: Final = 32
+"""Over which a recommended layout distributes experts: as many as published recipes for large mixtures."""
 
 
 ExportsTo = Literal["device", "host"]
@@ -91,6 +93,7 @@ class _State:
     in_float32  copies of gradients, during an update, of those that are added up in 16 bits
     moments    of AdamW, in float32
     copy       one version of what an export copies
+    kept       adapters of one version that is merged where it is sent, which are copied beside it
     others     weights of critic, reference and teacher
     saved      of a checkpoint
     largest    numbers of the largest weight that is trained, of each model
@@ -102,6 +105,7 @@ class _State:
     in_float32: float
     moments: float
     copy: float
+    kept: float
     others: float
     saved: float
     largest: float
@@ -223,7 +227,7 @@ def learner_bytes(
         exports_to=exports_to,
     )
     handed_over = 0.0  # an engine beside it maps a whole version
-    if _is_kept(run) or (exports_to == "host" and not _copies_beside(run)):
+    if _is_kept(run) or (exports_to == "host" and not run.learner.lora.rank and not run.run.colocated):
         handed_over = _state(run, read_shapes(Path(run.model.path)), run.learner.layout).weights
     return int(max(phase.device for phase in found) + handed_over)
 
@@ -236,15 +240,20 @@ def refuse(
     updates_on_host: bool = False,
     moment_bytes: int = MOMENT_BYTES,
     exports_to: ExportsTo = "host",
+    is_possible: Callable[[LearnerSection], bool] = lambda learner: True,
 ) -> None:
     """Raise ConfigError if weights, optimizer and, unless it can be on the host, one version cannot be in ``total``
     bytes of a GPU, whatever the row.
 
     The error names the smallest layout that would fit.
+
+    is_possible  whether the model can be trained so
     """
-    shapes = read_shapes(Path(run.model.path))
-    versions = 0 if exports_to == "host" and not _copies_beside(run) else 1
-    state = _state(run, shapes, run.learner.layout)
+    folder = Path(run.model.path)
+    shapes = read_shapes(folder)
+    models = _models(run, shapes)
+    versions = 0 if exports_to == "host" and not run.run.colocated else 1
+    state = _at(run, models, run.learner.layout)
     least = functools.partial(
         _least,
         offloads_moments=offloads_moments,
@@ -256,32 +265,65 @@ def refuse(
     if needed <= total:
         return
     remedies = [] if run.learner.lora.rank else ["learner.lora"]
-    if versions and not _copies_beside(run) and needed - state.copy <= total:
+    if versions and not run.run.colocated and needed - state.copy <= total:
         remedies.append('learner.options.exports = "host"')
     if not updates_on_host:
         if not offloads_moments and least(state, offloads_moments=True) <= total:
             remedies.append("learner.options.offload_optimizer = true")
         elif run.model.dtype == "bfloat16" and least(state, updates_on_host=True) <= total:
             remedies.append('learner.options.optimizer_device = "cpu"')
-    has_experts = any(".experts." in name for name in shapes)
-    key = "expert_parallel" if has_experts else "tensor_parallel"
-    ranks = 2 * run.learner.ranks
-    while ranks <= _MOST_RANKS:
-        split = ranks if has_experts else min(ranks, 8)
-        changes: dict[str, Any] = {"ranks": ranks, key: split}
-        try:
-            learner = dataclasses.replace(run.learner, **changes)
-        except ConfigError:
+    layers = decoder_config(json.loads((folder / "config.json").read_text())).get("num_hidden_layers", 1)
+    fewest = least(_at(run, models, Layout())) / total  # nothing is divided by more than all ranks
+    for learner in _layouts(run.learner, fewest=int(fewest), layers=layers, experts=_num_experts(shapes)):
+        if least(_at(run, models, learner.layout)) <= _FILLED * total and is_possible(learner):
+            remedies.append(_describe_layout(learner, run.learner))
             break
-        if least(_state(run, shapes, learner.layout)) <= _FILLED * total:
-            remedies.append(f"learner.ranks = {ranks} with {key} = {split}")
-            break
-        ranks *= 2
     what = "weights, optimizer and one version" if versions else "weights, gradients and optimizer"
     raise ConfigError(
         f"learner: a rank needs {needed / 2**30:.0f} GiB for {what} without any activation, and its GPU has "
         f"{total / 2**30:.0f} GiB; use {' or '.join(remedies) or 'a smaller model'}"
     )
+
+
+def _layouts(learner: LearnerSection, *, fewest: int, layers: int, experts: int) -> Iterator[LearnerSection]:
+    """Yield layouts, the fewest ranks first, and of these those with the fewest stages."""
+    ranks = learner.ranks
+    while ranks <= _MOST_RANKS:
+        for pipeline, tensor in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)) if ranks >= fewest else ():
+            if ranks % (pipeline * tensor) or pipeline > layers:
+                continue
+            changes: dict[str, Any] = {"ranks": ranks, "pipeline_parallel": pipeline, "tensor_parallel": tensor}
+            changes["expert_parallel"] = math.gcd(min(ranks // pipeline, _MOST_EXPERT_RANKS), experts) if experts else 1
+            changes["expert_tensor_parallel"], changes["virtual_pipeline"] = 1, 1
+            if layers % pipeline:
+                last = layers - (pipeline - 1) * math.ceil(layers / pipeline)
+                changes["megatron"] = {**learner.megatron, "num_layers_in_last_pipeline_stage": last}
+                if last < 1:
+                    continue
+            try:
+                yield dataclasses.replace(learner, **changes)
+            except ConfigError:
+                continue
+        ranks *= 2
+
+
+def _num_experts(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the experts of a layer: tensors of their own, or all in one of three dimensions."""
+    of_experts = {name: shape for name, shape in shapes.items() if ".experts." in name}
+    numbers = {found[1] for name in of_experts if (found := re.search(r"\.experts\.(\d+)\.", name))}
+    return max(len(numbers), *(shape[0] for shape in of_experts.values() if len(shape) == 3), 0)
+
+
+def _describe_layout(learner: LearnerSection, before: LearnerSection) -> str:
+    keys = ("tensor", "pipeline", "expert", "expert_tensor")
+    sizes = {f"{key}_parallel": getattr(learner, f"{key}_parallel") for key in keys}
+    said = [f"{key} = {size}" for key, size in sizes.items() if size > 1 or size != getattr(before, key)]
+    if learner.virtual_pipeline != before.virtual_pipeline:
+        said.append(f"virtual_pipeline = {learner.virtual_pipeline}")
+    if learner.megatron != before.megatron:
+        last = learner.megatron["num_layers_in_last_pipeline_stage"]
+        said.append(f"megatron = {{ num_layers_in_last_pipeline_stage = {last} }}")
+    return f"learner.ranks = {learner.ranks}" + (f" with {', '.join(said)}" if said else "")
 
 
 def refuse_host(run: RunConfig, *, total: int, **settings: Any) -> None:
@@ -302,23 +344,19 @@ def refuse_host(run: RunConfig, *, total: int, **settings: Any) -> None:
 def _least(state: _State, *, offloads_moments: bool, updates_on_host: bool, moment_bytes: int, versions: int) -> float:
     if updates_on_host:
         held = state.without_optimizer
-        return held.loaded + max(versions * state.copy + _SCALED_BYTES, state.main - state.gradients)
+        return held.loaded + max(versions * state.copy + state.kept + _SCALED_BYTES, state.main - state.gradients)
     kept = 0.0 if offloads_moments else state.moments * moment_bytes / MOMENT_BYTES
     pieces = _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
-    return state.loaded + state.in_float32 + versions * state.copy + kept + pieces
+    return state.loaded + state.in_float32 + versions * state.copy + state.kept + kept + pieces
 
 
 def _versions(run: RunConfig, state: _State, exports_to: ExportsTo) -> tuple[float, float]:
     """Return the bytes of versions on the device, with blocks for what passes through it, and on the host."""
-    if _copies_beside(run):
-        return _COPIES * state.copy + _is_kept(run) * _RING_BYTES, 0.0
+    if run.run.colocated:
+        return _COPIES * state.copy, 0.0
     on_device = int(exports_to == "device")
-    return on_device * state.copy + _RING_BYTES, (_HOST_COPIES - on_device) * state.copy
-
-
-def _copies_beside(run: RunConfig) -> bool:
-    """Whether all versions are on the device: the copies of adapters, and everything where models leave it in turns."""
-    return bool(run.learner.lora.rank) or run.run.colocated
+    ring = 0 if run.learner.lora.rank and not _is_kept(run) else _RING_BYTES
+    return on_device * state.copy + _COPIES * state.kept + ring, (_HOST_COPIES - on_device) * state.copy
 
 
 def _pieces(state: _State, *, offloads_moments: bool, moment_bytes: int) -> float:
@@ -332,14 +370,49 @@ def _is_kept(run: RunConfig) -> bool:
     return bool(run.learner.lora.rank) and run.learner.lora.publish == "merged" and not run.run.colocated
 
 
+@dataclass(slots=True)
+class _Numbers:
+    """Numbers of a model's tensors that a layout divides alike.  largest: of a weight that is trained"""
+
+    whole: float = 0.0
+    trained: float = 0.0
+    largest: float = 0.0
+
+
+_Divided = Literal["experts", "layers", "ends", "tower", "second end"]
+_Sizes = Mapping[_Divided, _Numbers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Models:
+    """Sizes of the run's models, whatever the layout.  frozen: of reference and teacher"""
+
+    policy: _Sizes
+    critic: _Sizes | None
+    frozen: Sequence[_Sizes]
+
+
+def _models(run: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> _Models:
+    critic = None
+    if (folder := _critic(run)) is not None:
+        own = shapes if folder == Path(run.model.path) else read_shapes(folder)
+        values = {name: shape for name, shape in own.items() if "lm_head" not in name}
+        critic = _sizes(run, values, lora=LoraSection(), is_whole=True)
+    return _Models(policy=_sizes(run, shapes, lora=run.learner.lora), critic=critic, frozen=_frozen(run, shapes))
+
+
 def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> _State:
-    policy = _state_of(run, shapes, layout, lora=run.learner.lora)
-    policy = dataclasses.replace(policy, others=_frozen(run, shapes, layout))
-    if (folder := _critic(run)) is None:
+    return _at(run, _models(run, shapes), layout)
+
+
+def _at(run: RunConfig, models: _Models, layout: Layout) -> _State:
+    """Return the state of a rank in that layout."""
+    width = 2 if run.model.dtype == "bfloat16" else 4
+    others = width * sum(of.whole * _share(kind, layout) for sizes in models.frozen for kind, of in sizes.items())
+    policy = dataclasses.replace(_state_of(run, models.policy, layout, lora=run.learner.lora), others=others)
+    if models.critic is None:
         return policy
-    own = shapes if folder == Path(run.model.path) else read_shapes(folder)
-    values = {name: shape for name, shape in own.items() if "lm_head" not in name}
-    return policy.with_critic(_state_of(run, values, layout, lora=LoraSection(), is_whole=True))
+    return policy.with_critic(_state_of(run, models.critic, layout, lora=LoraSection()))
 
 
 def _critic(run: RunConfig) -> Path | None:
@@ -354,48 +427,51 @@ def _critic(run: RunConfig) -> Path | None:
     return Path(run.critic.path if run.critic and run.critic.path else run.model.path)
 
 
-def _state_of(
-    run: RunConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    layout: Layout,
-    *,
-    lora: LoraSection,
-    is_whole: bool = False,
-) -> _State:
-    """Return the state of one trained model.  is_whole: nothing of it is frozen, as of a critic"""
-    width = 2 if run.model.dtype == "bfloat16" else 4
-    learner = run.learner
-    main = 4 if width == 2 else 0
-    has_small_gradients = width == 2 and learner.options.get("gradients_dtype") == "bfloat16"
-    own = adapters = copied = gradients = mains = in_float32 = moments = saved = 0.0
-    weights = dict[str, float]()
+def _sizes(
+    run: RunConfig, shapes: Mapping[str, tuple[int, ...]], *, lora: LoraSection, is_whole: bool = False
+) -> _Sizes:
+    """Return the sizes of a model that is trained.  is_whole: nothing of it is frozen, as of a critic"""
+    found, weights, learner = dict[_Divided, _Numbers](), dict[tuple[_Divided, str], float](), run.learner
+    has_embedding = any("embed_tokens" in name for name in shapes)
     for name, shape in shapes.items():
-        numbers = math.prod(shape) * _share(name, shapes, layout)
-        is_expert = ".experts." in name
+        kind = _kind(name, has_embedding=has_embedding)
+        of_kind, numbers = found.setdefault(kind, _Numbers()), math.prod(shape)
+        is_free = is_whole or is_trained(name, freeze=learner.frozen, train_only=learner.train_only)
+        trained = float(numbers if is_free else 0)
+        if lora.rank:
+            module = module_name(name)
+            is_adapted = bool(module) and ("all-linear" in lora.modules or module in lora.modules)
+            is_adapted = is_adapted and kind != "tower" and len(shape) == 2
+            trained = float(lora.rank * sum(shape)) if is_adapted else 0.0
+        of_kind.whole += numbers
+        of_kind.trained += trained
+        layer, _, of_expert = name.partition(".experts.")  # the experts of a layer are two weights
+        weight = (kind, f"{layer}.{'down' in of_expert}" if of_expert else name)
+        weights[weight] = weights.get(weight, 0.0) + trained
+    for (kind, _), numbers_trained in weights.items():
+        found[kind].largest = max(found[kind].largest, numbers_trained)
+    return found
+
+
+def _state_of(run: RunConfig, sizes: _Sizes, layout: Layout, *, lora: LoraSection) -> _State:
+    """Return the state of one trained model."""
+    width = 2 if run.model.dtype == "bfloat16" else 4
+    main = 4 if width == 2 else 0
+    has_small_gradients = width == 2 and run.learner.options.get("gradients_dtype") == "bfloat16"
+    own = adapters = copied = kept = gradients = mains = in_float32 = moments = saved = largest = 0.0
+    for kind, of_kind in sizes.items():
+        is_expert, share = kind == "experts", _share(kind, layout)
+        numbers, trained = of_kind.whole * share, of_kind.trained * share
         replicas = layout.ranks // (
             layout.pipeline * (layout.expert * layout.expert_tensor if is_expert else layout.tensor)
         )
         if not _shares_optimizer(run):
             replicas = 1
         own += numbers
-        is_free = is_whole or is_trained(name, freeze=learner.frozen, train_only=learner.train_only)
-        trained = numbers if is_free else 0.0
-        if lora.rank:
-            module = module_name(name)
-            is_decoder = not re.match(VISION_TOWER, name)
-            is_adapted = (
-                is_decoder
-                and len(shape) == 2
-                and bool(module)
-                and ("all-linear" in lora.modules or module in lora.modules)
-            )
-            trained = lora.rank * sum(shape) * _share(name, shapes, layout) if is_adapted else 0.0
-            adapters += trained
+        adapters += trained * bool(lora.rank)
         gradients += trained * (2 if has_small_gradients else 4)
         mains += trained * main / replicas
-        layer, _, of_expert = name.partition(".experts.")  # the experts of a layer are two weights
-        weight = f"{layer}.{'down' in of_expert}" if of_expert else name
-        weights[weight] = weights.get(weight, 0.0) + trained
+        largest = max(largest, of_kind.largest * share)
         in_float32 += trained * 4 / replicas if has_small_gradients else 0.0
         moments += trained * MOMENT_BYTES / replicas
         saved += (
@@ -403,10 +479,12 @@ def _state_of(
         ) / replicas
         # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
         is_gathered = (layout.expert_tensor if is_expert else layout.tensor) > 1 or run.run.colocated
-        if lora.rank and lora.publish == "adapter":
-            is_gathered = False
-        of_stage = layout.expert * layout.expert_tensor if is_expert else layout.tensor
-        copied += (numbers if is_gathered else trained) * of_stage / layout.exporters_of_stage
+        exported = (layout.expert * layout.expert_tensor if is_expert else layout.tensor) / layout.exporters_of_stage
+        if lora.rank and lora.publish == "merged" and not is_gathered:
+            kept += trained * exported
+        else:
+            is_whole = is_gathered and not (lora.rank and lora.publish == "adapter")
+            copied += (numbers if is_whole else trained) * exported
     return _State(
         weights=width * (own + adapters),
         gradients=gradients,
@@ -414,35 +492,43 @@ def _state_of(
         in_float32=in_float32,
         moments=moments,
         copy=width * copied,
+        kept=width * kept,
         others=0.0,
         saved=saved,
-        largest=max(weights.values(), default=0.0),
+        largest=largest,
     )
 
 
-def _frozen(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> float:
-    """Return the bytes of reference and teacher."""
+def _frozen(run: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[_Sizes]:
+    """Return the sizes of reference and teacher."""
     reference, lora = run.reference, run.learner.lora
     others = [] if run.teacher is None else [run.teacher.path]
     if reference is not None and reference.kl_coef and not (lora.rank and reference.path in ("", run.model.path)):
         others.append(reference.path or run.model.path)
-    numbers = 0.0
-    for path in others:
-        sizes = shapes if path == run.model.path else read_shapes(Path(path))
-        numbers += sum(math.prod(size) * _share(name, sizes, layout) for name, size in sizes.items())
-    return (2 if run.model.dtype == "bfloat16" else 4) * numbers
+    all_shapes = (shapes if path == run.model.path else read_shapes(Path(path)) for path in others)
+    return [_sizes(run, own, lora=LoraSection()) for own in all_shapes]
 
 
-def _share(name: str, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> float:
-    """Return the share of a tensor that one rank holds; of embedding and output layer, the largest of any stage."""
+def _kind(name: str, *, has_embedding: bool) -> _Divided:
     if ".experts." in name:
-        return 1 / (layout.expert * layout.expert_tensor * layout.pipeline)
+        return "experts"
     if ".layers." in name:
+        return "layers"
+    if re.match(VISION_TOWER, name):
+        return "tower"
+    return "second end" if "lm_head" in name and has_embedding else "ends"
+
+
+def _share(kind: _Divided, layout: Layout) -> float:
+    """Return the share of a tensor that one rank holds; of embedding and output layer, the largest of any stage."""
+    if kind == "experts":
+        return 1 / (layout.expert * layout.expert_tensor * layout.pipeline)
+    if kind == "layers":
         return 1 / (layout.tensor * layout.pipeline)
-    if re.match(VISION_TOWER, name):  # every rank of the first stage has all of it
+    if kind == "tower":  # every rank of the first stage has all of it
         return 1.0
-    is_second = layout.pipeline > 1 and "lm_head" in name and any("embed_tokens" in other for other in shapes)
-    return 0.0 if is_second else 1 / layout.tensor  # the first stage has the embedding, the last one the output layer
+    is_elsewhere = layout.pipeline > 1 and kind == "second end"  # the embedding is on the first stage, it on the last
+    return 0.0 if is_elsewhere else 1 / layout.tensor
 
 
 def _shares_optimizer(run: RunConfig) -> bool:

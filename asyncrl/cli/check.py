@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from asyncrl.cli import arguments
+from asyncrl.errors import ConfigError
 from asyncrl.launch.summary import summarize
 from asyncrl.logs import print_line
 
@@ -13,10 +14,21 @@ from asyncrl.logs import print_line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_file(parser)
     parser.add_argument("--all", action="store_true", help="print every key, also those that have their defaults")
+    parser.add_argument(
+        "--gpu-gib",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="memory of each of the learner's GPUs, such as 79.6 of an H100 or 139.8 of an H200, to check a run here "
+        "that will be on another machine",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    summary = summarize(arguments.load(options), report=_report_on_terminal)
+    if not 0 <= options.gpu_gib < 2**20:
+        raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: must be the memory of a GPU in GiB, such as 79.6")
+    gpu_bytes = int(options.gpu_gib * 2**30)
+    summary = summarize(arguments.load(options), report=_report_on_terminal, gpu_bytes=gpu_bytes)
     for line in summary.text(every_key=options.all).split("\n"):
         if not print_line(line):
             break

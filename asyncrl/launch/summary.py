@@ -119,10 +119,11 @@ def _ignore(what: str) -> None:
     """Default for ``report`` of ``summarize``."""
 
 
-def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Summary:
+def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore, gpu_bytes: int = 0) -> Summary:
     """Check the run file and every row of its data. Raises ConfigError for the first problem.
 
-    report  called before each wait of seconds with what is being read
+    report     called before each wait of seconds with what is being read
+    gpu_bytes  of each of the learner's GPUs, if they are not this machine's
     """
     check_before_torch(run)
     report(f"reading {run.data.where} ...")
@@ -155,7 +156,7 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore) -> Sum
         oddities=(*looked.oddities, *(line for one in sets for line in one.oddities), *reward_oddities(run.reward)),
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
-        memory=tuple(registry.backend_class(run).memory(run, algorithm)),
+        memory=tuple(registry.backend_class(run).memory(run, algorithm, gpu_bytes=gpu_bytes)),
         old_tokens=_of_old_tokens(run, algorithm),
         routing_replay=registry.routing_replay(run),
         shared_prefixes=registry.shared_prefixes(run),

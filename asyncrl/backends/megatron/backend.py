@@ -9,6 +9,7 @@ rank_group.py what they tell each other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import logging
 import os
@@ -106,33 +107,39 @@ class MegatronBackend(BackendAdapter):
         return rank_from_environment(ranks=run.learner.ranks, timeout_seconds=cls.options(run).timeout_seconds)
 
     @classmethod
-    def memory(cls, run: RunConfig, algorithm: Algorithm) -> Sequence[gpu_memory.Phase]:
-        if resolve_device(run.learner.device, section="learner") == "cpu":
+    def memory(cls, run: RunConfig, algorithm: Algorithm, *, gpu_bytes: int = 0) -> Sequence[gpu_memory.Phase]:
+        if gpu_bytes:
+            cls._refuse(run, total=gpu_bytes)
+        elif resolve_device(run.learner.device, section="learner") == "cpu":
             return ()
-        return gpu_memory.phases(run, **cls._memory_settings(run, needs_logits=algorithm.needs_logits))
+        settings = cls._memory_settings(run, needs_logits=algorithm.needs_logits, total=gpu_bytes)
+        return gpu_memory.phases(run, **settings)
 
     @classmethod
     def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm) -> int:
         return gpu_memory.learner_bytes(run, **cls._memory_settings(run, needs_logits=algorithm.needs_logits))
 
     @classmethod
-    def _exports_to(cls, run: RunConfig, *, needs_logits: bool) -> gpu_memory.ExportsTo:
-        """Return where a version is copied: on the device unless its GPU is known to be too small."""
+    def _exports_to(cls, run: RunConfig, *, needs_logits: bool, total: int = 0) -> gpu_memory.ExportsTo:
+        """Return where a version is copied: on the device unless its GPU is known to be too small.
+
+        total  bytes of that GPU; 0: of this machine's
+        """
         options: Options = cls.options(run)
         if options.exports != "auto":
             return options.exports
-        if resolve_device(run.learner.device, section="learner") == "cpu":
-            return "device"
         try:
-            total = read_gpu_memory().total
+            if not total and resolve_device(run.learner.device, section="learner") == "cpu":
+                return "device"
+            total = total or read_gpu_memory().total
         except ConfigError:
             return "device"
         settings = cls._state_settings(run, needs_logits=needs_logits)
         return "device" if gpu_memory.has_room_for_copy(run, total=total, **settings) else "host"
 
     @classmethod
-    def _memory_settings(cls, run: RunConfig, *, needs_logits: bool) -> dict[str, Any]:
-        exports_to = cls._exports_to(run, needs_logits=needs_logits)
+    def _memory_settings(cls, run: RunConfig, *, needs_logits: bool, total: int = 0) -> dict[str, Any]:
+        exports_to = cls._exports_to(run, needs_logits=needs_logits, total=total)
         return {"exports_to": exports_to, **cls._state_settings(run, needs_logits=needs_logits)}
 
     @classmethod
@@ -170,17 +177,32 @@ class MegatronBackend(BackendAdapter):
                 shape = huggingface.read_shape(folder, where=key, own=job.family)
                 refuse_options(job, shape, where=key, own=run.own_megatron.get(key, {}))
         if resolve_device(run.learner.device, section="learner") == "cuda":
-            options: Options = cls.options(run)
             try:
                 total = read_gpu_memory().total
             except ConfigError:  # the driver's tool is not there: nothing is known, so nothing is refused
                 return
-            exports_to: gpu_memory.ExportsTo = "device" if options.exports == "device" else "host"
-            gpu_memory.refuse(run, total=total, exports_to=exports_to, **_moments(run, options))
-            settings = {"exports_to": exports_to, **cls._state_settings(run, needs_logits=False)}
-            gpu_memory.refuse_host(run, total=read_host_memory(), **settings)
-            if shortage := gpu_memory.describe_shortage(run, total=total, **settings):
-                log.warning("%s", shortage)
+            cls._refuse(run, total=total)
+            gpu_memory.refuse_host(run, total=read_host_memory(), **cls._worst_settings(run))
+
+    @classmethod
+    def _refuse(cls, run: RunConfig, *, total: int) -> None:
+        """Raise ConfigError for what cannot fit GPUs of ``total`` bytes, and warn of what may not."""
+        settings = cls._worst_settings(run)
+        gpu_memory.refuse(
+            run,
+            total=total,
+            exports_to=settings["exports_to"],
+            is_possible=functools.partial(refusals.is_trainable, run),
+            **_moments(run, cls.options(run)),
+        )
+        if shortage := gpu_memory.describe_shortage(run, total=total, **settings):
+            log.warning("%s", shortage)
+
+    @classmethod
+    def _worst_settings(cls, run: RunConfig) -> dict[str, Any]:
+        """Return the settings of a run whose versions are on the host, unless they must be on the device."""
+        exports_to = "device" if cls.options(run).exports == "device" else "host"
+        return {"exports_to": exports_to, **cls._state_settings(run, needs_logits=False)}
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:

@@ -13,6 +13,7 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.lora import EXPERT_ALIGNMENT
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.config.adapter import Layout, RunConfig
+from asyncrl.config.learner import LearnerSection
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.tensors import fp8, int4
 from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
@@ -52,6 +53,19 @@ def check(
                     "learner would round weights alone; remove learner.lora, or set learner.options.fake_quantization "
                     '= "off"'
                 )
+
+
+def is_trainable(run: RunConfig, learner: LearnerSection) -> bool:
+    """Return whether the run's models can be trained in the layout of another [learner]."""
+    own = huggingface.load_family(run.model.family)
+    try:
+        for key, folder in folders(run).items():
+            fields = {**learner.megatron, **run.own_megatron.get(key, {})}
+            shape = require_trainable(folder, where=key, layout=learner.layout, transformer=fields, own=own)
+            require_aligned_experts(shape, run.model.dtype, where=key, ranks=learner.layout.expert_tensor)
+    except ConfigError:
+        return False
+    return True
 
 
 def folders(run: RunConfig) -> dict[str, Path]:

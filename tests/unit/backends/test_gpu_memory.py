@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -14,6 +15,7 @@ import pytest
 from asyncrl import config
 from asyncrl.backends import gpu_memory
 from asyncrl.config import RunConfig
+from asyncrl.config.learner import LearnerSection
 from asyncrl.errors import ConfigError
 from asyncrl.launch import summary
 from asyncrl.weights import files, ring
@@ -107,12 +109,12 @@ def test_peaks_with_full_recomputation_are_estimated_to_a_twentieth(
 @pytest.mark.parametrize(
     ("shape", "total", "two_copies", "one_copy"),
     [
-        ("8B", 139.8, 86.8, 99.2),
-        ("8B", 79.2, 26.2, 38.6),
-        ("14B", 139.8, 56.2, 81.0),
-        ("14B", 79.2, -4.4, 20.4),
-        ("32B", 139.8, -19.4, 35.4),
-        ("32B", 79.2, -80.0, -25.2),
+        ("8B", 139.8, 87.1, 99.5),
+        ("8B", 79.2, 26.5, 38.9),
+        ("14B", 139.8, 56.7, 81.4),
+        ("14B", 79.2, -3.9, 20.8),
+        ("32B", 139.8, -18.4, 36.4),
+        ("32B", 79.2, -79.0, -24.2),
     ],
 )
 def test_one_copy_of_frozen_weights_would_leave_an_engine_this_cache(
@@ -275,6 +277,59 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match=r"use learner.lora or learner.ranks = 8 with expert_parallel = 8$") as caught:
         refuse(mixture, offloads_moments=False)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("gib", [18, 30, 75, 100])
+def test_the_layout_that_is_named_fits_and_is_one_that_the_model_can_have(
+    gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experts are divided evenly, and so are its layers, 48, or it says how many the last stage has."""
+    run = run_of("30B-A3B:48", tmp_path, monkeypatch)
+    refuse = functools.partial(gpu_memory.refuse, total=gib * GIB, offloads_moments=True)
+    asked = list[LearnerSection]()
+
+    def is_possible(learner: LearnerSection) -> bool:
+        asked.append(learner)
+        return learner.tensor_parallel <= 4
+
+    with pytest.raises(ConfigError) as caught:
+        refuse(run, is_possible=is_possible)
+    named = {key: int(size) for key, size in re.findall(r"(\w+) = (\d+)", str(caught.value))}
+    last = named.pop("num_layers_in_last_pipeline_stage", None)
+    fitting = dataclasses.replace(run.learner, **named)
+    assert fitting.layout == asked[-1].layout and fitting.tensor_parallel <= 4
+    assert 128 % fitting.expert_parallel == 0
+    assert (last is None) == (48 % fitting.pipeline_parallel == 0)
+    refuse(dataclasses.replace(run, learner=fitting))
+    for learner in asked[:-1]:
+        assert learner.tensor_parallel > 4 and learner.ranks <= fitting.ranks
+
+
+@pytest.mark.parametrize(("layers", "stages", "last"), [(94, 4, 22), (61, 8, 5), (46, 2, None), (3, 2, 1)])
+def test_stages_that_do_not_divide_the_layers_are_named_with_the_last_one(
+    layers: int, stages: int, last: int | None
+) -> None:
+    (some,) = {
+        learner.megatron.get("num_layers_in_last_pipeline_stage")
+        for learner in gpu_memory._layouts(LearnerSection(ranks=128), fewest=1, layers=layers, experts=128)
+        if learner.pipeline_parallel == stages
+    }
+    assert some == last
+
+
+def test_what_tensor_parallel_ranks_merge_together_is_copied_once_or_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the model on each of two ranks; adapters alone are merged later, and up to three versions are alive."""
+    overrides = ("learner.lora.rank=32", "learner.ranks=2", "learner.tensor_parallel=2")
+    run, half = run_of("8B", tmp_path, monkeypatch, *overrides), num_parameters(SHAPES["8B"])
+    device, host = (phases_of(run, exports_to=where)["update"] for where in ("device", "host"))
+    assert device.device - host.device == pytest.approx(half, rel=0.01)
+    assert host.host - device.host == pytest.approx(half, rel=0.01)
+    refuse = functools.partial(gpu_memory.refuse, run, total=12 * GIB, offloads_moments=False)
+    refuse()
+    with pytest.raises(ConfigError, match=r'use learner.options.exports = "host"'):
+        refuse(exports_to="device")
 
 
 def test_the_ring_and_the_writers_of_folders_are_counted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,18 @@ def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytes
     assert "window            16 groups = (max_staleness 3 + 1) x groups_per_batch 4" in out
     assert "largest group" in out
     assert "max_staleness = 3" in out
+
+
+def test_check_counts_the_memory_of_gpus_that_are_elsewhere(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = (run_file, "--set", "learner.backend=megatron")
+    code, out, _ = asyncrl("check", *run, "--gpu-gib", "79.6", capsys=capsys)
+    assert code == 0
+    assert re.search(r"^memory of a rank  load \d+\.\d, step .* GiB on its GPU", out, re.MULTILINE)
+    code, out, err = asyncrl("check", *run, "--gpu-gib", "1e-6", capsys=capsys)
+    assert (code, out) == (2, "")
+    assert re.search(r"learner: a rank needs 0 GiB .*, and its GPU has 0 GiB; use ", err)
+    code, _, err = asyncrl("check", *run, "--gpu-gib", "-1", capsys=capsys)
+    assert (code, "--gpu-gib -1: must be the memory of a GPU in GiB" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
