@@ -99,13 +99,13 @@ def kill_all(*names: str) -> None:
 
 
 def process(name: str, *words: str, rank: int | None = None) -> int:
-    """Return the newest process of a namespace whose command has all ``words``; of that rank, if one is given."""
+    """Return the newest process of a namespace whose command has all ``words`` as arguments; of that rank, if given."""
     found = []
     for pid in pids(name):
         with contextlib.suppress(OSError):
             said = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
             its = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            if all(any(word in one for one in said) for word in words) and (rank is None or f"RANK={rank}" in its):
+            if set(words) <= set(said) and (rank is None or f"RANK={rank}" in its):
                 found.append(pid)
     if not found:
         raise LookupError(f"{name} runs no {' '.join(words)}")
@@ -260,7 +260,7 @@ class Machines:
 
 KILLS: Final = {
     "inprocess": ("kill_rank_on_2", "kill_learner", "kill_machine_1", "kill_machine_2", "kill_worker_on_1", "cut_link"),
-    "sglang": ("kill_part_on_2", "kill_learner", "kill_machine_2", "kill_worker_on_1"),
+    "sglang": ("kill_part_on_2", "kill_learner", "kill_machine_1", "kill_machine_2", "kill_worker_on_1"),
 }
 
 
