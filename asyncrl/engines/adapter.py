@@ -80,6 +80,12 @@ class EngineAdapter(Adapter):
         return int(run.engine.device != "cpu")
 
     @classmethod
+    def gpu_bytes(cls, run: RunConfig) -> int:
+        """Return the least that the engine reserves of a GPU that it shares with the learner (LimitsMemory), an
+        estimate; 0 if it takes memory as it needs it, or as the user says."""
+        return 0
+
+    @classmethod
     def machines(cls, run: RunConfig) -> int:
         """Return over how many machines one engine runs. With several it is SpansMachines."""
         return 1

@@ -136,7 +136,7 @@ class LimitsMemory(Protocol):
     """An engine that reserves GPU memory when it starts."""
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Take at most ``num_bytes`` when started. Raises ConfigError if the model does not fit."""
+        """Take at most ``num_bytes`` when started: at least EngineAdapter.gpu_bytes."""
         ...
 
 

@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Final
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,20 +68,90 @@ def start_turn(run: RunConfig) -> GpuTurn | None:
     return None if is_alone else GpuTurn(run.run_directory / LOCK_FILE, is_shared=False)
 
 
+def is_at_once(run: RunConfig) -> bool:
+    """Return whether an engine on the learner's GPU has memory there while the learner has its own."""
+    return not run.run.colocated or run.run.offload != "both"
+
+
 def limit_memory(run: RunConfig, engine: Engine, *, num_engines: int) -> None:
-    """Give the engine an equal share of the memory that the learner leaves. Raises ConfigError if that is too little.
+    """Give the engine its share of the memory that the learner leaves. Raises ConfigError if that is too little.
 
     num_engines  on this GPU
     """
-    if not isinstance(engine, LimitsMemory):  # it takes memory as it needs it
-        return
-    needed, gpu = registry.backend_class(run).gpu_bytes(run, registry.algorithm(run)), read_gpu_memory()
-    share = (gpu.total - needed) // num_engines
-    log.info(
-        "beside the learner, which may need %.1f of %.1f GiB: each of %d engines takes %.1f GiB",
-        *(needed / 2**30, gpu.total / 2**30, num_engines, share / 2**30),
+    if isinstance(engine, LimitsMemory) and (share := engine_share(run, num_engines=num_engines)):
+        log.info("beside the learner, each of %d engines takes %.1f GiB", num_engines, share / 2**30)
+        engine.limit_memory(share)
+
+
+def engine_share(run: RunConfig, *, num_engines: int) -> int:
+    """Return the bytes of a GPU for each of its engines: equal shares of what the learner leaves there.
+
+    0 if engines take memory as they need it. Raises ConfigError if a share is too little, with the first remedy of
+    _SMALLER that would be enough.
+    """
+    least = registry.engine_class(run).gpu_bytes(run)
+    if not least:
+        return 0
+    total, learner = read_gpu_memory().total, _learner_bytes(run)
+    share = (total - learner) // num_engines
+    if share >= least:
+        return share
+    fits = [
+        words for words, options, rank in _SMALLER if total - _smaller_bytes(run, options, rank) >= num_engines * least
+    ]
+    remedies = [
+        *fits[:1],
+        *(["fewer engines on this GPU"] if num_engines > 1 else []),
+        "another GPU (rollout.gpus)",
+        'turns (run.colocated = true with run.mode = "sync")',
+    ]
+    raise ConfigError(
+        f"rollout.gpus: of {total / 2**30:.1f} GiB of a GPU the learner may need {learner / 2**30:.1f}, and "
+        f"{num_engines} engine{'s' * (num_engines > 1)} on it {num_engines * least / 2**30:.1f} (estimated); use "
+        + " or ".join(remedies)
     )
-    engine.limit_memory(share)
+
+
+_SMALLER: Final[Sequence[tuple[str, Mapping[str, Any], int]]] = (
+    ('learner.options.recompute = "full"', {"recompute": "full"}, 0),
+    (
+        'learner.options.recompute = "full" with offload_optimizer = true',
+        {"recompute": "full", "offload_optimizer": True},
+        0,
+    ),
+    (
+        'learner.options.recompute = "full" with optimizer_device = "cpu"',
+        {"recompute": "full", "optimizer_device": "cpu", "offload_optimizer": False},
+        0,
+    ),
+    (
+        'learner.lora.rank = 32 with learner.lora.publish = "adapter" and learner.options.recompute = "full"',
+        {"recompute": "full"},
+        32,
+    ),
+)
+"""Learners that need less, the fastest first: in words, their options of [learner.options], and a rank of adapters."""
+
+
+def _smaller_bytes(run: RunConfig, options: Mapping[str, Any], rank: int) -> float:
+    """Return what the learner would need with these settings; infinity if it cannot have them."""
+    learner = dataclasses.replace(run.learner, options={**run.learner.options, **options})
+    if rank:
+        if run.learner.lora.rank:
+            return math.inf
+        learner = dataclasses.replace(
+            learner, lora=dataclasses.replace(learner.lora, rank=rank, publish="adapter"), freeze=(), train_only=()
+        )
+    smaller = dataclasses.replace(run, learner=learner)
+    try:
+        registry.backend_class(run).check(smaller)
+        return _learner_bytes(smaller)
+    except ConfigError:
+        return math.inf
+
+
+def _learner_bytes(run: RunConfig) -> int:
+    return registry.backend_class(run).gpu_bytes(run, registry.algorithm(run))
 
 
 def learner_turn(run: RunConfig) -> GpuTurn | None:

@@ -193,6 +193,15 @@ class SGLangEngine(EngineAdapter):
         return 0 if options.url or run.engine.device == "cpu" else options.tensor_parallel
 
     @classmethod
+    def gpu_bytes(cls, run: RunConfig) -> int:
+        options: Options = cls.options(run)
+        if options.url or _has_own_share(options):
+            return 0
+        count = sum(map(math.prod, read_shapes(Path(run.model.path)).values()))
+        weights = count * (2 if run.model.dtype == "bfloat16" else 4) // options.tensor_parallel
+        return weights + _WORKSPACE_BYTES + _LEAST_CACHE_BYTES
+
+    @classmethod
     def machines(cls, run: RunConfig) -> int:
         options: Options = cls.options(run)
         return options.machines
@@ -266,18 +275,8 @@ class SGLangEngine(EngineAdapter):
 
     def limit_memory(self, num_bytes: int) -> None:
         """See LimitsMemory. A share that the user has set stays."""
-        if "mem-fraction-static" in map(option_name, self._options.server_arguments) or self._device != "cuda":
-            return
-        weights = sum(map(math.prod, read_shapes(self._model.path).values())) * (2 if self._dtype != "float32" else 4)
-        weights //= self._options.tensor_parallel
-        needed = weights + _WORKSPACE_BYTES + _LEAST_CACHE_BYTES
-        if num_bytes < needed:
-            raise ConfigError(
-                f"rollout.gpus: beside the learner {num_bytes / 2**30:.1f} GiB of its GPU are left, and an engine "
-                f"needs {needed / 2**30:.1f} ({weights / 2**30:.1f} of weights); give it another GPU, lower "
-                'learner.micro_batch_tokens, set learner.options.recompute = "full", or learner.lora.rank'
-            )
-        self._memory_bytes = num_bytes
+        if not _has_own_share(self._options) and self._device == "cuda":
+            self._memory_bytes = num_bytes
 
     def meet_at(self, meeting: Meeting) -> None:
         """See SpansMachines."""
@@ -666,3 +665,7 @@ class SGLangEngine(EngineAdapter):
         except asyncio.CancelledError:
             await self._client.abort(request["rid"])  # the server would notice the closed connection seconds later
             raise
+
+
+def _has_own_share(options: Options) -> bool:
+    return "mem-fraction-static" in map(option_name, options.server_arguments)

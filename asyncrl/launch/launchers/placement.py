@@ -10,6 +10,7 @@ share none unless the run file names them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -51,6 +52,17 @@ class Placement:
         evaluating = {f"e{number}": gpus for number, gpus in enumerate(self.evaluation_workers)}
         of_pools = {f"{name}-{i}": gpus for name, every in self.pools.items() for i, gpus in enumerate(every)}
         return {"learner": self.learner} | dict(self.servers) | workers | of_pools | evaluating
+
+    @property
+    def beside_learner(self) -> dict[str, int]:
+        """How many engines there are on the GPU of each engine that is on one of the learner's, by process name."""
+        engines = {name: its for name, its in self.processes.items() if name not in ("learner", *self.servers)}
+        on_gpu = Counter(gpu for its in engines.values() for gpu in its if gpu in self.learner)
+        return {
+            name: max(map(on_gpu.__getitem__, its))
+            for name, its in engines.items()
+            if not on_gpu.keys().isdisjoint(its)
+        }
 
     def __str__(self) -> str:
         shown = [f"{name} {numbers(gpus)}" for name, gpus in self.processes.items() if gpus]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
+from asyncrl.launch import colocated
 from asyncrl.launch.launchers.placement import Asked, Placement, place
 
 
 def placement(run: RunConfig) -> Placement:
-    """Assign this machine's GPUs to the processes that `asyncrl run` starts on it. Raises ConfigError.
+    """Assign this machine's GPUs to the processes that `asyncrl run` starts on it.
+
+    Raises ConfigError, also if an engine finds no room beside the learner.
 
     Not part of ``check``, because a process that has been given its GPUs sees no others.
     """
@@ -16,7 +19,7 @@ def placement(run: RunConfig) -> Placement:
     own = run.rollout.gpus
     if run.run.colocated and not own and there:
         own = run.learner.gpus or tuple(range(ranks))
-    return place(
+    placed = place(
         there,
         ranks=ranks,
         workers=run.rollout.workers,
@@ -39,6 +42,11 @@ def placement(run: RunConfig) -> Placement:
             for name, pool in run.rollout.pools.items()
         },
     )
+    if colocated.is_at_once(run):
+        pools = run.pool_workers
+        for name, engines in placed.beside_learner.items():
+            colocated.engine_share(run.of_pool(pools.get(name, "")), num_engines=engines)
+    return placed
 
 
 def nowhere(run: RunConfig) -> Placement:

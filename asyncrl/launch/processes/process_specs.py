@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from asyncrl.adapters import registry
@@ -12,6 +11,7 @@ from asyncrl.adapters.registry import gpus_of_servers
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
 from asyncrl.errors import NoRoom
+from asyncrl.launch import colocated
 from asyncrl.launch.launchers.placement import Gpus, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
@@ -44,7 +44,7 @@ class ProcessSpecs:
         self._environment = dict(environment)
         self._server = server
         self._learner_gpus: Gpus = ()
-        self._beside: Counter[int] = Counter()  # engines on each GPU
+        self._beside: Mapping[str, int] = {}
 
     def initial(self, *, size: FleetSize | None, resume: bool) -> list[ChildProcess]:
         """Return the learner and its separate ranks, then rollout workers and evaluation workers.
@@ -65,9 +65,8 @@ class ProcessSpecs:
             if its:
                 print_line(f"{name:10s}GPU {numbers(its)}")
         self._learner_gpus = gpus.learner
+        self._beside = gpus.beside_learner if colocated.is_at_once(run) else {}
         of_pools = run.pool_workers
-        of_engines = (*gpus.workers, *gpus.evaluation_workers, *(gpus.processes[name] for name in of_pools))
-        self._beside = Counter(gpu for its in of_engines for gpu in its)
         return [
             *self._learner(run, gpus.learner, resume=resume),
             *(
@@ -161,8 +160,7 @@ class ProcessSpecs:
 
         evaluates: it only evaluates;  pool: its pool of rollout.pools, if any
         """
-        is_together = not self._run.run.colocated or self._run.run.offload != "both"  # else it has all of the memory
-        beside = max((self._beside[gpu] for gpu in gpus if gpu in self._learner_gpus), default=0)
+        beside = self._beside.get(name, 0)
         own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
         has_own = self._run.run.colocated and bool(pool) and not set(gpus) & set(self._learner_gpus)
         of_pool = ["--pool", pool] if pool else []
@@ -170,7 +168,7 @@ class ProcessSpecs:
             *(["--evaluate"] if evaluates else []),
             *of_pool,
             *(["--own-gpus"] if has_own else []),
-            *(["--beside-learner", str(beside)] if beside and is_together else []),
+            *(["--beside-learner", str(beside)] if beside else []),
         ]
         run = self._run.of_pool(pool)
         machines, needed = registry.engine_class(run).machines(run), gpus_per_worker(run)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from asyncrl.backends.megatron.rank_group import rank_from_environment
 from asyncrl.bus.port import Bus
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, NoRoom
+from asyncrl.launch import colocated
 from asyncrl.launch.processes import gpus
 from asyncrl.launch.processes.child_process import HEALTHY_SECONDS, RestartPolicy
 from asyncrl.launch.processes.one_process import run_in_one_process
 from asyncrl.launch.processes.process_specs import ProcessSpecs
 from asyncrl.os_process import environment_of_child
+from asyncrl.tensors.device import GpuMemory
 from tests import ROOT
 from tests.harness.fleet import Launcher
 from tests.unit.launch.checks.test_run_file import RUN_FILE
@@ -80,6 +84,43 @@ def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
     made = ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
     words = [child.spec.arguments for child in made if child.name.startswith("w")]
     assert [one[one.index("--beside-learner") + 1] if "--beside-learner" in one else "" for one in words] == beside
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "remedy"),
+    [
+        (80, ["rollout.workers=1"], ""),
+        (48, ["rollout.workers=1"], 'learner.options.recompute = "full" or another GPU'),
+        (24, ["rollout.workers=1"], 'learner.lora.rank = 32 with learner.lora.publish = "adapter"'),
+        (12, ["rollout.workers=1"], "use another GPU"),
+        (80, ["rollout.workers=5"], "or fewer engines on this GPU"),
+        (24, ["rollout.workers=1", "engine.options={server_arguments={mem-fraction-static=0.3}}"], ""),
+        (24, ["rollout.workers=1", "run.colocated=true", "run.mode=sync"], ""),
+    ],
+)
+def test_an_engine_that_finds_no_room_beside_the_learner_is_refused_with_what_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, overrides: list[str], remedy: str
+) -> None:
+    """Qwen3-0.6B: the learner may need 52 GiB, 24 with recomputation, 10 with adapters too, and an engine 13."""
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    of_gpus = ["learner.device=auto", "engine.kind=sglang", "engine.device=auto", "learner.backend=megatron"]
+    run = config.load(tmp_path / "run.toml", [*of_gpus, "model.dtype=bfloat16", *overrides])
+    monkeypatch.setattr(gpus, "num_gpus", lambda: 1)
+    monkeypatch.setattr(colocated, "read_gpu_memory", lambda: GpuMemory(total=gib * 2**30, free=0))
+    matrices = {"q": (2048, 1024), "k": (1024, 1024), "v": (1024, 1024), "o": (1024, 2048)}
+    matrices |= {"gate": (3072, 1024), "up": (3072, 1024), "down": (1024, 3072)}
+    layers = {f"model.layers.{n}.x.{name}_proj.weight": one for n in range(28) for name, one in matrices.items()}
+    shapes = {"model.embed_tokens.weight": (151_936, 1024), **layers}
+    monkeypatch.setattr("asyncrl.engines.sglang.engine.read_shapes", lambda _: shapes)
+    monkeypatch.setattr("asyncrl.backends.gpu_memory.read_shapes", lambda _: shapes)
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "vocab_size": 151_936}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    monkeypatch.setattr("asyncrl.backends.gpu_memory.decoder_config", lambda _: sizes)
+    with contextlib.ExitStack() as stack:
+        if remedy:
+            stack.enter_context(pytest.raises(ConfigError, match=re.escape(remedy)))
+        assert gpus.placement(run).workers == ((0,),)
 
 
 def test_servers_and_pools_of_workers_are_processes_of_their_own_kind(
