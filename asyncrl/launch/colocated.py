@@ -32,6 +32,8 @@ from asyncrl.weights.port import LoadReport, Source, WeightUpdater
 LOCK_FILE = "gpus.lock"
 QUIET_SECONDS: Final = 0.1
 """Idle time before the GPUs are released: the next prompt often arrives at once."""
+AFTER_LOAD_SECONDS: Final = 2.0
+"""The same after a load. The prompts that waited for it come next, and leaving for nothing costs seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +185,8 @@ class TurnTakingEngine:
     """See Engine in engines/port.py.
 
     The engine leaves the GPUs before it returns its last pending answer, so a caller that has all answers finds the
-    GPUs free. Weights in the learner's memory stay there while the learner's model is away.
+    GPUs free, and it stays after a load for the answers. Weights in the learner's memory stay there while its model is
+    away.
     """
 
     def __init__(self, engine: Engine, *, memory: SharesGpus, turn: GpuTurn) -> None:
@@ -196,6 +199,8 @@ class TurnTakingEngine:
         self._switching = asyncio.Lock()
         self._is_away = False
         self._has_cache = True
+        self._leaving: asyncio.Task[None] | None = None
+        """Leaves the GPUs after a load that nothing follows."""
 
     async def start(self) -> None:
         await self._turn.acquire()
@@ -236,6 +241,14 @@ class TurnTakingEngine:
         return dataclasses.replace(stats, queued=self._users, is_away=True) if self._is_away else stats
 
     async def close(self) -> None:
+        self._stop_leaving()
+        await self._end()
+
+    def _stop_leaving(self) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
+
+    async def _end(self) -> None:
         await self._engine.close()
         self._turn.release()
 
@@ -255,17 +268,29 @@ class TurnTakingEngine:
             self._users -= 1
             if not self._users:
                 self._used.clear()
-                await asyncio.shield(self._release_when_idle())
+                if needs_cache:
+                    await asyncio.shield(self._release_when_idle(QUIET_SECONDS))
+                else:
+                    self._stop_leaving()
+                    self._leaving = asyncio.create_task(self._release_after_load())
 
-    async def _release_when_idle(self) -> None:
-        """Release the GPUs unless the engine is needed again within QUIET_SECONDS."""
+    async def _release_when_idle(self, seconds: float) -> None:
+        """Release the GPUs unless the engine is needed again within that time."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(QUIET_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._used.wait()
                 return
         async with self._switching:
             if not self._users:
                 await self._release()
+
+    async def _release_after_load(self) -> None:
+        """waits for: the answers that the load was for    else: the engine leaves, or ends if it cannot"""
+        try:
+            await self._release_when_idle(AFTER_LOAD_SECONDS)
+        except EngineDied as error:
+            log.error("%s; it ends, and with it its turn", error)
+            await self._end()
 
     async def _release(self) -> None:
         if not self._is_away:

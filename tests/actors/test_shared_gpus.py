@@ -197,17 +197,58 @@ async def test_weights_are_loaded_before_the_cache_of_keys_and_values_comes_back
     assert had_cache[-1] is False
 
 
+async def test_an_engine_that_has_loaded_stays_for_the_answers_that_waited_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocated, "AFTER_LOAD_SECONDS", 1e6)
+    gpus = Gpus()
+    shared = taking_turns(SharingEngine(gpus), tmp_path)
+    await shared.start()
+    await shared.load(WeightVersion(incarnation=0, policy_version=1))
+    await shared.generate(PROMPT, SamplingParams(max_new_tokens=4), seed=0)
+    assert gpus.events[2:] == ["engine comes", "engine loads 1", "engine leaves"]
+
+
+async def test_an_engine_that_has_loaded_for_nobody_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colocated, "AFTER_LOAD_SECONDS", 0.0)
+    gpus = Gpus()
+    shared = taking_turns(SharingEngine(gpus), tmp_path)
+    await shared.start()
+    await shared.load(WeightVersion(incarnation=0, policy_version=1))
+    await _the_learners_turn(tmp_path)
+    assert not gpus.there and shared.stats().is_away
+
+
+async def _the_learners_turn(folder: Path) -> None:
+    learner = GpuTurn(folder / colocated.LOCK_FILE, is_shared=False)
+    async with asyncio.timeout(60):
+        await learner.acquire()
+    learner.release()
+
+
+class Staying(SharingEngine):
+    is_busy = False
+
+    async def release(self) -> None:
+        if self.is_busy:
+            raise EngineError("the server is busy")
+        await super().release()
+
+
+async def test_an_engine_that_does_not_leave_after_a_load_ends_and_its_turn_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocated, "AFTER_LOAD_SECONDS", 0.0)
+    engine = Staying(Gpus())
+    shared = taking_turns(engine, tmp_path)
+    await shared.start()
+    engine.is_busy = True
+    await shared.load(WeightVersion(incarnation=0, policy_version=1))
+    await _the_learners_turn(tmp_path)
+
+
 async def test_an_engine_that_does_not_leave_the_gpus_ends_and_its_turn_with_it(tmp_path: Path) -> None:
     """Otherwise the learner, which has all answers but one, would wait for the turn for ever."""
-
-    class Staying(SharingEngine):
-        is_busy = False
-
-        async def release(self) -> None:
-            if self.is_busy:
-                raise EngineError("the server is busy")
-            await super().release()
-
     engine = Staying(Gpus())
     shared = taking_turns(engine, tmp_path)
     await shared.start()
@@ -215,7 +256,4 @@ async def test_an_engine_that_does_not_leave_the_gpus_ends_and_its_turn_with_it(
     with pytest.raises(EngineDied, match="does not leave the GPUs: the server is busy"):
         await shared.generate(PROMPT, SamplingParams(max_new_tokens=4), seed=0)
     await shared.close()
-    learner = GpuTurn(tmp_path / colocated.LOCK_FILE, is_shared=False)
-    async with asyncio.timeout(60):
-        await learner.acquire()
-    learner.release()
+    await _the_learners_turn(tmp_path)
