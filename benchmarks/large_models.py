@@ -11,6 +11,8 @@ all-to-all  bytes of tokens that experts on other machines get and give back: fo
             overlaps. The speed is the NIC's, not a measured one
 feeding     rank 0's work, of docs/results/feeding.jsonl, and the bytes that leave it
 weights     bf16, one part after the other from one NIC, at 0.85 of it as measured inside a machine: engines pause
+load        matrices of single experts, which SGLang's load_weights takes one by one: 0.117 ms each, as 30B-A3B's 18,432
+            (docs/results/gpu/weights.jsonl), after what is received in servers of more than two GPUs: engines pause
 folder      files of all exporting ranks at a time, at 0.83 GB/s a rank, what one rank wrote of a dense 8B model
 """
 
@@ -35,17 +37,19 @@ EXPERT_PARALLEL: Final = 0.90
 RECOMPUTE: Final = 4 / 3
 BROADCAST: Final = 0.85
 RANK_DISK: Final = 0.83e9
+MATRIX_SECONDS: Final = 2.16 / 18_432
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """parameters, active: numbers.  attended: query heads x (size of a key + size of a value)"""
+    """parameters, active: numbers.  experts: of a layer.  attended: query heads x (size of a key + size of a value)"""
 
     name: str
     parameters: float
     active: float
     layers: int
     sparse_layers: int
+    experts: int
     hidden: int
     choices: int
     attended: int
@@ -60,6 +64,7 @@ MODELS: Final = (
         active=22e9,
         layers=94,
         sparse_layers=94,
+        experts=128,
         hidden=4096,
         choices=8,
         attended=64 * (128 + 128),
@@ -72,6 +77,7 @@ MODELS: Final = (
         active=37e9,
         layers=61,
         sparse_layers=58,
+        experts=256,
         hidden=7168,
         choices=8,
         attended=128 * (192 + 128),
@@ -100,6 +106,7 @@ def parts(model: Model, *, link: float) -> Iterator[tuple[str, float, str]]:
     blocks = layout.ranks // (layout.tensor * layout.context)
     yield "feeding", (blocks * share * 21 + of_experts) / link, "bytes alone"
     yield "weights", 2 * model.parameters / (link * BROADCAST), "engines pause, the learner goes on"
+    yield "load", MATRIX_SECONDS * 3 * model.experts * model.sparse_layers, "engines pause, the learner goes on"
     yield "folder", 2 * model.parameters / layout.exporters / RANK_DISK, "beside the next steps"
 
 
