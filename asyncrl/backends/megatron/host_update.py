@@ -14,14 +14,13 @@ Tests: tests/unit/backends/megatron/test_host_update.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from asyncrl.backends.megatron import stored_moments
-from asyncrl.backends.megatron.stored_moments import StoredMoments, in_pieces, on, side_stream
+from asyncrl.backends.megatron.stored_moments import StoredMoments, in_pieces, on, only, side_stream
 
 _BUFFERS: Final = 2
 
@@ -45,28 +44,6 @@ def move_to_host(adamw: torch.optim.Optimizer) -> None:
     for group in adamw.param_groups:
         for main in group["params"]:
             main.data = main.data.to("cpu")
-
-
-def shards_of(megatron: Any, parameters: Sequence[Any]) -> list[Shard]:
-    """Return the shards of ``parameters`` that a Megatron optimizer of 16-bit weights updates."""
-    groups = megatron.optimizer.param_groups
-    own = {id(main) for group in groups for main in group["params"]}
-    places = getattr(megatron, "model_param_group_index_map", None)  # if ranks share its state
-    found = []
-    for parameter in parameters:
-        weights, gradients = parameter.detach().view(-1), parameter.main_grad.view(-1)
-        if places is None:
-            main = parameter.main_param
-        elif parameter in places:
-            group, index = places[parameter]
-            main = groups[group]["params"][index]
-            where = megatron._get_model_param_range_map(parameter)["param"]
-            weights, gradients = weights[where.start : where.end], gradients[where.start : where.end]
-        else:
-            continue
-        if id(main) in own:
-            found.append(Shard(main=main, weights=weights, gradients=gradients))
-    return found
 
 
 class HostUpdate:
@@ -152,7 +129,7 @@ class HostUpdate:
         mains = [shard.main for shard in piece]
         for shard, gradient in _places(piece, gradients):
             shard.main.grad = gradient.view_as(shard.main)
-        with _only(self._adamw, mains):
+        with only(self._adamw, mains):
             if self._moments is not None:
                 self._moments.fetch(mains)
             self._adamw.step()
@@ -186,17 +163,3 @@ def _places(piece: Sequence[Shard], buffer: torch.Tensor) -> Iterator[tuple[Shar
 def _chunks(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
     """Split a tensor, so that little of it is on the device in float32 at a time."""
     return torch.split(numbers, stored_moments.PIECE_NUMBERS)
-
-
-@contextmanager
-def _only(adamw: torch.optim.Optimizer, weights: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Leave the optimizer only some of its weights within the context."""
-    chosen, groups = set(map(id, weights)), adamw.param_groups
-    whole = [group["params"] for group in groups]
-    try:
-        for group in groups:
-            group["params"] = [weight for weight in group["params"] if id(weight) in chosen]
-        yield
-    finally:
-        for group, all_of_it in zip(groups, whole, strict=True):
-            group["params"] = all_of_it

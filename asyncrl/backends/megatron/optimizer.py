@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.backends.megatron import cpu_shim
-from asyncrl.backends.megatron.host_update import HostUpdate, move_to_host, shards_of
+from asyncrl.backends.megatron.host_update import HostUpdate, Shard, move_to_host
 from asyncrl.backends.megatron.job import Job
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.model import PackedGPT
@@ -75,9 +75,7 @@ def begin_gradients(buffers: Sequence[DistributedDataParallel]) -> None:
 def reduce_gradients(buffers: Sequence[DistributedDataParallel]) -> None:
     """Sum main_grad over the ranks that hold the same parameter, or a copy of it."""
     for parameter in _parameters(buffers):
-        if (
-            parameter.awaits_first_gradient
-        ):  # no backward pass reached it; where ranks share gradients, Megatron raises an error
+        if parameter.awaits_first_gradient:  # no backward pass reached it; Megatron refuses that where ranks share it
             parameter.main_grad.zero_()
     finalize_model_grads(list(buffers))
 
@@ -166,6 +164,35 @@ class PartOptimizer:
             self.moments.forget()
 
 
+def own_part(megatron: Any, parameter: Any) -> tuple[torch.Tensor, slice] | None:
+    """Return what AdamW updates of a trained parameter on this rank, and which of its flattened elements these are.
+
+    None if other ranks update the parameter.  megatron: its optimizer
+    """
+    places = getattr(megatron, "model_param_group_index_map", None)
+    if places is None:  # ranks do not share its state
+        main = parameter if parameter.dtype == torch.float32 else parameter.main_param
+        return main, slice(0, parameter.numel())
+    if parameter not in places:
+        return None
+    group, index = places[parameter]
+    where = megatron._get_model_param_range_map(parameter)["param"]
+    return megatron.optimizer.param_groups[group]["params"][index], slice(where.start, where.end)
+
+
+def _shards_of(megatron: Any, parameters: Iterable[Any]) -> list[Shard]:
+    """Return the shards of ``parameters`` that a Megatron optimizer of 16-bit weights updates."""
+    own = {id(main) for group in megatron.optimizer.param_groups for main in group["params"]}
+    found = []
+    for parameter in parameters:
+        part = own_part(megatron, parameter)
+        if part is not None and id(part[0]) in own:
+            main, place = part
+            weights, gradients = parameter.detach().view(-1)[place], parameter.main_grad.view(-1)[place]
+            found.append(Shard(main=main, weights=weights, gradients=gradients))
+    return found
+
+
 def build_optimizers(
     job: Job, settings: OptimizerSettings, buffers: Sequence[DistributedDataParallel], device: torch.device
 ) -> list[PartOptimizer]:
@@ -243,7 +270,7 @@ def _part(
         made,
         gathered=groups if job.is_distributed_optimizer else (),
         moments=moments,
-        host=HostUpdate(adamw, shards_of(megatron, list(_parameters(buffers))), device, moments=moments),
+        host=HostUpdate(adamw, _shards_of(megatron, _parameters(buffers)), device, moments=moments),
     )
 
 

@@ -57,26 +57,18 @@ class StoredMoments:
     def updated(self) -> Iterator[None]:
         """Run the optimizer's step; inside the context it has no weights, so Megatron's own step leaves them as is."""
         on_device: deque[_Piece] = deque()
-        groups = self._optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for number, group in enumerate(groups):
-                for weights in in_pieces(whole[number]):
-                    if len(on_device) == _PIECES_AT_ONCE:
-                        on_device.popleft().wait()
-                    self.fetch(weights)
-                    for other in groups:
-                        other["params"] = weights if other is group else []
+        for group in self._optimizer.param_groups:
+            for weights in in_pieces(group["params"]):
+                if len(on_device) == _PIECES_AT_ONCE:
+                    on_device.popleft().wait()
+                self.fetch(weights)
+                with only(self._optimizer, weights):
                     self._optimizer.step()
-                    on_device.append(self.put_back(weights))
-            while on_device:
-                on_device.popleft().wait()
-            for group in groups:
-                group["params"] = []
+                on_device.append(self.put_back(weights))
+        while on_device:
+            on_device.popleft().wait()
+        with only(self._optimizer, []):
             yield
-        finally:
-            for group, weights in zip(groups, whole, strict=True):
-                group["params"] = weights
 
     def store(self, weight: torch.Tensor) -> None:
         """Store the moments of one weight: a checkpoint is restored on the device."""
@@ -151,6 +143,20 @@ def in_pieces(weights: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         piece.append(weight)
     if piece:
         yield piece
+
+
+@contextmanager
+def only(adamw: torch.optim.Optimizer, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Leave the optimizer only some of its weights within the context."""
+    chosen, groups = set(map(id, weights)), adamw.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [weight for weight in group["params"] if id(weight) in chosen]
+        yield
+    finally:
+        for group, all_of_it in zip(groups, whole, strict=True):
+            group["params"] = all_of_it
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:

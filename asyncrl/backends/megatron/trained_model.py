@@ -281,22 +281,14 @@ class TrainedModel(SavedWeights):
         return self._optimizers[-1 if held.is_of_experts else 0]
 
     def _pieces(self, held: LocalParameter) -> Iterator[_Piece]:
-        """Yield the parts of a parameter that this rank's optimizer updates, or all of a frozen one.
-
-        main_param is Megatron's float32 copy of a 16-bit parameter.
-        """
-        parameter, megatron = held.parameter, self._optimizers[-1 if held.is_of_experts else 0].megatron
+        """Yield the part of a parameter that this rank's optimizer updates, or all of a frozen one."""
+        parameter = held.parameter
         if not parameter.requires_grad:
             yield _Piece(start=0, weights=parameter, main=parameter)
-        elif not self._is_distributed:
-            main: Any = parameter if self._dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
-            yield _Piece(start=0, weights=parameter, main=main)
-        elif parameter in megatron.model_param_group_index_map:
-            group, index = megatron.model_param_group_index_map[parameter]
-            main = megatron.optimizer.param_groups[group]["params"][index]
-            own = megatron._get_model_param_range_map(parameter)["param"]
-            weights = main if self._dtype == torch.float32 else parameter.detach().view(-1)[own.start : own.end]
-            yield _Piece(start=own.start, weights=weights, main=main)
+        elif (found := optimizer.own_part(self._optimizer_of(held).megatron, parameter)) is not None:
+            main, place = found
+            weights = main if self._dtype == torch.float32 else parameter.detach().view(-1)[place]
+            yield _Piece(start=place.start, weights=weights, main=main)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
