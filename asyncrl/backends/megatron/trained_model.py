@@ -105,59 +105,17 @@ class TrainedModel(SavedWeights):
             part.megatron.zero_grad()
         if self._balance:
             self._balance.reset()
-        else:
-            batch_tokens = 0  # only the policy has a load-balancing loss
-        recorded = RecordedTokens()
-        draft_loss = torch.zeros((), dtype=torch.float64, device=self._device)
-
-        def make_row(micro_batch: MicroBatch) -> RowPart:
-            return self._row(
-                micro_batch,
-                response_rows(micro_batch),
-                is_routed=self._is_policy,
-                uses_routing=self._is_policy,
-                batch_tokens=batch_tokens,
-            )
-
-        def finish(row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
-            """Return a micro-batch's loss and the sums for its metrics."""
-            if self._objective.needs_logits:
-                outputs = self._stages[-1].with_logits(hidden, row, self._temperature)
-            else:
-                outputs = self._outputs(row, hidden)
-            recorded.add(row.micro_batch, outputs)
-            of_draft: torch.Tensor | float = 0.0
-            if self._draft_coefficient:  # of rows without targets, too: ranks that share experts exchange tokens
-                of_draft = self._stages[-1].draft_loss(hidden, row, row.row.loss_inputs(*outputs).loss_weights)
-                draft_loss.add_(of_draft.detach())
-                of_draft = self._draft_coefficient * of_draft
-            if not len(row.row.rows):  # the buffers still expect gradients
-                return outputs[0][:0].sum() + of_draft, self._objective.zero(self._device)
-            has_values = self._model.head == "values"
-            loss, sums = self._objective.objective(
-                row.row.value_inputs(*outputs) if has_values else row.row.loss_inputs(*outputs)
-            )
-            return loss + of_draft, sums
-
         # The last backward pass sums gradients over ranks. Only the last stage has metric sums.
-        sums = forward_backward(self._stages, share or (empty(),), make_row=make_row, finish=finish)
+        recorded, draft_loss = RecordedTokens(), torch.zeros((), dtype=torch.float64, device=self._device)
+        sums = forward_backward(
+            self._stages,
+            share or (empty(),),
+            make_row=partial(self._trained_row, batch_tokens=batch_tokens),
+            finish=partial(self._loss, recorded=recorded, draft_loss=draft_loss),
+        )
         totals = sum(sums, start=self._objective.zero(self._device))
         with record_function("learner: reduce"):
-            optimizer.reduce_gradients(self._buffers)
-            for group in (self._data_parallel, self._pipeline):  # only a last stage has nonzero sums
-                all_reduce(totals.sums, group)
-                all_reduce(totals.maxima, group, dist.ReduceOp.MAX)
-            for part in self._optimizers:
-                part.begin()
-            if (scale := self._objective.gradient_scale(totals)) is not None:
-                self._scale_gradients(scale)
-            reduced = torch.stack([totals.sums[0].double(), self._grad_norm()])
-            if self._balance:
-                reduced = torch.cat([reduced, self._balance.summary()])
-            if self._draft_coefficient:
-                all_reduce(draft_loss, self._data_parallel)
-                reduced = torch.cat([reduced, draft_loss[None]])
-            loss, grad_norm, *use = reduced.tolist()
+            loss, grad_norm, *others = self._reduce(totals, draft_loss)
         is_skipped = not is_trainable(loss, grad_norm)
         began = time.perf_counter()
         if not is_skipped:
@@ -179,15 +137,70 @@ class TrainedModel(SavedWeights):
             learning_rate=learning_rate,
             is_skipped=is_skipped,
         )
-        if self._draft_coefficient:
-            metrics["learner/draft_loss"] = use.pop()
+        return StepResult(metrics={**metrics, **self._policy_metrics(others, update_seconds)}, tokens=tokens)
+
+    def _trained_row(self, micro_batch: MicroBatch, *, batch_tokens: int) -> RowPart:
+        return self._row(
+            micro_batch,
+            response_rows(micro_batch),
+            is_routed=self._is_policy,
+            uses_routing=self._is_policy,
+            batch_tokens=batch_tokens if self._balance else 0,  # only the policy has a load-balancing loss
+        )
+
+    def _loss(
+        self, row: RowPart, hidden: torch.Tensor, *, recorded: RecordedTokens, draft_loss: torch.Tensor
+    ) -> tuple[torch.Tensor, diagnostics.Sums]:
+        """Return a micro-batch's loss and the sums for its metrics. Adds to ``recorded`` and ``draft_loss``."""
+        if self._objective.needs_logits:
+            outputs = self._stages[-1].with_logits(hidden, row, self._temperature)
+        else:
+            outputs = self._outputs(row, hidden)
+        recorded.add(row.micro_batch, outputs)
+        of_draft: torch.Tensor | float = 0.0
+        if self._draft_coefficient:  # of rows without targets, too: ranks that share experts exchange tokens
+            of_draft = self._stages[-1].draft_loss(hidden, row, row.row.loss_inputs(*outputs).loss_weights)
+            draft_loss.add_(of_draft.detach())
+            of_draft = self._draft_coefficient * of_draft
+        if not len(row.row.rows):  # the buffers still expect gradients
+            return outputs[0][:0].sum() + of_draft, self._objective.zero(self._device)
+        has_values = self._model.head == "values"
+        inputs = row.row.value_inputs(*outputs) if has_values else row.row.loss_inputs(*outputs)
+        loss, sums = self._objective.objective(inputs)
+        return loss + of_draft, sums
+
+    def _reduce(self, totals: diagnostics.Sums, draft_loss: torch.Tensor) -> list[float]:
+        """Reduce gradients and sums over the ranks. Returns loss, norm of the gradients, and what ``_policy_metrics``
+        takes. Waits for the device."""
+        optimizer.reduce_gradients(self._buffers)
+        for group in (self._data_parallel, self._pipeline):  # only a last stage has nonzero sums
+            all_reduce(totals.sums, group)
+            all_reduce(totals.maxima, group, dist.ReduceOp.MAX)
+        for part in self._optimizers:
+            part.begin()
+        if (scale := self._objective.gradient_scale(totals)) is not None:
+            self._scale_gradients(scale)
+        reduced = torch.stack([totals.sums[0].double(), self._grad_norm()])
         if self._balance:
-            metrics |= self._balance.metrics(use)
+            reduced = torch.cat([reduced, self._balance.summary()])
+        if self._draft_coefficient:
+            all_reduce(draft_loss, self._data_parallel)
+            reduced = torch.cat([reduced, draft_loss[None]])
+        numbers: list[float] = reduced.tolist()
+        return numbers
+
+    def _policy_metrics(self, reduced: list[float], update_seconds: float) -> dict[str, float]:
+        """Return the metrics that only the policy has.  reduced: the balance of experts, then the loss of drafts"""
+        metrics: dict[str, float] = {}
+        if self._draft_coefficient:
+            metrics["learner/draft_loss"] = reduced.pop()
+        if self._balance:
+            metrics |= self._balance.metrics(reduced)
         if self._is_policy and any(part.host for part in self._optimizers):
             metrics["learner/update_seconds"] = update_seconds
-        if self._device.type == "cuda" and self._is_policy:
+        if self._is_policy and self._device.type == "cuda":
             metrics["learner/memory_bytes"] = float(torch.cuda.max_memory_allocated())
-        return StepResult(metrics=metrics, tokens=tokens)
+        return metrics
 
     def _grad_norm(self) -> torch.Tensor:
         """Return the norm of all ranks' gradients, f64 scalar. Megatron's own synchronises once per parameter."""
