@@ -83,14 +83,6 @@ class Exchange:
         # torch's own streams and events take a fraction of the host's time that those of torch.cuda take
         self._stream = torch.Stream(device) if device.type == "cuda" else None
 
-    def gather(self, share: torch.Tensor) -> Gathering:
-        """Start to copy the shares of all ranks, each [tokens, features], to this one."""
-        return Gathering(self, share.contiguous())
-
-    def scatter(self, shape: tuple[int, int], like: torch.Tensor) -> Scattering:
-        """Prepare to sum each rank's share, [tokens, features], over partial results of all ranks."""
-        return Scattering(self, shape, like)
-
     def window(self, shape: tuple[int, ...], dtype: torch.dtype) -> Window:
         """Return the window whose turn it is, with room for such a tensor. All ranks ask for the same size."""
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -133,9 +125,11 @@ class Exchange:
 
 
 class Gathering:
-    """The shares of all ranks, on their way to this one."""
+    """The shares of all ranks, each [tokens, features], on their way to this one."""
 
     def __init__(self, exchange: Exchange, share: torch.Tensor) -> None:
+        """Start to copy. Collective, as all of this."""
+        share = share.contiguous()
         self._exchange, self._share = exchange, share
         window = exchange.window(share.shape, share.dtype)
         window.view(exchange.rank, share.shape, share.dtype).copy_(share)
@@ -162,7 +156,7 @@ class Gathering:
 
 
 class Scattering:
-    """Partial results, on their way to the ranks that sum them."""
+    """Partial results of each rank's share, [tokens, features], on their way to the ranks that sum them."""
 
     def __init__(self, exchange: Exchange, shape: tuple[int, int], like: torch.Tensor) -> None:
         self._exchange = exchange
@@ -201,7 +195,7 @@ class _Column(torch.autograd.Function):
         ctx.exchange = exchange
         share = x.flatten(0, 1)
         ctx.save_for_backward(share, weight)
-        gathering = exchange.gather(share)
+        gathering = Gathering(exchange, share)
         output = share.new_empty(exchange.size, len(share), len(weight))
         for rank in exchange.order:
             torch.mm(gathering.share(rank), weight.t(), out=output[rank])
@@ -214,7 +208,7 @@ class _Column(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         needs_share, needs_weight, _ = ctx.needs_input_grad
         share_grad = weight_grad = None
-        gathering = exchange.gather(share) if needs_weight else None  # arrives during the next products
+        gathering = Gathering(exchange, share) if needs_weight else None  # arrives during the next products
         if needs_share:
             scattering = _scatter(exchange, grad, weight)
         if gathering is not None:
@@ -241,7 +235,7 @@ class _Row(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         needs_tokens, needs_weight, _ = ctx.needs_input_grad
         tokens_grad = weight_grad = None
-        gathering = exchange.gather(grad)
+        gathering = Gathering(exchange, grad)
         if needs_tokens:
             parts = torch.empty_like(tokens)
             for rank, part in _shares(parts, exchange):
@@ -254,7 +248,7 @@ class _Row(torch.autograd.Function):
 
 def _scatter(exchange: Exchange, tokens: torch.Tensor, matrix: torch.Tensor) -> Scattering:
     """Multiply all tokens, other ranks' shares first, and send the results on their way."""
-    scattering = exchange.scatter((len(tokens) // exchange.size, matrix.shape[1]), like=tokens)
+    scattering = Scattering(exchange, (len(tokens) // exchange.size, matrix.shape[1]), like=tokens)
     own, *others = _shares(tokens, exchange)
     for rank, part in others:
         scattering.send(rank, part @ matrix)
