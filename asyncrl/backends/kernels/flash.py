@@ -14,6 +14,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,32 +27,35 @@ _PACKAGE: Final = "flash-attn-4"
 log = logging.getLogger("asyncrl.learner")
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    query_boundaries: torch.Tensor,
-    key_boundaries: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    window: int = 0,
-) -> torch.Tensor:
-    """query [n, heads, d], key and value [k, key-value heads, d] -> [n, heads, d]: causal within each run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Queries and the keys that they see, run by run: run r is [boundaries[r], boundaries[r + 1]) of either.
 
     query_boundaries, key_boundaries  i32[runs + 1]; a run's last query is at its last key
     longest_query, longest_key        tokens of the longest run
-    window                            most tokens that a query sees, itself and those before it; 0 for all before it
+    """
+
+    query_boundaries: torch.Tensor
+    key_boundaries: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs, *, window: int = 0
+) -> torch.Tensor:
+    """query [n, heads, d], key and value [k, key-value heads, d] -> [n, heads, d]: causal within each run.
+
+    window: most tokens that a query sees, itself and those before it; 0 for all before it
 
     Scores are scaled by 1 / sqrt(d).
     """
-    runs = query_boundaries, key_boundaries, longest_query, longest_key
     repeats = query.shape[1] // key.shape[1]
     if not window and _has_newer(query.dtype, query.shape[-1], repeats):
-        return _newer(query, key, value, *runs)
+        return _newer(query, key, value, runs)
     if repeats > 1 and not takes_fewer_key_heads(query.dtype):
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return _of_torch(query, key, value, *runs, window)
+    return _of_torch(query, key, value, runs, window)
 
 
 def both_ways(
@@ -69,16 +73,7 @@ def both_ways(
     return attended  # type: ignore[no-any-return]
 
 
-def _of_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_boundaries: torch.Tensor,
-    key_boundaries: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    window: int = 0,
-) -> torch.Tensor:
+def _of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs, window: int = 0) -> torch.Tensor:
     """Call varlen_attn. Its options differ: torch 2.10 has is_causal, 2.11 window_size, 2.12 enable_gqa."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -88,9 +83,8 @@ def _of_torch(
     options: dict[str, Any] = {"window_size": (window - 1, 0)} if "window_size" in known else {"is_causal": True}
     if query.shape[1] != key.shape[1] and "enable_gqa" in known:
         options["enable_gqa"] = True
-    attended: Any = varlen_attn(
-        query, key, value, query_boundaries, key_boundaries, longest_query, longest_key, **options
-    )
+    boundaries = runs.query_boundaries, runs.key_boundaries
+    attended: Any = varlen_attn(query, key, value, *boundaries, runs.longest_query, runs.longest_key, **options)
     return attended  # type: ignore[no-any-return]
 
 
@@ -101,25 +95,17 @@ def _parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def _newer(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_boundaries: torch.Tensor,
-    key_boundaries: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-) -> torch.Tensor:
+def _newer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs) -> torch.Tensor:
     from flash_attn.cute import flash_attn_varlen_func
 
     attended, _lse = flash_attn_varlen_func(
         query,
         key,
         value,
-        cu_seqlens_q=query_boundaries,
-        cu_seqlens_k=key_boundaries,
-        max_seqlen_q=longest_query,
-        max_seqlen_k=longest_key,
+        cu_seqlens_q=runs.query_boundaries,
+        cu_seqlens_k=runs.key_boundaries,
+        max_seqlen_q=runs.longest_query,
+        max_seqlen_k=runs.longest_key,
         causal=True,
     )
     return attended  # type: ignore[no-any-return]
@@ -157,8 +143,10 @@ def takes_fewer_key_heads(dtype: torch.dtype) -> bool:
 def _agrees(kernels: Callable[..., torch.Tensor], dtype: torch.dtype, *, head_size: int, repeats: int) -> bool:
     """Compare ``kernels`` with torch's on repeated heads, in values and gradients, where keys outnumber queries."""
     random = torch.Generator("cuda").manual_seed(0)
-    of_queries = torch.tensor([0, 120, 176], dtype=torch.int32, device="cuda")
-    of_keys = torch.tensor([0, 200, 256], dtype=torch.int32, device="cuda")
+    of_queries, of_keys = (
+        torch.tensor(ends, dtype=torch.int32, device="cuda") for ends in ([0, 120, 176], [0, 200, 256])
+    )
+    runs = Runs(query_boundaries=of_queries, key_boundaries=of_keys, longest_query=120, longest_key=200)
     inputs = [
         torch.randn(tokens, heads, head_size, device="cuda", dtype=dtype, generator=random)
         for tokens, heads in ((176, 2 * repeats), (256, 2), (256, 2))
@@ -168,7 +156,7 @@ def _agrees(kernels: Callable[..., torch.Tensor], dtype: torch.dtype, *, head_si
         attend: Callable[..., torch.Tensor], times: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (key, value))
-        return attend(query, keys, values, of_queries, of_keys, 120, 200)
+        return attend(query, keys, values, runs)
 
     results = [
         with_gradients(functools.partial(attended, attend, times), inputs)

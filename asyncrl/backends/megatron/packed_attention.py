@@ -27,23 +27,15 @@ with quiet(), cpu_shim.without_compilation():
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(flash.Runs):
     """Consecutive queries and the keys that they see, as runs within one sequence each.
 
     queries, keys  slices of the rank's queries, and of the row's keys; keys begin with the first query's sequence
-    query_boundaries, key_boundaries  i32[runs + 1]: run r is [boundaries[r], boundaries[r + 1]) of the slice
-    longest_query, longest_key  tokens of the longest run
     runs           the boundaries as slices on the host, for attention that takes one run at a time
-
-    A run's last query is at its last key. If a run has fewer queries than keys, the two are aligned at their ends.
     """
 
     queries: slice
     keys: slice
-    query_boundaries: torch.Tensor
-    key_boundaries: torch.Tensor
-    longest_query: int
-    longest_key: int
     runs: Sequence[tuple[slice, slice]] = ()
 
 
@@ -80,7 +72,7 @@ def attention(
     window: most tokens that a query sees, itself and those before it; 0 for all tokens before it
     """
     return within_sequences(
-        query, key, value, how, plain=partial(plain, window=window), varlen=partial(_varlen, window=window)
+        query, key, value, how, plain=partial(plain, window=window), varlen=partial(flash.attention, window=window)
     )
 
 
@@ -161,16 +153,3 @@ def visible(queries: int, keys: int, window: int, device: torch.device) -> torch
         return None
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(earlier)
     return mask.triu(earlier - window + 1) if is_local else mask
-
-
-def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, *, window: int) -> torch.Tensor:
-    return flash.attention(
-        query,
-        key,
-        value,
-        query_boundaries=piece.query_boundaries,
-        key_boundaries=piece.key_boundaries,
-        longest_query=piece.longest_query,
-        longest_key=piece.longest_key,
-        window=window,
-    )

@@ -121,14 +121,14 @@ def test_attention_within_sequences_and_its_gradients_are_those_of_the_cpu(
     ends = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (query_lengths, key_lengths)]
     slopes = random(sum(query_lengths), 4, size)
     on_gpu = [one.cuda().requires_grad_() for one in inputs]
-    got = flash.attention(
-        *on_gpu,
+    runs = flash.Runs(
         query_boundaries=ends[0].cuda(),
         key_boundaries=ends[1].cuda(),
         longest_query=max(query_lengths),
         longest_key=max(key_lengths),
-        window=window,
     )
+    query, key, value = on_gpu
+    got = flash.attention(query, key, value, runs, window=window)
     gradients = torch.autograd.grad(got, on_gpu, slopes.cuda().to(dtype))
     plain = [one.float().requires_grad_() for one in inputs]
     rows = []

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from asyncrl.backends.kernels import fused
+from asyncrl.backends.kernels import flash, fused
 from asyncrl.backends.megatron import packed_attention, shared_prefixes, sink_attention
 from asyncrl.backends.megatron.packed_attention import Pieces, attention
 from asyncrl.backends.megatron.row_part import RowPart
@@ -155,7 +155,7 @@ def test_runs_are_attended_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: t
     query, key, value = inputs
     expected = attention(query, key, value, rectangles)
     monkeypatch.setattr(packed_attention, "uses_varlen", lambda *_: True)
-    monkeypatch.setattr(packed_attention, "_varlen", lambda q, k, v, piece, window: Kernel.apply(q, k, v))  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(flash, "attention", lambda q, k, v, piece, window: Kernel.apply(q, k, v))  # type: ignore[no-untyped-call]
     recompute, again = fused.recompute_in_backward, list[int]()
 
     def counted(make: Callable[[], torch.Tensor]) -> torch.Tensor:
