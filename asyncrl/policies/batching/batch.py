@@ -110,21 +110,20 @@ def build(
     old = _too_old(ages, masks, discard=discard, max_staleness=max_staleness)
     trained = [mask & ~too_old_mask for mask, too_old_mask in zip(of_any_age, old, strict=True)]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    # An answer that is too old to train is still part of its group's baseline.
     advantage_inputs = AdvantageInputs(
         rewards=_shaped_rewards(rollouts, algorithm)[rollout],
         group=members,
         rollout=rollout,
         **_turns(rollouts),
-        sequence=np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks]),
-        is_trained=_sampled(trained, masks),
+        sequence=_sequence_numbers(masks),
+        is_trained=gather(trained, masks),
         positions=np.concatenate([np.flatnonzero(mask) for mask in masks]),
         is_truncated=np.array([one is parts[-1] and _is_cut(parts) for parts in rollouts for one in parts]),
     )
-    # An answer that is too old to train is still part of its group's baseline.
-    advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
+    advantages = [np.zeros(len(mask), np.float32) for mask in masks]
     if not algorithm.outputs_for_advantage:
-        advantages, _ = algorithm.advantages(advantage_inputs)
-    per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
+        advantages = scatter(algorithm.advantages(advantage_inputs)[0], masks)
     sizes = _mini_batch_sizes(groups, algorithm.steps_per_batch)
     # Example: 3 of an answer's 4 tokens are young enough. With "tokens", each of them weighs 1/4 of the answer.
     counted = of_any_age if discard == "tokens" else trained
@@ -133,20 +132,10 @@ def build(
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
     sequences = [
-        _sequence(
-            group,
-            trajectory,
-            mask=mask,
-            advantages=sampled,
-            loss_weights=weight,
-            staleness=age,
-            images=images(group, trajectory),
-        )
-        for (group, trajectory), mask, sampled, weight, age in zip(
-            trajectories, trained, per_token_advantages, weights, ages, strict=True
-        )
+        _sequence(*one, mask=mask, advantages=values, loss_weights=weight, staleness=age, images=images(*one))
+        for one, mask, values, weight, age in zip(trajectories, trained, advantages, weights, ages, strict=True)
     ]
-    bounded = _sampled(ages, [mask & ~too_old_mask for mask, too_old_mask in zip(masks, old, strict=True)])
+    bounded = gather(ages, [mask & ~too_old_mask for mask, too_old_mask in zip(masks, old, strict=True)])
     oldest = int(bounded.max()) if bounded.size else 0
     assert oldest <= max_staleness, "buffer let a stale token through"
     left_out = _left_out(old, discard)
@@ -154,7 +143,7 @@ def build(
     if bounded.size:  # the value that the bound limits; `asyncrl audit` recomputes it from the log
         metrics["staleness/max"] = float(oldest)
     metrics |= {f"staleness/{name}": float(count) for name, count in left_out.items()}
-    ages_trained = _sampled(ages, trained)
+    ages_trained = gather(ages, trained)
     metrics["length/trained_tokens"] = float(ages_trained.size)
     if age_weight is not None and ages_trained.size:
         metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
@@ -258,9 +247,23 @@ def _shaped_rewards(rollouts: Sequence[Sequence[Trajectory]], algorithm: Algorit
     return rewards + penalty.astype(np.float64)
 
 
-def _sampled(of_tokens: Sequence[NDArray[Scalar]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[Scalar]:
-    """Concatenate the values of each trajectory where its mask is True.  [B][T], [B] bool[T] -> [M]"""
+def gather(of_tokens: Sequence[NDArray[Scalar]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[Scalar]:
+    """Concatenate the values of each sequence where its mask is True.  [B][T], [B] bool[T] -> [M]"""
     return np.concatenate([values[mask] for values, mask in zip(of_tokens, masks, strict=True)])
+
+
+def scatter(values: NDArray[Any], masks: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.float32]]:
+    """The inverse of ``gather``, with 0 where a mask is False.  [M], [B] bool[T] -> [B] f32[T]"""
+    of_tokens = [np.zeros(len(mask), np.float32) for mask in masks]
+    pieces = np.split(values, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
+    for one, mask, piece in zip(of_tokens, masks, pieces, strict=True):
+        one[mask] = piece
+    return of_tokens
+
+
+def _sequence_numbers(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
+    """Return the number of each masked token's sequence."""
+    return np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks])
 
 
 def _sequence(
@@ -275,9 +278,8 @@ def _sequence(
 ) -> TrainingSequence:
     """Return the sequence: prompt, then response, with zeros for the prompt in every per-token array.
 
-    ``mask`` marks the trained tokens; ``advantages`` has one value per sampled token. Logprobs and staleness are also
-    kept for sampled tokens that serve only as context: a KL in the reward may include them, and no token after them is
-    fresh.
+    ``mask`` marks the trained tokens. Logprobs and staleness are also kept for sampled tokens that serve only as
+    context: a KL in the reward may include them, and no token after them is fresh.
     """
     prompt_tokens = group.prompt_of(trajectory)
     prompt = len(prompt_tokens)
@@ -285,8 +287,7 @@ def _sequence(
     def behind_prompt(values: NDArray[np.generic]) -> NDArray[np.generic]:
         return np.concatenate([np.zeros(prompt, values.dtype), values])
 
-    of_tokens, sampled = np.zeros(len(mask), np.float32), trajectory.response_mask
-    of_tokens[sampled] = advantages
+    sampled = trajectory.response_mask
     known: dict[str, NDArray[np.float32]] = {}
     if len(trajectory.teacher_logprobs):
         known["teacher_logprobs"] = behind_prompt(np.where(sampled, trajectory.teacher_logprobs, np.float32(0)))  # type: ignore[assignment]
@@ -294,7 +295,7 @@ def _sequence(
         tokens=np.concatenate([prompt_tokens, trajectory.tokens]),
         response_mask=behind_prompt(mask),  # type: ignore[arg-type]
         behavior_logprobs=behind_prompt(np.where(sampled, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]
-        advantages=behind_prompt(np.where(mask, of_tokens, np.float32(0))),  # type: ignore[arg-type]
+        advantages=behind_prompt(np.where(mask, advantages, np.float32(0))),  # type: ignore[arg-type]
         loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
         staleness=behind_prompt(np.where(sampled, staleness, np.int32(0))),  # type: ignore[arg-type]
         experts=trajectory.experts,
@@ -321,10 +322,10 @@ def _staleness_metrics(
     max_staleness: int,
 ) -> dict[str, Metric]:
     """Return the staleness metrics of the trained tokens; ``ages`` and ``masks`` are per trajectory."""
-    staleness = _sampled(ages, masks)
+    staleness = gather(ages, masks)
     if staleness.size == 0:
         return {}
-    sequence = np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks])
+    sequence = _sequence_numbers(masks)
     found = statistics(staleness, rollout[sequence], num_sequences=int(rollout.max()) + 1)
     of_groups = statistics(staleness, group[sequence], num_sequences=int(group.max()) + 1)
     there = np.isfinite(of_groups.oldest)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import packing
-from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.batch import Batch, gather, scatter
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections.diagnostics import effective_samples
 from asyncrl.policies.losses.loss import Loss
@@ -66,29 +66,22 @@ def complete(
     return [[_with(micro_batch, added, advantages) for micro_batch in share] for share in shares]
 
 
-def effective_fraction(prox_logprobs: Sequence[NDArray[np.float32]], batch: Batch) -> float:
+def effective_fraction(prox_logprobs: PerSequence, batch: Batch) -> float:
     """Return the effective sample size of the batch's token ratios divided by its trained tokens, in (0, 1]."""
-    ratios = [
-        ratio(*(of[sequence.response_mask].astype(np.float64) for of in (prox, sequence.behavior_logprobs))).numpy()
-        for prox, sequence in zip(prox_logprobs, batch.sequences, strict=True)
-    ]
-    every = np.concatenate(ratios)
-    return effective_samples(float(every.sum()), float(np.square(every).sum())) / len(every) if len(every) else 1.0
+    ratios = ratio(*(of.astype(np.float64) for of in _trained(prox_logprobs, batch))).numpy()
+    return effective_samples(float(ratios.sum()), float(np.square(ratios).sum())) / len(ratios) if len(ratios) else 1.0
 
 
 def kept(prox_logprobs: PerSequence, batch: Batch, *, loss: Loss) -> PerSequence:
     """Return 1 for each trained token of the batch that ``loss`` keeps, else 0.  f32[T] of each sequence"""
+    keep = loss.kept(*_trained(prox_logprobs, batch))
+    return scatter(keep.numpy(), [sequence.response_mask for sequence in batch.sequences])
+
+
+def _trained(prox_logprobs: PerSequence, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the current and the behavior logprobs of all trained tokens of the batch.  f32[M] each"""
     masks = [sequence.response_mask for sequence in batch.sequences]
-    prox, behavior = (
-        np.concatenate([of[mask] for of, mask in zip(every, masks, strict=True)])
-        for every in (prox_logprobs, [sequence.behavior_logprobs for sequence in batch.sequences])
-    )
-    keep = loss.kept(prox, behavior).numpy()
-    result = [np.zeros(len(sequence), np.float32) for sequence in batch.sequences]
-    pieces = np.split(keep, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
-    for values, mask, piece in zip(result, masks, pieces, strict=True):
-        values[mask] = piece
-    return result
+    return gather(prox_logprobs, masks), gather([sequence.behavior_logprobs for sequence in batch.sequences], masks)
 
 
 def _advantages(
@@ -116,18 +109,15 @@ def _before(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _sampled(values: Sequence[NDArray[Any]], batch: Batch) -> NDArray[np.float64]:
     """Concatenate the values of all response tokens of the batch.  f32[T] per sequence -> f64[M]"""
-    return np.concatenate([of[mask] for of, mask in zip(values, batch.sampled, strict=True)]).astype(np.float64)
+    return gather(values, batch.sampled).astype(np.float64)
 
 
 def _on_tokens(of_sampled: NDArray[np.float32], batch: Batch) -> PerSequence:
     """Split values of the response tokens by sequence; 0 where nothing is trained.  f32[M] -> f32[T] per sequence"""
-    pieces = np.split(of_sampled, np.cumsum([np.count_nonzero(mask) for mask in batch.sampled])[:-1])
-    result = []
-    for sequence, mask, piece in zip(batch.sequences, batch.sampled, pieces, strict=True):
-        values = np.zeros(len(sequence), np.float32)
-        values[mask] = piece
-        result.append(np.where(sequence.response_mask, values, np.float32(0)))
-    return result
+    return [
+        np.where(sequence.response_mask, values, np.float32(0))
+        for sequence, values in zip(batch.sequences, scatter(of_sampled, batch.sampled), strict=True)
+    ]
 
 
 def _by_sequence(shares: Shares, arrays: Sequence[Sequence[NDArray[np.float32]]], *, count: int) -> PerSequence:
