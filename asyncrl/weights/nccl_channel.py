@@ -91,10 +91,7 @@ class NearestReceiver:
         self._chosen: Receiver | None = None
 
     async def join(self, ask: Ask) -> None:
-        chosen, self._chosen = (
-            self._chosen,
-            None,
-        )  # after a failure it is chosen anew: the next learner may be elsewhere
+        chosen, self._chosen = self._chosen, None  # a failure forgets it: the next learner may be elsewhere
         if chosen is None:
             chosen = await self._choose(ask)
         else:
