@@ -376,27 +376,15 @@ class RefreshedModel(LoadedModel):
 class TrainedModel(LoadedModel):
     """A model that is trained."""
 
-    def __init__(
-        self,
-        name: str,
-        model: AuxiliaryModel,
-        *,
-        temperature: float,
-        device: torch.device,
-        dtype: torch.dtype,
-        exact_ranks: int = 0,
-    ) -> None:
-        super().__init__(name, model, temperature=temperature, device=device, dtype=dtype, exact_ranks=exact_ranks)
+    def __init__(self, name: str, model: AuxiliaryModel, **options: Any) -> None:
+        super().__init__(name, model, **options)
         assert model.objective is not None
         assert model.optimizer is not None
         self._name = name
         self._objective: Objective = model.objective
-        self._settings: OptimizerSettings = model.optimizer
+        self._settings = settings = model.optimizer
         for name, parameter in self.parameters.items():
-            settings = self._settings
-            in_file = next(
-                iter(by_names_in_files({name: parameter}, model_type=self.model_type))
-            )  # fused experts are all trained, or none
+            in_file, *_ = by_names_in_files({name: parameter}, model_type=self.model_type)  # of fused experts, any
             parameter.requires_grad_(is_trained(in_file, freeze=settings.freeze, train_only=settings.train_only))
         self._trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         # AdamW updates these. In a float32 model they are the parameters; bfloat16 would round away small updates.
@@ -410,12 +398,12 @@ class TrainedModel(LoadedModel):
         spared = [w for name, w in self._weights.items() if not has_weight_decay(name, ndim=w.ndim)]
         self._optimizer = torch.optim.AdamW(
             [
-                {"params": decayed, "weight_decay": self._settings.weight_decay},
+                {"params": decayed, "weight_decay": settings.weight_decay},
                 {"params": spared, "weight_decay": 0.0},
             ],
-            betas=self._settings.betas,
-            eps=self._settings.eps,
-            fused=device.type == "cuda",
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=self._device.type == "cuda",
         )
 
     def tensors(self) -> Iterator[torch.Tensor]:
