@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from asyncrl.backends import huggingface
@@ -40,7 +39,7 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
     learner = run.learner
     if not (learner.freeze or learner.train_only or learner.train_vision):
         return
-    shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
+    shape = huggingface.policy_shape(run)
     if learner.train_vision and not shape.vision:
         raise ConfigError("learner.train_vision: the model has no vision tower; remove the key")
     maps = weight_map(shape)

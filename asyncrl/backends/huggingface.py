@@ -17,6 +17,7 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.families.table import FAMILIES
 from asyncrl.backends.published import PUBLISHED
 from asyncrl.config import plugins
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError
 
 _OUTPUT: Final = "lm_head.weight"
@@ -28,6 +29,11 @@ def load_family(name: str) -> Family | None:
         return None
     family: Family = plugins.load(name, where="model.family", kind=Family)
     return family
+
+
+def policy_shape(run: RunConfig) -> ModelShape:
+    """Return the shape of the run's own model, before training. See ``read_shape``."""
+    return read_shape(Path(run.model.path), own=load_family(run.model.family))
 
 
 def read_shape(folder: Path, *, where: str = "model.path", own: Family | None = None) -> ModelShape:

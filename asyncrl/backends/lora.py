@@ -119,7 +119,7 @@ def check(run: RunConfig) -> None:
         raise ConfigError("learner.lora: only adapters are trained; remove learner.freeze and train_only, name modules")
     if run.learner.train_vision:
         raise ConfigError("learner.lora: only adapters of the decoder are trained; remove learner.train_vision")
-    shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
+    shape = huggingface.policy_shape(run)
     if settings.rank > shape.hidden_size:
         raise ConfigError(
             f"learner.lora.rank: {settings.rank} is more than the model's hidden_size, {shape.hidden_size}, and no "

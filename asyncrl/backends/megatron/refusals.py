@@ -89,7 +89,7 @@ def _require_tower(run: RunConfig, shape: ModelShape, *, recomputes_all: bool) -
 
 def require_routers(run: RunConfig) -> None:
     """Raise ConfigError for a model without experts, whose routing cannot be replayed."""
-    shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
+    shape = huggingface.policy_shape(run)
     if not shape.experts:
         raise ConfigError("learner.options.replay_own_routing: the model has no experts; remove it")
 
@@ -97,7 +97,7 @@ def require_routers(run: RunConfig) -> None:
 def require_draft_layers(run: RunConfig) -> None:
     """Raise ConfigError unless the run's multi-token-prediction layers can be trained."""
     key, layout = "learner.options.draft_coefficient", run.learner.layout
-    shape = huggingface.read_shape(Path(run.model.path), own=huggingface.load_family(run.model.family))
+    shape = huggingface.policy_shape(run)
     if not shape.num_draft_layers or shape.family is None or shape.family.draft_layer is None:
         raise ConfigError(f"{key}: the model has no multi-token-prediction layers that asyncrl trains; remove it")
     for name, ranks in (("pipeline_parallel", layout.pipeline), ("context_parallel", layout.context)):
