@@ -40,13 +40,16 @@ class RowImages:
         kept: NDArray[np.int64],
         piece: tuple[int, int],
         device: torch.device,
-    ) -> RowImages:
-        """
+    ) -> RowImages | None:
+        """Return None if the row shows no image.
+
         first   i64[computed tokens]: the row's token that each is
         length  of the padded row of computed tokens
         kept    i64[n]: the padded row's tokens in the part
         piece   which of the part's equal pieces the rank's hidden states are, and of how many
         """
+        if not len(images):
+            return None
         feature_of = np.full(images.positions.shape[1], -1)
         feature_of[images.token_rows] = images.feature_rows
         padding = length - len(first)

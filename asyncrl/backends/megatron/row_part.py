@@ -128,27 +128,9 @@ class RowPart:
         distinct = DistinctTokens.from_row(micro_batch.boundaries, shared)
         num_tokens = len(distinct.first)
         length = -(-num_tokens // layout.row_multiple) * layout.row_multiple
-        tokens = np.pad(micro_batch.tokens[distinct.first].astype(np.int64), (0, length - num_tokens))
-        positions = np.append(micro_batch.positions[distinct.first], np.arange(length - num_tokens)).astype(np.int64)
         kept = tokens_of_rank(context_rank, length=length, ranks=layout.context)
-        at = np.full(length, -1)  # where a token of the row is in this part
-        at[kept] = np.arange(len(kept))
-        targets, target_of = rows, None
-        if is_shared and not has_distributions(micro_batch):  # otherwise a token's logprob differs between sequences
-            is_target = np.zeros(num_tokens, np.bool_)
-            is_target[distinct.of[rows]] = True
-            targets, target_of = distinct.first[is_target], (np.cumsum(is_target) - 1)[distinct.of[rows]]
-        before = at[distinct.of[targets - 1]]
-        places = np.flatnonzero(before >= 0)
-        arrays: dict[str, NDArray[Any]] = {
-            "tokens": tokens[kept],
-            "positions": positions[kept],
-            "sources": before[places],
-            "targets": micro_batch.tokens[targets[places]].astype(np.int64),
-            "places": places,
-            "kept": kept,
-            **distribution_arrays(micro_batch, targets[places]),
-        }
+        targets, target_of = _distinct_targets(rows, distinct, micro_batch) if is_shared else (rows, None)
+        arrays = _cut_arrays(micro_batch, distinct, targets, kept=kept, padding=length - num_tokens)
         if chosen is not None:
             chosen = chosen[:, distinct.first]
             filled = np.pad(chosen, ((0, 0), (0, length - num_tokens), (0, 0)), constant_values=-1)
@@ -185,9 +167,7 @@ class RowPart:
             shared=SharedTokens.from_arrays(moved) if is_shared else None,
             images=RowImages.of_part(
                 micro_batch.images, first=distinct.first, length=length, kept=kept, piece=piece, device=device
-            )
-            if len(micro_batch.images)
-            else None,
+            ),
         )
 
     def experts_of(self, layer: int) -> torch.Tensor | None:
@@ -205,11 +185,44 @@ class RowPart:
     @property
     def boundaries(self) -> NDArray[np.int32]:
         """i32[sequences + 1] of the padded row; the padding is a sequence."""
-        return _pad_boundaries(self.micro_batch, self.length)
+        return np.unique(np.append(self.micro_batch.boundaries, self.length)).astype(np.int32)
 
 
-def _pad_boundaries(micro_batch: MicroBatch, length: int) -> NDArray[np.int32]:
-    return np.unique(np.append(micro_batch.boundaries, length)).astype(np.int32)
+def _distinct_targets(
+    rows: NDArray[np.int64], distinct: DistinctTokens, micro_batch: MicroBatch
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Return ``rows``, each shared token once, and which of these each row is; None if every row has its own."""
+    if has_distributions(micro_batch):  # a token's logprob differs between sequences
+        return rows, None
+    is_target = np.zeros(len(distinct.first), np.bool_)
+    is_target[distinct.of[rows]] = True
+    return distinct.first[is_target], (np.cumsum(is_target) - 1)[distinct.of[rows]]
+
+
+def _cut_arrays(
+    micro_batch: MicroBatch,
+    distinct: DistinctTokens,
+    targets: NDArray[np.int64],
+    *,
+    kept: NDArray[np.int64],
+    padding: int,
+) -> dict[str, NDArray[Any]]:
+    """Return RowPart's arrays of the tokens ``kept``.  targets: all tokens of the row that need a logprob"""
+    tokens = np.pad(micro_batch.tokens[distinct.first].astype(np.int64), (0, padding))
+    positions = np.append(micro_batch.positions[distinct.first], np.arange(padding)).astype(np.int64)
+    at = np.full(len(tokens), -1)  # where a token of the row is in this part
+    at[kept] = np.arange(len(kept))
+    before = at[distinct.of[targets - 1]]
+    places = np.flatnonzero(before >= 0)
+    return {
+        "tokens": tokens[kept],
+        "positions": positions[kept],
+        "sources": before[places],
+        "targets": micro_batch.tokens[targets[places]].astype(np.int64),
+        "places": places,
+        "kept": kept,
+        **distribution_arrays(micro_batch, targets[places]),
+    }
 
 
 def _by_layers(experts: ExpertArray) -> NDArray[np.int16]:
@@ -226,6 +239,7 @@ def _whole_row(
     share: float,
 ) -> RowPart:
     """Return a part that holds the whole row."""
+    every = np.arange(micro_batch.num_tokens)
     how: Rectangles | Pieces | None = row.layout
     if how is None:
         everything = slice(0, len(row.tokens))
@@ -259,15 +273,9 @@ def _whole_row(
         row=row,
         micro_batch=micro_batch,
         num_targets=len(row.rows),
-        images=_all_images(micro_batch, device=row.tokens.device) if len(micro_batch.images) else None,
-    )
-
-
-def _all_images(micro_batch: MicroBatch, *, device: torch.device) -> RowImages:
-    """Return the images of a part that holds the whole row."""
-    every = np.arange(micro_batch.num_tokens)
-    return RowImages.of_part(
-        micro_batch.images, first=every, length=len(every), kept=every, piece=(0, 1), device=device
+        images=RowImages.of_part(
+            micro_batch.images, first=every, length=len(every), kept=every, piece=(0, 1), device=row.tokens.device
+        ),
     )
 
 
