@@ -6,7 +6,6 @@ Tests: tests/unit/adapters/test_learner_models.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +99,8 @@ def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
         if folder == Path(run.model.path):
             continue
         check_model_at(key, folder)
-        if (
-            difference := _vocabulary_difference(Path(run.model.path), folder, trusts_code=run.model.trust_remote_code)
-        ) is not None:
+        difference = _vocabulary_difference(Path(run.model.path), folder, trusts_code=run.model.trust_remote_code)
+        if difference is not None:
             raise ConfigError(
                 f"{key}: the tokenizer in {folder} is not that of model.path: {difference}; its scores would be "
                 "of other words. Use a model of the same family"
@@ -157,9 +155,7 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
 
 def _own_settings(critic: CriticSection) -> dict[str, Any]:
     """Return the settings of AdamW that [critic] sets."""
-    found: dict[str, Any] = {
-        name: value for name in ("betas", "eps", "max_grad_norm") if (value := getattr(critic, name))
-    }
+    found: dict[str, Any] = {name: of for name in ("betas", "eps", "max_grad_norm") if (of := getattr(critic, name))}
     return found if critic.weight_decay is None else {**found, "weight_decay": critic.weight_decay}
 
 
@@ -171,15 +167,8 @@ def _vocabulary_difference(policy: Path, other: Path, *, trusts_code: bool) -> s
     from asyncrl.data.tokenizer import load_tokenizer
 
     known, found = (load_tokenizer(path, trusts_code=trusts_code).get_vocab() for path in (policy, other))
-    return next(_differences(known, found), None)
-
-
-def _differences(known: dict[str, int], found: dict[str, int]) -> Iterator[str]:
-    for token in sorted(known.keys() | found.keys(), key=lambda token: known.get(token, found.get(token, 0))):
-        ours, theirs = known.get(token), found.get(token)
-        if ours != theirs:
-            yield f"token {token!r} is {_id(theirs)} there and {_id(ours)} here"
-
-
-def _id(number: int | None) -> str:
-    return "unknown" if number is None else f"number {number}"
+    for token in sorted(known | found, key=(found | known).__getitem__):
+        there, here = (f"number {of[token]}" if token in of else "unknown" for of in (found, known))
+        if there != here:
+            return f"token {token!r} is {there} there and {here} here"
+    return None
