@@ -9,7 +9,7 @@ from typing import Final, Literal
 import torch
 
 from asyncrl.policies.component import Cap, Floor, NonNegative, Number, Positive
-from asyncrl.policies.corrections.correction import Correction, bounds_problem, prefix_ratio, ratio, summands
+from asyncrl.policies.corrections.correction import Bounded, Correction, bounds_problem, prefix_ratio, ratio, summands
 from asyncrl.policies.corrections.masks import Mask, all_inside
 from asyncrl.policies.losses.ratios import MAX_LOG_RATIO, binary_kl, finite
 from asyncrl.policies.losses.segments import Array, as_floats, segment_max, segment_mean, segment_sum, spread
@@ -18,16 +18,13 @@ _LOG_LIMITS: Final = (math.log(1e-6), math.log1p(-1e-6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clamp(Correction):
+class Clamp(Bounded):
     """The token ratio, clamped on both sides. 0.5 and 5 as in OpenRLHF's "tis"; slime has tis_clip_low 0."""
 
     name = "clamp"
 
     low: Floor = 0.5
     high: Cap = 5.0
-
-    def problem(self) -> str:
-        return bounds_problem(self, self.low, self.high)
 
     def formula(self, log_ratio: Array) -> torch.Tensor:
         return ratio(log_ratio).clamp(min=self.low, max=self.high)

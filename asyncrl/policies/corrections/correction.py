@@ -12,12 +12,13 @@ are clamped before exp, so an infinite one becomes a large one and none makes a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
 import torch
 
-from asyncrl.policies.component import Component
+from asyncrl.policies.component import Cap, Component, Floor
 from asyncrl.policies.losses.ratios import MAX_LOG_RATIO
 from asyncrl.policies.losses.segments import Array, as_floats, segment_mean, segment_sum, spread
 
@@ -70,6 +71,20 @@ class Correction(Component):
 def bounds_problem(correction: Correction, low: float, high: float) -> str:
     """Return an error text if low >= high, so that nothing lies between the bounds; else ""."""
     return "" if low < high else f"low of {correction.name} must be < its high, got {low:g} and {high:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounded(Correction):
+    """Base of corrections that treat ratios in [low, high] unlike others."""
+
+    low: Floor = 0.0
+    high: Cap = math.inf
+
+    def problem(self) -> str:
+        return bounds_problem(self, self.low, self.high)
+
+    def is_inside(self, ratios: torch.Tensor) -> torch.Tensor:
+        return (ratios >= self.low) & (ratios <= self.high)
 
 
 _SUMMAND_LIMIT: Final = 1e4

@@ -9,24 +9,18 @@ from typing import Annotated
 import torch
 
 from asyncrl.policies.component import FRESH, Cap, Floor, Range
-from asyncrl.policies.corrections.correction import Correction, bounds_problem, geometric_ratio, ratio, sequence_ratio
+from asyncrl.policies.corrections.correction import Bounded, Correction, geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.segments import Array, segment_sum, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mask(Correction):
+class Mask(Bounded):
     """A mask that keeps tokens or sequences whose value is in [low, high]."""
 
     kind = "mask"
 
-    low: Floor = 0.0
-    high: Cap = math.inf
-
-    def problem(self) -> str:
-        return bounds_problem(self, self.low, self.high)
-
-    def _inside(self, ratios: torch.Tensor) -> torch.Tensor:
-        return ((ratios >= self.low) & (ratios <= self.high)).to(ratios.dtype)
+    def keeps(self, ratios: torch.Tensor) -> torch.Tensor:
+        return self.is_inside(ratios).to(ratios.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +36,7 @@ class TokenMask(Mask):
     high: Cap = 5.0
 
     def formula(self, log_ratio: Array) -> torch.Tensor:
-        return self._inside(ratio(log_ratio))
+        return self.keeps(ratio(log_ratio))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +53,7 @@ class SequenceMask(Mask):
 
     def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
         ratios = sequence_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
-        return spread(self._inside(ratios), sequence)
+        return spread(self.keeps(ratios), sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +71,7 @@ class GeoMask(Mask):
 
     def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
         ratios = geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
-        return spread(self._inside(ratios), sequence)
+        return spread(self.keeps(ratios), sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.policies.component import Cap, Floor
-from asyncrl.policies.corrections.correction import Correction, bounds_problem, geometric_ratio, ratio, sequence_ratio
+from asyncrl.policies.corrections.correction import Bounded, Correction, geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.segments import Array, as_floats, spread
 
 
@@ -57,7 +57,7 @@ class TISSequence(Correction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TISGeometric(Correction):
+class TISGeometric(Bounded):
     """Geometric mean of the sequence's ratios, clamped, on each token of the sequence.
 
     AReaL (level = sequence, upper 5) and open-instruct (upper 2) use this weight.
@@ -69,16 +69,13 @@ class TISGeometric(Correction):
     low: Floor = 0.0
     high: Cap = 2.0
 
-    def problem(self) -> str:
-        return bounds_problem(self, self.low, self.high)
-
     def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
         ratios = geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
         return spread(ratios.clamp(min=self.low, max=self.high), sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MISToken(Correction):
+class MISToken(Bounded):
     """Masked importance sampling: the token's ratio if low <= ratio <= high, else 0.
 
     The bounds are those of TRL's token_mask; slime's helper uses 0.5 (or 1 / high) and 2.
@@ -89,15 +86,13 @@ class MISToken(Correction):
     low: Floor = 0.0
     high: Cap = 3.0
 
-    def problem(self) -> str:
-        return bounds_problem(self, self.low, self.high)
-
     def formula(self, log_ratio: Array) -> torch.Tensor:
-        return _inside(ratio(log_ratio), self.low, self.high)
+        ratios = ratio(log_ratio)
+        return ratios.where(self.is_inside(ratios), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MISSequence(Correction):
+class MISSequence(Bounded):
     """The product of the sequence's ratios if it is within the bounds, else 0. TRL's default: sequence_mask, 3.0."""
 
     name = "mis_sequence"
@@ -106,12 +101,9 @@ class MISSequence(Correction):
     low: Floor = 0.0
     high: Cap = 3.0
 
-    def problem(self) -> str:
-        return bounds_problem(self, self.low, self.high)
-
     def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
         ratios = sequence_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
-        return spread(_inside(ratios, self.low, self.high), sequence)
+        return spread(ratios.where(self.is_inside(ratios), 0.0), sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +135,3 @@ class SelfNorm(Correction):
 
     def formula(self, weights: Array, mean_weight: float | torch.Tensor) -> torch.Tensor:
         return as_floats(weights).detach() / mean_weight
-
-
-def _inside(ratios: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    return ratios.where((ratios >= low) & (ratios <= high), 0.0)
