@@ -19,11 +19,8 @@ from asyncrl.backends.families.shape import VisionTower
 def decoder_config(config: Any) -> Any:
     """Return text_config with what config.json says of the whole model: its name, dtype and tied embeddings."""
     own = copy.copy(config.text_config)
-    own.architectures, own.dtype, own.tie_word_embeddings = (
-        config.architectures,
-        config.dtype,
-        config.tie_word_embeddings,
-    )
+    for key in ("architectures", "dtype", "tie_word_embeddings"):
+        setattr(own, key, getattr(config, key))
     return own
 
 

@@ -198,11 +198,8 @@ def account(
             fates.setdefault(group_id, []).append(entry.kind)
     bound = (saved.next_group_id if saved else 0) + (bus.prompts + bus.last if bus else 0)  # ids are dense
     consumed = _consumed(saved, bus)
-    log = (
-        [record for record in bus.log if record.group_id < bound and not _is_foreign(record, saved, consumed)]
-        if bus
-        else []
-    )
+    every = bus.log if bus else ()
+    log = [record for record in every if record.group_id < bound and not _is_foreign(record, saved, consumed)]
     logged = {record.group_id for record in log}
     unread = {record.group_id for record in log if record.sequence not in consumed}
     queued = frozenset(() if bus is None else bus.queued)
@@ -232,7 +229,7 @@ def account(
         staleness_violations=len(ages.problems),
         incarnations=sum(entry.kind == BEGUN for entry in entries),
         retrained=sum("trained" in fates.get(group_id, ()) for group_id in again),
-        foreign=0 if bus is None else len(bus.log) - len(log),
+        foreign=len(every) - len(log),
         steps=sum(entry.kind == "trained" for entry in history),
         bound=max((entry.max_staleness for entry in begun), default=0),
         on_log=ages.on_log,
@@ -356,15 +353,12 @@ def _ages(
     for record in log:
         records.setdefault(record.group_id, []).append(record)
     for entry, begun, resume_points in steps(history):
-        trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.groups}
         bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
-        rule: dict[str, Any] = {
-            "step": entry.step,
-            "resume_points": resume_points,
-            "discard": begun.discard,
-            "bound": bound,
+        facts = {
+            i: one.trained(step=entry.step, resume_points=resume_points, discard=begun.discard, bound=bound)
+            for i in entry.groups
+            if (one := _record_of(entry, i, records.get(i, ()))) is not None
         }
-        facts = {i: one.trained(**rule) for i, one in trained.items() if one is not None}
         ages, left_out = {i: age for i, (age, _) in facts.items()}, sum(left for _, left in facts.values())
         found.on_log += len(ages)
         found.largest = max(found.largest, entry.max_staleness, *ages.values())
@@ -376,10 +370,8 @@ def _ages(
             f"{name}: group {i} was {age} versions old, over {bound}" for i, age in ages.items() if age > bound
         ]
         if len(ages) == len(entry.groups):
-            if max(ages.values(), default=0) != entry.max_staleness:
-                found.problems.append(
-                    f"{name}: recorded staleness {entry.max_staleness}, by the log {max(ages.values(), default=0)}"
-                )
+            if (oldest := max(ages.values(), default=0)) != entry.max_staleness:
+                found.problems.append(f"{name}: recorded staleness {entry.max_staleness}, by the log {oldest}")
         elif entry.max_staleness > bound:
             found.problems.append(f"{name}: trained a group {entry.max_staleness} versions old, over {bound}")
         measured = recorded_staleness.get((entry.incarnation, entry.step))
