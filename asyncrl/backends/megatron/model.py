@@ -159,14 +159,18 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             layer_features=layer_features,
         )
 
+    @property
+    def _output_weight(self) -> torch.Tensor:
+        is_tied = self.share_embeddings_and_output_weights
+        weight: torch.Tensor = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        return weight
+
     def draft_loss(self, hidden: torch.Tensor, row: RowPart, weights: torch.Tensor) -> torch.Tensor:
         """Return the negative log likelihood of the tokens at ``row.row.rows`` under the draft layers, a mean over
         these (draft_layer.py).  weights: f32[M], of the tokens in the loss"""
         draft_layer.check_rows(row)
         total = hidden.new_zeros((), dtype=torch.float32)
         parameters, hidden = self._parameters_of(draft_layer.without_routing(row)), hidden.detach()
-        output = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        output = self.output_layer.weight if output is None else output
         for depth, layer in enumerate(self.draft_layers, 1):
             with torch.no_grad():
                 embedded = self._embed(draft_layer.later_tokens(row, depth), row)
@@ -174,7 +178,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             numbers, sources = draft_layer.predicted(row, depth)
             logprobs, _ = linear_logprobs(
                 self._gather_sequence(hidden).index_select(0, sources),
-                output.detach(),
+                self._output_weight.detach(),
                 row.targets[numbers],
                 temperature=1.0,
                 vocabulary_size=self._vocabulary_size,
@@ -216,10 +220,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
         Every context-parallel rank returns all of them; in the backward pass it computes the gradients of its own part.
         """
-        is_tied = self.share_embeddings_and_output_weights
         logprobs, entropy = linear_logprobs(
             self._gather_sequence(hidden).index_select(0, row.sources),
-            self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight,
+            self._output_weight,
             row.targets,
             temperature=row.distribution.temperature(temperature),
             support=row.distribution.support,
@@ -238,10 +241,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
         For losses over the vocabulary. Every rank of a copy of the model has the logits of all rows and tokens.
         """
-        is_tied, group = self.share_embeddings_and_output_weights, tensor_parallel_group()
-        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        group = tensor_parallel_group()
         rows = self._gather_sequence(hidden).index_select(0, row.sources)
-        split = copy_to_tensor_model_parallel_region(rows, group=group) @ weight.t()
+        split = copy_to_tensor_model_parallel_region(rows, group=group) @ self._output_weight.t()
         logits = gather_from_tensor_model_parallel_region(split, group=group)[:, : self._vocabulary_size].float()
         if row.distribution.support is not None:
             logits = exclude(logits, *row.distribution.support)
