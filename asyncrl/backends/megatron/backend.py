@@ -206,23 +206,19 @@ class MegatronBackend(BackendAdapter):
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:
-        if cls.options(run).replay_own_routing and not algorithm.keeps_prox:
+        options: Options = cls.options(run)
+        if options.replay_own_routing and not algorithm.keeps_prox:
             raise ConfigError(
                 "learner.options.replay_own_routing: several optimizer steps on a batch of rollouts replay the pass "
                 "before them, and this run has none; use learner.steps_per_batch > 1, or remove it"
             )
-        if cls.options(run).aux_loss_coefficient and algorithm.scales_gradients:
-            raise ConfigError(
-                "learner.options.aux_loss_coefficient: the gradients of a batch are divided by what is left after the "
-                'correction (algorithm.denominator = "after", or self_norm), which would scale this loss as well; '
-                "remove one of them"
-            )
-        if cls.options(run).draft_coefficient and algorithm.scales_gradients:
-            raise ConfigError(
-                "learner.options.draft_coefficient: the gradients of a batch are divided by what is left after the "
-                'correction (algorithm.denominator = "after", or self_norm), which would scale this loss as well; '
-                "remove one of them"
-            )
+        for name in ("aux_loss_coefficient", "draft_coefficient"):
+            if getattr(options, name) and algorithm.scales_gradients:
+                raise ConfigError(
+                    f"learner.options.{name}: the gradients of a batch are divided by what is left after the "
+                    'correction (algorithm.denominator = "after", or self_norm), which would scale this loss as well; '
+                    "remove one of them"
+                )
 
     @classmethod
     def why_no_shared_prefixes(cls, run: RunConfig) -> str:
@@ -230,13 +226,12 @@ class MegatronBackend(BackendAdapter):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        if hooks := cls.options(run).hooks:
-            load_hooks(hooks)
-        if cls.options(run).replay_own_routing:
-            refusals.require_routers(run)
-        if cls.options(run).draft_coefficient:
-            refusals.require_draft_layers(run)
         options: Options = cls.options(run)
+        load_hooks(options.hooks)
+        if options.replay_own_routing:
+            refusals.require_routers(run)
+        if options.draft_coefficient:
+            refusals.require_draft_layers(run)
         if options.optimizer_device == "cpu" and run.model.dtype == "float32":
             raise ConfigError(
                 'learner.options.optimizer_device: with model.dtype = "float32" the weights on the device are the main '
