@@ -79,7 +79,7 @@ def channel_class(run: RunConfig) -> type[ChannelAdapter]:
 
 def channel_name(run: RunConfig) -> str:
     """Return weights.channel, or what "auto" means here: from memory to memory, where both sides have GPUs of one
-    machine and whole models are sent in their trained dtype."""
+    machine, engines can receive so, and whole models are sent in their trained dtype."""
     if run.weights.channel != "auto":
         return run.weights.channel
     learner = run.learner
@@ -89,7 +89,16 @@ def channel_name(run: RunConfig) -> str:
         return "files"
     import torch
 
-    return "nccl" if torch.cuda.is_available() else "files"
+    return "nccl" if torch.cuda.is_available() and _engines_receive(run) else "files"
+
+
+def _engines_receive(run: RunConfig) -> bool:
+    try:
+        for one in (run, *map(run.of_pool, run.rollout.pools)):
+            engine_class(run).check_weight_updater(one)
+    except ConfigError:
+        return False
+    return True
 
 
 def set_learner_environment(run: RunConfig) -> None:

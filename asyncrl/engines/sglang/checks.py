@@ -132,6 +132,18 @@ def check_own_draft(run: RunConfig, options: Options) -> None:
         raise ConfigError(_DRAFT_IS_LOADED)
 
 
+def check_adapters(server_arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a server that takes no adapters while it is up, as each version is."""
+    given = {option_name(key): value for key, value in server_arguments.items()}
+    sizes = ("attn-dp-size", "dp-size", "data-parallel-size")
+    split = next((key for key in sizes if given.get(key, 1) != 1), "")
+    if split:
+        raise ConfigError(
+            f'learner.lora.publish: "adapter": with {split} (engine.options.server_arguments) SGLang takes no '
+            'adapters that come and go, as those of versions do; remove it, or use publish = "merged"'
+        )
+
+
 def _speculation(info: Mapping[str, Any]) -> str:
     return str(info.get("speculative_algorithm") or "").upper()
 

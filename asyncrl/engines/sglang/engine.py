@@ -37,6 +37,7 @@ from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.adapters import Adapters, adapts_experts
 from asyncrl.engines.sglang.adapters import server_arguments as lora_arguments
 from asyncrl.engines.sglang.checks import (
+    check_adapters,
     check_architecture,
     check_attached,
     check_draft,
@@ -155,6 +156,8 @@ class SGLangEngine(EngineAdapter):
         else:
             check_arguments(options.server_arguments, has_drafts=has_drafts(run))
             check_own_draft(run, options)
+            if run.learner.lora.publish == "adapter":
+                check_adapters(options.server_arguments)
         if run.run.exact:
             check_exact(options.server_arguments)
         check_machines(run, options.machines)

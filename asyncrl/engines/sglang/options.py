@@ -101,8 +101,7 @@ class Options:
             raise ConfigError(
                 f"tensor_parallel: {self.tensor_parallel} GPUs cannot be divided among machines = {self.machines}"
             )
-        given = {option_name(key): value for key, value in self.server_arguments.items()}
-        if given.get("dp-size", given.get("data-parallel-size", 1)) != 1 and "enable-dp-attention" not in given:
+        if has_replicas(self.server_arguments):
             raise ConfigError(
                 "machines: SGLang keeps replicas (dp-size) on one machine; use rollout.workers for replicas, or "
                 "enable-dp-attention in server_arguments"
@@ -222,6 +221,11 @@ def metrics_arguments() -> dict[str, Any]:
 
 def check_updater_arguments(server_arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for options with which a server cannot join the learner's broadcasts."""
+    if has_replicas(server_arguments):
+        raise ConfigError(
+            "engine.options: server_arguments: replicas of one server (dp-size) cannot receive weights from the "
+            'learner\'s memory; use rollout.workers for replicas, enable-dp-attention, or weights.channel = "files"'
+        )
     for key, value in server_arguments.items():
         if option_name(key) in ("pp-size", "pipeline-parallel-size") and value != 1:
             raise ConfigError(
@@ -233,6 +237,12 @@ def check_updater_arguments(server_arguments: Mapping[str, Any]) -> None:
                 f"engine.options: server_arguments: with {key} SGLang's NCCL and the learner's wait for each other "
                 'forever; remove it, or use weights.channel = "files"'
             )
+
+
+def has_replicas(server_arguments: Mapping[str, Any]) -> bool:
+    """Whether the server has several copies of the model. With DP attention dp-size counts parts of one copy."""
+    given = {option_name(key): value for key, value in server_arguments.items()}
+    return given.get("dp-size", given.get("data-parallel-size", 1)) != 1 and not given.get("enable-dp-attention")
 
 
 def option_name(key: str) -> str:

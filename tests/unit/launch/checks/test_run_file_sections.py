@@ -23,6 +23,9 @@ from asyncrl.launch.checks.run_file import check
 SERVER = ["engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"]
 
 
+ADAPTERS = ["engine.kind=sglang", "learner.lora={rank=4, publish='adapter'}", "learner.backend=megatron"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -37,6 +40,15 @@ SERVER = ["engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"]
             ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={enable-symm-mem=true}}"],
             "with enable-symm-mem SGLang's NCCL and the learner's wait for each other forever",
         ),
+        (
+            ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={dp-size=2}}"],
+            r"replicas of one server \(dp-size\) cannot receive weights from the learner's memory",
+        ),
+        (
+            [*ADAPTERS, "engine.options={tensor_parallel=2, server_arguments={enable-dp-attention=true, dp-size=2}}"],
+            r'publish: "adapter": with dp-size \(.*\) SGLang takes no adapters that come and go',
+        ),
+        ([*ADAPTERS, "engine.options={server_arguments={data_parallel_size=2}}"], "with data-parallel-size "),
         (["rollout.most_workers=3", *SERVER], "one server serves one worker, and this run may start 3"),
         (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
         (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
