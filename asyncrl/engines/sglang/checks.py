@@ -210,6 +210,7 @@ def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any])
 _OF_GPUS: Final = {
     "enable-hierarchical-cache": "keeps what leaves a GPU's cache of keys and values in the host's memory",
     "speculative-algorithm": "has kernels for GPUs alone",
+    "enable-dp-attention": "ends a CPU server while it starts",
 }
 """Options that a CPU server does not serve with, and why."""
 
@@ -221,6 +222,17 @@ def check_on_cpu(server_arguments: Mapping[str, Any], *, device: str) -> None:
             raise ConfigError(
                 f'engine.options: server_arguments: {option_name(key)} {why}; use engine.device = "cuda", or remove it'
             )
+    if device == "cpu" and _expert_parallel(server_arguments) != 1:
+        raise ConfigError(
+            "engine.options: server_arguments: ep-size: in SGLang's CPU server every part computes all experts; remove "
+            "it"
+        )
+
+
+def _expert_parallel(server_arguments: Mapping[str, Any]) -> Any:
+    """Return over how many groups of GPUs whole experts are distributed, as it is given."""
+    given = {option_name(key): value for key, value in server_arguments.items()}
+    return given.get("ep-size", given.get("expert-parallel-size", given.get("ep", 1)))
 
 
 _NOT_ON_A_CPU: Final = {
@@ -272,6 +284,7 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
         )
     if device != "cpu":  # the CPU server splits any number of heads
         _check_heads(decoder_config(config), tensor_parallel=options.attention_parallel)
+        _check_expert_parallel(decoder_config(config), options)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
         other = "" if architectures[0] in _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
         raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
@@ -297,7 +310,7 @@ def check_experts(model_path: Path, *, quantization: str, dtype: str, options: O
         config = decoder_config(json.loads((model_path / "config.json").read_text()))
     except (OSError, ValueError, AttributeError):
         return
-    groups = given.get("ep-size", given.get("expert-parallel-size", given.get("ep", 1)))
+    groups = _expert_parallel(options.server_arguments)
     ranks = max(1, options.tensor_parallel // (groups if isinstance(groups, int) and groups > 0 else 1))
     size = config.get("moe_intermediate_size") or config.get("intermediate_size")
     multiple = max(group, _LEAST_OF_MARLIN)
@@ -350,6 +363,24 @@ def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
         if not (may_be_copied and tensor_parallel % heads == 0):
             raise ConfigError(
                 f"engine.options: tensor_parallel: {tensor_parallel} does not divide the model's {name}, {heads}"
+            )
+
+
+def _check_expert_parallel(config: Mapping[str, Any], options: Options) -> None:
+    """Raise ConfigError unless groups of equal size can have as many experts each."""
+    groups, given = _expert_parallel(options.server_arguments), {option_name(key) for key in options.server_arguments}
+    if not isinstance(groups, int) or groups < 2:
+        return
+    if options.tensor_parallel % groups:
+        raise ConfigError(
+            f"engine.options: server_arguments: ep-size: {groups} does not divide tensor_parallel, "
+            f"{options.tensor_parallel}, the GPUs of the server"
+        )
+    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
+        experts = config.get(name)
+        if isinstance(experts, int) and experts % groups and "ep-num-redundant-experts" not in given:
+            raise ConfigError(
+                f"engine.options: server_arguments: ep-size: {groups} does not divide the model's {name}, {experts}"
             )
 
 

@@ -341,6 +341,34 @@ def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> N
     checks.check_architecture(tmp_path, device="cuda", options=apart)
 
 
+@pytest.mark.parametrize("name", ["num_experts", "n_routed_experts", "num_local_experts"])
+def test_experts_that_groups_of_gpus_cannot_divide_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({name: 12}))
+
+    def check(tensor_parallel: int, **server_arguments: int) -> None:
+        options = Options(tensor_parallel=tensor_parallel, server_arguments=server_arguments)
+        checks.check_architecture(tmp_path, device="cuda", options=options)
+
+    for groups in (1, 2, 4):
+        check(4, ep_size=groups)
+    check(16, ep=8, ep_num_redundant_experts=4)
+    with pytest.raises(ConfigError, match="ep-size: 3 does not divide tensor_parallel, 4"):
+        check(4, ep=3)
+    with pytest.raises(ConfigError, match=f"ep-size: 8 does not divide the model's {name}, 12"):
+        check(16, expert_parallel_size=8)
+
+
+@pytest.mark.parametrize(
+    ("server_arguments", "problem"),
+    [({"ep_size": 2}, "ep-size: in SGLang's CPU server every part"), ({"enable-dp-attention": True}, "ends a CPU")],
+)
+def test_what_divides_a_server_on_gpus_is_refused_on_a_cpu(server_arguments: dict[str, Any], problem: str) -> None:
+    checks.check_on_cpu({"ep-size": 1, "enable-dp-attention": False}, device="cpu")
+    checks.check_on_cpu(server_arguments, device="cuda")
+    with pytest.raises(ConfigError, match=problem):
+        checks.check_on_cpu(server_arguments, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("said", "sharing"),
     [
