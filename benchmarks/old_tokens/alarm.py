@@ -13,8 +13,9 @@ import argparse
 import itertools
 import json
 import logging
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,7 @@ class Recorded:
     among   runs that are compared with each other
     steps   offpolicy/k3, entropy of each step
     rewards  of each step; empty: not recorded
+    cosine   of successive gradients, its mean over the run; nan: not recorded
     """
 
     arm: str
@@ -42,6 +44,7 @@ class Recorded:
     held_out: float
     steps: Sequence[tuple[float, float]]
     rewards: Sequence[float] = ()
+    cosine: float = math.nan
 
     def rang_at(self, threshold: float) -> int:
         """Return the first step with the alarm, from 1; 0 if there is none."""
@@ -100,6 +103,7 @@ def of_row(row: Row) -> Recorded:
         is_synchronous=row["staleness"] == 0,
         held_out=row["held_out"],
         steps=list(zip(row["metrics"]["offpolicy/k3"], row["metrics"]["entropy"], strict=True)),
+        cosine=statistics.fmean(row["metrics"].get("cosine", [math.nan])),
     )
 
 
@@ -114,16 +118,31 @@ def split(runs: Sequence[Recorded], *, by: float = 0.03) -> tuple[list[Recorded]
     return lost, [run for run in known if run not in lost]
 
 
+def auc(lost: Sequence[Recorded], others: Sequence[Recorded], of: Callable[[Recorded], float]) -> float:
+    """Return the share of pairs, of a run that lost and another with old tokens on its task, in which the former has
+    the larger value; .5 says nothing. nan without pairs."""
+    pairs = [
+        (of(one), of(other))
+        for one, other in itertools.product(lost, others)
+        if not other.is_synchronous and one.among.split()[0] == other.among.split()[0]
+    ]
+    return statistics.fmean((one > other) + (one == other) / 2 for one, other in pairs) if pairs else math.nan
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.old_tokens.alarm", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--lost", type=float, default=0.03, help="(default 0.03)")
     options = parser.parse_args(given)
     logging.disable()
-    lost, others = split([run for path in options.files for run in recorded(path)], by=options.lost)
+    runs = [run for path in options.files for run in recorded(path)]
+    lost, others = split(runs, by=options.lost)
     print(f"{len(lost)} runs lost more than {options.lost} to synchronous ones, {len(others)} did not")
     synchronous = [run.largest for run in others if run.is_synchronous]
     print(f"largest lasting drift of a synchronous run: {max(synchronous):.3f}")
+    print(f"AUC within a task, of runs with old tokens: largest drift {auc(lost, others, lambda run: run.largest):.2f}")
+    if not math.isnan(sum(run.cosine for run in runs)):
+        print(f"    cosine of successive gradients {auc(lost, others, lambda run: run.cosine):.2f}")
     for threshold in THRESHOLDS:
         steps = sorted(at for run in lost if (at := run.rang_at(threshold)))
         false = [run for run in others if run.rang_at(threshold)]

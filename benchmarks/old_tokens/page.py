@@ -1,9 +1,10 @@
-"""Renew the real model's picture, tables and conclusions on the page, from the rows that are there.
+"""Renew the real model's picture, tables and conclusions on its page and on "Is my run healthy?", from the rows.
 
     cat rows.jsonl >> docs/results/gpu/old_tokens.jsonl && python -m benchmarks.old_tokens.page
 
 Of runs with the most frequent number of steps; a cell that was run twice counts once, as it came last. verdict.py says
-when a cell lost. Everything between two marks on the page is made here, so no number of these rows is written by hand.
+when a cell lost. Everything between two marks is made here. Numbers of these rows are by hand only before the first mark and
+behind the last one, in staleness_bound.py, which tests hold to the rows, and in README.md.
 Differences have 95 % intervals in brackets, rewards their standard error.
 """
 
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.staleness_bound import LARGEST_SHOWN
 from benchmarks.gpu.rows import read
-from benchmarks.old_tokens import alarm
+from benchmarks.old_tokens import alarm, seconds
 from benchmarks.old_tokens import cells as runs
 from benchmarks.old_tokens.cells import Row
 from benchmarks.old_tokens.table import FASTER, interval, print_rates, select
@@ -33,7 +35,10 @@ RESULTS: Final = Path(__file__).parents[2] / "docs" / "results"
 ROWS: Final = RESULTS / "gpu" / "old_tokens.jsonl"
 PICTURE: Final = RESULTS / "gpu" / "old_tokens.png"
 PAGE: Final = RESULTS / "old_tokens.md"
+HEALTHY: Final = RESULTS.parent / "start" / "healthy.md"
 BEGIN, END = "<!-- made by python -m benchmarks.old_tokens.page: {} -->", "<!-- to here -->"
+AGES: Final = (1, 2, 4, 8)
+"""Ages of the whole table."""
 
 
 def complete(rows: Sequence[Row]) -> list[Row]:
@@ -54,20 +59,49 @@ def losing(rows: Sequence[Row]) -> str:
         lines.append(f"- *{task}*: {_lost_of(of, _of)}.")
     for guard in _guards_of(found):
         of = [cell for cell in found if cell.guard == guard]
-        lines.append(f"- With the guard `{guard}`: {_lost_of(of, _on)}.")
+        beside = [cell.default.mean for cell in of if cell.staleness and cell.default]
+        better = sum(mean > 0 for mean in beside)
+        lines.append(
+            f"- With the guard `{guard}`: {_lost_of(of, _on)}. It ended above TIS with tokens as old in {better} of "
+            f"{len(beside)} cells."
+        )
     lost = [cell for cell in found if cell.samples.lost]
     if unsure := [f"{_on(cell)} ({cell.guard})" for cell in lost if cell.samples.interval[1] >= 0]:
         lines.append(
             f"- **{len(unsure)} of these {len(lost)} losses are not shown by their 95 % interval**, as it reaches to "
             f"0 or above: {', '.join(unsure)}."
         )
+    if not_run := _not_run(rows):
+        lines.append(f"- **Not run**: {'; '.join(not_run)}.")
     return "\n".join(lines) or "There are no rows yet."
+
+
+def _not_run(rows: Sequence[Row]) -> list[str]:
+    """Return what was not run without a guard, and what of the rest was not run with each guard."""
+    rates, tasks = sorted({row["rate"] for row in rows}), _tasks(rows)
+    grid = {(rate, age): list(tasks) for age in AGES for rate in rates}
+    said = []
+    for guard in ("tis", *sorted({row["guard"] for row in rows} - {"tis"})):
+        there = {(row["task"], row["rate"], row["staleness"]) for row in select(rows, guard=guard)}
+        lacks = {at: [task for task in of if (task, *at) not in there] for at, of in grid.items()}
+        texts = [
+            f"{rate:g} × {age}" + (f" on {' and '.join(lacks[rate, age])}" if lacks[rate, age] != of else "")
+            for (rate, age), of in grid.items()
+            if lacks[rate, age]
+        ]
+        if guard == "tis":
+            grid = {at: [task for task in of if task not in lacks[at]] for at, of in grid.items()}
+        if texts:
+            said.append(f"{'without a guard' if guard == 'tis' else f'with `{guard}`'} {', '.join(texts)}")
+    return said
 
 
 def _lost_of(of: Sequence[Cell], name: Callable[[Cell], str]) -> str:
     lost = sorted((cell for cell in of if cell.samples.lost), key=lambda cell: cell.samples.mean)
     said = ", ".join(f"{name(cell)} {_counted(cell.samples, most=3)}" for cell in lost)
-    return f"{len(lost)} of {len(of)} cells lost{': ' if lost else ''}{said}"
+    fresh = sum(not cell.staleness for cell in of)
+    cells_said = f"{len(of)} cells" + (f" ({fresh} with fresh tokens)" if fresh else "")
+    return f"{len(lost)} of {cells_said} lost{': ' if lost else ''}{said}"
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -180,7 +214,8 @@ def _of_bound(found: Sequence[Cell]) -> list[str]:
     lost = sorted((cell for cell in plain if cell.samples.lost), key=lambda cell: cell.product)
     worst = min(within, key=lambda cell: cell.samples.mean, default=None)
     said = f"**Nothing lost up to learning rate × age = {safe:.2g}**: "
-    said += f"none of {len(within)} cells up to it by over {MATTERS:g} and two standard errors"
+    ran = ", ".join(dict.fromkeys(_of(cell) for cell in sorted(within, key=lambda cell: (cell.rate, cell.staleness))))
+    said += f"none of the {len(within)} cells up to it ({ran}) by over {MATTERS:g} and two standard errors"
     if worst:
         said += f" (worst: {_of(worst)} on *{worst.task}*, {worst.samples}; the intervals leave room for "
         said += f"{min(cell.samples.interval[0] for cell in within):+.3f})"
@@ -248,21 +283,50 @@ def _of_alarm(rows: Sequence[Row]) -> list[str]:
 def _of_alarm_with_guards(rows: Sequence[Row], threshold: float) -> str:
     """Return a sentence for each guard: how often the alarm rings, and how many of these runs lost."""
     said = ""
-    synchronous = [row for row in select(rows, staleness=0, guard="tis") if "metrics" in row]
     for guard in sorted({row["guard"] for row in rows} - {"tis"}):
-        old = [row for row in select(rows, guard=guard) if row["staleness"] and "metrics" in row]
-        lost, others = alarm.split([alarm.of_row(row) for row in (*synchronous, *old)])
-        others = [run for run in others if not run.is_synchronous]
-        rang = [sum(run.rang_at(threshold) > 0 for run in of) for of in (lost, others)]
-        said += f" With `{guard}` it rings in {rang[0]} of {len(lost)} runs that lost, and in {rang[1]} of the "
-        said += f"{len(others)} others with old tokens."
+        (rang, lost), (rang_too, others) = _rang(rows, guard, threshold)
+        said += f" With `{guard}` it rings in {rang} of {lost} runs that lost, and in {rang_too} of the {others} "
+        said += "others with old tokens."
     return said
+
+
+def _rang(rows: Sequence[Row], guard: str, threshold: float) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return in how many runs with old tokens the alarm rings, and how many there are: that lost, and others."""
+    known = [row for row in rows if "metrics" in row]
+    old = [row for row in select(known, guard=guard) if row["staleness"]]
+    lost, others = alarm.split([alarm.of_row(row) for row in (*select(known, staleness=0, guard="tis"), *old)])
+    others = [run for run in others if not run.is_synchronous]
+    one, other = ((sum(run.rang_at(threshold) > 0 for run in of), len(of)) for of in (lost, others))
+    return one, other
 
 
 def _of_metrics(rows: Sequence[Row], lost: Sequence[alarm.Recorded]) -> str:
     """Return medians and tenths of what the metrics were in runs with old tokens that lost, and in others."""
+    found = _metrics(rows, lost)
+    if found is None:
+        return "- **Metrics**: too few runs."
+    texts = []
+    names = ("the others with old tokens", "those that lost")
+    for (count, (drift, moved, ess)), name in zip(found, names, strict=True):
+        texts.append(
+            f"in {name} ({count}) drift {drift[1]:.2g} ({drift[0]:.2g} to {drift[2]:.2g}), "
+            f"|log ratio| {moved[1]:.2g} ({moved[0]:.2g} to {moved[2]:.2g}), "
+            f"ESS of sequences {ess[1]:.2g} ({ess[0]:.2g} to {ess[2]:.2g})"
+        )
+    return (
+        "- **Metrics**, median and tenths over runs (drift: the largest that lasted five steps; the others: the worst "
+        f"quarter of a run, without the first): {'; '.join(texts)}."
+    )
+
+
+Tenths = tuple[int, NDArray[np.float64]]
+"""Number of runs, and the tenths .1, .5 and .9 over them of drift, |log ratio| and ESS of sequences: f64[3, 3]"""
+
+
+def _metrics(rows: Sequence[Row], lost: Sequence[alarm.Recorded]) -> tuple[Tenths, Tenths] | None:
+    """Return what the metrics were in runs with old tokens that did not lose, and in those that did."""
     ended = {(run.among, run.arm) for run in lost}
-    of: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+    of: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     known = {(row["task"], row["rate"], row["seed"]) for row in select(rows, guard="tis", staleness=0)}
     for row in select(rows, guard="tis"):
         if row["staleness"] and (row["task"], row["rate"], row["seed"]) in known:
@@ -271,18 +335,40 @@ def _of_metrics(rows: Sequence[Row], lost: Sequence[alarm.Recorded]) -> str:
             found = (run.largest, max(later["mismatch/mean"]), min(later["offpolicy/sequence_ess"]))
             of[(run.among, run.arm) in ended].append(found)
     if not all(of.values()):
-        return "- **Metrics**: too few runs."
-    texts = []
-    for is_lost, name in ((False, "the others with old tokens"), (True, "those that lost")):
-        drift, moved, ess = np.quantile(of[is_lost], [0.1, 0.5, 0.9], axis=0).T
-        texts.append(
-            f"in {name} ({len(of[is_lost])}) drift {drift[1]:.2g} ({drift[0]:.2g} to {drift[2]:.2g}), "
-            f"|log ratio| {moved[1]:.2g} ({moved[0]:.2g} to {moved[2]:.2g}), "
-            f"ESS of sequences {ess[1]:.2g} ({ess[0]:.2g} to {ess[2]:.2g})"
-        )
+        return None
+    others, losers = ((len(runs), np.quantile(runs, [0.1, 0.5, 0.9], axis=0).T) for runs in of.values())
+    return others, losers
+
+
+def healthy(rows: Sequence[Row]) -> str:
+    """Return what "Is my run healthy?" says of metrics of old tokens, in Markdown."""
+    threshold = MetricsSection().drift_alarm
+    found = _metrics(rows, alarm.split(alarm.of_table([row for row in rows if "metrics" in row]))[0]) if rows else None
+    if found is None:
+        return "There are too few rows yet."
+    (fine, (drift, moved, ess)), (lost, (lost_drift, lost_moved, lost_ess)) = found
+    ages = sorted({row["staleness"] for row in select(rows, guard="tis")} - {0})
+    (rang, _), (rang_too, _) = _rang(rows, "tis", threshold)
+    (with_topr, of), (with_topr_too, of_others) = _rang(rows, "topr", threshold)
+    of_lost = f"{rang} of those that lost, and in {rang_too} of the others"
+    of_topr = f"{with_topr} of {of} runs that lost and in {with_topr_too} of {of_others} that did not"
     return (
-        "- **Metrics**, median and tenths over runs (drift: the largest that lasted five steps; the others: the worst "
-        f"quarter of a run, without the first): {'; '.join(texts)}."
+        f"How old tokens fare, by metric: medians, and in brackets nine of ten, of {fine + lost} runs of [SmolLM2-135M]"
+        f"(../results/old_tokens.md#a-real-model) at rates up to {max(row['rate'] for row in rows):g} whose tokens were "
+        f"all {', '.join(map(str, ages[:-1]))} or {ages[-1]} versions old. They overlap, so no single one decides: the "
+        f"alarm's limit of {threshold:g} is exceeded in {of_lost}. With `topr` drift says less: it exceeded the limit "
+        f"in {of_topr}.\n\n"
+        f"| metric | {fine} runs that ended within 0.03 of synchronous ones, or above | {lost} that lost more |\n"
+        "|---|---|---|\n"
+        f"| `offpolicy/drift`, largest that lasted five steps | {drift[1]:.2g} (under {drift[2]:.2g}) | "
+        f"{lost_drift[1]:.2g} (over {lost_drift[0]:.2g}): lower the learning rate or `staleness.max_staleness`, or "
+        "take `topr` |\n"
+        "| `offpolicy/staleness_<age>/mismatch`, largest quarter of the run; age 0 is numerics, what an older bucket "
+        f"has more is the policy's move since | {moved[1]:.2g} nats (under {moved[2]:.2g}) | {lost_moved[1]:.2g} (over "
+        f"{lost_moved[0]:.2g}) |\n"
+        "| `offpolicy/sequence_ess`, the lowest quarter (of tokens, by age: `offpolicy/staleness_<age>/ess`, not "
+        f"recorded in these runs) | {ess[1]:.2g} of the sequences (over {ess[0]:.2g}) | {lost_ess[1]:.2g} (under "
+        f"{lost_ess[2]:.2g}): few answers carry the step |"
     )
 
 
@@ -342,7 +428,7 @@ def renewed(page: str, rows: Sequence[Row]) -> str:
     """Return the page with everything that is made of the rows."""
     for name, make in (("losing", losing), ("tables", tables), ("follows", follows)):
         page = replaced(page, name, make(rows))
-    return page
+    return replaced(page, "seconds", seconds.of_files())
 
 
 def main() -> int:
@@ -353,6 +439,7 @@ def main() -> int:
     if rows:
         draw([row for row in rows if row["guard"] == "tis"], PICTURE)
     PAGE.write_text(renewed(PAGE.read_text(), rows))
+    HEALTHY.write_text(replaced(HEALTHY.read_text(), "healthy", healthy(rows)))
     print(f"{PAGE}: {len(rows)} runs; safe up to {safe_product(cells(rows)):.2g}, the default's is {LARGEST_SHOWN:g}")
     return 0
 

@@ -13,7 +13,7 @@ import torch
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.staleness_bound import LARGEST_SHOWN, MOST_LOST
 from benchmarks.gpu.rows import keep, read
-from benchmarks.old_tokens import alarm, page, table, tasks
+from benchmarks.old_tokens import alarm, page, seconds, table, tasks
 from benchmarks.old_tokens.__main__ import main
 from benchmarks.old_tokens.candidates import ESTR, SAT, SequenceGate, brace, damp_repeated
 from benchmarks.old_tokens.cells import Cell, share_of_rate
@@ -242,10 +242,18 @@ def test_the_page_says_what_lost_on_each_task_and_up_to_where_nothing_did() -> N
         "- *guess*: 3 of 6 cells lost: 1e-05 × 8 **-0.100 [-0.100, -0.100]**, 2e-05 × 4 **-0.100 [-0.100, -0.100]**, "
         "2e-05 × 8 **-0.100 [-0.100, -0.100]**.",
         "- *sums*: 1 of 6 cells lost: 2e-05 × 8 **-0.100 [-0.100, -0.100]**.",
-        "- With the guard `opsm`: 0 of 2 cells lost.",
+        "- With the guard `opsm`: 0 of 2 cells lost. It ended above TIS with tokens as old in 2 of 2 cells.",
         "- With the guard `topr`: 2 of 2 cells lost: 2e-05 × 8 on *guess* **-0.080 [-0.080, -0.080]**, "
-        "2e-05 × 8 on *sums* **-0.080 [-0.080, -0.080]**.",
+        "2e-05 × 8 on *sums* **-0.080 [-0.080, -0.080]**. It ended above TIS with tokens as old in 2 of 2 cells.",
+        "- **Not run**: without a guard 5e-06 × 1, 1e-05 × 1, 2e-05 × 1, 5e-06 × 2, 1e-05 × 2, 2e-05 × 2; "
+        "with `opsm` 5e-06 × 4, 1e-05 × 4, 2e-05 × 4, 5e-06 × 8, 1e-05 × 8; "
+        "with `topr` 5e-06 × 4, 1e-05 × 4, 2e-05 × 4, 5e-06 × 8, 1e-05 × 8.",
     ]
+    fresh = row("sums", 2e-5, 0, 0.5, guard="topr")
+    assert "`topr`: 2 of 3 cells (1 with fresh tokens) lost" in page.losing([*rows, fresh])
+    assert "with `topr` 5e-06 × 4, 1e-05 × 4, 2e-05 × 4, 5e-06 × 8, 1e-05 × 8, 2e-05 × 8 on sums." in page.losing(
+        [one for one in rows if (one["task"], one["guard"]) != ("sums", "topr")]
+    )
     assert f"{safe_product(cells(rows)):.0e}" == "4e-05"
     assert "the least product that lost is 8e-05 (1e-05 × 8 on *guess*" in page.follows(rows)
     assert "is not over it" in page.follows(rows)
@@ -309,6 +317,34 @@ def test_the_page_counts_false_alarms_among_runs_with_old_tokens() -> None:
     assert "in 1 of the 1 others with old tokens** (1 of 1e-05 x 4), and in 0 of 3 synchronous runs" in said
     assert said.endswith("With `topr` it rings in 0 of 0 runs that lost, and in 1 of the 1 others with old tokens.")
 
+    healthy = page.healthy(rows)
+    assert "of 3 runs of" in healthy and "in 1 of those that lost, and in 1 of the others" in healthy
+    assert "| metric | 1 runs that ended within 0.03 of synchronous ones, or above | 2 that lost more |" in healthy
+    assert "| 0.99 (under 0.99) | 0.5 (over 0.099): lower" in healthy
+
+
+def test_equal_seconds_are_read_off_the_run_beside_it() -> None:
+    """The asynchronous run ends after 10 s with a reward of .7; the synchronous one has then taken 5 of 8 steps, of
+    which the last five have a mean of .3. Seed 1 has no synchronous run as long, and seed 2 was cut short."""
+
+    def run(arm: str, seed: int, steps: int, each: float, reward: float, **about: Any) -> tuple[Any, list[Any]]:
+        settings = {"learner.learning_rate": "1e-5", "staleness.max_staleness": "4"}
+        made = [{"seconds": each * (step + 1), "reward": reward * step} for step in range(steps)]
+        return {"arm": arm, "seed": seed, "is_complete": True, "settings": settings, **about}, made
+
+    recorded = [
+        run("async-4-tis", 0, 10, 1.0, 0.1),
+        run("sync", 0, 8, 2.0, 0.15),
+        run("sync", 0, 3, 2.0, 0.15, is_complete=False),
+        run("async-4-tis", 1, 10, 1.0, 0.1),
+        run("sync", 1, 4, 2.0, 0.15),
+        run("async-4-tis", 2, 10, 1.0, 0.1, is_complete=False),
+        run("sync", 2, 8, 2.0, 0.15),
+    ]
+    (arm,) = seconds.arms(recorded, task="sums")
+    assert (arm.rate, arm.bound, arm.steps) == (1e-5, 4, [(10, 5)])
+    assert arm.rewards == [pytest.approx((0.7, 0.3))]
+
 
 def test_seeds_that_all_lose_have_lost_however_much_they_differ() -> None:
     rows = [
@@ -338,7 +374,10 @@ def test_check_says_the_most_that_a_real_model_lost_at_each_product(said: str, g
 
 def test_the_page_is_made_of_the_rows_that_are_there() -> None:
     text = page.PAGE.read_text()
-    assert page.renewed(text, page.complete(read(page.ROWS))) == text
+    rows = page.complete(read(page.ROWS))
+    assert page.renewed(text, rows) == text
+    healthy = page.HEALTHY.read_text()
+    assert page.replaced(healthy, "healthy", page.healthy(rows)) == healthy
 
 
 def test_of_recorded_runs_most_that_lost_were_reported_and_no_synchronous_one() -> None:
