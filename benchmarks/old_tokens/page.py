@@ -3,8 +3,8 @@
     cat rows.jsonl >> docs/results/gpu/old_tokens.jsonl && python -m benchmarks.old_tokens.page
 
 Of runs with the most frequent number of steps; a cell that was run twice counts once, as it came last. verdict.py says
-when a cell lost. Everything between two marks is made here. Numbers of these rows are by hand only before the first mark and
-behind the last one, in staleness_bound.py, which tests hold to the rows, and in README.md.
+when a cell lost. Everything between two marks is made here. By hand are only numbers of these rows before the first
+mark and behind the last one, those of staleness_bound.py, which tests hold to the rows, and those of README.md.
 Differences have 95 % intervals in brackets, rewards their standard error.
 """
 
@@ -350,11 +350,12 @@ def healthy(rows: Sequence[Row]) -> str:
     ages = sorted({row["staleness"] for row in select(rows, guard="tis")} - {0})
     (rang, _), (rang_too, _) = _rang(rows, "tis", threshold)
     (with_topr, of), (with_topr_too, of_others) = _rang(rows, "topr", threshold)
+    largest = max(row["rate"] for row in rows)
     of_lost = f"{rang} of those that lost, and in {rang_too} of the others"
     of_topr = f"{with_topr} of {of} runs that lost and in {with_topr_too} of {of_others} that did not"
     return (
         f"How old tokens fare, by metric: medians, and in brackets nine of ten, of {fine + lost} runs of [SmolLM2-135M]"
-        f"(../results/old_tokens.md#a-real-model) at rates up to {max(row['rate'] for row in rows):g} whose tokens were "
+        f"(../results/old_tokens.md#a-real-model) at rates up to {largest:g} whose tokens were "
         f"all {', '.join(map(str, ages[:-1]))} or {ages[-1]} versions old. They overlap, so no single one decides: the "
         f"alarm's limit of {threshold:g} is exceeded in {of_lost}. With `topr` drift says less: it exceeded the limit "
         f"in {of_topr}.\n\n"

@@ -343,7 +343,7 @@ def test_equal_seconds_are_read_off_the_run_beside_it() -> None:
     ]
     (arm,) = seconds.arms(recorded, task="sums")
     assert (arm.rate, arm.bound, arm.steps) == (1e-5, 4, [(10, 5)])
-    assert arm.rewards == [pytest.approx((0.7, 0.3))]
+    assert arm.rewards[0] == pytest.approx((0.7, 0.3))
 
 
 def test_seeds_that_all_lose_have_lost_however_much_they_differ() -> None:
