@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="GIB",
         help="memory of each of the learner's GPUs, such as 79.6 of an H100 or 139.8 of an H200, to check a run here "
-        "that will be on another machine",
+        "that will be on another machine; says, too, whether an engine finds room beside the learner on one of them",
     )
 
 

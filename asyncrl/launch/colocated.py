@@ -85,8 +85,10 @@ def limit_memory(run: RunConfig, engine: Engine, *, num_engines: int) -> None:
         engine.limit_memory(share)
 
 
-def engine_share(run: RunConfig, *, num_engines: int) -> int:
+def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int:
     """Return the bytes of a GPU for each of its engines: equal shares of what the learner leaves there.
+
+    gpu_bytes  of such a GPU, if it is not this machine's
 
     0 if engines take memory as they need it. Raises ConfigError if a share is too little, with the first remedy of
     _SMALLER that would be enough.
@@ -94,7 +96,7 @@ def engine_share(run: RunConfig, *, num_engines: int) -> int:
     least = registry.engine_class(run).gpu_bytes(run)
     if not least:
         return 0
-    total, learner = read_gpu_memory().total, _learner_bytes(run)
+    total, learner = gpu_bytes or read_gpu_memory().total, _learner_bytes(run)
     share = (total - learner) // num_engines
     if share >= least:
         return share

@@ -13,6 +13,8 @@ from asyncrl.config import RunConfig, secret_values
 from asyncrl.config.secret_values import hide_credentials
 from asyncrl.config.staleness_bound import beyond_what_was_shown
 from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import ConfigError
+from asyncrl.launch import colocated
 from asyncrl.launch.assembly import data
 from asyncrl.launch.checks.run_file import check, check_before_torch
 from asyncrl.launch.launchers.adapter import launcher_class
@@ -50,6 +52,7 @@ class Summary:
     evaluation   number of prompts of each data set of [evaluation]
     gpus         the GPUs of each process, as text
     memory       what a rank of the learner needs in each phase, an estimate; empty on a CPU
+    beside_learner  what an engine would have beside the learner on a GPU that is not this machine's; empty otherwise
     old_tokens   what speaks against training tokens this old at this learning rate, one line; empty: nothing known
     routing_replay  whether the learner routes tokens to the experts that the engine chose
     shared_prefixes  whether the learner computes tokens once that sequences begin with
@@ -73,6 +76,7 @@ class Summary:
     evaluation: Mapping[str, int]
     gpus: str
     memory: tuple[Phase, ...]
+    beside_learner: str
     old_tokens: str
     routing_replay: registry.RoutingReplay
     shared_prefixes: registry.Choice
@@ -157,10 +161,21 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore, gpu_by
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
         memory=tuple(registry.backend_class(run).memory(run, algorithm, gpu_bytes=gpu_bytes)),
+        beside_learner=_beside_learner(run, gpu_bytes=gpu_bytes) if gpu_bytes else "",
         old_tokens=_of_old_tokens(run, algorithm),
         routing_replay=registry.routing_replay(run),
         shared_prefixes=registry.shared_prefixes(run),
     )
+
+
+def _beside_learner(run: RunConfig, *, gpu_bytes: int) -> str:
+    if not run.num_workers or not colocated.is_at_once(run):
+        return ""
+    try:
+        share = colocated.engine_share(run, num_engines=1, gpu_bytes=gpu_bytes)
+    except ConfigError as error:
+        return f"no: {error}"
+    return f"an engine has {share / 2**30:.1f} GiB there" if share else ""
 
 
 def _of_old_tokens(run: RunConfig, algorithm: Algorithm) -> str:
@@ -239,6 +254,7 @@ def _consequences(summary: Summary) -> list[str]:
         ),
         f"GPUs              {summary.gpus}",
         *([f"memory of a rank  {_in_gib(summary.memory)}"] if summary.memory else []),
+        *([f"beside a learner  {summary.beside_learner}"] if summary.beside_learner else []),
         f"weights           loaded {run_config.load.replace('_', ' ')}, kept in {run_config.weights_directory}",
         f"files             {run_config.run_directory}",
         *(f"odd               {line}" for line in summary.oddities),

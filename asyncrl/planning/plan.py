@@ -68,6 +68,11 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
     try:
         splits = units.splits(gpus - of_servers)
     except ValueError as error:
+        if gpus - of_servers >= max(units.copy, units.engine):
+            raise ConfigError(
+                f"--gpus {gpus}: learner and engine share the GPUs, so there is no split to plan; `asyncrl check` says "
+                f"what memory each has. Give --gpus {of_servers + units.copy + units.engine} at least"
+            ) from None
         beside = f" beside the {of_servers} of [servers]" if of_servers else ""
         raise ConfigError(f"--gpus {gpus}: {error}{beside}") from None
     there, needed = num_gpus(), of_servers + max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)

@@ -76,7 +76,7 @@ def test_where_nothing_can_be_split_is_said_in_one_line(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, problem in (
-        (("--gpus", "1"), "--gpus 1: there is no room for a learner of 1 and an engine of 1; give --gpus 2 at least"),
+        (("--gpus", "1"), "--gpus 1: learner and engine share the GPUs, so there is no split to plan"),
         (("--gpus", "0"), "--gpus 0: must be in 1..4096"),
         (("--gpus", "2", "--seconds", "0"), "--seconds 0: must be in [1, 3600]"),
         (("--gpus", "2", "--set", "learner.backend=none"), 'learner.backend: "none" takes no GPUs'),

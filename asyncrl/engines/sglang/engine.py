@@ -198,7 +198,7 @@ class SGLangEngine(EngineAdapter):
     @classmethod
     def gpu_bytes(cls, run: RunConfig) -> int:
         options: Options = cls.options(run)
-        if options.url or _has_own_share(options):
+        if not cls.num_gpus(run) or _has_own_share(options):
             return 0
         count = sum(map(math.prod, read_shapes(Path(run.model.path)).values()))
         weights = count * (2 if run.model.dtype == "bfloat16" else 4) // options.tensor_parallel

@@ -108,6 +108,11 @@ def test_check_counts_the_memory_of_gpus_that_are_elsewhere(run_file: Path, caps
     code, out, _ = asyncrl("check", *run, "--gpu-gib", "79.6", capsys=capsys)
     assert code == 0
     assert re.search(r"^memory of a rank  load \d+\.\d, step .* GiB on its GPU", out, re.MULTILINE)
+    assert "beside a learner" not in out  # an engine in the worker's process takes memory as it needs it
+    engine = ("--set", "engine.kind=sglang", "--set", "engine.device=auto", "--set", "model.dtype=bfloat16")
+    for gib, said in (("79.6", r"an engine has \d+\.\d GiB there"), ("14", r"no: rollout\.gpus: of 14\.0 GiB")):
+        _, out, _ = asyncrl("check", *run, *engine, "--gpu-gib", gib, capsys=capsys)
+        assert re.search(f"^beside a learner  {said}", out, re.MULTILINE)
     code, out, err = asyncrl("check", *run, "--gpu-gib", "1e-6", capsys=capsys)
     assert (code, out) == (2, "")
     assert re.search(r"learner: a rank needs 0 GiB .*, and its GPU has 0 GiB; use ", err)
