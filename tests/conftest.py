@@ -28,7 +28,7 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.bus.port import Bus
 from asyncrl.data import demo_task
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
-from tests.harness import contract_adapters
+from tests.harness import contract_adapters, forked_sglang
 from tests.harness.collected import Collected
 from tests.harness.engines import Model
 from tests.harness.forked import MODELS, ForkServer
@@ -266,14 +266,27 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     All xdist processes share one server, because its own imports take 8 s of CPU. It ends with their parent.
     """
     tiny = ("tests.chaos.metered_net", "tests.chaos.clocked_backend", "tests.harness.tiny.reward")
-    modules = (*MODELS, *tiny, "benchmarks.gpu.machines_rank")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        server = ForkServer(tmp_path_factory.getbasetemp().parent / "forks", modules, owner=os.getppid())
-    else:
-        server = ForkServer(tmp_path_factory.mktemp("forks"), modules)
+    folder, owner = of_all_workers(tmp_path_factory, "forks")
+    server = ForkServer(folder, (*MODELS, *tiny, "benchmarks.gpu.machines_rank"), owner=owner)
     server.connect().close()  # a run that is given this server can fork as soon as it starts
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def sglang_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Starts SGLang servers by fork (tests/harness/forked_sglang.py), for all xdist processes."""
+    folder, owner = of_all_workers(tmp_path_factory, "sglang-forks")
+    server = forked_sglang.start(folder, owner=owner)
+    yield server
+    server.close()
+
+
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory, name: str) -> tuple[Path, int]:
+    """Return the folder and the owner of a ForkServer that all xdist processes share, if there are any."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return tmp_path_factory.getbasetemp().parent / name, os.getppid()
+    return tmp_path_factory.mktemp(name), 0
 
 
 @pytest.fixture(scope="session")
@@ -289,8 +302,10 @@ def new_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def sglang_server(old_model: Model, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SGLangEngine]:
-    """One SGLang server for all tests of the xdist group "sglang": a start takes most of a minute."""
+async def sglang_server(
+    old_model: Model, tmp_path_factory: pytest.TempPathFactory, sglang_forks: ForkServer
+) -> AsyncIterator[SGLangEngine]:
+    """One SGLang server for all tests of the xdist group "sglang"."""
     engine = SGLangEngine(
         old_model.folder,
         device="cpu",
@@ -299,9 +314,17 @@ async def sglang_server(old_model: Model, tmp_path_factory: pytest.TempPathFacto
         options=Options(server_arguments={"max-total-tokens": 20_000}),
         log_path=tmp_path_factory.mktemp("sglang") / "server.log",
     )
-    await engine.start()
+    with forked_sglang.forking(sglang_forks):
+        await engine.start()
     yield engine
     await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def old_sglang_server(sglang_server: SGLangEngine, old_model: Model) -> SGLangEngine:
+    """It samples from the old model, whatever an earlier test has loaded."""
+    await sglang_server.load(old_model.version(1))
+    return sglang_server
 
 
 @pytest.fixture(scope="session")

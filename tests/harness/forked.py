@@ -77,12 +77,19 @@ class ForkServer:
 
     modules    additional modules to import
     imported   modules to import in any case
+    environment  variables with which they are imported, besides this process's
     owner      id of the owning process; 0: this one. With another owner, the first caller for a folder starts the
                server, later callers share it, and ``close`` does not end it
     """
 
     def __init__(
-        self, folder: Path, modules: Sequence[str] = (), *, imported: Sequence[str] = _IMPORTED, owner: int = 0
+        self,
+        folder: Path,
+        modules: Sequence[str] = (),
+        *,
+        imported: Sequence[str] = _IMPORTED,
+        owner: int = 0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.path = folder / "forks.socket"
         self._process: subprocess.Popen[bytes] | None = None
@@ -97,8 +104,9 @@ class ForkServer:
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": _python_path(),
+            **(environment or {}),
         }
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, [own.get("PYTHONPATH", ""), _python_path()]))
         command = [sys.executable, "-m", "tests.harness.forks", str(self.path), str(owner), *imported, *modules]
         self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdin=subprocess.DEVNULL)
 

@@ -239,13 +239,13 @@ def test_a_result_that_a_kill_cut_short_does_not_damage_the_next_one(demo: Path,
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("sglang")
 def test_a_model_folder_is_evaluated_on_sglang(
-    sglang_server: SGLangEngine, old_model: Model, datasets: Path, capsys: pytest.CaptureFixture[str]
+    old_sglang_server: SGLangEngine, old_model: Model, datasets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a server of the user's; includes the stop text of the greedy data set. One of its own, which starts and ends
-    with its engine, is that of tests/integration/sglang/test_adapters.py."""
+    """On a server of the user's; includes the stop text of the greedy data set. One of its own is that of
+    tests/integration/sglang/test_adapters.py."""
     command = (old_model.folder, "--datasets", datasets, "--json")
     attached = ("--set", "engine.kind=sglang", "--set", "engine.device=cpu")
-    assert evaluate(*command, *attached, "--set", f'engine.options={{url="{sglang_server.url}"}}') == 0
+    assert evaluate(*command, *attached, "--set", f'engine.options={{url="{old_sglang_server.url}"}}') == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 0.0)
     assert (row["evaluation/counts/prompts"], row["evaluation/greedy/prompts"]) == (6, 32)

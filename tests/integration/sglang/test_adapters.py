@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from asyncrl.backends.optimizer_settings import Lora
@@ -18,8 +15,9 @@ from asyncrl.engines.sglang.engine import SGLangEngine
 from asyncrl.messages import SamplingParams
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import SETTINGS, forward, sequence, sequences, shares, started, tiny_model
+from tests.harness.forked import ForkServer
+from tests.harness.forked_sglang import forking
 from tests.harness.packing import pack
-from tests.harness.process_trees import all_gone, descendants
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA = Lora(rank=4, alpha=8.0, modules=ATTENTION, is_merged=False)
@@ -37,13 +35,14 @@ RUN = (
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "mixtral"])
-async def test_adapters_of_a_mixture_are_published_alone_and_sampled_with(architecture: str, tmp_path: Path) -> None:
-    """On a server of the engine's own, which is that of a run file and ends with the engine."""
+async def test_adapters_of_a_mixture_are_published_alone_and_sampled_with(
+    architecture: str, tmp_path: Path, sglang_forks: ForkServer
+) -> None:
+    """On a server of the engine's own, which is that of a run file."""
     folder = tiny_model(tmp_path / "model", architecture=architecture)
     channel = FilesChannel(tmp_path / "weights", keep=2, model_path=folder)
     run = only_overrides([f"model.path={folder}", f"run.directory={tmp_path / 'runs'}", *RUN])
     engine = SGLangEngine.build(run, name="w0")
-    others = {process.pid for process in psutil.Process().children(recursive=True)}
     settings = dataclasses.replace(SETTINGS, lora=LORA, eps=1e-5)
     with started("megatron-1", folder, optimizer=settings) as backend:
         for number in range(4):
@@ -51,7 +50,8 @@ async def test_adapters_of_a_mixture_are_published_alone_and_sampled_with(archit
         version = channel.publish(backend.export(), incarnation=0, policy_version=1)
         policy: Any = backend
         adapters = policy._rank._loaded["policy"]._adapters.values()
-        await engine.start()
+        with forking(sglang_forks):
+            await engine.start()
         try:
             for is_on in (False, True):
                 if is_on:
@@ -67,8 +67,5 @@ async def test_adapters_of_a_mixture_are_published_alone_and_sampled_with(archit
                     found.append(forward(backend, "megatron-1", row)[len(PROMPT) :])
                 np.testing.assert_allclose(answer.logprobs, found[0], atol=TOLERANCE)
                 assert np.abs(answer.logprobs - found[1]).mean() > 0.1
-            tree = descendants(os.getpid(), but=others)
-            assert len(tree) >= 4  # warden, server, scheduler, detokenizer
         finally:
             await engine.close()
-        assert await asyncio.to_thread(all_gone, tree)

@@ -23,8 +23,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def servers(sglang_server: SGLangEngine) -> dict[str, ServerAddress]:
-    return {"big": ServerAddress(name="big", url=f"{sglang_server.url}/v1", model="default")}
+def servers(old_sglang_server: SGLangEngine) -> dict[str, ServerAddress]:
+    return {"big": ServerAddress(name="big", url=f"{old_sglang_server.url}/v1", model="default")}
 
 
 @pytest.mark.parametrize("kind", ["sglang", "openai"])

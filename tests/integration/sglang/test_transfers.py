@@ -22,6 +22,8 @@ from asyncrl.weights.nccl import Sender
 from asyncrl.weights.nccl_channel import CollectiveReceiver, NCCLChannel, NearestReceiver
 from tests.harness.engines import PROMPT, Check, Model, announce, chosen_experts, switched_logprobs
 from tests.harness.fakes import until
+from tests.harness.forked import ForkServer
+from tests.harness.forked_sglang import forking
 from tests.harness.transfers import changed, join, layouts, offering, receive, receiver_of, snapshot
 from tests.integration.extending import toy_sockets
 from tests.integration.extending.toy_sockets import SocketChannel
@@ -303,7 +305,7 @@ async def test_a_server_copies_the_learners_memory_on_its_machine(
 @pytest.mark.sglang
 @pytest.mark.slow
 async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder_and_from_the_learner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang_forks: ForkServer
 ) -> None:
     old, new = (Model(tmp_path / str(seed), seed=seed, architecture="qwen3_moe") for seed in (0, 1))
     engine = sglang.SGLangEngine(
@@ -315,7 +317,8 @@ async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder
         log_path=tmp_path / "w0.engine.log",
         reports_experts=True,
     )
-    await engine.start()
+    with forking(sglang_forks):
+        await engine.start()
     try:
         answer = await engine.generate(PROMPT, SHORT, seed=0)
         assert Check(old)(answer) < TOLERANCE
