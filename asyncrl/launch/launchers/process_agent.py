@@ -1,6 +1,6 @@
 """Runs one process on this machine for a launcher on another machine.
 
-The agent starts ``python -m asyncrl ...``, passes on its output, forwards signals, and reports how it ended. None of
+The agent starts Python with the arguments of a request, passes on its output, forwards signals, and reports how it ended. None of
 the run's data goes through the agent. The process ends when the agent's own process ends, however that happens
 (os_process.py). The agent does not know what transports its calls: launch/launchers/ray.py makes it a Ray actor.
 """
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, ClassVar, Final, Literal
+from typing import IO, Final, Literal
 
 from asyncrl import os_process
 from asyncrl.version import VERSION
@@ -41,6 +41,7 @@ Stream = Literal["stdout", "stderr", "log"]
 class LaunchRequest:
     """Describes the process to start.
 
+    arguments      of Python
     directory      working directory: that of the launcher; "": the agent's, which Ray's runtime environment has made
     environment    added to the agent's own environment; may hold secrets
     mark           content of the file MARK in the launcher's folder of logs
@@ -78,9 +79,6 @@ class OutputChunk:
 
 class ProcessAgent:
     """Runs one process, started once. Its methods run in one event loop, whose thread lives as long as the agent."""
-
-    program: ClassVar[tuple[str, ...]] = ("-m", "asyncrl")
-    """What Python runs, before the request's arguments."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[Stream, str]] = deque()
@@ -132,7 +130,7 @@ class ProcessAgent:
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a child inherits blocked signals
         try:
             return subprocess.Popen(
-                [sys.executable, *self.program, *request.arguments],
+                [sys.executable, *request.arguments],
                 cwd=request.directory or None,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

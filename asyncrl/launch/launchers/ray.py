@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError, LaunchError, NoRoom
@@ -116,7 +116,6 @@ class _Place:
 class RayLauncher(LauncherAdapter):
     options_type = Options
     places = True
-    agent_type: ClassVar[type[ProcessAgent]] = ProcessAgent
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:
@@ -173,7 +172,7 @@ class RayLauncher(LauncherAdapter):
         ray, need = self._ray, place.need
         taken = {key: amount for key, amount in need.resources.items() if key not in ("CPU", "GPU")}
         actor = (
-            ray.remote(self.agent_type)
+            ray.remote(ProcessAgent)
             .options(
                 name=f"{spec.name}-{next(self._lives)}",
                 num_cpus=need.resources["CPU"],
@@ -401,7 +400,7 @@ class RayLauncher(LauncherAdapter):
         given = {name: os.environ[name] for name in self._options.environment if name in os.environ}
         met = {"MASTER_ADDR": self._address(self._places[spec.meets].machine)} if spec.meets else {}
         return LaunchRequest(
-            arguments=spec.arguments,
+            arguments=("-m", "asyncrl", *spec.arguments),
             directory="" if "working_dir" in self._ray.get_runtime_context().runtime_env else os.getcwd(),
             environment=given | dict(spec.environment) | met,
             shares_folder=spec.role in _LEARNERS,

@@ -50,7 +50,7 @@ async def test_returns_output_and_exit_code(
 ) -> None:
     play(tmp_path, monkeypatch, 'echo "$1 $2 $3 $SECRET in $PWD"; echo bad >&2; exit 7')
     made = ProcessAgent()
-    asked = dataclasses.replace(order, arguments=("learner",), environment={"SECRET": "s3"})
+    asked = dataclasses.replace(order, arguments=("-m", "asyncrl", "learner"), environment={"SECRET": "s3"})
     assert "s3" not in repr(asked)
     started = await made.start(asked)
     assert (started.problem, started.pid > 0) == ("", True)
