@@ -1,8 +1,9 @@
 """Runs one process on this machine for a launcher on another machine.
 
-The agent starts Python with the arguments of a request, passes on its output, forwards signals, and reports how it ended. None of
-the run's data goes through the agent. The process ends when the agent's own process ends, however that happens
-(os_process.py). The agent does not know what transports its calls: launch/launchers/ray.py makes it a Ray actor.
+The agent starts Python with the arguments of a request, passes on its output, forwards signals, and reports how it
+ended. None of the run's data goes through the agent. The process ends when the agent's own process ends, however that
+happens (os_process.py). The agent does not know what transports its calls: launch/launchers/ray.py makes it a Ray
+actor.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import time
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from asyncrl.actors.presence import OwnProcess
 from asyncrl.errors import INTERRUPTED, AsyncRLError, NoRoom
@@ -19,6 +20,10 @@ WORKING_SECONDS = 10.0
 """A process that worked and was up for this long is restarted at once."""
 HEALTHY_SECONDS = 600.0
 """A process that worked and was up for this long gets all its restarts back."""
+DRAIN_SECONDS: Final = 120.0
+"""How long processes may take to drain."""
+HAND_OVER_SECONDS: Final = 15.0
+"""Additional time for a leaving worker to hand over its work; then it is killed."""
 
 
 @dataclass(slots=True)
@@ -181,10 +186,14 @@ class ChildProcess:
             await asyncio.wait_for(self.no_restart.wait(), seconds)
 
     def drain(self) -> None:
-        """Tell the process to finish its work and leave for good."""
+        """Tell the process to finish its work and leave for good. One that takes too long is told to hand it over, and
+        then killed."""
         self.is_leaving = True
         self.no_restart.set()
         self.signal(signal.SIGTERM)
+        later = asyncio.get_running_loop().call_later
+        later(DRAIN_SECONDS, self.signal, signal.SIGTERM)
+        later(DRAIN_SECONDS + HAND_OVER_SECONDS, self.signal, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is up."""

@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import signal
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
 
 from asyncrl.bus.port import Bus
 from asyncrl.errors import AsyncRLError, NoRoom
@@ -28,10 +26,6 @@ from asyncrl.messages.roles import LEARNER_RANK, WORKER
 from asyncrl.messages.topics import EVENTS, FLEET, FLEET_STATUS, METRICS
 from asyncrl.policies.fleet_size import Change, FleetSizer
 
-DRAIN_SECONDS: Final = 120.0
-"""How long processes may take to drain."""
-HAND_OVER_SECONDS: Final = 15.0
-"""Additional time for a leaving worker to hand over its work; then it is killed."""
 RETRY_SECONDS = 1.0
 
 log = logging.getLogger("asyncrl.fleet")
@@ -74,9 +68,6 @@ class Fleet:
         workers = self.workers()
         for child in workers[wanted:]:
             child.drain()
-            later = asyncio.get_running_loop().call_later
-            later(DRAIN_SECONDS, child.signal, signal.SIGTERM)
-            later(DRAIN_SECONDS + HAND_OVER_SECONDS, child.signal, signal.SIGKILL)
         try:
             added = [self._add_worker() for _ in range(wanted - len(workers))]
         except NoRoom as error:

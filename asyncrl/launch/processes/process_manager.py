@@ -31,8 +31,8 @@ from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunSection
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError
 from asyncrl.launch.port import Launcher
-from asyncrl.launch.processes.child_process import ChildProcess, Exit, RestartPolicy
-from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, FleetScaler, NewWorker
+from asyncrl.launch.processes.child_process import DRAIN_SECONDS, ChildProcess, Exit, RestartPolicy
+from asyncrl.launch.processes.fleet import Fleet, FleetScaler, NewWorker
 from asyncrl.launch.processes.swap import LearnerSwapper
 from asyncrl.logs import as_typed, in_a_line, in_words, printable
 from asyncrl.messages.roles import ENGINE_NODE, LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER

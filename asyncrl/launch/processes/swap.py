@@ -33,7 +33,7 @@ from typing import Final, Literal, get_args
 from asyncrl.durable_files import write_whole
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.processes.child_process import ChildProcess
-from asyncrl.launch.processes.fleet import DRAIN_SECONDS, HAND_OVER_SECONDS, Fleet
+from asyncrl.launch.processes.fleet import Fleet
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 
 LOOK_SECONDS: Final = 0.2
@@ -222,9 +222,6 @@ class LearnerSwapper:
             rank.is_leaving = True
             rank.no_restart.set()
         old.drain()
-        later = asyncio.get_running_loop().call_later
-        later(DRAIN_SECONDS, old.signal, signal.SIGTERM)
-        later(DRAIN_SECONDS + HAND_OVER_SECONDS, old.signal, signal.SIGKILL)
         await old.gone.wait()
         for rank in ranks:
             with contextlib.suppress(TimeoutError):  # it was told that the learner ends

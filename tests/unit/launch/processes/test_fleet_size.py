@@ -11,7 +11,7 @@ from asyncrl import config
 from asyncrl.cli import scale
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launch.launchers.placement import free
-from asyncrl.launch.processes import fleet, launch, process_specs
+from asyncrl.launch.processes import child_process, launch, process_specs
 from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.messages.roles import WORKER
 from asyncrl.messages.topics import ACTORS, EVENTS, FLEET, FLEET_STATUS, METRICS
@@ -66,8 +66,8 @@ async def test_leaving_worker_is_not_a_failure(stage: Callable[..., Stage], caps
 async def test_slow_leaver_hands_over_and_is_then_killed(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "DRAIN_SECONDS", 0.05)
-    monkeypatch.setattr(fleet, "HAND_OVER_SECONDS", 0.05)
+    monkeypatch.setattr(child_process, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(child_process, "HAND_OVER_SECONDS", 0.05)
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     it.launcher.named("w1").drains = False
