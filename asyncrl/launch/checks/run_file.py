@@ -177,7 +177,8 @@ def check_before_torch(run: RunConfig) -> None:
     _check_servers(run)
     of_servers = ((f"servers.{name}", one.gpus) for name, one in run.servers.items())
     of_pools = ((f"rollout.pools.{name}", one.gpus) for name, one in run.rollout.pools.items())
-    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus), *of_servers, *of_pools):
+    own = ((name, getattr(run, name).gpus) for name in ("learner", "rollout", "evaluation"))
+    for section, gpus in (*own, *of_servers, *of_pools):
         if gpus and launcher.places:
             raise ConfigError(
                 f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
@@ -472,28 +473,19 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
     rollout = run.rollout
     if unknown := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
         raise ConfigError(f"rollout.stop_token_ids: {unknown[0]} is not a token of the model's {model.vocab_size:,}")
-    samples = rollout_functions.traits(rollout.function).samples
-    if (rollout.stop or rollout.stop_token_ids or rollout.min_new_tokens) and not samples:
-        raise ConfigError(
-            "rollout.stop, stop_token_ids and min_new_tokens are for what is generated, and rollout.function = "
-            f'"{rollout.function}" generates nothing; remove them'
-        )
-    if (rollout.extra_samples or rollout.group_seconds) and not samples:
-        raise ConfigError(
-            "rollout.extra_samples and group_seconds are for what is generated, and rollout.function = "
-            f'"{rollout.function}" generates nothing; remove them'
-        )
-    if (rollout.top_p < 1 or rollout.top_k > 0) and not samples:
-        raise ConfigError(
-            "rollout.top_p and top_k are for what is generated, and rollout.function = "
-            f'"{rollout.function}" generates nothing; remove them'
-        )
-    if rollout.top_logprobs and not samples:
-        raise ConfigError(
-            "rollout.top_logprobs are of what is generated, and rollout.function = "
-            f'"{rollout.function}" generates nothing; remove them'
-        )
-    if (rollout.top_p < 1 or rollout.top_k > 0) and run.has_served_teacher:
+    has_nucleus = rollout.top_p < 1 or rollout.top_k > 0
+    for keys, are_set in (
+        ("stop, stop_token_ids and min_new_tokens", rollout.stop or rollout.stop_token_ids or rollout.min_new_tokens),
+        ("extra_samples and group_seconds", rollout.extra_samples or rollout.group_seconds),
+        ("top_p and top_k", has_nucleus),
+        ("top_logprobs", rollout.top_logprobs),
+    ):
+        if are_set and not rollout_functions.traits(rollout.function).samples:
+            raise ConfigError(
+                f'rollout.{keys} are for what is generated, and rollout.function = "{rollout.function}" generates '
+                "nothing; remove them"
+            )
+    if has_nucleus and run.has_served_teacher:
         raise ConfigError(
             "rollout.top_p and top_k: a teacher on a server gives logprobs over all tokens, and the policy's are over "
             "those that are left; remove them, or load the teacher in the learner (teacher.path)"

@@ -8,14 +8,16 @@ from asyncrl.launch import colocated
 from asyncrl.launch.launchers.placement import Asked, Placement, place
 
 
-def placement(run: RunConfig) -> Placement:
+def placement(run: RunConfig, *, there: int) -> Placement:
     """Assign this machine's GPUs to the processes that `asyncrl run` starts on it.
 
     Raises ConfigError, also if an engine finds no room beside the learner.
 
+    there  number of these GPUs; 0 where a launcher finds machines and GPUs itself
+
     Not part of ``check``, because a process that has been given its GPUs sees no others.
     """
-    ranks, there = gpus_of_learner(run), num_gpus()
+    ranks = gpus_of_learner(run)
     own = run.rollout.gpus
     if run.run.colocated and not own and there:
         own = run.learner.gpus or tuple(range(ranks))
@@ -47,22 +49,6 @@ def placement(run: RunConfig) -> Placement:
         for name, engines in placed.beside_learner.items():
             colocated.engine_share(run.of_pool(pools.get(name, "")), num_engines=engines)
     return placed
-
-
-def nowhere(run: RunConfig) -> Placement:
-    """Return a placement without GPUs."""
-    return place(
-        0,
-        ranks=0,
-        workers=run.rollout.workers,
-        gpus_per_worker=0,
-        evaluation_workers=run.num_evaluation_workers,
-        servers={name: Asked(where=f"servers.{name}", each=0) for name in run.started_servers},
-        pools={
-            name: Asked(where=f"rollout.pools.{name}", each=0, count=pool.workers)
-            for name, pool in run.rollout.pools.items()
-        },
-    )
 
 
 def num_gpus() -> int:

@@ -15,7 +15,7 @@ from asyncrl.launch import colocated
 from asyncrl.launch.launchers.placement import Gpus, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
-from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, nowhere, num_gpus, placement
+from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 from asyncrl.logs import print_line
 from asyncrl.messages.control import FleetSize
 from asyncrl.messages.roles import ENGINE_NODE, EVALUATION_WORKER, LEARNER, LEARNER_RANK, MODEL_SERVER, WORKER
@@ -60,7 +60,7 @@ class ProcessSpecs:
             scaled = "the last size set by `asyncrl scale`; rollout.workers is"
             print_line(f"rollout workers: {workers}, {scaled} {run.rollout.workers}")
         run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
-        gpus = nowhere(run) if self._places else placement(run)  # a launcher that places finds GPUs itself
+        gpus = placement(run, there=0 if self._places else num_gpus())  # a launcher that places finds GPUs itself
         for name, its in gpus.processes.items():
             if its:
                 print_line(f"{name:10s}GPU {numbers(its)}")

@@ -287,7 +287,7 @@ def test_an_address_without_a_cluster_is_refused(address: str, reason: str) -> N
         RayLauncher(run_name="x", log_directory=Path(), options=Options(address=address)).connect()
 
 
-@pytest.mark.parametrize("section", ["learner", "rollout"])
+@pytest.mark.parametrize("section", ["learner", "rollout", "evaluation"])
 def test_numbers_of_gpus_are_for_one_machine(
     cluster: TwoNodes, tmp_path: Path, section: str, forks: ForkServer
 ) -> None:
