@@ -327,7 +327,6 @@ class Connection:
         verb: str,
         body: Mapping[str, Any] | None = None,
         *,
-        patience: float = _PATIENCE_SECONDS,
         awaits_stream: bool = True,
     ) -> dict[str, Any]:
         """Send one request of the JetStream API. Raises Refused, and Unanswered as ``request`` does.
@@ -335,7 +334,7 @@ class Connection:
         awaits_stream  False: a missing stream is an error
         """
         data = json.dumps(body).encode() if body else b""
-        answer = await self.store(f"$JS.API.{verb}", data, patience=patience, awaits_stream=awaits_stream)
+        answer = await self.store(f"$JS.API.{verb}", data, awaits_stream=awaits_stream)
         if "error" in answer.found:
             raise Refused(verb, answer.found["error"])
         return answer.found
@@ -346,7 +345,6 @@ class Connection:
         data: bytes,
         *,
         headers: Mapping[str, str] | None = None,
-        patience: float = _PATIENCE_SECONDS,
         awaits_stream: bool = True,
     ) -> PublishAck:
         """Return JetStream's reply, which may be an error. Temporary errors are retried for a minute; a missing stream
@@ -357,7 +355,7 @@ class Connection:
         pause, since, in_doubt, is_slow = _FIRST_PAUSE_SECONDS, time.monotonic(), False, False
         try:
             while True:
-                answer = await self.request(subject, data, headers=headers, patience=patience)
+                answer = await self.request(subject, data, headers=headers)
                 in_doubt |= answer.in_doubt
                 found: dict[str, Any] = json.loads(answer.data)
                 code = found.get("error", {}).get("err_code")

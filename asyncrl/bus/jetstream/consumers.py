@@ -367,18 +367,10 @@ class JetStreamDelivery(Generic[M]):
         self._stream = layout.stream(topic)
         self._ack_seconds = layout.ack_seconds
         self._until = item.time + layout.ack_seconds
-        self._content = content
+        self.message, self.problem = content.message, content.problem
         self._lock = asyncio.Lock()
         self.key = layout.key(topic, item.subject)
         self.attempt = item.attempt
-
-    @property
-    def message(self) -> M | None:
-        return self._content.message
-
-    @property
-    def problem(self) -> str:
-        return self._content.problem
 
     def is_ours(self) -> bool:
         return time.monotonic() < self._until

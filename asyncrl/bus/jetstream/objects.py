@@ -26,13 +26,13 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
 from asyncrl.bus.jetstream.connection import Connection, Refused
 from asyncrl.bus.jetstream.layout import HEADER_BYTES, Layout
-from asyncrl.bus.jetstream.streams import last_stored, read_message, subjects
+from asyncrl.bus.jetstream.streams import create_or_update, last_stored, read_message, subjects
 from asyncrl.bus.port import ObjectInfo
 from asyncrl.errors import BusError, ObjectGone
 
@@ -43,13 +43,12 @@ CHUNK_BYTES: Final = 128 * 2**10
 _MOST_IN_FLIGHT: Final = 128
 _SLOW_SECONDS: Final = 1.0
 _MOST_KNOWN: Final = 64
-_NAME_IN_USE: Final = 10058
 
 
 class JetStreamObjects:
     """See ``ObjectStore in bus/port.py``. Connects on first use."""
 
-    def __init__(self, dial: Callable[[], Awaitable[Connection]], layout: Layout) -> None:
+    def __init__(self, dial: Callable[[], Coroutine[Any, Any, Connection]], layout: Layout) -> None:
         """``dial`` opens a connection on the awaiting event loop."""
         self._dial, self._layout = dial, layout
         self._bucket, self._stream = layout.objects_bucket, layout.objects_stream
@@ -112,35 +111,30 @@ class JetStreamObjects:
         with self._creating:
             if not self.is_created:
                 self._create_stream_once()
+                self.is_created = True
 
     def _create_stream_once(self) -> None:
-        config = self._layout.objects_config()
-        try:
-            self._call(self._api(f"STREAM.CREATE.{self._stream}", config))
-        except Refused as refused:
-            if refused.code != _NAME_IN_USE:
-                raise
-            self._call(self._api(f"STREAM.UPDATE.{self._stream}", config))
+        async def make() -> None:
+            await create_or_update(await self._connect(), self._layout.objects_config())
+
+        self._call(make())
         infos = [self._read_info(_name(subject)) for subject in self._subjects("M")]
         whole = {f"$O.{self._bucket}.C.{info['nuid']}" for info in infos if info is not None}
         for subject in self._subjects("C"):
             if subject not in whole:
                 self._purge(subject)
-        self.is_created = True
 
     def _subjects(self, kind: str) -> list[str]:
-        return list(self._counts(f"{kind}.>"))
-
-    def _counts(self, under: str) -> dict[str, int]:
-        """Return the subjects and the number of messages of each."""
-
-        async def ask() -> dict[str, int]:
-            return await subjects(await self._connect(), self._stream, matching=f"$O.{self._bucket}.{under}")
+        async def ask() -> list[str]:
+            return list(await subjects(await self._connect(), self._stream, matching=f"$O.{self._bucket}.{kind}.>"))
 
         return self._call(ask())
 
     def _purge(self, subject: str) -> None:
-        self._call(self._api(f"STREAM.PURGE.{self._stream}", {"filter": subject}))
+        async def purge() -> None:
+            await (await self._connect()).api(f"STREAM.PURGE.{self._stream}", {"filter": subject})
+
+        self._call(purge())
 
     async def _store(self, subject: str, data: bytes, headers: Mapping[str, str]) -> int:
         connection = await self._connect()
@@ -250,12 +244,9 @@ class JetStreamObjects:
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(call, self._loop)
 
-    async def _api(self, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await (await self._connect()).api(verb, body)
-
     async def _connect(self) -> Connection:
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
-            self._connecting = asyncio.ensure_future(_run_dial(self._dial))
+            self._connecting = asyncio.ensure_future(self._dial())
         return await asyncio.shield(self._connecting)
 
     async def _disconnect(self) -> None:
@@ -302,10 +293,6 @@ async def _measure(call: Coroutine[Any, Any, T], window: ChunkWindow) -> T:
     result = await call
     window.note(asked=asked, answered=time.monotonic())
     return result
-
-
-async def _run_dial(dial: Callable[[], Awaitable[Connection]]) -> Connection:
-    return await dial()
 
 
 def _chunks(blocks: Iterable[bytes | memoryview], size: int) -> Iterator[bytes]:

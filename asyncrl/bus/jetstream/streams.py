@@ -57,13 +57,15 @@ class Streams:
         if not self.known:
             await self._require(next(iter(one_each)))
 
-    async def _find(self, name: str) -> None:
-        """Look up a stream. Ignore it if it does not exist."""
+    async def _find(self, name: str) -> bool:
+        """Look up a stream. Return whether it exists."""
         try:
             self.known[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
         except Refused as refused:
             if not refused.description.endswith(IS_GONE):
                 raise
+            return False
+        return True
 
     async def ensure(self, topic: Topic[Any]) -> str:
         """Return the name of the topic's stream, which is created or resized on first use."""
@@ -128,26 +130,25 @@ class Streams:
                 self._is_waiting = True  # one line for all streams
                 logger.warning(
                     "bus %s: fewer servers are up than bus.replicas = %d; waiting for the others for %.0f s",
-                    *(self._connection.name, self._layout.replicas, _PEERS_SECONDS),
+                    self._connection.name,
+                    self._layout.replicas,
+                    _PEERS_SECONDS,
                 )
             await asyncio.sleep(_PEERS_PAUSE_SECONDS)
 
     async def _require(self, name: str) -> None:
         """Look up a stream. Raises ConfigError if it does not exist; for a missing run, the error lists the others."""
-        try:
-            self.known[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
-        except Refused as refused:
-            if not refused.description.endswith(IS_GONE):
-                raise
-            if self.known:
-                raise ConfigError(
-                    f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: somebody deleted the "
-                    "stream; `asyncrl run FILE --resume` makes it again"
-                ) from None
-            raise NoSuchRun(
-                f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
-                f"{await self._runs()}"
-            ) from None
+        if await self._find(name):
+            return
+        if self.known:
+            raise ConfigError(
+                f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: somebody deleted the stream; "
+                "`asyncrl run FILE --resume` makes it again"
+            )
+        raise NoSuchRun(
+            f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
+            f"{await self._runs()}"
+        )
 
     async def _runs(self) -> str:
         """List the existing runs. Raises Forbidden if the role may not list them."""

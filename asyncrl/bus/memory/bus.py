@@ -279,20 +279,8 @@ class _Deliveries(AsyncIterator[Delivery[M]], Generic[M]):
 class _Delivery(Generic[M]):
     def __init__(self, work: Work, item: Item, content: Opened[M]) -> None:
         self._work, self._item, self._holder = work, item, item.holder
-        self.attempt = item.attempt
-        self._content = content
-
-    @property
-    def key(self) -> str:
-        return self._item.key
-
-    @property
-    def message(self) -> M | None:
-        return self._content.message
-
-    @property
-    def problem(self) -> str:
-        return self._content.problem
+        self.key, self.attempt = item.key, item.attempt
+        self.message, self.problem = content.message, content.problem
 
     def is_ours(self) -> bool:
         return self._item.holder == self._holder
