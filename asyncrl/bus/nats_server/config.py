@@ -33,6 +33,8 @@ _WORKERS: Final = 16
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _LARGEST_MESSAGE: Final = 2**30
 """nats-server counts the bytes of a message, including headers, in 31 bits."""
+_MAX_PENDING_BYTES: Final = 256 * 2**20
+"""Bytes that the server buffers for a slow reader before it drops the connection; the server's default is 64 MiB."""
 _LONGEST_SYNC_SECONDS: Final = 86400.0
 SYNC_SECONDS: Final = 1.0
 """nats-server's default is two minutes. A power failure then loses the last two minutes of every stream."""
@@ -64,36 +66,26 @@ def node(text: str) -> Node:
 
 
 def server_config(
-    passwords: dict[str, dict[str, str]],
-    *,
-    listen: str,
-    store: Path,
-    max_message_bytes: int,
-    sync_seconds: float = SYNC_SECONDS,
-    tls: dict[str, Any] | None = None,
-    cluster: dict[str, Any] | None = None,
-) -> str:
-    """Return a nats-server's configuration as JSON, which nats-server reads. ``passwords``: run -> user -> password"""
+    passwords: dict[str, dict[str, str]], *, listen: str, store: Path, max_message_bytes: int, sync_seconds: float
+) -> dict[str, Any]:
+    """Return the configuration of a nats-server, which reads it as JSON.
+
+    passwords     run -> user -> password
+    sync_seconds  how often it syncs its store; 0: every message before it is acknowledged
+    """
     parts: dict[str, dict[str, Any]] = {}
     for run, users in passwords.items():
         parts |= accounts(run, users)
-    config: dict[str, Any] = {
+    return {
         "listen": listen,
         "max_payload": max_message_bytes + HEADER_BYTES,
-        "max_pending": max(256 * 2**20, 4 * max_message_bytes),
-        "jetstream": {"store_dir": str(store), "sync_interval": sync_interval(sync_seconds)},
-        "accounts": parts,
+        "max_pending": max(_MAX_PENDING_BYTES, 4 * max_message_bytes),
+        "jetstream": {
+            "store_dir": str(store),
+            "sync_interval": f"{max(1, round(1000 * sync_seconds))}ms" if sync_seconds else "always",
+        },
+        **({"accounts": parts} if parts else {}),
     }
-    if tls:
-        config["tls"] = tls
-    if cluster:
-        config |= cluster
-    return json.dumps(config, indent=2) + "\n"
-
-
-def sync_interval(seconds: float) -> str:
-    """Format seconds for nats-server. 0: every message is synced before it is acknowledged."""
-    return f"{max(1, round(1000 * seconds))}ms" if seconds else "always"
 
 
 def cluster_part(nodes: Sequence[Node], index: int, *, password: str, tls: dict[str, Any] | None) -> dict[str, Any]:
@@ -262,16 +254,16 @@ def _write(options: argparse.Namespace, nodes: Sequence[Node]) -> None:
     between = _tls(options, options.tls_cluster_ca, verify=False)
     for index in range(len(nodes) or 1):
         own = directory / server_name(index) if nodes else directory
-        text = server_config(
+        config = server_config(
             passwords,
             listen=f"{nodes[index].interface}:{nodes[index].port}" if nodes else options.listen or f"0.0.0.0:{_PORT}",
             store=own / "jetstream",
             max_message_bytes=options.max_message_bytes,
             sync_seconds=options.sync_seconds,
-            tls=tls,
-            cluster=cluster_part(nodes, index, password=route_password, tls=between) if nodes else None,
         )
-        _write_private(own / CONFIG_FILE, text)
+        config |= {"tls": tls} if tls else {}
+        config |= cluster_part(nodes, index, password=route_password, tls=between) if nodes else {}
+        _write_private(own / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         print(f"nats-server --config {own / CONFIG_FILE}" + (f"   on {nodes[index].host}" if nodes else ""))
     if nodes:
         scheme = "tls" if tls else "nats"

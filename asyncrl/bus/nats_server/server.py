@@ -29,14 +29,15 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from asyncrl.bus.jetstream.layout import HEADER_BYTES
-from asyncrl.bus.nats_server.accounts import accounts, server_user, user_name, worker_user
-from asyncrl.bus.nats_server.config import SYNC_SECONDS, sync_interval
+from asyncrl.bus.nats_server.accounts import server_user, user_name, worker_user
+from asyncrl.bus.nats_server.config import SYNC_SECONDS, server_config
 from asyncrl.bus.nats_server.rights import ANY
 from asyncrl.errors import BusError, ConfigError
 from asyncrl.os_process import asks_for_signal_on_parent_death
 
 _LOOK_SECONDS = 0.01
+_START_SECONDS = 60.0
+"""How long a server may take until it answers; reading back a large store takes a while."""
 _STOP_SECONDS = 10.0
 _RELOAD_SECONDS = 10.0
 _RELOADED = b"Reloaded server configuration"
@@ -49,8 +50,6 @@ _BROKEN = ("Critical write error", "[ERR] JetStream failed to store", "will be D
 _MAX_STORE_BYTES = 2**60
 """The server reserves every stream's limit, and several streams have that of the log. By default it refuses them if the
 sum is over three quarters of the free disk. Only one of them fills (adapter.py checks its limit)."""
-_MAX_PENDING_BYTES = 256 * 2**20
-"""Bytes that the server buffers for a slow reader before it drops the connection; the server's default is 64 MiB."""
 _JOINING_FILE = "joining.json"
 """Port, and password for workers that join, of the last start (0600)."""
 
@@ -65,7 +64,6 @@ class EmbeddedServer:
     port                0: that of the store's last start if it is free, else a free one; a restarted server keeps it
     max_message_bytes   largest message asyncrl may send; the server's max_payload adds room for headers
     sync_seconds        how often the server syncs its store; 0: before each acknowledgement
-    start_seconds       how long a server may take until it answers; reading back a large store takes a while
     is_reader           for a command that reads the store of a finished run, and waits for others that use it
     """
 
@@ -82,7 +80,6 @@ class EmbeddedServer:
         port: int = 0,
         max_message_bytes: int = 8 * 2**20,
         sync_seconds: float = SYNC_SECONDS,
-        start_seconds: float = 60.0,
         is_reader: bool = False,
     ) -> None:
         self.directory = directory.absolute()
@@ -97,8 +94,7 @@ class EmbeddedServer:
         if run and not is_reader:
             self._remember()
         self._max_message_bytes = max_message_bytes
-        self._sync = sync_interval(sync_seconds)
-        self._start_seconds = start_seconds
+        self._sync_seconds = sync_seconds
         self._is_reader = is_reader
         self._process: subprocess.Popen[bytes] | None = None
         self._log_read = 0
@@ -252,21 +248,16 @@ class EmbeddedServer:
     def _write_config(self) -> Path:
         path = self.directory / "nats-server.conf"
         path.unlink(missing_ok=True)
-        config: dict[str, Any] = {
-            "listen": f"{self.host}:{self.port or -1}",
-            "ports_file_dir": str(self.directory),
-            "log_file": str(self._log),
-            "max_payload": self._max_message_bytes + HEADER_BYTES,
-            "max_pending": max(_MAX_PENDING_BYTES, 4 * self._max_message_bytes),
-            "jetstream": {
-                "store_dir": str(self.directory / "jetstream"),
-                "sync_interval": self._sync,
-                "max_file_store": _MAX_STORE_BYTES,
-            },
-        }
-        if self._run:
-            config["accounts"] = accounts(self._run, self._passwords)
-        else:
+        config = server_config(
+            {self._run: self._passwords} if self._run else {},
+            listen=f"{self.host}:{self.port or -1}",
+            store=self.directory / "jetstream",
+            max_message_bytes=self._max_message_bytes,
+            sync_seconds=self._sync_seconds,
+        )
+        config |= {"ports_file_dir": str(self.directory), "log_file": str(self._log)}
+        config["jetstream"]["max_file_store"] = _MAX_STORE_BYTES
+        if not self._run:
             config["authorization"] = {"token": self.token}
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump(config, file, indent=1, ensure_ascii=False)  # the server does not know JSON's \u00e4
@@ -311,7 +302,7 @@ class EmbeddedServer:
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> int:
         """Return the port. The server writes its ports file last, so the file means that the server is ready."""
-        deadline = time.monotonic() + self._start_seconds
+        deadline = time.monotonic() + _START_SECONDS
         ports = self.directory / f"nats-server_{process.pid}.ports"
         while time.monotonic() < deadline:
             if (port := _read_port(ports)) is not None:
@@ -323,7 +314,7 @@ class EmbeddedServer:
             self._process = None
             raise BusError(f"nats-server ended at once with code {code}: {self._last_words()} ({self._log})")
         self.stop()
-        raise BusError(f"nats-server did not answer in {self._start_seconds:.0f} s: {self._last_words()} ({self._log})")
+        raise BusError(f"nats-server did not answer in {_START_SECONDS:.0f} s: {self._last_words()} ({self._log})")
 
     def _last_words(self) -> str:
         """Return the last errors in the server's log; its last lines if it has no errors."""
