@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
+import logging
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import AsyncIterator, Callable
 
+from asyncrl import logs
 from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.adapters import registry
-from asyncrl.cli import arguments, worker_process
-from asyncrl.cli.actor_process import in_event_loop, supervise_process
+from asyncrl.bus.port import Bus
+from asyncrl.cli import arguments
+from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervise_process
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import host_and_port
 from asyncrl.engines.port import Meeting
 from asyncrl.errors import INTERRUPTED, ConfigError
+from asyncrl.launch.checks import single_instance
 from asyncrl.launch.checks.run_file import check_worker
 from asyncrl.launch.checks.shared_settings import settings_checksum
 from asyncrl.logs import print_line
-from asyncrl.os_process import end_with_parent
+from asyncrl.messages.validation import name_problem
+from asyncrl.os_process import end_with_parent, exit_within
+
+log = logging.getLogger("asyncrl.cli.rollout_worker")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_file(parser)
-    worker_process.add_name(parser)
+    parser.add_argument(
+        "--name", default="", help="name of the worker, unique in the run (default: host and process id)"
+    )
     parser.add_argument(
         "--evaluate", action="store_true", help="only answer evaluations (evaluation.place = dedicated)"
     )
@@ -78,7 +89,7 @@ def meeting_of(options: argparse.Namespace, *, worker: str) -> Meeting | None:
 def run(options: argparse.Namespace) -> int:
     is_launched = end_with_parent()
     run_config = arguments.with_bus_address(arguments.load(options))
-    name = worker_process.name_of(options, run_config)
+    name = _name_of(options, run_config)
     run_config = of_pool(run_config, options)
     check_worker(run_config)
     meeting = meeting_of(options, worker=name) if registry.engine_class(run_config).machines(run_config) > 1 else None
@@ -96,14 +107,36 @@ def run(options: argparse.Namespace) -> int:
             beside_learner=options.beside_learner,
             takes_turns=not options.own_gpus,
             meeting=meeting,
-            say=_ignore if is_launched else print_line,
+            say=(lambda line: None) if is_launched else print_line,  # the run that started it speaks for it
         )
     )
     return code if is_launched else 0  # a worker that was started by hand may leave at any time
 
 
-def _ignore(line: str) -> None:
-    """The run that started a worker speaks for it."""
+def _name_of(options: argparse.Namespace, run_config: RunConfig) -> str:
+    """Return the worker's name, and start to log to NAME.log. Raises ConfigError."""
+    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
+    name = options.name or f"{host}-{os.getpid()}"  # valid in a subject of the bus
+    if problem := name_problem(name):
+        raise ConfigError(f"{options.verb} --name: {problem}")
+    logs.log_to(run_config.run_directory / "logs" / f"{name}.log")
+    log.info("joins run %s as %s", run_config.run.name, name)
+    return name
+
+
+@contextlib.asynccontextmanager
+async def _bus_of_worker(run_config: RunConfig, name: str, *, token: str) -> AsyncIterator[Bus]:
+    """Connect to the bus. After the context, the process ends within EXIT_SECONDS.
+
+    Raises ConfigError while another worker has its name.
+    """
+    bus = await registry.connect(run_config, token=token, role="rollout-worker", worker=name)
+    try:
+        async with single_instance.worker(bus, name, run=run_config.run.name):
+            yield bus
+        exit_within(EXIT_SECONDS, 0)
+    finally:
+        await bus.close()
 
 
 async def _sample(
@@ -129,7 +162,7 @@ async def _sample(
     from asyncrl.launch.assembly.build_learner import prometheus
     from asyncrl.launch.assembly.build_worker import build_worker
 
-    async with worker_process.bus_of_worker(run_config, name, token=token) as bus:
+    async with _bus_of_worker(run_config, name, token=token) as bus:
         say(f"{name} joins run {run_config.run.name}   log in {run_config.run_directory}/logs/{name}.log")
         worker, *followers = await build_worker(
             run_config,
