@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 
@@ -23,6 +24,14 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Make a hard link to a file that never changes, or a copy on another file system. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def sync(*paths: Path) -> None:

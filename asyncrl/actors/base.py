@@ -16,10 +16,18 @@ from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.messages.rollout import LONGEST_ERROR
-from asyncrl.messages.topics import ACTORS
+from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.waits import BEAT_SECONDS
 
 FORGET_SECONDS = 2.0
+
+
+async def until_finished(bus: Bus) -> None:
+    """consumes: progress    waits for: the end of the run    woken by: the learner"""
+    async with bus.watch(PROGRESS) as states:
+        async for progress in states:
+            if progress.finished:
+                return
 
 
 class Actor(abc.ABC):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from asyncrl.actors.base import Actor
+from asyncrl.actors.base import Actor, until_finished
 from asyncrl.bus.port import Bus
 from asyncrl.engines.port import HasServerMetrics, ModelServer
 from asyncrl.errors import EngineDied, EngineError
 from asyncrl.messages.control import ServerAddress
 from asyncrl.messages.roles import MODEL_SERVER
-from asyncrl.messages.topics import PROGRESS, SERVERS
+from asyncrl.messages.topics import SERVERS
 from asyncrl.policies.health.waits import BEAT_SECONDS
 
 
@@ -41,7 +41,7 @@ class ModelServerActor(Actor):
         """Raises EngineDied when the server has ended."""
         over: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self.draining.wait()),
-            asyncio.ensure_future(self._until_finished()),
+            asyncio.ensure_future(until_finished(self.bus)),
         ]
         ended = asyncio.ensure_future(self._server.wait())
         renewing = asyncio.ensure_future(self._renew())
@@ -86,9 +86,3 @@ class ModelServerActor(Actor):
             return False
         self.problem = ""
         return True
-
-    async def _until_finished(self) -> None:
-        async with self.bus.watch(PROGRESS) as states:
-            async for progress in states:
-                if progress.finished:
-                    return

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Generator, Iterator
 from pathlib import Path
 
+from asyncrl.actors.base import until_finished
 from asyncrl.actors.learner import sample_files as sample_file
 from asyncrl.audit.run_folder import log_records
 from asyncrl.audit.samples import RunSamples, growing
@@ -21,7 +22,7 @@ from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
-from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, PROGRESS
+from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS
 from asyncrl.policies.groups.sample import Asked, GroupSample, evaluated_sample
 
 
@@ -64,7 +65,7 @@ class EvaluationSamples(RunSamples):
         waits for: an arrival, the end of the run    woken by: the bus
         """
         done = await bus.last_sequence(EVALUATION_ANSWERS)
-        ended = asyncio.create_task(_end(bus))
+        ended = asyncio.create_task(until_finished(bus))
         try:
             async with bus.read(EVALUATION_ANSWERS, after=done) as records:
                 while not ended.done() or done < await bus.last_sequence(EVALUATION_ANSWERS):
@@ -126,10 +127,3 @@ class EvaluationSamples(RunSamples):
         )
         sample = evaluated_sample(answers.group, asked, time=record.stored / 1e9)
         return sample if self._is_wanted(sample) else None
-
-
-async def _end(bus: Bus) -> None:
-    async with bus.watch(PROGRESS) as progress:
-        async for said in progress:
-            if said.finished:
-                return

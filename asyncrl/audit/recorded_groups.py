@@ -21,6 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import group_id_of
 from asyncrl.policies.audit.entries import BEGUN, DAMAGED, HistoryEntry
+from asyncrl.policies.groups.sample import PENDING
 from asyncrl.policies.groups.validation import digest
 from asyncrl.policies.staleness.staleness import ResumePoints, oldest_version
 
@@ -59,8 +60,6 @@ prompt          first digits of the SHA-256 of its tokens: the same in every epo
 row             position in the run's shuffled data;  task: data set of the row, or the name of its reward
 """
 
-PENDING: Final = "pending"
-
 
 class Rows(Protocol):
     """The endless shuffled data, as the prompt source reads it."""
@@ -70,11 +69,21 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What became of a group.  step: as in FIELDS;  sequence: the log record that was trained, 0 if it is not known"""
+    """What became of a group.
+
+    step, incarnation  step as in FIELDS, and the learner of then
+    reason             why it was not trained, if an event says it
+    resume_points      those that the learner knew then; None: not known
+    bound              as in sample_of
+    sequence           the log record that was trained; 0: not known
+    """
 
     kind: str = PENDING
     step: int = 0
-    resume_points: ResumePoints
+    incarnation: int = 0
+    reason: str = ""
+    resume_points: ResumePoints | None = None
+    bound: int | None = None
     sequence: int = 0
 
     @property
@@ -86,14 +95,23 @@ class Fate:
 def fates_of(history: Sequence[HistoryEntry]) -> dict[int, Fate]:
     """Return the fate of every group of a present history."""
     resume_points: dict[int, int] = {}
+    bound: int | None = None
     found: dict[int, Fate] = {}
     for entry in history:
-        if entry.kind == BEGUN and entry.incarnation:
-            resume_points = resume_points | {entry.incarnation: entry.step}
-        elif entry.kind not in (BEGUN, DAMAGED):
+        if entry.kind == BEGUN:
+            bound = entry.max_staleness if entry.discard == "tokens" else None
+            resume_points = resume_points | ({entry.incarnation: entry.step} if entry.incarnation else {})
+        elif entry.kind != DAMAGED:
             sequences = entry.sequences or (0,) * len(entry.groups)
             for group_id, sequence in zip(entry.groups, sequences, strict=True):
-                found[group_id] = Fate(kind=entry.kind, step=entry.step, resume_points=resume_points, sequence=sequence)
+                found[group_id] = Fate(
+                    kind=entry.kind,
+                    step=entry.step,
+                    incarnation=entry.incarnation,
+                    resume_points=resume_points,
+                    bound=bound,
+                    sequence=sequence,
+                )
     return found
 
 
@@ -157,7 +175,7 @@ def fields_of(record: Record[TrajectoryGroup], fate: Fate, *, finder: PromptFind
     began = group.began or record.stored / 1e9
     age = 0
     if fate.kind == "trained":
-        age = max(0, fate.step - 1 - min(oldest_version([span], fate.resume_points) for span in spans))
+        age = max(0, fate.step - 1 - min(oldest_version([span], fate.resume_points or {}) for span in spans))
     found: dict[str, Any] = {
         "group": group.group_id,
         "step": fate.step,

@@ -22,6 +22,7 @@ from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.adapters import learner_models, registry
+from asyncrl.audit.recorded_groups import is_answer
 from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.backends.port import Backend
 from asyncrl.bus.port import Bus
@@ -30,7 +31,7 @@ from asyncrl.config import record as config_record
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.messages.topics import TRAJECTORIES, group_id_of
+from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.metrics.sinks import JsonLines
 from asyncrl.policies.audit.entries import HistoryEntry, damage, promotions, steps
 from asyncrl.policies.batching.batch import Batch
@@ -168,13 +169,12 @@ async def train_again(
                     record = await anext(records, None)
                     if record is None:
                         raise ConfigError(f"step {entry.step} trained group {missing[0]}, which is not on the log")
+                    if not is_answer(record):
+                        continue
                     group = record.message
-                    if group is None or group_id_of(record.key) != group.group_id:  # not a group of this run
-                        continue
+                    assert group is not None
                     trained = needed.get(group.group_id)
-                    if trained is None or group.error:
-                        continue
-                    if trained.is_record_of(group.group_id, record.sequence):
+                    if trained is not None and trained.is_record_of(group.group_id, record.sequence):
                         held.setdefault(group.group_id, group)
                 groups = [held[group_id] for group_id in entry.groups]
                 _check_tokens(groups, planned, vocabulary[planned.run.model.path])

@@ -350,12 +350,16 @@ def _refuse_devices(directory: Path) -> None:
                 raise ConfigError(f"{path}: is a pipe or a device, which no run has in its folder; remove it")
 
 
+def connect(run: RunConfig, address: Address) -> contextlib.AbstractAsyncContextManager[Bus]:
+    """Connect to the run's bus at this address for reading."""
+    there = dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=address.url))
+    return observing(there, token=address.token)
+
+
 @contextlib.asynccontextmanager
-async def connect(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
-    """Connect to the run's bus for reading: nothing is created or changed there."""
-    bus = await registry.observe(
-        dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=address.url)), token=address.token
-    )
+async def observing(run: RunConfig, *, token: str, role: str = "observer") -> AsyncIterator[Bus]:
+    """Connect to the run's bus as an observer or an "operator": nothing is created there. Raises ConfigError."""
+    bus = await registry.observe(run, token=token, role=role)
     try:
         yield bus
     finally:

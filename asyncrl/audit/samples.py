@@ -16,24 +16,24 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from asyncrl.actors.base import until_finished
 from asyncrl.actors.learner import sample_files as sample_file
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import may_be_up
-from asyncrl.audit.run_folder import RecordedRun, log_records
+from asyncrl.audit.recorded_groups import Fate, fates_of
+from asyncrl.audit.run_folder import RecordedRun, log_records, observing
 from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError, NoHistory
 from asyncrl.messages import Event, TrajectoryGroup
-from asyncrl.messages.topics import EVENTS, PROGRESS, TRAJECTORIES, Topic, group_id_of
-from asyncrl.policies.audit.entries import BEGUN, DAMAGED, HistoryEntry, present
+from asyncrl.messages.topics import EVENTS, TRAJECTORIES, Topic, group_id_of
+from asyncrl.policies.audit.entries import HistoryEntry, present
 from asyncrl.policies.groups.sample import PENDING, UNKNOWN, GroupSample, reason_of, sample_of
 from asyncrl.policies.groups.states import FATES
-from asyncrl.policies.staleness.staleness import ResumePoints
 
 MOST_HELD: Final = 4096
 """Maximum number of groups of a live run that have arrived and not met their fate; older ones are shown as pending."""
@@ -41,21 +41,6 @@ LOOK_SECONDS: Final = 0.25
 """Interval for checking a growing file; nothing signals that it grew."""
 QUIET_LOOKS: Final = 20
 """How often a file has not grown before a reader asks whether its run is over. Groups are decoded after their step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
-    """The fate of a group, and its step.
-
-    ``resume_points``: resume_points known to the learner at that time; ``bound``: as in sample_of
-    """
-
-    kind: str
-    step: int
-    incarnation: int
-    reason: str = ""
-    resume_points: ResumePoints | None = None
-    bound: int | None = None
 
 
 class Fates:
@@ -68,24 +53,7 @@ class Fates:
 
     def read_history(self, entries: Sequence[HistoryEntry]) -> None:
         """Read the fates from the history, which is authoritative but has no reasons."""
-        resume_points: dict[int, int] = {}
-        bound: int | None = None
-        for entry in present(entries):
-            if entry.kind == BEGUN:
-                bound = entry.max_staleness if entry.discard == "tokens" else None
-            if entry.kind == BEGUN and entry.incarnation > 0:
-                resume_points = resume_points | {entry.incarnation: entry.step}
-            if entry.kind in (BEGUN, DAMAGED):
-                continue
-            for group_id in entry.groups:
-                self.of[group_id] = Fate(
-                    kind=entry.kind,
-                    step=entry.step,
-                    incarnation=entry.incarnation,
-                    resume_points=resume_points,
-                    bound=bound,
-                )
-        self.is_complete = True
+        self.of, self.is_complete = fates_of(present(entries)), True
 
     def note(self, event: Event) -> list[int]:
         """Process an event of the learner and return the groups that it is about."""
@@ -99,9 +67,7 @@ class Fates:
                 self.of[group_id] = dataclasses.replace(known, reason=reason or known.reason)
             elif not self.is_complete:
                 step = event.data.get("step", 0)
-                self.of[group_id] = Fate(
-                    kind=event.kind, step=step if type(step) is int else 0, incarnation=0, reason=reason
-                )
+                self.of[group_id] = Fate(kind=event.kind, step=step if type(step) is int else 0, reason=reason)
         return groups
 
     def sample(self, group: TrajectoryGroup, *, stored: int = 0) -> GroupSample:
@@ -234,10 +200,7 @@ class RunSamples:
                     await found.put((topic.name, record))
 
         async def end() -> None:
-            async with bus.watch(PROGRESS) as progress:
-                async for said in progress:
-                    if said.finished:
-                        break
+            await until_finished(bus)
             await found.put({topic.name: await bus.last_sequence(topic) for topic in since})
 
         async def telling(work: Coroutine[Any, Any, None]) -> None:
@@ -300,16 +263,6 @@ class RunSamples:
         if group is None or group_id_of(record.key) != group.group_id:  # not a group of this run
             return None
         return self.fates.sample(group, stored=record.stored)
-
-
-@contextlib.asynccontextmanager
-async def observing(run: RunConfig, *, token: str) -> AsyncIterator[Bus]:
-    """Connect to the run's bus as an observer. Raises ConfigError."""
-    bus = await registry.observe(run, token=token)
-    try:
-        yield bus
-    finally:
-        await bus.close()
 
 
 def growing(path: Path, is_over: Callable[[], bool]) -> Generator[GroupSample, None, None]:

@@ -43,13 +43,15 @@ from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.history import History, HistoryReader, last_incarnation
 from asyncrl.audit import replay
 from asyncrl.audit.metric_rows import Row, rows_of_newest_history
+from asyncrl.audit.recorded_groups import is_answer
 from asyncrl.audit.replay import Planned, ReplayTrainer
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
+from asyncrl.durable_files import link_or_copy
 from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.messages.topics import PROGRESS, TRAJECTORIES, group_id_of
+from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.metrics.sinks import JsonLines
 from asyncrl.os_process import is_alive, process_space
 from asyncrl.policies.audit.entries import HistoryEntry, present, steps
@@ -274,7 +276,7 @@ class Shadow:
             if folder is None:
                 return done, None
             try:
-                shutil.copytree(folder, own, copy_function=_link)
+                shutil.copytree(folder, own, copy_function=link_or_copy)
                 return done, own
             except (OSError, shutil.Error):
                 if folder.exists():
@@ -293,16 +295,6 @@ class Shadow:
         shutil.rmtree(self._start, ignore_errors=True)  # restored by now
         for old in sorted(final.parent.glob("step-*"))[:-_KEPT_STATES]:
             shutil.rmtree(old)
-
-
-def _link(source: str, target: str) -> None:
-    """Make a hard link, or a copy where that cannot be."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system
-        shutil.copy2(source, target)
 
 
 def _train(
@@ -337,11 +329,12 @@ class _Log:
     async def read(self) -> None:
         async with self._bus.read(TRAJECTORIES) as records:
             async for record in records:
-                group = record.message
                 self._newest = record.sequence
                 self._news.set()
-                if group is None or group_id_of(record.key) != group.group_id or group.error:
+                if not is_answer(record):
                     continue
+                group = record.message
+                assert group is not None
                 if group.group_id not in self._done:
                     self._held.setdefault(group.group_id, {})[record.sequence] = group
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from asyncrl.durable_files import link_or_copy
 from asyncrl.policies.staleness.staleness import ResumePoints, is_rolled_back
 
 RESULT_FILE: Final = "evaluation.json"
@@ -40,7 +40,7 @@ class BestModel:
         fresh, old = self._beside("new"), self._beside("old")
         for left in (fresh, old):
             shutil.rmtree(left, ignore_errors=True)
-        shutil.copytree(model, fresh, copy_function=_link)
+        shutil.copytree(model, fresh, copy_function=link_or_copy)
         result = {"step": version[1], "incarnation": version[0], "metric": self._metric, "value": value}
         (fresh / RESULT_FILE).write_text(json.dumps(result | {"metrics": dict(metrics)}, indent=1))
         if self._folder.exists():
@@ -63,11 +63,3 @@ def _value(file: Path, metric: str, resume_points: ResumePoints) -> float | None
         return value if found["metric"] == metric and not is_rolled_back(version, resume_points) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _link(source: str, target: str) -> None:
-    """Hard-link a file if possible. Weights of a version never change, so the link stays valid if its folder goes."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

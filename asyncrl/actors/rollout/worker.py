@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Sequence
 
 from asyncrl import messages
-from asyncrl.actors.base import Actor
+from asyncrl.actors.base import Actor, until_finished
 from asyncrl.actors.gpu_turn import GpuTurn, held
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
@@ -30,7 +30,7 @@ from asyncrl.engines.port import EngineStats, HasServerMetrics
 from asyncrl.errors import BusError
 from asyncrl.messages import Event, Heartbeat, Wait
 from asyncrl.messages.rollout import LONGEST_ERROR
-from asyncrl.messages.topics import EVENTS, PROGRESS, QUARANTINE
+from asyncrl.messages.topics import EVENTS, QUARANTINE
 
 
 class RolloutWorker(Actor):
@@ -83,7 +83,7 @@ class RolloutWorker(Actor):
         async with asyncio.TaskGroup() as group:
             joined = group.create_task(self._report_joined(), name=f"{self.name}.report-joined")
             work = group.create_task(self._work(), name=f"{self.name}.work")
-            finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
+            finished = group.create_task(until_finished(self.bus), name=f"{self.name}.until-finished")
             saving = group.create_task(self._partial_rollouts.run(), name=f"{self.name}.save-partial-rollouts")
             quarantined = group.create_task(self._until_quarantined(), name=f"{self.name}.until-quarantined")
             handed_over = group.create_task(self._until_handed_over(), name=f"{self.name}.until-handed-over")
@@ -91,7 +91,9 @@ class RolloutWorker(Actor):
             work.cancel()  # held groups go back to the bus
             if quarantined.done() and not finished.done():
                 await self._wait_in_quarantine(quarantined.result(), finished, owner=group)
-            self.is_finished = finished.done()
+            if finished.done():
+                self.is_finished = True
+                self.log.info("the run is finished")
             for task in (joined, handed_over, quarantined, finished, saving):
                 task.cancel()
 
@@ -143,14 +145,6 @@ class RolloutWorker(Actor):
         """Return once ``drain`` was called twice and all held groups are saved to the bus."""
         await self._handing_over.wait()
         await self._partial_rollouts.save()
-
-    async def _until_finished(self) -> None:
-        """consumes: progress    waits for: the end of the run    woken by: the learner"""
-        async with self.bus.watch(PROGRESS) as states:
-            async for progress in states:
-                if progress.finished:
-                    self.log.info("the run is finished")
-                    return
 
     # -- what its heartbeat says -------------------------------------------------------------------------------------
 
