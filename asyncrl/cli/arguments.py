@@ -16,9 +16,9 @@ from asyncrl.errors import ConfigError
 MOST_STEPS: Final = 2**53
 
 
-def add_run_file(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
+def add_run_file(parser: argparse.ArgumentParser) -> None:
     """Add RUN.toml, and --set to override its keys."""
-    parser.add_argument("run_file", metavar="RUN.toml", type=Path, nargs=nargs, help="the run file")
+    parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
     add_overrides(parser, "override one key of the run file; repeatable")
 
 

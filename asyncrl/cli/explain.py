@@ -89,31 +89,9 @@ def run(options: argparse.Namespace) -> int:
     strong = [one for one in found.suspects if one.strength >= SUSPECT]
     has_found = bool(found.values) if options.replay else bool(strong)
     if options.json:
-        names = (
-            "metric",
-            "step",
-            "since",
-            "normal",
-            "now",
-            "notes",
-            "by",
-            "values",
-            "groups",
-            "tests",
-            "replayed",
-            "left",
-        )
-        table = {name: getattr(found, name) for name in names}
-        print(
-            json.dumps(
-                table
-                | {
-                    "retract": found.retract,
-                    "suspects": [as_json(one) for one in found.suspects[:100]],
-                    "found": has_found,
-                }
-            )
-        )
+        table = {name: getattr(found, name) for name in _Found.__dataclass_fields__}
+        suspects = [as_json(one) for one in found.suspects[:100]]
+        print(json.dumps(table | {"suspects": suspects, "found": has_found}))
     else:
         _print(found, strong, directory=options.run_directory, has_replayed=options.replay)
     return int(not has_found)

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
-from asyncrl.adapters.registry import observe
 from asyncrl.audit import run_folder
 from asyncrl.bus.port import Bus
 from asyncrl.cli import arguments
@@ -61,15 +60,13 @@ def scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> int:
 
 
 async def _scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> int:
-    bus = await observe(run, token=token, role="operator")
-    try:
-        async with asyncio.timeout(seconds + GRACE_SECONDS):  # calls to a bus that is away wait forever
-            return await _ask(bus, run.run.name, wanted, seconds=seconds)
-    except TimeoutError:
-        print(f"run {run.run.name}: not yet {wanted} rollout workers; its bus does not answer any more")
-        return 1
-    finally:
-        await bus.close()
+    async with run_folder.observing(run, token=token, role="operator") as bus:
+        try:
+            async with asyncio.timeout(seconds + GRACE_SECONDS):  # calls to a bus that is away wait forever
+                return await _ask(bus, run.run.name, wanted, seconds=seconds)
+        except TimeoutError:
+            print(f"run {run.run.name}: not yet {wanted} rollout workers; its bus does not answer any more")
+            return 1
 
 
 async def _ask(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:

@@ -62,22 +62,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _tap(run_config: RunConfig, topic: Topic[Any], options: argparse.Namespace) -> None:
-    from asyncrl.adapters.registry import observe
+    from asyncrl.audit import run_folder
 
-    bus = await observe(run_config, token=arguments.bus_token(run_config))
-    try:
-        async with asyncio.TaskGroup() as group:
-            showing = group.create_task(_show(bus, topic, options), name="tap.show")
-            over = group.create_task(until_over(run_config), name="tap.until_over")
-            await asyncio.wait((showing, over), return_when=asyncio.FIRST_COMPLETED)
-            if not showing.done():
-                print("asyncrl tap: the run is over", file=sys.stderr)
-            showing.cancel()
-            over.cancel()
-    except ExceptionGroup as error:
-        raise error.exceptions[0] from None
-    finally:
-        await bus.close()
+    async with run_folder.observing(run_config, token=arguments.bus_token(run_config)) as bus:
+        try:
+            async with asyncio.TaskGroup() as group:
+                showing = group.create_task(_show(bus, topic, options), name="tap.show")
+                over = group.create_task(until_over(run_config), name="tap.until_over")
+                await asyncio.wait((showing, over), return_when=asyncio.FIRST_COMPLETED)
+                if not showing.done():
+                    print("asyncrl tap: the run is over", file=sys.stderr)
+                showing.cancel()
+                over.cancel()
+        except ExceptionGroup as error:
+            raise error.exceptions[0] from None
 
 
 async def _show(bus: Bus, topic: Topic[Any], options: argparse.Namespace) -> None:

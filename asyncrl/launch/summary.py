@@ -119,11 +119,7 @@ class Summary:
         return "\n".join([*_sections(self.settings, every_key=every_key), "# what follows", *_consequences(self)])
 
 
-def _ignore(what: str) -> None:
-    """Default for ``report`` of ``summarize``."""
-
-
-def summarize(run: RunConfig, *, report: Callable[[str], None] = _ignore, gpu_bytes: int = 0) -> Summary:
+def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: None, gpu_bytes: int = 0) -> Summary:
     """Check the run file and every row of its data. Raises ConfigError for the first problem.
 
     report     called before each wait of seconds with what is being read
