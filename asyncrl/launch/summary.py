@@ -132,7 +132,7 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
     data.check_evaluation_rows(run)
     report(f"importing torch and transformers, reading {run.model.path} ...")
     check(run)
-    placed = "found by the launcher" if launcher_class(run).places else str(gpus.placement(run, there=gpus.num_gpus()))
+    placed = "found by the launcher" if launcher_class(run).places else str(gpus.placement(run))
     algorithm = registry.algorithm(run)
     rows = data.open_rows(run, found)
     looked = rows.check_first_rows()

@@ -8,16 +8,16 @@ from asyncrl.launch import colocated
 from asyncrl.launch.launchers.placement import Asked, Placement, place
 
 
-def placement(run: RunConfig, *, there: int) -> Placement:
+def placement(run: RunConfig, *, places: bool = False) -> Placement:
     """Assign this machine's GPUs to the processes that `asyncrl run` starts on it.
 
     Raises ConfigError, also if an engine finds no room beside the learner.
 
-    there  number of these GPUs; 0 where a launcher finds machines and GPUs itself
+    places  the launcher finds machines and GPUs itself, so none of this machine's is assigned
 
     Not part of ``check``, because a process that has been given its GPUs sees no others.
     """
-    ranks = gpus_of_learner(run)
+    ranks, there = gpus_of_learner(run), 0 if places else num_gpus()
     own = run.rollout.gpus
     if run.run.colocated and not own and there:
         own = run.learner.gpus or tuple(range(ranks))

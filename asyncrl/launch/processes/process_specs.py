@@ -60,7 +60,7 @@ class ProcessSpecs:
             scaled = "the last size set by `asyncrl scale`; rollout.workers is"
             print_line(f"rollout workers: {workers}, {scaled} {run.rollout.workers}")
         run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
-        gpus = placement(run, there=0 if self._places else num_gpus())  # a launcher that places finds GPUs itself
+        gpus = placement(run, places=self._places)
         for name, its in gpus.processes.items():
             if its:
                 print_line(f"{name:10s}GPU {numbers(its)}")

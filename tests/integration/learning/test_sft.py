@@ -23,7 +23,7 @@ from asyncrl.engines.null import NullEngine
 from asyncrl.environments.builtin import given
 from asyncrl.errors import BackendError, ConfigError, PromptError
 from asyncrl.launch.checks.run_file import check
-from asyncrl.launch.processes.gpus import num_gpus, placement
+from asyncrl.launch.processes.gpus import placement
 from asyncrl.launch.summary import summarize
 from asyncrl.messages import ANY_INCARNATION, PromptGroup, SamplingParams, VersionSpan, WeightVersion, codec
 from asyncrl.policies.groups.validation import GroupValidation
@@ -196,7 +196,7 @@ def test_the_run_file_of_the_page_can_be_supervised(folder: Path, tmp_path: Path
 def test_workers_without_a_model_take_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert str(placement(sft_run(folder), there=num_gpus())) == "learner 0"
+    assert str(placement(sft_run(folder))) == "learner 0"
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
