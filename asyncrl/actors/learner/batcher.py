@@ -24,7 +24,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,25 +32,19 @@ from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.preparation import prepare
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.stragglers import LONG_WAIT_SECONDS, Stragglers
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
-from asyncrl.errors import BusError, FilterError, StepFailed
+from asyncrl.errors import FilterError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.hooks import Hooks
 from asyncrl.policies.batching.packing import MiniBatches, recording
 from asyncrl.policies.groups.selection import Selection, own_order
-from asyncrl.policies.groups.started_groups import StartedGroups
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.health.waits import BEAT_SECONDS, STRAGGLERS
 
 log = logging.getLogger("asyncrl.learner")
-
-LOOK_SECONDS = BEAT_SECONDS / 2
-"""Interval between looks at which groups workers have begun, while the learner waits for stragglers."""
-LONG_WAIT_SECONDS = 30.0
-"""A learner that has waited this long for a batch logs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,55 +62,6 @@ class _Preparation:
 
     key: tuple[int, ...]
     task: asyncio.Task[PreparedBatch | Exception]
-
-
-class _StragglerWait:
-    """How long a full batch waits for older groups: after ``longest`` seconds it is over and ``changed`` is set.
-
-    announce  called after LONG_WAIT_SECONDS
-    wait      the learner's wait; its note names the stragglers, if the wait has a time limit
-    """
-
-    def __init__(self, longest: float, *, changed: asyncio.Event, announce: Callable[[], None], wait: OpenWait) -> None:
-        self._longest, self._changed, self._announce, self._wait = longest, changed, announce, wait
-        self._began: float | None = None
-        self._timers: list[asyncio.TimerHandle] = []
-        self._seconds = 0.0
-        self.is_over = False
-
-    def __enter__(self) -> _StragglerWait:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    @property
-    def is_on(self) -> bool:
-        return self._began is not None
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds + (0.0 if self._began is None else time.monotonic() - self._began)
-
-    def begin(self) -> None:
-        """Begin to wait; does nothing if it has begun."""
-        if self._began is None:
-            self._began, loop = time.monotonic(), asyncio.get_running_loop()
-            self._timers = [loop.call_later(LONG_WAIT_SECONDS, self._announce)]
-            if math.isfinite(self._longest):
-                self._timers.append(loop.call_later(self._longest, self._end))
-                self._wait.note = STRAGGLERS
-
-    def stop(self) -> None:
-        """Stop because the batch is no longer full. The next full batch begins a new wait."""
-        for timer in self._timers:
-            timer.cancel()
-        self._seconds, self._began, self._timers, self.is_over = self.seconds, None, [], False
-        self._wait.note = ""
-
-    def _end(self) -> None:
-        self.is_over = True
-        self._changed.set()
 
 
 class Batcher:
@@ -156,15 +100,14 @@ class Batcher:
         self._count = run.learner.groups_per_batch
         self._shares_prefixes = shares_prefixes
         self._image_reader = image_reader
-        self._waits_for_stragglers = run.staleness.waits
-        self._longest_wait = run.staleness.wait_seconds or math.inf
-        self.straggler_wait_seconds = 0.0
-        """How long the batch taken last was full and waited for older groups."""
-        # Groups that start at this version or before are not waited for: too old, or a wait ended without them.
-        self._given_up = table.policy_version - run.max_staleness - 1
-        self._workers, self._started, self._may_ask = workers, StartedGroups(), True
+        self._stragglers = Stragglers(run, table=table, selection=self._selection, changed=changed, workers=workers)
         self._draining = False
         self._preparation: _Preparation | None = None
+
+    @property
+    def straggler_wait_seconds(self) -> float:
+        """How long the batch taken last was full and waited for older groups."""
+        return self._stragglers.seconds
 
     def drain(self) -> None:
         """Take no more batches."""
@@ -176,11 +119,8 @@ class Batcher:
 
         Returns None when drained, or when the data has ended and the remaining groups cannot fill a batch.
         """
-        table = self._table
-        stragglers = _StragglerWait(
-            self._longest_wait, changed=self._changed, announce=self._announce_straggler_wait, wait=wait
-        )
-        with stragglers, self._announce_long_wait(stragglers):
+        table, stragglers = self._table, self._stragglers
+        with stragglers.of_batch(wait), self._announce_long_wait():
             while True:
                 self._changed.clear()
                 if self._draining:
@@ -190,19 +130,13 @@ class Batcher:
                     await self._progress.announce(table.drop(stale))
                     await self._progress.publish_progress()  # another group may arrive while the bus is updated
                 chosen = self._selection.next_batch(table, count=self._count)
-                if chosen is not None and await self._ask_workers():
+                if chosen is None:
+                    stragglers.stop()
+                elif await stragglers.ask_workers():
                     continue  # more groups may have arrived
-                # The batch is full. In the example, a group from version 3 that is still being generated would be too
-                # old for step 6: it is late, and the batch waits for it, up to staleness.wait_seconds.
-                late = self._late(self._started.starts(table.outstanding)) if chosen is not None else []
-                if chosen is not None and (not late or stragglers.is_over):
-                    self._end_straggler_wait(stragglers.seconds, late)
+                elif not stragglers.hold():
                     table.take(chosen, has_waited=stragglers.seconds > 0)
                     return chosen
-                if chosen is not None:
-                    stragglers.begin()
-                else:
-                    stragglers.stop()
                 if table.is_exhausted and not table.outstanding:
                     log.warning(
                         "the data has ended after %d steps; %d groups are left over, fewer than a batch of %d",
@@ -241,12 +175,12 @@ class Batcher:
             await self._changed.wait()
 
     @contextlib.contextmanager
-    def _announce_long_wait(self, stragglers: _StragglerWait) -> Iterator[None]:
+    def _announce_long_wait(self) -> Iterator[None]:
         """Log a long wait, for people who look at a stalled run. A wait for stragglers logs its own message."""
         since, table, filtered = time.strftime("%H:%M:%S"), self._table, self._table.counts["filtered"]
 
         def announce() -> None:
-            if stragglers.is_on:
+            if self._stragglers.is_waiting:
                 return
             log.warning(
                 "waiting for trajectories since %s: step %d trains %d groups, %d are here and %d outstanding, %d were "
@@ -264,54 +198,6 @@ class Batcher:
             yield
         finally:
             timer.cancel()
-
-    def _announce_straggler_wait(self) -> None:
-        table, longest = self._table, self._longest_wait
-        log.warning(
-            "step %d has its %d groups but waits for older groups that would become too old, %s (staleness.eviction "
-            'and wait_seconds; discard = "tokens" does not wait): %d are here and %d outstanding',
-            table.step + 1,
-            self._count,
-            f"for {longest:g} s at most" if math.isfinite(longest) else "without a limit",
-            len(table.buffered),
-            len(table.outstanding),
-        )
-
-    def _end_straggler_wait(self, seconds: float, late: Sequence[int]) -> None:
-        """late: starts of the groups that the wait ended without; the next ones do not wait for them either."""
-        self.straggler_wait_seconds = seconds
-        if late:
-            log.warning(
-                "step %d trains without older groups (%d) after waiting %g s for them (staleness.wait_seconds); groups "
-                'that arrive too old are dropped (staleness.discard = "tokens" drops only tokens that are too old)',
-                *(self._table.step + 1, len(late), self._longest_wait),
-            )
-            self._given_up = max(late)
-
-    async def _ask_workers(self) -> bool:
-        """Ask workers which groups they have begun, if the batch would otherwise wait because of the versions that
-        admitted its groups. Return False if this is known already or does not matter."""
-        if self._workers is None or not self._may_ask:
-            return False
-        if not self._late(StartedGroups().starts(self._table.outstanding)):
-            return False
-        self._may_ask = False  # only the timer resets this: uvloop's timers fire up to a millisecond early
-        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._allow_asking)
-        with contextlib.suppress(BusError):  # with older knowledge the learner only waits longer
-            beats = await self._workers.beats()
-            self._started.update(beats, outstanding=self._table.outstanding, resume_points=self._table.resume_points)
-        return True
-
-    def _allow_asking(self) -> None:
-        self._may_ask = True
-        self._changed.set()
-
-    def _late(self, starts: Sequence[int]) -> list[int]:
-        """Return those ``starts`` of stragglers that the next step waits for."""
-        if not self._waits_for_stragglers:
-            return []
-        starts = [start for start in starts if start > self._given_up]
-        return self._selection.late_starts(self._table.policy_version, starts, count=self._count)
 
     async def _prepare_once(
         self, groups: Sequence[BufferedGroup], *, policy_version: int, owner: asyncio.TaskGroup

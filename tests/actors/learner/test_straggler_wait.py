@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.actors.learner import batcher
+from asyncrl.actors.learner import batcher, stragglers
 from tests.harness.desk import Desk
 from tests.harness.fakes import until
 
@@ -26,7 +26,8 @@ async def test_a_batch_prepared_ahead_still_waits_for_stragglers() -> None:
 async def test_a_learner_that_waits_for_long_says_for_whom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(batcher, "LONG_WAIT_SECONDS", 0.01)
+    for module in (batcher, stragglers):
+        monkeypatch.setattr(module, "LONG_WAIT_SECONDS", 0.01)
     desk = Desk(wait_for_stragglers=True, version=2)
     desk.start(of={0: 0, 1: 2, 2: 2})
     desk.arrive(1, 2, version=2)
@@ -79,7 +80,7 @@ async def test_a_group_that_was_begun_late_is_not_waited_for_until_it_is_old() -
 
 
 async def test_a_wait_ends_when_it_is_heard_that_nobody_had_begun_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stragglers, "LOOK_SECONDS", 0.01)
     desk = Desk(wait_for_stragglers=True, version=2, begun={0: 0})
     desk.start(of={0: 0, 1: 2, 2: 2})
     desk.arrive(1, 2, version=2)
