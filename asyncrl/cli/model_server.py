@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 async def _serve(run_config: RunConfig, name: str, *, token: str) -> int:
     """Serve until the run is finished, or until drained, and return the exit code."""
     # imports torch
-    from asyncrl.launch.assembly.build_learner import prometheus
+    from asyncrl.launch.assembly.metrics_endpoint import prometheus
     from asyncrl.launch.assembly.model_servers import model_server_actor
 
     bus = await connect(run_config, token=token, role=MODEL_SERVER, worker=name)

@@ -159,8 +159,8 @@ async def _sample(
     say             called with a line when the worker joins and leaves
     """
     # imports torch; errors in the settings are reported before
-    from asyncrl.launch.assembly.build_learner import prometheus
     from asyncrl.launch.assembly.build_worker import build_worker
+    from asyncrl.launch.assembly.metrics_endpoint import prometheus
 
     async with _bus_of_worker(run_config, name, token=token) as bus:
         say(f"{name} joins run {run_config.run.name}   log in {run_config.run_directory}/logs/{name}.log")

@@ -168,22 +168,6 @@ class Teachers:
             await teacher.close()
 
 
-def make_teachers(
-    kinds: Mapping[str, str],
-    *,
-    default: str,
-    key: str,
-    servers: Mapping[str, ServerAddress],
-    tokenizer: Tokenizer,
-    top_logprobs: int = 0,
-) -> Teachers:
-    """kinds: kind of each server of [servers] that may be a teacher, by name"""
-    made = {
-        name: Teacher(name, kind=kind, tokenizer=tokenizer, top_logprobs=top_logprobs) for name, kind in kinds.items()
-    }
-    return Teachers(made, default=default, key=key, servers=servers)
-
-
 def check_tokens(name: str, tokens: Sequence[int], scored: Scored, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the server's tokens are not the policy's.
 

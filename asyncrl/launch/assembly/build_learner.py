@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.base import Actor
 from asyncrl.actors.learner import checkpoint
 from asyncrl.actors.learner.batcher import Batcher
 from asyncrl.actors.learner.best_model import BestModel
@@ -80,8 +80,6 @@ from asyncrl.policies.staleness.window import NeededWindow
 from asyncrl.rewards.load import oddities as reward_oddities
 from asyncrl.weights.after_write import load_after_write
 from asyncrl.weights.port import WeightChannel
-
-# -- learner -----------------------------------------------------------------------------------------------------------
 
 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
@@ -473,25 +471,3 @@ async def _starting_point(
     incarnation = max(state.incarnation, newest_on_bus, recorded) + 1
     resume_points = state.resume_points | {incarnation: state.policy_version}
     return dataclasses.replace(state, incarnation=incarnation, resume_points=resume_points), folder
-
-
-def prometheus(
-    run: RunConfig, bus: Bus, *actors: Actor, step_numbers: Callable[[], Mapping[str, float]] | None = None
-) -> list[Actor]:
-    """Return the Prometheus endpoint for the actors of a process; empty without metrics.prometheus. ``step_numbers``:
-    metrics of the learner's newest step"""
-    if not run.metrics.prometheus:
-        return []
-    from asyncrl.actors.prometheus import PrometheusEndpoint
-
-    speaking = [actor for actor in actors if not isinstance(actor, HeartbeatSender)]
-    return [
-        PrometheusEndpoint(
-            bus,
-            *speaking,
-            run=run.run.name,
-            address=run.metrics.prometheus,
-            directory=run.run_directory,
-            step_numbers=step_numbers,
-        )
-    ]

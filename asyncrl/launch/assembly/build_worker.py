@@ -14,7 +14,7 @@ from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.server_book import ServerBook
 from asyncrl.actors.rollout.shared_engine import SharedEngine
-from asyncrl.actors.rollout.teacher import Teachers, make_teachers
+from asyncrl.actors.rollout.teacher import Teacher, Teachers
 from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
@@ -159,15 +159,11 @@ def _engine_build(run: RunConfig) -> str:
 
 
 def _teachers(run: RunConfig, servers: ServerBook, tokenizer: Tokenizer) -> Teachers | None:
-    if run.teacher is None or not run.teacher.is_served:
+    section = run.teacher
+    if section is None or not section.is_served:
         return None
-    kinds = {name: run.servers[name].kind for name in learner_models.teachers(run)}
-    teacher = run.teacher
-    return make_teachers(
-        kinds,
-        default=teacher.server,
-        key=teacher.key,
-        servers=servers,
-        tokenizer=tokenizer,
-        top_logprobs=teacher.top_logprobs,
-    )
+    made = {
+        name: Teacher(name, kind=run.servers[name].kind, tokenizer=tokenizer, top_logprobs=section.top_logprobs)
+        for name in learner_models.teachers(run)
+    }
+    return Teachers(made, default=section.server, key=section.key, servers=servers)

@@ -12,7 +12,8 @@ from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import INTERRUPTED, HopelessError
-from asyncrl.launch.assembly.build_learner import build_learner, prometheus
+from asyncrl.launch.assembly.build_learner import build_learner
+from asyncrl.launch.assembly.metrics_endpoint import prometheus
 from asyncrl.launch.checks.shared_settings import settings_checksum
 from asyncrl.logs import print_line
 
