@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from asyncrl import config
 from asyncrl.actors.learner.image_reader import ImageReader
 from asyncrl.actors.learner.preparation import prepare
-from asyncrl.actors.learner.training_step import learning_rates, train_batch
+from asyncrl.actors.learner.training_step import train
 from asyncrl.adapters import learner_models, registry
 from asyncrl.audit.recorded_groups import is_answer
 from asyncrl.audit.run_folder import RecordedRun, log_records
@@ -261,20 +261,7 @@ class ReplayTrainer:
             resume_points=resume_points,
             image_reader=self._image_reader_of(run, groups),
         )
-        done = (number or step) - 1
-        rate, critic_rate = learning_rates(run, done)
-        result = train_batch(
-            backend,
-            batch,
-            mini_batches,
-            algorithm=algorithm,
-            step=done,
-            learning_rate=rate,
-            critic_learning_rate=critic_rate,
-            layout=run.learner.layout,
-            resets_optimizer=run.learner.reset_optimizer,
-            refresh_steps=run.reference.refresh_steps if run.reference else 0,
-        )
+        result = train(run, backend, batch, mini_batches, algorithm=algorithm, step=(number or step) - 1)
         return batch, dict(batch.metrics) | dict(result.metrics)
 
     @property

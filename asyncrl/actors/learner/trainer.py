@@ -1,6 +1,6 @@
 """The model in training: its backend, in a thread of its own, and the publication of its weights.
 
-Learner._step -> Trainer.step -> (thread) train_batch: Backend.forward of other models -> Backend.step
+Learner._step -> Trainer.step -> (thread) train: Backend.forward of other models -> Backend.step
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.gpu_turn import GpuTurn, held
 from asyncrl.actors.learner.batcher import PreparedBatch
-from asyncrl.actors.learner.training_step import learning_rates, train_batch
+from asyncrl.actors.learner.training_step import train
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.backends.port import Backend, Offloads, SavesBeside, StepResult
@@ -83,23 +83,11 @@ class Trainer:
     async def step(self, prepared: PreparedBatch, *, step: int) -> StepResult:
         """Train on a batch. ``step``: number of steps done before. Raises StepFailed if nothing has changed."""
         await self.take_gpus()
-        rate, critic_rate = learning_rates(self._run, step)
-        train = functools.partial(
-            train_batch,
-            self._backend,
-            prepared.batch,
-            prepared.mini_batches,
-            algorithm=self._algorithm,
-            step=step,
-            learning_rate=rate,
-            critic_learning_rate=critic_rate,
-            layout=self._run.learner.layout,
-            resets_optimizer=self._run.learner.reset_optimizer,
-            refresh_steps=self._run.reference.refresh_steps if self._run.reference else 0,
-        )
+        backend, batch, mini_batches = self._backend, prepared.batch, prepared.mini_batches
+        work = functools.partial(train, self._run, backend, batch, mini_batches, algorithm=self._algorithm, step=step)
         if self._profile is not None:
-            train = functools.partial(self._profile, step + 1, train)
-        return await self._call_with_data(train, what="a training step", on="step")
+            work = functools.partial(self._profile, step + 1, work)
+        return await self._call_with_data(work, what="a training step", on="step")
 
     async def compute_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
         """Return the policy's logprobs f32[T] of each sequence. Raises StepFailed as ``step`` does."""

@@ -68,6 +68,25 @@ def learning_rates(run: RunConfig, step: int) -> tuple[float | None, float]:
     return schedule.at(number) if number > 0 else None, of_critic.at(step + 1)
 
 
+def train(
+    run: RunConfig, backend: Backend, batch: Batch, mini_batches: MiniBatches, *, algorithm: Algorithm, step: int
+) -> StepResult:
+    """Train on ``batch`` with the learning rates and the settings of the run file. See ``train_batch``."""
+    rate, critic_rate = learning_rates(run, step)
+    return train_batch(
+        backend,
+        batch,
+        mini_batches,
+        algorithm=algorithm,
+        step=step,
+        learning_rate=rate,
+        critic_learning_rate=critic_rate,
+        layout=run.learner.layout,
+        resets_optimizer=run.learner.reset_optimizer,
+        refresh_steps=run.reference.refresh_steps if run.reference else 0,
+    )
+
+
 def train_batch(
     backend: Backend,
     batch: Batch,
