@@ -64,12 +64,18 @@ class Address:
 
 def newest_model(run: RunConfig) -> Path | None:
     """Return the Hugging Face folder of the newest weights; None if there is none on disk."""
-    versions = {}
-    for folder in run.weights_directory.glob("*-*"):
+    found = model_folders(run.weights_directory)
+    return found[max(found)] if found else None
+
+
+def model_folders(directory: Path) -> dict[tuple[int, int], Path]:
+    """Return the folders INCARNATION-VERSION of a directory by these numbers."""
+    found = {}
+    for folder in directory.glob("*-*"):
         incarnation, _, version = folder.name.partition("-")
         if incarnation.isdecimal() and version.isdecimal():
-            versions[int(incarnation), int(version)] = folder
-    return versions[max(versions)] if versions else None
+            found[int(incarnation), int(version)] = folder
+    return found
 
 
 def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bool = True) -> RunConfig:

@@ -22,7 +22,7 @@ from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleWriter
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.adapters import registry
-from asyncrl.audit.run_folder import newest_model
+from asyncrl.audit.run_folder import model_folders
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.launch.assembly import data
@@ -52,16 +52,13 @@ class SavedModel:
 
 def saved_models(run: RunConfig) -> list[SavedModel]:
     """Return the saved models in a run's folder, oldest first: models/ and the newest weights."""
-    folders = [*(run.run_directory / "models").glob("*-*")]
-    newest = newest_model(run)
-    if newest is not None and newest.name not in {folder.name for folder in folders}:
-        folders.append(newest)
-    found = []
-    for folder in folders:
-        incarnation, _, version = folder.name.partition("-")
-        if incarnation.isdecimal() and version.isdecimal() and (folder / "config.json").exists():
-            found.append((int(incarnation), int(version), folder))
-    return [SavedModel(folder=folder, step=version) for _, version, folder in sorted(found)]
+    found = dict(sorted(model_folders(run.weights_directory).items())[-1:])
+    found |= model_folders(run.run_directory / "models")
+    return [
+        SavedModel(folder=folder, step=version)
+        for (_, version), folder in sorted(found.items())
+        if (folder / "config.json").exists()
+    ]
 
 
 def evaluate(run: RunConfig, model: SavedModel, *, answers: SampleFile | None = None) -> dict[str, float] | None:
