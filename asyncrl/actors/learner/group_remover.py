@@ -105,7 +105,7 @@ class GroupRemover:
             await self._lose(self._table.reject(group.group_id, error=error))
 
     async def announce_failed(
-        self, outcome: Outcome, *, worker: str, error: str, is_counted: bool = True, is_inherited: bool = False
+        self, outcome: Outcome, *, worker: str, error: str, is_counted: bool, is_inherited: bool
     ) -> None:
         """Announce a group that arrived as failed. Raises HopelessError after too many failed groups in a row.
 

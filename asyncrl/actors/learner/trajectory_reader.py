@@ -19,11 +19,12 @@ from pathlib import Path
 from asyncrl.actors.learner.group_remover import GroupRemover
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.spilled_experts import spill
-from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.learner.validator import CheckResult, Validator
 from asyncrl.bus.port import Bus, LogMark, Record
 from asyncrl.logs import REASON
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
 
 log = logging.getLogger("asyncrl.learner")
@@ -95,15 +96,8 @@ class TrajectoryReader:
             return record
 
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
-        if gone := self._table.skip(record.sequence):
-            log.warning("entries %d to %d of the trajectory log are gone, and were never read", gone[0], gone[-1])
-        await self._validator.notice_restart(record)
-        image_problem = await self._validator.find_image_problem(record, self._table)
-        is_inherited = record.sequence <= self._inherited
-        if not is_inherited and self._inherited:
-            self._table.begin_anew()
-            self._inherited = 0
-        checked = self._validator.check(record, self._table, is_inherited=is_inherited, image_problem=image_problem)
+        """Put a record into the table, and carry out what follows from it."""
+        checked = await self._check(record)
         group = checked.group
         arrival = self._table.arrive(
             record.sequence, group, now=time.monotonic(), is_counted=checked.is_counted, stored=record.stored
@@ -111,25 +105,45 @@ class TrajectoryReader:
         self._changed.set()
         if arrival.became == "buffered" and group is not None:
             await self._remover.remove_unwanted(group, checked)  # removes before anything else can run
-            if group.cancelled:
-                await self._progress.publish_event(
-                    "cancelled",
-                    group_id=group.group_id,
-                    worker=group.worker,
-                    cancelled=group.cancelled,
-                    failed_samples=group.failed_samples,
-                )
+            await self._report_cancelled(group)
         elif arrival.outcome is not None and group is not None:
-            if not checked.problem:  # else the validator has logged it
-                on = f" on {group.worker}" if group.worker else ""
-                level = logging.INFO if is_inherited else logging.WARNING  # it was said then
-                log.log(level, "group %d failed%s: %s", group.group_id, on, group.error, extra={REASON: group.error})
-            await self._remover.announce_failed(
-                arrival.outcome,
-                worker=group.worker,
-                error=group.error,
-                is_counted=checked.is_counted,
-                is_inherited=is_inherited,
-            )
+            await self._report_failed(group, arrival.outcome, checked, is_inherited=self._is_inherited(record))
         elif arrival.became == "rejected" and checked.is_news:
             await self._progress.publish_event("rejected", sequence=record.sequence, problem=checked.problem)
+
+    async def _check(self, record: Record[TrajectoryGroup]) -> CheckResult:
+        if gone := self._table.skip(record.sequence):
+            log.warning("entries %d to %d of the trajectory log are gone, and were never read", gone[0], gone[-1])
+        await self._validator.notice_restart(record)
+        image_problem = await self._validator.find_image_problem(record, self._table)
+        is_inherited = self._is_inherited(record)
+        if not is_inherited and self._inherited:
+            self._table.begin_anew()
+            self._inherited = 0
+        return self._validator.check(record, self._table, is_inherited=is_inherited, image_problem=image_problem)
+
+    def _is_inherited(self, record: Record[TrajectoryGroup]) -> bool:
+        """Return whether an earlier incarnation left the record in the log."""
+        return record.sequence <= self._inherited
+
+    async def _report_cancelled(self, group: TrajectoryGroup) -> None:
+        """Report samples that were cut off or have failed, if there are any."""
+        if group.cancelled:
+            await self._progress.publish_event(
+                "cancelled",
+                group_id=group.group_id,
+                worker=group.worker,
+                cancelled=group.cancelled,
+                failed_samples=group.failed_samples,
+            )
+
+    async def _report_failed(
+        self, group: TrajectoryGroup, outcome: Outcome, checked: CheckResult, *, is_inherited: bool
+    ) -> None:
+        if not checked.problem:  # else the validator has logged it
+            on = f" on {group.worker}" if group.worker else ""
+            level = logging.INFO if is_inherited else logging.WARNING  # it was said then
+            log.log(level, "group %d failed%s: %s", group.group_id, on, group.error, extra={REASON: group.error})
+        await self._remover.announce_failed(
+            outcome, worker=group.worker, error=group.error, is_counted=checked.is_counted, is_inherited=is_inherited
+        )
