@@ -314,24 +314,38 @@ class GroupMaker:
         self, prompt: PromptGroup, rollouts: Sequence[Rollout], outages: Outages, *, since: int
     ) -> list[Rollout | RewardError]:
         """Return the rollouts with their rewards set; an error in place of a rollout that has none."""
-        samples = []
-        for parts in rollouts:
-            completion, plain = self._completions.read(parts[-1])
-            sample = Sample(
-                prompt=prompt.prompt,
-                completion=completion,
-                label=prompt.label,
-                metadata=prompt.metadata,
-                trajectory=parts[-1],
-                prompt_tokens=prompt.prompt_tokens,
-                dataset=prompt.dataset,
-                reward=prompt.reward,
-                parts=parts,
-                plain=plain,
-                servers=self._servers,
-            )
-            samples.append(sample)
+        samples = [self._sample_of(prompt, parts) for parts in rollouts]
+        rewards = await self._reward_when_there(samples, outages, group_id=prompt.group_id, since=since)
+        return [
+            reward if isinstance(reward, RewardError) else with_reward(parts, reward)
+            for parts, reward in zip(rollouts, rewards, strict=True)
+        ]
 
+    def _sample_of(self, prompt: PromptGroup, parts: Rollout) -> Sample:
+        """Return what the reward function gets of a rollout."""
+        completion, plain = self._completions.read(parts[-1])
+        return Sample(
+            prompt=prompt.prompt,
+            completion=completion,
+            label=prompt.label,
+            metadata=prompt.metadata,
+            trajectory=parts[-1],
+            prompt_tokens=prompt.prompt_tokens,
+            dataset=prompt.dataset,
+            reward=prompt.reward,
+            parts=parts,
+            plain=plain,
+            servers=self._servers,
+        )
+
+    async def _reward_when_there(
+        self, samples: Sequence[Sample], outages: Outages, *, group_id: int, since: int
+    ) -> Sequence[Reward | RewardError]:
+        """Return the reward of each sample. Waits while the service that gives them is away.
+
+        A service may answer for some samples only. Those that it leaves are asked again with the others, as long as
+        they get fewer; then they have no reward.
+        """
         partly: Sequence[Reward | RewardError] = ()
         away_counts: list[int] = []
 
@@ -348,21 +362,17 @@ class GroupMaker:
                 raise away
             return rewards
 
-        rewards: Sequence[Reward | RewardError] | None = None
-        while rewards is None:
+        while True:
             del away_counts[:-1]
             try:
-                rewards = await outages.get_through(ask, group_id=prompt.group_id, since=since)
+                return await outages.get_through(ask, group_id=group_id, since=since)
             except Outage:
                 if not partly:
                     raise
                 # Others get through: those answers have no reward. But if some of them got through just now, the
                 # service answers some requests, and it is no answer's fault.
-                rewards = partly if away_counts[-1] == away_counts[0] else None
-        return [
-            reward if isinstance(reward, RewardError) else with_reward(parts, reward)
-            for parts, reward in zip(rollouts, rewards, strict=True)
-        ]
+                if away_counts[-1] == away_counts[0]:
+                    return partly
 
     def explain(self, error: Exception) -> None:
         """Log the traceback of a user's function, once per reason."""
