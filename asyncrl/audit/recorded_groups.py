@@ -10,10 +10,11 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
+from asyncrl.actors.learner.prompt_source import Rows
 from asyncrl.bus.port import Record
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptRow
@@ -59,12 +60,6 @@ date            when it was begun, as 2026-05-01T12:00:00 in UTC; a date alone c
 prompt          first digits of the SHA-256 of its tokens: the same in every epoch
 row             position in the run's shuffled data;  task: data set of the row, or the name of its reward
 """
-
-
-class Rows(Protocol):
-    """The endless shuffled data, as the prompt source reads it."""
-
-    def at(self, position: int) -> PromptRow | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

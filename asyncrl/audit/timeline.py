@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,12 +33,7 @@ def read_rows(directory: Path) -> list[dict[str, Any]]:
     """
     if not RecordedRun(directory).is_run:
         raise ConfigError(f"{directory}: holds no run")
-    rows: dict[int, dict[str, Any]] = {}
-    for name in (OLDER_FILE, TIMELINE_FILE):
-        for line in _bytes(directory / name).split(b"\n"):
-            if (row := _row(line)) is not None:
-                rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
+    return _in_order(_bytes(directory / name) for name in (OLDER_FILE, TIMELINE_FILE))
 
 
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:
@@ -58,14 +53,19 @@ def _bytes(path: Path) -> bytes:
 
 def newest_rows(directory: Path, *, most_bytes: int) -> list[dict[str, Any]]:
     """Return the last rows of timeline.jsonl and of the file before it; empty if none were recorded. Blocks."""
-    rows: dict[int, dict[str, Any]] = {}
-    for name in (OLDER_FILE, TIMELINE_FILE):
-        with contextlib.suppress(OSError), (directory / name).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - most_bytes))
-            for line in file.read(most_bytes).split(b"\n"):
-                if (row := _row(line)) is not None:
-                    rows[row["step"]] = row
+    return _in_order(_end(directory / name, most_bytes) for name in (OLDER_FILE, TIMELINE_FILE))
+
+
+def _end(path: Path, most_bytes: int) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+        return file.read(most_bytes)
+    return b""
+
+
+def _in_order(files: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return the rows of files by their steps; of several rows of a step, the last."""
+    rows = {row["step"]: row for content in files for line in content.split(b"\n") if (row := _row(line)) is not None}
     return [rows[step] for step in sorted(rows)]
 
 
