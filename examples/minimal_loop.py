@@ -107,7 +107,7 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
     # The state of every prompt group, and which groups may be trained now. Only this table holds it.
     table = saved_table.restore(LearnerState.fresh())
     history = History(run.run_directory / "history.jsonl", incarnation=0)
-    progress = ProgressReporter(bus, name="learner", table=table, history=history)
+    progress = ProgressReporter(bus, table=table, history=history)
     changed, reconciled, waits = asyncio.Event(), asyncio.Event(), WaitTracker()
     rows = PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
     prompts = PromptSource(  # rows -> prompts, as many as staleness allows: (max_staleness + 1) batches

@@ -22,6 +22,7 @@ from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.messages import Event, Progress
+from asyncrl.messages.roles import LEARNER
 from asyncrl.messages.topics import EVENTS, PROGRESS
 from asyncrl.messages.validation import LARGEST_KEY, length_on_bus
 from asyncrl.policies.batching.batch import Batch
@@ -32,20 +33,18 @@ log = logging.getLogger("asyncrl.learner")
 
 
 class ProgressReporter:
-    """Reports under the learner's ``name``. waits: the learner's wait tracker"""
+    """waits: the learner's wait tracker"""
 
     def __init__(
         self,
         bus: Bus,
         *,
-        name: str,
         table: GroupTable,
         history: History,
         waits: WaitTracker | None = None,
         samples: SampleRecorder | None = None,
     ) -> None:
         self._bus = bus
-        self._name = name
         self._table = table
         self._history = history
         self._disk = Disk(waits or WaitTracker())
@@ -90,9 +89,9 @@ class ProgressReporter:
     async def publish_event(self, kind: str, **data: object) -> None:
         """Publish an event once per incarnation. The event log keeps it for later readers."""
         await self.flush()
-        event = Event(kind=kind, actor=self._name, time=time.time(), data=data)
+        event = Event(kind=kind, actor=LEARNER, time=time.time(), data=data)
         subject = next((data[name] for name in ("group_id", "sequence", "step", "life", "worker") if name in data), "")
-        key = f"{self._name}/{self._table.incarnation}-{kind}-{_short(str(subject))}"
+        key = f"{LEARNER}/{self._table.incarnation}-{kind}-{_short(str(subject))}"
         await self._bus.publish(EVENTS, event, key=key)
 
     async def publish_progress(self, *, is_finished: bool = False) -> None:

@@ -120,7 +120,7 @@ class Validator:
         self._bus = bus
         self._validation = validation or GroupValidation()
         self._logprob_check = logprob_check or LogprobMismatch(bound=0.0, every=1)
-        self.filters = filters
+        self.filters = filters or GroupFilters({}, max_in_a_row=1)
         self.hooks = hooks or Hooks()
         self.tickets = tickets or Tickets()
         self._temperatures = temperatures
@@ -252,9 +252,7 @@ class Validator:
             return CheckResult(group=group, is_counted=is_counted)
         try:
             group = self._apply_hooks(group, is_counted=is_counted)
-            if self.filters is None or self.filters.keep(
-                group, since_step=table.lost_since_step("filtered"), is_counted=is_counted
-            ):
+            if self.filters.keep(group, since_step=table.lost_since_step("filtered"), is_counted=is_counted):
                 return CheckResult(group=group)
         except FilterError as error:
             if str(error) != self._explained:
@@ -268,9 +266,8 @@ class Validator:
         try:
             return self.hooks.group(group)
         except FilterError as error:
-            if self.filters is not None:
-                cause = error.__cause__ or error
-                self.filters.note_raised(str(error), what="a hook", cause=cause, is_counted=is_counted)
+            cause = error.__cause__ or error
+            self.filters.note_raised(str(error), what="a hook", cause=cause, is_counted=is_counted)
             raise
 
     async def notice_restart(self, record: Record[TrajectoryGroup]) -> None:
@@ -353,8 +350,8 @@ class Validator:
             **{f"mismatch/{worker}/mean": mean for worker, mean in self.mismatch.items()},
             **self.routing,
             "rollout/quarantined": float(len(self.quarantined)),
-            "staleness/kept_at_cap": float(self.filters.num_kept_at_cap) if self.filters is not None else 0.0,
-            **({f"staleness/filtered/{by}": float(n) for by, n in self.filters.num_by.items()} if self.filters else {}),
+            "staleness/kept_at_cap": float(self.filters.num_kept_at_cap),
+            **{f"staleness/filtered/{by}": float(n) for by, n in self.filters.num_by.items()},
         }
 
     async def quarantine(self, worker: str, reason: str, *, incarnation: int) -> None:

@@ -181,7 +181,7 @@ def assemble_learner(
     table = saved_table.restore(state)
     changed, reconciled = asyncio.Event(), asyncio.Event()
     waits, workers = WaitTracker(), LiveWorkers(bus)
-    progress = ProgressReporter(bus, name="learner", table=table, history=history, waits=waits, samples=samples)
+    progress = ProgressReporter(bus, table=table, history=history, waits=waits, samples=samples)
     remover = GroupRemover(
         table=table,
         progress=progress,
