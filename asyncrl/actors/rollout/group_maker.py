@@ -23,7 +23,7 @@ from asyncrl.actors.rollout.slots import SlotLease
 from asyncrl.actors.rollout.teacher import Teachers
 from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.actors.rollout.worker_images import SampleImages, WorkerImages
-from asyncrl.config import plugins
+from asyncrl.config import RunConfig, plugins
 from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.errors import OUTAGES, EngineDied, EngineError, MessageError, Outage, RewardError, RolloutError
 from asyncrl.logs import REASON
@@ -39,7 +39,6 @@ from asyncrl.rewards.completions import CompletionReader
 from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 MOST_EXPLAINED: Final = 100
-NO_ROLLOUTS: Final[Mapping[str, RolloutFn]] = {}
 _LARGEST_METADATA: Final = 2**16
 _MOST_VALUES: Final = 2**10
 _MOST_IN_GROUP: Final = 2**17
@@ -78,6 +77,20 @@ class GroupRules:
     needs_reward: bool = False
     temperature: float = 1.0
 
+    @classmethod
+    def from_run(cls, run: RunConfig) -> GroupRules:
+        """Return the rules of training groups."""
+        return cls(
+            sample_seconds=run.rollout.timeout_seconds,
+            min_group=run.rollout.min_group,
+            extra_samples=run.rollout.extra_samples,
+            group_seconds=run.rollout.group_seconds,
+            max_parts=run.rollout.max_parts,
+            largest_reward=run.reward.largest,
+            needs_reward=run.reward.takes_given,
+            temperature=run.rollout.temperature,
+        )
+
     @property
     def cuts(self) -> bool:
         """Whether unfinished samples may be cut off."""
@@ -93,7 +106,7 @@ class GroupMaker:
         engine: SharedEngine,
         *,
         rollout: RolloutFn,
-        own_rollouts: Mapping[str, RolloutFn] = NO_ROLLOUTS,
+        own_rollouts: Mapping[str, RolloutFn] = MappingProxyType({}),
         reward: RewardFn,
         tokenizer: Tokenizer,
         seed: int,

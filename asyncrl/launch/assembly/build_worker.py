@@ -105,20 +105,10 @@ async def build_worker(
     keep_seconds = run.bus.ack_seconds / 3
     stages = []
     if not is_dedicated:
-        rules = GroupRules(
-            sample_seconds=run.rollout.timeout_seconds,
-            min_group=run.rollout.min_group,
-            extra_samples=run.rollout.extra_samples,
-            group_seconds=run.rollout.group_seconds,
-            max_parts=run.rollout.max_parts,
-            largest_reward=run.reward.largest,
-            needs_reward=run.reward.takes_given,
-            temperature=run.rollout.temperature,
-        )
         maker = make(
             own_rollouts=own[False](tokenizer),
             reward=registry.load_reward(run),
-            rules=rules,
+            rules=GroupRules.from_run(run),
             teachers=_teachers(run, servers, tokenizer),
         )
         stages.append(training_stage(bus, maker, partial_rollouts=partial_rollouts, keep_seconds=keep_seconds))
