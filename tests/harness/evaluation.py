@@ -9,10 +9,11 @@ import numpy as np
 
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.group_maker import GroupMaker
+from asyncrl.actors.rollout.load_gate import VersionNeed
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_stage
-from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
+from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.bus.port import Bus
 from asyncrl.config import EvaluationDataset, EvaluationSection

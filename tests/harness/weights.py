@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from asyncrl.actors.learner.weight_publisher import WeightPublisher, WeightSender
-from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
+from asyncrl.actors.rollout.load_gate import VersionNeed
+from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.bus.jetstream.connection import dial
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.layout import Layout

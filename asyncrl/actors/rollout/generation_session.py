@@ -16,9 +16,9 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.actors.rollout.load_gate import VersionNeed
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress, Key
 from asyncrl.actors.rollout.shared_engine import SharedEngine
-from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.actors.rollout.worker_images import SampleImages
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.engines.generation import Generation, PartialGeneration

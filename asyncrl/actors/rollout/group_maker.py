@@ -16,12 +16,12 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
+from asyncrl.actors.rollout.load_gate import VersionNeed
 from asyncrl.actors.rollout.outages import Outages
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SlotLease
 from asyncrl.actors.rollout.teacher import Teachers
-from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.actors.rollout.worker_images import SampleImages, WorkerImages
 from asyncrl.config import RunConfig, plugins
 from asyncrl.environments.port import RolloutFn, Tokenizer

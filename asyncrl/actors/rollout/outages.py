@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from asyncrl.actors.rollout.weight_follower import LoadGate
+from asyncrl.actors.rollout.load_gate import LoadGate
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.errors import MaybeOutage, NotNow, Outage
 from asyncrl.logs import in_words

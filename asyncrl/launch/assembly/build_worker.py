@@ -11,12 +11,13 @@ from pathlib import Path
 from asyncrl.actors.base import Actor
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
+from asyncrl.actors.rollout.load_gate import VersionNeed
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.server_book import ServerBook
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.teacher import Teacher, Teachers
 from asyncrl.actors.rollout.training import training_stage
-from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
+from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.rollout.worker_images import WorkerImages
 from asyncrl.adapters import learner_models, registry

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
+from asyncrl.actors.rollout.load_gate import VersionNeed
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress, assemble_calls
 from asyncrl.actors.rollout.shared_engine import SharedEngine
-from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
+from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import SamplingParams

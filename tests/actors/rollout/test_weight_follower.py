@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
-from asyncrl.actors.rollout import weight_follower
+from asyncrl.actors.rollout import load_gate, weight_follower
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion, replace
@@ -72,7 +72,7 @@ async def test_loads_folder_once_written_if_transfer_fails(
     bus: MemoryBus, load: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder of a large model arrives minutes later. Until then the old weights stay in use, and no worker dies."""
-    monkeypatch.setattr(weight_follower, "STARVED_SECONDS", 1e6)
+    monkeypatch.setattr(load_gate, "STARVED_SECONDS", 1e6)
     engine, sender = Engine(), Sender()
     engine.receiver.fails = True
     follower = follow(bus, engine, load=load)
