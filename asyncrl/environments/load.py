@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -89,15 +89,6 @@ def load_rollout(section: config.RolloutSection) -> Callable[[Tokenizer], Rollou
     return make
 
 
-def load_rollouts(sections: Mapping[str, config.RolloutSection]) -> Callable[[Tokenizer], dict[str, RolloutFn]]:
-    """Return a factory of the functions of data sets that have their own. Both may raise ConfigError.
-
-    sections  name of the data set -> [rollout] with its function and options
-    """
-    makers = {name: load_rollout(section) for name, section in sections.items()}
-    return lambda tokenizer: {name: make(tokenizer) for name, make in makers.items()}
-
-
 def own_sections(run: config.RunConfig, *, of_evaluation: bool) -> dict[str, config.RolloutSection]:
     """Return [rollout] for each data set with a function of its own: data.files, or evaluation.datasets."""
     files = [(file.name or Path(file.path).name, file) for file in run.data.files]
@@ -108,6 +99,12 @@ def own_sections(run: config.RunConfig, *, of_evaluation: bool) -> dict[str, con
         for name, one in named
         if one.function
     }
+
+
+def load_own_rollouts(run: config.RunConfig, tokenizer: Tokenizer, *, of_evaluation: bool) -> dict[str, RolloutFn]:
+    """Return the function of each data set that has its own. Raises ConfigError."""
+    sections = own_sections(run, of_evaluation=of_evaluation)
+    return {name: load_rollout(section)(tokenizer) for name, section in sections.items()}
 
 
 def gives_one(run: config.RunConfig, *, of_evaluation: bool = False) -> bool:

@@ -25,7 +25,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.engines.port import Meeting, SpansMachines
+from asyncrl.engines.port import Engine, Meeting, SpansMachines
 from asyncrl.environments import load as rollout_functions
 from asyncrl.environments.port import Tokenizer
 from asyncrl.images.processor import Placeholders
@@ -52,13 +52,7 @@ async def build_worker(
     takes_turns     with run.colocated: it shares the learner's GPUs
     meeting         where the other machines of its engine come to, if it has any
     """
-    engine = registry.engine(run, name=name)
-    if meeting is not None and isinstance(engine, SpansMachines):
-        engine.meet_at(meeting)
-    if run.run.colocated and takes_turns:
-        engine = colocated.engine(run, engine)
-    if beside_learner:
-        colocated.limit_memory(run, engine, num_engines=beside_learner)
+    engine = _engine(run, name, beside_learner=beside_learner, takes_turns=takes_turns, meeting=meeting)
     follower = WeightFollower(
         f"{name}.weights",
         bus,
@@ -87,10 +81,6 @@ async def build_worker(
         max_staleness=None if run.staleness.discard == "tokens" else run.max_staleness,
     )
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path), trusts_code=run.model.trust_remote_code)
-    own = {
-        of_evaluation: rollout_functions.load_rollouts(rollout_functions.own_sections(run, of_evaluation=of_evaluation))
-        for of_evaluation in (False, True)
-    }
     servers = server_book(run)
     make = functools.partial(
         GroupMaker,
@@ -107,7 +97,7 @@ async def build_worker(
     stages = []
     if not is_dedicated:
         maker = make(
-            own_rollouts=own[False](tokenizer),
+            own_rollouts=rollout_functions.load_own_rollouts(run, tokenizer, of_evaluation=False),
             reward=registry.load_reward(run),
             rules=GroupRules.from_run(run),
             teachers=_teachers(run, servers, tokenizer),
@@ -115,11 +105,16 @@ async def build_worker(
         stages.append(training_stage(bus, maker, partial_rollouts=partial_rollouts, keep_seconds=keep_seconds))
     if is_dedicated or (run.evaluation.is_on and run.evaluation.place == "shared"):
         rewards = DatasetRewards(registry.load_evaluation_rewards(run))
-        rules = GroupRules(sample_seconds=run.rollout.timeout_seconds)
+        maker = make(
+            own_rollouts=rollout_functions.load_own_rollouts(run, tokenizer, of_evaluation=True),
+            reward=rewards,
+            rules=GroupRules(sample_seconds=run.rollout.timeout_seconds),
+            need=VersionNeed.for_evaluation,
+        )
         stages.append(
             evaluation_stage(
                 bus,
-                make(own_rollouts=own[True](tokenizer), reward=rewards, rules=rules, need=VersionNeed.for_evaluation),
+                maker,
                 rewards=rewards,
                 tokenizer=tokenizer,
                 max_attempts=run.rollout.max_attempts,
@@ -132,6 +127,17 @@ async def build_worker(
     worker = kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts, start_turn=turn)
     others: tuple[Actor, ...] = (follower, *server_followers(run, name, bus=bus, book=servers))
     return (worker, *others)
+
+
+def _engine(run: RunConfig, name: str, *, beside_learner: int, takes_turns: bool, meeting: Meeting | None) -> Engine:
+    engine = registry.engine(run, name=name)
+    if meeting is not None and isinstance(engine, SpansMachines):
+        engine.meet_at(meeting)
+    if run.run.colocated and takes_turns:
+        engine = colocated.engine(run, engine)
+    if beside_learner:
+        colocated.limit_memory(run, engine, num_engines=beside_learner)
+    return engine
 
 
 def _images(run: RunConfig, *, bus: Bus) -> WorkerImages | None:
