@@ -164,7 +164,7 @@ class GradesFile:
 
 
 class Grader:
-    """Grades groups as a rollout worker does.  labels: None: those of the rows"""
+    """Grades groups as a rollout worker does.  grades: those so far;  labels: None: those of the rows"""
 
     def __init__(
         self,
@@ -173,18 +173,26 @@ class Grader:
         reward: RewardFn,
         tokenizer: Any,
         finder: PromptFinder,
+        grades: GradesFile,
         labels: Labels | None = None,
     ) -> None:
-        self._run, self._reward, self._finder = run, reward, finder
+        self._run, self._reward, self._finder, self._grades = run, reward, finder, grades
         self._labels = labels or (lambda group_id, position, row: row.label)
         self._completions = CompletionReader(tokenizer)
         self._is_away = False
 
     async def close(self) -> None:
+        self._grades.close()
         await self._reward.close()
 
     async def grade(self, sequence: int, group: TrajectoryGroup) -> Grade:
-        """Return the group's new rewards. Waits while a service that the reward needs is away."""
+        """Return the group's new rewards, which are kept. Waits while a service that the reward needs is away."""
+        if (grade := self._grades.grades.get(sequence)) is None:
+            grade = await self._grade(sequence, group)
+            self._grades.add(grade)
+        return grade
+
+    async def _grade(self, sequence: int, group: TrajectoryGroup) -> Grade:
         position, row = self._finder.find(group)
         label = self._labels(group.group_id, position, row)
         samples = [self._sample(parts, row, label) for parts in group.rollouts]
@@ -302,7 +310,6 @@ async def regrade(
     directory: Path,
     finder: PromptFinder | None,
     grader: Grader | None,
-    grades: GradesFile | None,
     where: Predicate | None = None,
     retract: Predicate | None = None,
     parallel: int = 16,
@@ -319,7 +326,6 @@ async def regrade(
     Raises ConfigError if a group that may be meant is no longer on the log.
     """
     found = Regraded(fates=fates_of(history))
-    fresh = Fate(resume_points={})
     there = {group_id_of(key) for key in await bus.keys(TRAJECTORIES)}
     for group_id, fate in sorted(found.fates.items()):
         if group_id in there or fate.kind in ("failed", "dropped"):
@@ -328,15 +334,14 @@ async def regrade(
         is_meant = grader is not None and (where is None or where.may_hold(known))
         if is_meant or (retract is not None and retract.may_hold(known)):
             raise no_longer_logged(directory, group_id, fate.step)
+    fresh = Fate(resume_points={})
     seen: set[int] = set()
     places = asyncio.Semaphore(parallel)
 
     async def work(record: Record[TrajectoryGroup], group: TrajectoryGroup, fate: Fate, facts: dict[str, Any]) -> None:
-        assert grader is not None and grades is not None
+        assert grader is not None
         try:
-            if (grade := grades.grades.get(record.sequence)) is None:
-                grade = await grader.grade(record.sequence, group)
-                grades.add(grade)
+            grade = await grader.grade(record.sequence, group)
         finally:
             places.release()
         found.grades[record.sequence] = grade

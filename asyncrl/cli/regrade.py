@@ -221,11 +221,10 @@ class _Regrade:
         return trunk.prompts.overlong > 0 or trunk.next_group_id > trunk.prompts.next_group_id
 
     async def grade(self, old: RunConfig, bus: Bus, *, require: Callable[[int], None]) -> Regraded:
-        from asyncrl.audit.regrade import GradesFile, regrade
+        from asyncrl.audit.regrade import regrade
         from asyncrl.messages.topics import TRAJECTORIES
 
         grader = self._grader(old) if self._regrades else None
-        grades = GradesFile(self.grades_path) if grader is not None else None
         try:
             return await regrade(
                 bus,
@@ -233,7 +232,6 @@ class _Regrade:
                 directory=self._trunk.recorded.directory,
                 finder=self._finder,
                 grader=grader,
-                grades=grades,
                 where=self._where,
                 retract=self._retract,
                 parallel=self._parallel,
@@ -241,8 +239,6 @@ class _Regrade:
                 say=_Progress(await bus.depth(TRAJECTORIES)),
             )
         finally:
-            if grades is not None:
-                grades.close()
             if grader is not None:
                 await grader.close()
 
@@ -295,14 +291,15 @@ class _Regrade:
 
     def _grader(self, old: RunConfig) -> Grader:
         from asyncrl.adapters import registry
-        from asyncrl.audit.regrade import Grader
+        from asyncrl.audit.regrade import Grader, GradesFile
         from asyncrl.data.tokenizer import load_tokenizer
 
         labels = None if self._label_file is None else _labels(self._label_file, self._branch, self._rows)
         reward = registry.load_reward(self._branch)
         reward.check_machine()
         tokenizer = load_tokenizer(Path(old.model.path), trusts_code=old.model.trust_remote_code)
-        return Grader(old, reward=reward, tokenizer=tokenizer, finder=self._finder, labels=labels)
+        grades = GradesFile(self.grades_path)
+        return Grader(old, reward=reward, tokenizer=tokenizer, finder=self._finder, grades=grades, labels=labels)
 
 
 def graded_by(run: RunConfig, *, label_file: Path | None) -> str:

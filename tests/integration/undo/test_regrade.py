@@ -146,19 +146,18 @@ async def regrade_here(
         reward=registry.load_reward(branch),
         tokenizer=load_tokenizer(Path(run.model.path)),
         finder=finder,
+        grades=GradesFile(grades_path(branch.run_directory, graded_by="test")),
     )
-    grades = GradesFile(grades_path(branch.run_directory, graded_by="test"))
     found = await regrade(
         source,
         trunk.history,
         directory=recorded.directory,
         finder=finder,
         grader=grader,
-        grades=grades,
         where=Predicate(where, fields=FIELDS, where="--where") if where else None,
         retract=Predicate(retract, fields=FIELDS, where="--retract") if retract else None,
     )
-    grades.close()
+    await grader.close()
     sequences = await copy_log(source, target, found)
     await write_branch(trunk, found, run=branch, bus=target, sequences=sequences, position=finder.position, lineage={})
     return found
@@ -297,7 +296,6 @@ async def test_a_group_that_a_branch_cannot_change_is_refused_before_it_is_grade
     await bus.publish(TRAJECTORIES, made, key=answer_key(0, worker=made.worker, ticket=""))
     history = [HistoryEntry(kind="trained", incarnation=0, step=3, position=0, groups=(0,), sequences=(1,))]
     chosen = Predicate("step == 3", fields=FIELDS, where="--where")
-    grades = GradesFile(grades_path(tmp_path, graded_by="test"))
 
     def refuse(step: int) -> None:
         raise ConfigError(f"step {step} is another learner's")
@@ -309,12 +307,10 @@ async def test_a_group_that_a_branch_cannot_change_is_refused_before_it_is_grade
             directory=tmp_path,
             finder=None,
             grader=grader,
-            grades=grades,
             where=chosen,
             retract=chosen if retract else None,
             require=refuse,
         )
-    grades.close()
     grader.grade.assert_not_called()
 
 
