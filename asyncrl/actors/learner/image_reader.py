@@ -24,20 +24,14 @@ from asyncrl.messages.images import ImageRef
 from asyncrl.policies.batching.images import ImagePatches
 
 _CACHE_BYTES: Final = 2**30
+"""Most bytes of patches that are kept for the next batch."""
 
 
 class ImageReader:
-    """Blocking; one thread at a time calls ``problem``, another ``of``.
+    """Blocking; one thread at a time calls ``problem``, another ``of``.  most_pixels: images.max_pixels"""
 
-    most_pixels  images.max_pixels
-    cache_bytes  most bytes of patches that are kept for the next batch
-    """
-
-    def __init__(
-        self, store: ImageStore, processor: ImageProcessor, *, most_pixels: int, cache_bytes: int = _CACHE_BYTES
-    ) -> None:
-        self.store, self.processor = store, processor
-        self._most_pixels, self._most_bytes = most_pixels, cache_bytes
+    def __init__(self, store: ImageStore, processor: ImageProcessor, *, most_pixels: int) -> None:
+        self.store, self.processor, self._most_pixels = store, processor, most_pixels
         self._grids: dict[str, tuple[int, int, int]] = {}
         self._patches: OrderedDict[str, NDArray[np.float32]] = OrderedDict()
 
@@ -94,6 +88,6 @@ class ImageReader:
         if grid != one.grid:
             raise ImageError(f"image {one.digest[:12]} has the grid {grid}, and {one.grid} in the answer")
         self._patches[one.digest] = patches
-        while sum(kept.nbytes for kept in self._patches.values()) > self._most_bytes and len(self._patches) > 1:
+        while sum(kept.nbytes for kept in self._patches.values()) > _CACHE_BYTES and len(self._patches) > 1:
             self._patches.popitem(last=False)
         return patches

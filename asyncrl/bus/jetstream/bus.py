@@ -68,7 +68,7 @@ class JetStreamBus:
         *,
         access: Credentials,
         objects: JetStreamObjects,
-        most: int = 2**30,
+        most: int,
     ) -> None:
         """most: largest message in pieces, in bytes"""
         self._connection, self._layout, self._objects = connection, layout, objects
