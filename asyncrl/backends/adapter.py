@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from asyncrl.backends import frozen
-from asyncrl.backends.gpu_memory import Phase, learner_bytes
+from asyncrl.backends.gpu_memory import MemoryPlan, Phase, learner_bytes
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
 from asyncrl.backends.port import Backend
@@ -96,7 +96,7 @@ class BackendAdapter(Adapter):
     @classmethod
     def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm) -> int:
         """Return the GPU memory that a rank needs at most, an estimate: an engine on its GPU takes the rest."""
-        return learner_bytes(run, recomputes_all=False, needs_logits=algorithm.needs_logits)
+        return learner_bytes(run, MemoryPlan(recomputes_all=False, needs_logits=algorithm.needs_logits))
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:

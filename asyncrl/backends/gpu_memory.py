@@ -9,7 +9,6 @@ Test: tests/unit/backends/test_gpu_memory.py.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -128,46 +127,50 @@ class _State:
         return dataclasses.replace(self, **both, others=self.others + critic.weights)
 
 
-def phases(
-    run: RunConfig,
-    *,
-    recomputes_all: bool,
-    offloads_moments: bool = False,
-    updates_on_host: bool = False,
-    moment_bytes: int = MOMENT_BYTES,
-    shares_prefixes: bool = False,
-    needs_logits: bool = False,
-    exports_to: ExportsTo = "device",
-) -> tuple[Phase, ...]:
-    """Return what a rank needs. Raises WeightsError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a rank keeps, and where.
 
-    recomputes_all   only one activation per layer is kept
-    updates_on_host  main weights and moments are on the host, and AdamW runs there
-    moment_bytes     in which AdamW's moments of a parameter are kept between updates
-    shares_prefixes  a layer copies keys and values of tokens that sequences share
-    needs_logits     the loss is over the whole vocabulary
-    exports_to       where a version of full training is copied
+    recomputes_all    only one activation per layer is kept
+    offloads_moments  AdamW's moments are on the host between updates
+    updates_on_host   main weights and moments are on the host, and AdamW runs there
+    moment_bytes      in which AdamW's moments of a parameter are kept between updates
+    shares_prefixes   a layer copies keys and values of tokens that sequences share
+    needs_logits      the loss is over the whole vocabulary
+    exports_to        where a version of full training is copied
     """
+
+    recomputes_all: bool
+    offloads_moments: bool = False
+    updates_on_host: bool = False
+    moment_bytes: int = MOMENT_BYTES
+    shares_prefixes: bool = False
+    needs_logits: bool = False
+    exports_to: ExportsTo = "device"
+
+
+def phases(run: RunConfig, plan: MemoryPlan) -> tuple[Phase, ...]:
+    """Return what a rank needs. Raises WeightsError."""
     folder = Path(run.model.path)
     shapes = read_shapes(folder)
     state = _state(run, shapes, run.learner.layout)
     whole = json.loads((folder / "config.json").read_text())
     config = decoder_config(whole)
-    passes, of_layer = _passes(run, config, recomputes_all=recomputes_all)
+    passes, of_layer = _passes(run, config, recomputes_all=plan.recomputes_all)
     passes += _passes_of_tower(run, whole, shapes) + _chosen_keys(run, config)
-    of_layer += _copied_keys(run, config) if shares_prefixes else 0.0
-    of_head = _logits(run, config) if needs_logits else _HEAD_BYTES
-    passes += max(of_head, of_layer) if recomputes_all else of_head + of_layer  # a layer is recomputed after the head
+    of_layer += _copied_keys(run, config) if plan.shares_prefixes else 0.0
+    of_head = _logits(run, config) if plan.needs_logits else _HEAD_BYTES
+    # A layer is recomputed after the head.
+    passes += max(of_head, of_layer) if plan.recomputes_all else of_head + of_layer
     passes *= _FRAGMENTED
-    held = state.without_optimizer if updates_on_host else state
+    held = state.without_optimizer if plan.updates_on_host else state
     loaded = held.loaded + _CONTEXT_BYTES
-    versions, host_versions = _versions(run, state, exports_to)
-    kept = state.moments * moment_bytes / MOMENT_BYTES
-    at_load, in_passes = (kept, 0.0) if offloads_moments or updates_on_host else (0.0, kept)
-    in_update = in_passes + held.in_float32
-    in_update += _pieces(held, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
+    versions, host_versions = _versions(run, state, plan.exports_to)
+    kept = state.moments * plan.moment_bytes / MOMENT_BYTES
+    at_load, in_passes = (kept, 0.0) if plan.offloads_moments or plan.updates_on_host else (0.0, kept)
+    in_update = in_passes + held.in_float32 + _pieces(held, plan)
     moving = 0.0
-    if updates_on_host:
+    if plan.updates_on_host:
         at_load += state.main + _BUFFER_BYTES * max(state.largest, _PIECE_NUMBERS)
         moving = max(0.0, state.main - state.gradients)  # until they are on the host, gradients have no memory
         in_update += _SCALED_BYTES
@@ -181,65 +184,31 @@ def phases(
     )
 
 
-def has_room_for_copy(run: RunConfig, *, total: int, **settings: Any) -> bool:
-    """Return whether a rank with ``total`` bytes of a GPU can copy a version there. Raises WeightsError.
-
-    settings  see phases
-    """
-    return max(phase.device for phase in phases(run, exports_to="device", **settings)) <= total
-
-
-def describe_shortage(run: RunConfig, *, total: int, **settings: Any) -> str:
-    """Return one line if the estimate of a phase with its activations exceeds ``total`` bytes; "" if all are below.
-
-    settings  see phases
-    """
-    largest = max(phases(run, **settings), key=lambda phase: phase.device)
+def describe_shortage(run: RunConfig, plan: MemoryPlan, *, total: int) -> str:
+    """Return one line if the estimate of a phase with its activations exceeds ``total`` bytes; "" if all are below."""
+    largest = max(phases(run, plan), key=lambda phase: phase.device)
     if largest.device <= total:
         return ""
-    recompute = "" if settings["recomputes_all"] else 'learner.options.recompute = "full" or '
+    recompute = "" if plan.recomputes_all else 'learner.options.recompute = "full" or '
     return (
         f"learner: in its {largest.name} a rank needs about {largest.device / 2**30:.0f} GiB, and its GPU has "
         f"{total / 2**30:.0f} GiB; if it runs out of memory, use {recompute}fewer learner.micro_batch_tokens"
     )
 
 
-def learner_bytes(
-    run: RunConfig,
-    *,
-    recomputes_all: bool,
-    offloads_moments: bool = False,
-    updates_on_host: bool = False,
-    moment_bytes: int = MOMENT_BYTES,
-    shares_prefixes: bool = False,
-    needs_logits: bool = False,
-    exports_to: ExportsTo = "device",
-) -> int:
+def learner_bytes(run: RunConfig, plan: MemoryPlan) -> int:
     """Return the peak bytes of one rank whose GPU an engine shares."""
-    found = phases(
-        run,
-        recomputes_all=recomputes_all,
-        offloads_moments=offloads_moments,
-        updates_on_host=updates_on_host,
-        moment_bytes=moment_bytes,
-        shares_prefixes=shares_prefixes,
-        needs_logits=needs_logits,
-        exports_to=exports_to,
-    )
     handed_over = 0.0  # an engine beside it maps a whole version
-    if _is_kept(run) or (exports_to == "host" and not run.learner.lora.rank and not run.run.colocated):
+    if _is_kept(run) or (plan.exports_to == "host" and not run.learner.lora.rank and not run.run.colocated):
         handed_over = _state(run, read_shapes(Path(run.model.path)), run.learner.layout).weights
-    return int(max(phase.device for phase in found) + handed_over)
+    return int(max(phase.device for phase in phases(run, plan)) + handed_over)
 
 
 def refuse(
     run: RunConfig,
+    plan: MemoryPlan,
     *,
     total: int,
-    offloads_moments: bool,
-    updates_on_host: bool = False,
-    moment_bytes: int = MOMENT_BYTES,
-    exports_to: ExportsTo = "host",
     is_possible: Callable[[LearnerSection], bool] = lambda learner: True,
 ) -> None:
     """Raise ConfigError if weights, optimizer and, unless it can be on the host, one version cannot be in ``total``
@@ -252,30 +221,28 @@ def refuse(
     folder = Path(run.model.path)
     shapes = read_shapes(folder)
     models = _models(run, shapes)
-    versions = 0 if exports_to == "host" and not run.run.colocated else 1
+    versions = 0 if plan.exports_to == "host" and not run.run.colocated else 1
     state = _at(run, models, run.learner.layout)
-    least = functools.partial(
-        _least,
-        offloads_moments=offloads_moments,
-        updates_on_host=updates_on_host,
-        moment_bytes=moment_bytes,
-        versions=versions,
-    )
-    needed = least(state)
+    needed = _least(state, plan, versions=versions)
     if needed <= total:
         return
     remedies = [] if run.learner.lora.rank else ["learner.lora"]
     if versions and not run.run.colocated and needed - state.copy <= total:
         remedies.append('learner.options.exports = "host"')
-    if not updates_on_host:
-        if not offloads_moments and least(state, offloads_moments=True) <= total:
+    if not plan.updates_on_host:
+        offloaded = dataclasses.replace(plan, offloads_moments=True)
+        on_host = dataclasses.replace(plan, updates_on_host=True)
+        if not plan.offloads_moments and _least(state, offloaded, versions=versions) <= total:
             remedies.append("learner.options.offload_optimizer = true")
-        elif run.model.dtype == "bfloat16" and least(state, updates_on_host=True) <= total:
+        elif run.model.dtype == "bfloat16" and _least(state, on_host, versions=versions) <= total:
             remedies.append('learner.options.optimizer_device = "cpu"')
     layers = decoder_config(json.loads((folder / "config.json").read_text())).get("num_hidden_layers", 1)
-    fewest = least(_at(run, models, Layout())) / total  # nothing is divided by more than all ranks
+    fewest = (
+        _least(_at(run, models, Layout()), plan, versions=versions) / total
+    )  # nothing is divided by more than all ranks
     for learner in _layouts(run.learner, fewest=int(fewest), layers=layers, experts=_num_experts(shapes)):
-        if least(_at(run, models, learner.layout)) <= _FILLED * total and is_possible(learner):
+        needed_then = _least(_at(run, models, learner.layout), plan, versions=versions)
+        if needed_then <= _FILLED * total and is_possible(learner):
             remedies.append(_describe_layout(learner, run.learner))
             break
     what = "weights, optimizer and one version" if versions else "weights, gradients and optimizer"
@@ -326,13 +293,10 @@ def _describe_layout(learner: LearnerSection, before: LearnerSection) -> str:
     return f"learner.ranks = {learner.ranks}" + (f" with {', '.join(said)}" if said else "")
 
 
-def refuse_host(run: RunConfig, *, total: int, **settings: Any) -> None:
+def refuse_host(run: RunConfig, plan: MemoryPlan, *, total: int) -> None:
     """Raise ConfigError if a machine with ``total`` bytes cannot hold what its ranks keep on the host, without the
-    copies for a checkpoint, which take what is free.
-
-    settings  see phases
-    """
-    (needed,) = (phase.host for phase in phases(run, **settings) if phase.name == "update")
+    copies for a checkpoint, which take what is free."""
+    (needed,) = (phase.host for phase in phases(run, plan) if phase.name == "update")
     ranks = run.learner.ranks // run.learner.machines
     if needed * ranks > total:
         raise ConfigError(
@@ -341,13 +305,12 @@ def refuse_host(run: RunConfig, *, total: int, **settings: Any) -> None:
         )
 
 
-def _least(state: _State, *, offloads_moments: bool, updates_on_host: bool, moment_bytes: int, versions: int) -> float:
-    if updates_on_host:
+def _least(state: _State, plan: MemoryPlan, *, versions: int) -> float:
+    if plan.updates_on_host:
         held = state.without_optimizer
         return held.loaded + max(versions * state.copy + state.kept + _SCALED_BYTES, state.main - state.gradients)
-    kept = 0.0 if offloads_moments else state.moments * moment_bytes / MOMENT_BYTES
-    pieces = _pieces(state, offloads_moments=offloads_moments, moment_bytes=moment_bytes)
-    return state.loaded + state.in_float32 + versions * state.copy + state.kept + kept + pieces
+    moments = 0.0 if plan.offloads_moments else state.moments * plan.moment_bytes / MOMENT_BYTES
+    return state.loaded + state.in_float32 + versions * state.copy + state.kept + moments + _pieces(state, plan)
 
 
 def _versions(run: RunConfig, state: _State, exports_to: ExportsTo) -> tuple[float, float]:
@@ -359,9 +322,9 @@ def _versions(run: RunConfig, state: _State, exports_to: ExportsTo) -> tuple[flo
     return on_device * state.copy + _COPIES * state.kept + ring, (_HOST_COPIES - on_device) * state.copy
 
 
-def _pieces(state: _State, *, offloads_moments: bool, moment_bytes: int) -> float:
+def _pieces(state: _State, plan: MemoryPlan) -> float:
     """Return the bytes of moments that an update brings to the device in float32, if they are kept otherwise."""
-    is_in_pieces = offloads_moments or moment_bytes < MOMENT_BYTES
+    is_in_pieces = plan.offloads_moments or plan.moment_bytes < MOMENT_BYTES
     return min(_PIECES_BYTES, state.moments) if is_in_pieces else 0.0
 
 

@@ -112,12 +112,11 @@ class MegatronBackend(BackendAdapter):
             cls._refuse(run, total=gpu_bytes)
         elif resolve_device(run.learner.device, section="learner") == "cpu":
             return ()
-        settings = cls._memory_settings(run, needs_logits=algorithm.needs_logits, total=gpu_bytes)
-        return gpu_memory.phases(run, **settings)
+        return gpu_memory.phases(run, cls._memory_plan(run, needs_logits=algorithm.needs_logits, total=gpu_bytes))
 
     @classmethod
     def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm) -> int:
-        return gpu_memory.learner_bytes(run, **cls._memory_settings(run, needs_logits=algorithm.needs_logits))
+        return gpu_memory.learner_bytes(run, cls._memory_plan(run, needs_logits=algorithm.needs_logits))
 
     @classmethod
     def _exports_to(cls, run: RunConfig, *, needs_logits: bool, total: int = 0) -> gpu_memory.ExportsTo:
@@ -134,23 +133,26 @@ class MegatronBackend(BackendAdapter):
             total = total or read_gpu_memory().total
         except ConfigError:
             return "device"
-        settings = cls._state_settings(run, needs_logits=needs_logits)
-        return "device" if gpu_memory.has_room_for_copy(run, total=total, **settings) else "host"
+        plan = cls._memory_plan(run, needs_logits=needs_logits, exports_to="device")
+        return "host" if gpu_memory.describe_shortage(run, plan, total=total) else "device"
 
     @classmethod
-    def _memory_settings(cls, run: RunConfig, *, needs_logits: bool, total: int = 0) -> dict[str, Any]:
-        exports_to = cls._exports_to(run, needs_logits=needs_logits, total=total)
-        return {"exports_to": exports_to, **cls._state_settings(run, needs_logits=needs_logits)}
-
-    @classmethod
-    def _state_settings(cls, run: RunConfig, *, needs_logits: bool) -> dict[str, Any]:
+    def _memory_plan(
+        cls, run: RunConfig, *, needs_logits: bool, total: int = 0, exports_to: gpu_memory.ExportsTo | None = None
+    ) -> gpu_memory.MemoryPlan:
+        """exports_to: None: as the run's learner will do on a GPU of ``total`` bytes, see ``_exports_to``"""
         options: Options = cls.options(run)
-        return {
-            "recomputes_all": options.recompute == "full",
-            "shares_prefixes": run.learner.shared_prefixes != "off" and not cls.why_no_shared_prefixes(run),
-            "needs_logits": needs_logits,
-            **_moments(run, options),
-        }
+        is_stateless = run.learner.reset_optimizer and run.learner.steps_per_batch == 1
+        width = gpu_memory.MOMENT_BYTES // (2 if options.moments_dtype == "bfloat16" else 1)
+        return gpu_memory.MemoryPlan(
+            recomputes_all=options.recompute == "full",
+            offloads_moments=options.offload_optimizer,
+            updates_on_host=options.optimizer_device == "cpu",
+            moment_bytes=0 if is_stateless else width,
+            shares_prefixes=run.learner.shared_prefixes != "off" and not cls.why_no_shared_prefixes(run),
+            needs_logits=needs_logits,
+            exports_to=exports_to or cls._exports_to(run, needs_logits=needs_logits, total=total),
+        )
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:
@@ -182,27 +184,21 @@ class MegatronBackend(BackendAdapter):
             except ConfigError:  # the driver's tool is not there: nothing is known, so nothing is refused
                 return
             cls._refuse(run, total=total)
-            gpu_memory.refuse_host(run, total=read_host_memory(), **cls._worst_settings(run))
+            gpu_memory.refuse_host(run, cls._leanest_plan(run), total=read_host_memory())
 
     @classmethod
     def _refuse(cls, run: RunConfig, *, total: int) -> None:
         """Raise ConfigError for what cannot fit GPUs of ``total`` bytes, and warn of what may not."""
-        settings = cls._worst_settings(run)
-        gpu_memory.refuse(
-            run,
-            total=total,
-            exports_to=settings["exports_to"],
-            is_possible=functools.partial(refusals.is_trainable, run),
-            **_moments(run, cls.options(run)),
-        )
-        if shortage := gpu_memory.describe_shortage(run, total=total, **settings):
+        plan = cls._leanest_plan(run)
+        gpu_memory.refuse(run, plan, total=total, is_possible=functools.partial(refusals.is_trainable, run))
+        if shortage := gpu_memory.describe_shortage(run, plan, total=total):
             log.warning("%s", shortage)
 
     @classmethod
-    def _worst_settings(cls, run: RunConfig) -> dict[str, Any]:
-        """Return the settings of a run whose versions are on the host, unless they must be on the device."""
-        exports_to = "device" if cls.options(run).exports == "device" else "host"
-        return {"exports_to": exports_to, **cls._state_settings(run, needs_logits=False)}
+    def _leanest_plan(cls, run: RunConfig) -> gpu_memory.MemoryPlan:
+        """Return the plan of a run whose versions are on the host, unless they must be on the device."""
+        exports_to: gpu_memory.ExportsTo = "device" if cls.options(run).exports == "device" else "host"
+        return cls._memory_plan(run, needs_logits=False, exports_to=exports_to)
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:
@@ -501,15 +497,3 @@ class MegatronBackend(BackendAdapter):
         if self._rank is None:
             raise BackendError("the megatron backend is not started")
         return self._rank
-
-
-def _moments(run: RunConfig, options: Options) -> dict[str, Any]:
-    """Return where AdamW runs, and where and in how many bytes its moments of a parameter are kept, as gpu_memory takes
-    it."""
-    width = gpu_memory.MOMENT_BYTES // (2 if options.moments_dtype == "bfloat16" else 1)
-    is_stateless = run.learner.reset_optimizer and run.learner.steps_per_batch == 1
-    return {
-        "offloads_moments": options.offload_optimizer,
-        "updates_on_host": options.optimizer_device == "cpu",
-        "moment_bytes": 0 if is_stateless else width,
-    }

@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.backends import gpu_memory
+from asyncrl.backends.gpu_memory import MemoryPlan
 from asyncrl.config import RunConfig
 from asyncrl.config.learner import LearnerSection
 from asyncrl.errors import ConfigError
@@ -50,23 +51,23 @@ def test_a_model_of_06_b_parameters_needs_what_it_was_seen_to_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process held 49.9 GiB at most in rows of 16k tokens, one copy of the weights fewer than the worst case."""
-    needed = gpu_memory.learner_bytes(run_of("0.6B", tmp_path, monkeypatch), recomputes_all=False)
+    needed = gpu_memory.learner_bytes(run_of("0.6B", tmp_path, monkeypatch), MemoryPlan(recomputes_all=False))
     assert 45 * GIB < needed < 55 * GIB
 
 
 def test_a_model_of_4_b_parameters_leaves_room_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("4B", tmp_path, monkeypatch)
-    assert 90 * GIB < gpu_memory.learner_bytes(run, recomputes_all=True) < 110 * GIB
-    assert gpu_memory.learner_bytes(run, recomputes_all=False) > 130 * GIB
+    assert 90 * GIB < gpu_memory.learner_bytes(run, MemoryPlan(recomputes_all=True)) < 110 * GIB
+    assert gpu_memory.learner_bytes(run, MemoryPlan(recomputes_all=False)) > 130 * GIB
 
 
 def test_adapters_need_no_optimizer_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("8B", tmp_path, monkeypatch, "learner.lora.rank=32")
-    assert gpu_memory.learner_bytes(run, recomputes_all=True) < 85 * GIB
+    assert gpu_memory.learner_bytes(run, MemoryPlan(recomputes_all=True)) < 85 * GIB
 
 
 def phases_of(run: RunConfig, **options: Any) -> dict[str, gpu_memory.Phase]:
-    return {phase.name: phase for phase in gpu_memory.phases(run, **{"recomputes_all": True, **options})}
+    return {phase.name: phase for phase in gpu_memory.phases(run, MemoryPlan(**{"recomputes_all": True, **options}))}
 
 
 ATTENTION = "learner.lora.modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']"
@@ -121,7 +122,7 @@ def test_one_copy_of_frozen_weights_would_leave_an_engine_this_cache(
     shape: str, total: float, two_copies: float, one_copy: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table in docs/results/performance.md, GiB. Shared would be all but q, k and v."""
-    learner = gpu_memory.learner_bytes(run_of(shape, tmp_path, monkeypatch, *ADAPTERS), recomputes_all=True)
+    learner = gpu_memory.learner_bytes(run_of(shape, tmp_path, monkeypatch, *ADAPTERS), MemoryPlan(recomputes_all=True))
     shared = sum(2 * math.prod(size) for name, size in sizes(SHAPES[shape]) if not re.search("[qkv]_proj", name))
     cache = total - (learner + 2 * num_parameters(SHAPES[shape])) / GIB - WORKSPACE_GIB
     assert (cache, cache + shared / GIB) == pytest.approx((two_copies, one_copy), abs=0.1)
@@ -211,9 +212,8 @@ def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_device(
 
 
 def test_what_is_kept_on_the_host_must_fit_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = functools.partial(
-        gpu_memory.refuse_host, recomputes_all=True, updates_on_host=True, exports_to="host", total=96 * GIB
-    )
+    plan = MemoryPlan(recomputes_all=True, updates_on_host=True, exports_to="host")
+    refuse = functools.partial(gpu_memory.refuse_host, plan=plan, total=96 * GIB)
     refuse(run_of("4B", tmp_path, monkeypatch))
     with pytest.raises(ConfigError, match=r"1 ranks keep 1\d\d GiB of optimizer .* this machine has 96 GiB; use more"):
         refuse(run_of("8B", tmp_path, monkeypatch))
@@ -230,9 +230,9 @@ def test_full_training_needs_its_state_and_a_twentieth_more_beside_one_version(
     assert host.device == pytest.approx(device.device - 2 * parameters, rel=1e-6)
     assert host.host == pytest.approx(device.host + 2 * parameters, rel=1e-6)
     largest = max(phase.device for phase in phases_of(run).values())
-    has_room = functools.partial(gpu_memory.has_room_for_copy, run, recomputes_all=True)
-    assert has_room(total=largest)
-    assert not has_room(total=largest - 1)
+    plan = MemoryPlan(recomputes_all=True)
+    assert not gpu_memory.describe_shortage(run, plan, total=largest)
+    assert gpu_memory.describe_shortage(run, plan, total=largest - 1)
 
 
 @pytest.mark.parametrize(("ranks", "in_passes", "in_update"), [(1, -2, +2), (8, -2, -1.5)])
@@ -263,19 +263,22 @@ def test_adapters_of_30_b_parameters_copy_nothing_of_the_model(tmp_path: Path, m
 
 
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = functools.partial(gpu_memory.refuse, total=140 * GIB)
-    refuse(run_of("4B", tmp_path, monkeypatch), offloads_moments=False)
+    def refuse(run: RunConfig, *, total: int = 140 * GIB, **options: Any) -> None:
+        plan = MemoryPlan(**{"recomputes_all": False, "exports_to": "host", **options})
+        gpu_memory.refuse(run, plan, total=total)
+
+    refuse(run_of("4B", tmp_path, monkeypatch))
     refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=True)
-    refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False)
+    refuse(run_of("8B", tmp_path, monkeypatch))
     remedies = r"learner.lora or learner.options.exports = \"host\" or .*offload_optimizer = true"
     with pytest.raises(ConfigError, match=rf"a rank needs 1\d\d GiB .* has 140 GiB; use {remedies}"):
-        refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False, exports_to="device")
+        refuse(run_of("8B", tmp_path, monkeypatch), exports_to="device")
     with pytest.raises(ConfigError, match=r'has 70 GiB; use learner.lora or learner.options.optimizer_device = "cpu"'):
-        refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False, total=70 * GIB)
-    refuse(run_of("8B", tmp_path, monkeypatch), offloads_moments=False, updates_on_host=True, total=70 * GIB)
+        refuse(run_of("8B", tmp_path, monkeypatch), total=70 * GIB)
+    refuse(run_of("8B", tmp_path, monkeypatch), updates_on_host=True, total=70 * GIB)
     mixture = run_of("30B-A3B:48", tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"use learner.lora or learner.ranks = 8 with expert_parallel = 8$") as caught:
-        refuse(mixture, offloads_moments=False)
+        refuse(mixture)
     assert "\n" not in str(caught.value)
 
 
@@ -285,7 +288,8 @@ def test_the_layout_that_is_named_fits_and_is_one_that_the_model_can_have(
 ) -> None:
     """Its experts are divided evenly, and so are its layers, 48, or it says how many the last stage has."""
     run = run_of("30B-A3B:48", tmp_path, monkeypatch)
-    refuse = functools.partial(gpu_memory.refuse, total=gib * GIB, offloads_moments=True)
+    plan = MemoryPlan(recomputes_all=False, offloads_moments=True, exports_to="host")
+    refuse = functools.partial(gpu_memory.refuse, plan=plan, total=gib * GIB)
     asked = list[LearnerSection]()
 
     def is_possible(learner: LearnerSection) -> bool:
@@ -326,10 +330,10 @@ def test_what_tensor_parallel_ranks_merge_together_is_copied_once_or_to_the_host
     device, host = (phases_of(run, exports_to=where)["update"] for where in ("device", "host"))
     assert device.device - host.device == pytest.approx(half, rel=0.01)
     assert host.host - device.host == pytest.approx(half, rel=0.01)
-    refuse = functools.partial(gpu_memory.refuse, run, total=12 * GIB, offloads_moments=False)
-    refuse()
+    plan = MemoryPlan(recomputes_all=False, exports_to="host")
+    gpu_memory.refuse(run, plan, total=12 * GIB)
     with pytest.raises(ConfigError, match=r'use learner.options.exports = "host"'):
-        refuse(exports_to="device")
+        gpu_memory.refuse(run, dataclasses.replace(plan, exports_to="device"), total=12 * GIB)
 
 
 def test_the_ring_and_the_writers_of_folders_are_counted() -> None:
@@ -374,9 +378,8 @@ def test_a_row_with_pictures_that_a_trained_tower_keeps_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rows of 16k tokens with 16 pictures of 32 x 32 patches the frozen tower fitted an H200, the trained not."""
-    describe = functools.partial(
-        gpu_memory.describe_shortage, total=int(139.8 * GIB), recomputes_all=False, exports_to="host"
-    )
+    plan = MemoryPlan(recomputes_all=False, exports_to="host")
+    describe = functools.partial(gpu_memory.describe_shortage, plan=plan, total=int(139.8 * GIB))
     overrides = ["learner.micro_batch_tokens=16384"]
     assert not describe(run_with_tower(tmp_path, monkeypatch, *overrides))
     trained = run_with_tower(tmp_path, monkeypatch, *overrides, "learner.train_vision=true")
