@@ -33,7 +33,7 @@ _GOODBYE_SECONDS: Final = 5.0
 log = logging.getLogger("asyncrl.learner")
 
 
-def serve(job: Job, info: RankInfo, *, settings: Mapping[str, str] | None = None, store: Any = None) -> None:
+def serve(job: Job, info: RankInfo, *, settings: Mapping[str, str] | None = None) -> None:
     """Run as a rank other than 0: execute commands until rank 0 says goodbye.
 
     Raises ConfigError if this rank differs from rank 0 in ``settings``, BackendError if rank 0 does not come or is
@@ -42,7 +42,7 @@ def serve(job: Job, info: RankInfo, *, settings: Mapping[str, str] | None = None
     for number in (signal.SIGINT, signal.SIGTERM):
         if threading.current_thread() is threading.main_thread():
             signal.signal(number, signal.SIG_IGN)  # rank 0 handles them: it drains, and needs its ranks
-    group = RankGroup(store or open_store(info), info, settings=settings)
+    group = RankGroup(open_store(info), info, settings=settings)
     try:
         from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds, except in a fork
 
