@@ -226,15 +226,16 @@ class PartSender(PartWorker):
         self._handovers = ipc.Handovers(self.ring)
 
     def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
-        part_command = decode(command, PartCommand)
-        if part_command.action == "forget":
-            self._forget(part_command.engines)
-        elif part_command.request is not None and is_encoded(part_command.request.payload, IPCRequest):
-            return self._hand_over(snapshot, part_command, part_command.request)
-        elif part_command.request is not None and part_command.action == "begin":
-            return encode(self._begin(snapshot, part_command, part_command.request))
-        elif part_command.request is not None:
-            self._send(part_command, part_command.request)
+        asked = decode(command, PartCommand)
+        if asked.action == "forget":
+            self._forget(asked.engines)
+            return b""
+        assert asked.request is not None, "only forget has none"
+        if is_encoded(asked.request.payload, IPCRequest):
+            return self._hand_over(snapshot, asked, asked.request)
+        if asked.action == "begin":
+            return encode(self._begin(snapshot, asked, asked.request))
+        self._send(asked, asked.request)
         return b""
 
     def _hand_over(self, snapshot: Snapshot, command: PartCommand, request: TransferRequest) -> bytes:
