@@ -194,7 +194,7 @@ class LoadedModel:
         temperature: float,
         device: torch.device,
         dtype: torch.dtype,
-        exact_ranks: int = 0,
+        exact_ranks: int,
     ) -> None:
         from transformers import AutoConfig
 
@@ -212,20 +212,12 @@ class LoadedModel:
         causal.eval()  # no dropout: trainer logprobs must be the policy's
         if causal.config.architectures and causal.config.architectures[0] in OF_REFERENCE_ALONE:
             _require_plain_logits(causal, where=models.where(name))
-        self._rows_alone: Callable[[], AbstractContextManager[Any]] = ExactRows if exact_ranks else nullcontext
+        self._rows_alone: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._log_softmax: Callable[[torch.Tensor, float | torch.Tensor], torch.Tensor] = _log_softmax
         self._decoded_tokens: Callable[[torch.Tensor], Sequence[Any]] | None = None
         """What exact attention needs to know of tokens that an engine decoded."""
-        if self._is_exact_on_gpu:
-            from asyncrl.backends.kernels import sglang_rows  # imports SGLang
-
-            self._decoded_tokens = sglang_rows.decoded_tokens
-            self._rows_alone = sglang_rows.sglang_rows
-            self._log_softmax = sglang_rows.log_softmax
-            sglang_rows.use_attention(causal)
-            sglang_rows.divide_products(causal, exact_ranks)
-        elif exact_ranks:
-            use_exact_attention(causal)
+        if exact_ranks:
+            self._compute_as_engines(causal, exact_ranks)
         self.model_type: str = causal.config.model_type
         self._decoder = causal.base_model
         self._output_layer = causal.get_output_embeddings() if model.head == "logprobs" else None
@@ -240,6 +232,20 @@ class LoadedModel:
             )
             decoder = self._decoder.named_parameters(prefix=causal.base_model_prefix)
             self.parameters = {**dict(decoder), models.VALUE_HEAD: self._value_head}
+
+    def _compute_as_engines(self, causal: Any, ranks: int) -> None:
+        """Have logprobs be those of engines with so many ranks, to the bit."""
+        if not self._is_exact_on_gpu:
+            self._rows_alone = ExactRows
+            use_exact_attention(causal)
+            return
+        from asyncrl.backends.kernels import sglang_rows  # imports SGLang
+
+        self._decoded_tokens = sglang_rows.decoded_tokens
+        self._rows_alone = sglang_rows.sglang_rows
+        self._log_softmax = sglang_rows.log_softmax
+        sglang_rows.use_attention(causal)
+        sglang_rows.divide_products(causal, ranks)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that the model keeps on the device between calls."""
