@@ -47,7 +47,8 @@ from asyncrl.weights.ring import Ring
 
 _CONNECT_SECONDS: Final = 30.0
 """Time for a worker to connect after our offer; it waits only for its turn to load."""
-_SLOWEST_BYTES_PER_SECOND: Final = 2e8
+SLOWEST_BYTES_PER_SECOND: Final = 2e8
+"""Slowest transfer rate that is tolerated. A fixed time is allowed on top."""
 _PATIENCE_SECONDS: Final = 120.0
 _COME_IN: Final = b"\1"
 """What the learner says first; who finds the connection's end instead came too late."""
@@ -239,7 +240,7 @@ class _Handover:
                 self._listener.settimeout(_CONNECT_SECONDS)
                 connection, _ = self._listener.accept()
                 with connection:
-                    connection.settimeout(_PATIENCE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
+                    connection.settimeout(_PATIENCE_SECONDS + num_bytes / SLOWEST_BYTES_PER_SECOND)
                     with contextlib.suppress(ConnectionError):  # its process is gone
                         connection.sendall(_COME_IN)
                         is_reading = True

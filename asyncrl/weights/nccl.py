@@ -35,12 +35,10 @@ from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, Transf
 from asyncrl.tensors.snapshot import BUCKET_BYTES, AnyBucket, PartWorker, Snapshot
 from asyncrl.weights import ipc
 from asyncrl.weights.bucket_layout import layout_of
-from asyncrl.weights.ipc import IPCRequest
+from asyncrl.weights.ipc import SLOWEST_BYTES_PER_SECOND, IPCRequest
 from asyncrl.weights.port import Transfer
 from asyncrl.weights.ring import Ring
 
-_SLOWEST_BYTES_PER_SECOND: Final = 2e8
-"""Slowest transfer rate that is tolerated. A fixed time is allowed on top."""
 _OLD_SECONDS: Final = 300.0
 _MAX_RANKS: Final = 1024
 _MAX_GROUPS: Final = 1024
@@ -373,7 +371,7 @@ class _Group:
         ring: memory for kept buckets
         """
         num_bytes = snapshot.num_bytes + beside_bytes
-        deadline = time.monotonic() + self._seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
+        deadline = time.monotonic() + self._seconds + num_bytes / SLOWEST_BYTES_PER_SECOND
         options = dist.BroadcastOptions()
         options.rootRank = 0
         queued: deque[Any] = deque()
