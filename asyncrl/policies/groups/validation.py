@@ -76,15 +76,6 @@ def digest(tokens: NDArray[np.int32]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
-    """The learner's position when the group arrives."""
-
-    incarnation: int
-    policy_version: int
-    resume_points: ResumePoints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupValidation:
     """The limits of a run.
 
@@ -134,8 +125,10 @@ class GroupValidation:
         vetted = Vetted(
             group=group,
             asked=asked or self.asked_before,
-            possible=self,
-            learner=Learner(incarnation=incarnation, policy_version=policy_version, resume_points=resume_points),
+            limits=self,
+            incarnation=incarnation,
+            policy_version=policy_version,
+            resume_points=resume_points,
         )
         for check in CHECKS:
             if (group.trajectories or check.is_of_failed) and (problem := next(check.problems(vetted), "")):
@@ -145,12 +138,14 @@ class GroupValidation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vetted:
-    """One group and everything that is known about it without looking at other groups."""
+    """One group, what its prompt asked for, the run's limits, and where the learner is when the group arrives."""
 
     group: TrajectoryGroup
     asked: PromptSpec | None
-    possible: GroupValidation
-    learner: Learner
+    limits: GroupValidation
+    incarnation: int
+    policy_version: int
+    resume_points: ResumePoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,20 +171,20 @@ def _counts(vetted: Vetted) -> Iterator[str]:
         yield f"it has {answers} answers, and {most} were asked for"
     elif answers + group.cancelled not in asked.samples:
         yield f"it has {answers} answers and {group.cancelled} cut off, and {_either(asked.samples)} were asked for"
-    elif group.cancelled and vetted.possible.are_answers_whole:
+    elif group.cancelled and vetted.limits.are_answers_whole:
         yield f"it says that {group.cancelled} answers were cut off, and this run cuts none"
     elif (last := group.trajectories[-1].rollout) >= most:
         yield f"it has rollout {last}, and {most} were asked for"
 
 
 def _parts(vetted: Vetted) -> Iterator[str]:
-    possible, rollouts = vetted.possible, vetted.group.rollouts
+    limits, rollouts = vetted.limits, vetted.group.rollouts
     longest = max(len(parts) for parts in rollouts)
-    if possible.are_whole and longest > 1:
+    if limits.are_whole and longest > 1:
         yield f"a rollout has {longest} parts, and this run's rollout function gives one"
-    elif possible.max_parts and longest > possible.max_parts:
-        yield f"a rollout has {longest} parts, over rollout.max_parts = {possible.max_parts}"
-    elif possible.are_whole and any(len(one.prompt_tokens) for one in vetted.group.trajectories):
+    elif limits.max_parts and longest > limits.max_parts:
+        yield f"a rollout has {longest} parts, over rollout.max_parts = {limits.max_parts}"
+    elif limits.are_whole and any(len(one.prompt_tokens) for one in vetted.group.trajectories):
         yield "an answer has a prompt of its own, and this run's rollout function gives none"
 
 
@@ -218,7 +213,7 @@ def _epoch(vetted: Vetted) -> Iterator[str]:
 
 
 def _lengths(vetted: Vetted) -> Iterator[str]:
-    asked, context = vetted.asked, vetted.possible.context_tokens
+    asked, context = vetted.asked, vetted.limits.context_tokens
     for trajectory in vetted.group.trajectories:
         prompt, length = len(vetted.group.prompt_of(trajectory)), len(trajectory.tokens)
         if prompt + length > context:
@@ -233,7 +228,7 @@ def _masks(vetted: Vetted) -> Iterator[str]:
 
 
 def _tokens(vetted: Vetted) -> Iterator[str]:
-    size = vetted.possible.vocabulary_size
+    size = vetted.limits.vocabulary_size
     trajectories = vetted.group.trajectories
     prompts = [vetted.group.prompt_tokens, *(one.prompt_tokens for one in trajectories if len(one.prompt_tokens))]
     named = [*(("prompt token", tokens) for tokens in prompts), *(("token", one.tokens) for one in trajectories)]
@@ -244,9 +239,9 @@ def _tokens(vetted: Vetted) -> Iterator[str]:
 
 
 def _logprobs(vetted: Vetted) -> Iterator[str]:
-    if not vetted.possible.are_sampled:
+    if not vetted.limits.are_sampled:
         return
-    even = math.log(vetted.possible.vocabulary_size)
+    even = math.log(vetted.limits.vocabulary_size)
     for trajectory in vetted.group.trajectories:
         sampled = trajectory.behavior_logprobs[trajectory.response_mask]
         least, total = float(sampled.min()), float(sampled.sum(dtype=np.float64))
@@ -255,18 +250,18 @@ def _logprobs(vetted: Vetted) -> Iterator[str]:
         elif total < -(len(sampled) * even + UNLIKELY):
             yield (
                 f"the behavior logprobs of {len(sampled)} tokens add up to {total:.4g}: less likely than {UNLIKELY:g} "
-                f"nats below tokens drawn evenly from the vocabulary of {vetted.possible.vocabulary_size}"
+                f"nats below tokens drawn evenly from the vocabulary of {vetted.limits.vocabulary_size}"
             )
 
 
 def _teacher(vetted: Vetted) -> Iterator[str]:
-    if vetted.possible.needs_teacher and not all(len(one.teacher_logprobs) for one in vetted.group.trajectories):
+    if vetted.limits.needs_teacher and not all(len(one.teacher_logprobs) for one in vetted.group.trajectories):
         yield "an answer has no logprobs of a teacher, and this run needs them"
 
 
 def _likeliest(vetted: Vetted) -> Iterator[str]:
-    size = vetted.possible.vocabulary_size
-    for name, count in vetted.possible.likeliest.items():
+    size = vetted.limits.vocabulary_size
+    for name, count in vetted.limits.likeliest.items():
         for trajectory in vetted.group.trajectories:
             found: Likeliest = getattr(trajectory, name)
             if found.count != count:
@@ -281,7 +276,7 @@ def _likeliest(vetted: Vetted) -> Iterator[str]:
 
 
 def _experts(vetted: Vetted) -> Iterator[str]:
-    (layers, per_token), most = vetted.possible.experts_shape, vetted.possible.num_experts
+    (layers, per_token), most = vetted.limits.experts_shape, vetted.limits.num_experts
     for trajectory in vetted.group.trajectories:
         experts = trajectory.experts
         if not len(experts):
@@ -306,7 +301,7 @@ def _are_distinct(experts: ExpertArray) -> bool:
 
 def _supports(vetted: Vetted) -> Iterator[str]:
     """Check what tokens were sampled from: a trainer that normalised over other tokens would compare unlike numbers."""
-    group, asked, size = vetted.group, vetted.asked, vetted.possible.vocabulary_size
+    group, asked, size = vetted.group, vetted.asked, vetted.limits.vocabulary_size
     is_cut = asked.reports_support if asked is not None else None
     if asked is not None and asked.temperature is not None and group.temperature != asked.temperature:
         yield f"it was sampled at temperature {group.temperature:g}, and its prompt asked for {asked.temperature:g}"
@@ -332,7 +327,7 @@ def _supports(vetted: Vetted) -> Iterator[str]:
 def _rewards(vetted: Vetted) -> Iterator[str]:
     for trajectory in vetted.group.trajectories:
         turns = {f"the reward of turn {turn.start}": turn.reward for turn in trajectory.turn_rewards}
-        largest = vetted.possible.largest_reward
+        largest = vetted.limits.largest_reward
         yield from reward_problems({"reward": trajectory.reward, **turns}, trajectory.reward_parts, largest=largest)
 
 
@@ -364,16 +359,15 @@ def part_problem(name: str) -> str:
 
 
 def _versions(vetted: Vetted) -> Iterator[str]:
-    if not vetted.possible.are_sampled:
+    if not vetted.limits.are_sampled:
         return
-    learner = vetted.learner
     for trajectory in vetted.group.trajectories:
         for span in trajectory.version_spans:
-            version = effective_version(span, learner.resume_points)
-            if span.incarnation > learner.incarnation or version > learner.policy_version:
+            version = effective_version(span, vetted.resume_points)
+            if span.incarnation > vetted.incarnation or version > vetted.policy_version:
                 yield (
                     f"sampled by version {span.policy_version} of incarnation {span.incarnation}, "
-                    f"and the learner is at version {learner.policy_version} of {learner.incarnation}"
+                    f"and the learner is at version {vetted.policy_version} of {vetted.incarnation}"
                 )
 
 
