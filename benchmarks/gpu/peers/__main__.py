@@ -29,11 +29,11 @@ from typing import Any, Final
 from asyncrl.engines.sglang.options import PREFILL_DELAY
 from asyncrl.engines.sglang.server import find_free_port
 from benchmarks.gpu.arm import REPOSITORY, read_rows
-from benchmarks.gpu.fleet import running_and_waiting
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.peers.bring_up import ADAPTATIONS, VERSION
 from benchmarks.gpu.peers.processes import Family
 from benchmarks.gpu.peers.trained import FILE, OUT_VARIABLE
+from benchmarks.gpu.peers.watching import environment, look, say
 from benchmarks.gpu.peers.window import Look, Row, measure_areal, ours
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, write_prompts
@@ -41,7 +41,6 @@ from benchmarks.gpu.window import Rule
 
 ARMS: Final = ("areal", "asyncrl")
 HERE: Final = Path(__file__).parent
-LOOK_SECONDS: Final = 0.1
 _FLEET_SECONDS: Final = 150.0
 """What starting SGLang may add to the limit of asyncrl's arm, which does not count it."""
 
@@ -51,10 +50,6 @@ SERVER_OPTIONS: Final = {
     **{name.replace("-", "_"): value for name, value in PREFILL_DELAY.items()},
 }
 """AReaL's server gets what ours has by default (benchmarks.gpu.arrivals)."""
-
-
-def say(*words: object) -> None:
-    print(time.strftime("%H:%M:%S"), *words, flush=True)
 
 
 def run_areal(options: argparse.Namespace, scratch: Path) -> Row:
@@ -159,22 +154,6 @@ def areal_environment(peer: Path, out: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         OUT_VARIABLE: str(out),
     }
-
-
-def environment() -> dict[str, str]:
-    """Of both arms. Bytecode is kept: their processes import thousands of modules each."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "PYTHONUNBUFFERED": "1", "NCCL_NVLS_ENABLE": "0"}
-
-
-def look(url: str, looks: list[Look], over: threading.Event) -> None:
-    """What the engine runs, until ``over``; where it does not answer there is no look."""
-    while not over.wait(LOOK_SECONDS):
-        try:
-            running, waiting = running_and_waiting(url)
-        except (OSError, ValueError, KeyError):
-            continue
-        looks.append((time.time(), running, waiting))
 
 
 def run_ours(options: argparse.Namespace) -> Row:

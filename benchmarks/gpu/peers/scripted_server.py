@@ -1,4 +1,4 @@
-"""Answers AReaL's requests to SGLang without a model, so that its arm can be rehearsed without GPUs.
+"""Answers peers' requests to SGLang without a model, so that their arms can be rehearsed without GPUs.
 
 python -m benchmarks.gpu.peers.scripted_server --host HOST --port PORT [any option of SGLang]
 """
@@ -19,6 +19,11 @@ class Server:
     def __init__(self) -> None:
         self._aborted = asyncio.Event()
         self._running = 0
+        self._version = "default"
+
+    async def load(self, request: web.Request) -> web.Response:
+        self._version = str((await request.json()).get("weight_version", self._version))
+        return web.json_response({"success": True, "message": ""})
 
     async def generate(self, request: web.Request) -> web.Response:
         wanted = (await request.json())["sampling_params"]["max_new_tokens"]
@@ -32,11 +37,13 @@ class Server:
         made: dict[str, Any] = {"finish_reason": reason, "prompt_tokens": 0, "completion_tokens": sampled}
         if sampled:
             made["output_token_logprobs"] = [[-6.9, random.randrange(40), None] for _ in range(sampled)]
-        return web.json_response({"meta_info": made})
+        made["weight_version"] = self._version
+        return web.json_response({"text": "", "meta_info": made})
 
     async def pause(self, request: web.Request) -> web.Response:
-        self._aborted.set()
-        self._aborted = asyncio.Event()
+        if (await request.json()).get("mode", "abort") == "abort":
+            self._aborted.set()
+            self._aborted = asyncio.Event()
         return web.json_response({})
 
     async def loads(self, request: web.Request) -> web.Response:
@@ -49,10 +56,12 @@ async def done(request: web.Request) -> web.Response:
 
 async def application() -> web.Application:
     server, app = Server(), web.Application(client_max_size=2**26)
-    paths = ("/continue_generation", "/update_weights_from_disk", "/update_weights_from_distributed")
+    loads = ("/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor")
     app.add_routes([web.post("/generate", server.generate), web.post("/pause_generation", server.pause)])
-    app.add_routes([web.get("/v1/loads", server.loads), web.get("/health", done)])
-    app.add_routes([web.post(path, done) for path in (*paths, "/init_weights_update_group")])
+    app.add_routes([web.get("/v1/loads", server.loads)])
+    app.add_routes([web.get(path, done) for path in ("/health", "/health_generate", "/flush_cache")])
+    app.add_routes([web.post(path, server.load) for path in loads])
+    app.add_routes([web.post(path, done) for path in ("/continue_generation", "/init_weights_update_group")])
     return app
 
 
