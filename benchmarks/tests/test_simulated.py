@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.planning.simulation import Timing
+from benchmarks.longest_first import longest_first
 from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, SimulatedEngine
 
 PROMPT = np.array([1], np.int32)
@@ -26,6 +27,12 @@ def test_every_distribution_has_the_mean_and_the_maximum_asked_for(kind: LengthK
     assert lengths.mean == pytest.approx(250, rel=0.01)
     assert lengths.of(2**63 - 1) == (250 if kind == "constant" else 1000)
     assert lengths.of(0) >= 1
+
+
+def test_a_block_begins_with_its_longest_answer_and_has_the_groups_that_it_had() -> None:
+    drawn = [[4, 1], [2, 9], [3, 3], [8, 8], [5, 5], [1, 6]]
+    ordered = longest_first(drawn.__getitem__, block=3)
+    assert [ordered(group_id) for group_id in range(6)] == [[2, 9], [4, 1], [3, 3], [8, 8], [1, 6], [5, 5]]
 
 
 async def test_an_engine_answers_with_the_length_its_seed_stands_for() -> None:
