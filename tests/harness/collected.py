@@ -71,6 +71,7 @@ def main() -> None:
     # Once for all forks. What a test imports first would also be searched whenever a Megatron backend closes.
     for module in MODELS:
         importlib.import_module(module)
+    _find_constants()
     if not _is_alone():
         return
     gc.collect()
@@ -88,6 +89,13 @@ def main() -> None:
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _find_constants() -> None:
+    """Let hypothesis read the constants of all modules, which takes three seconds before its first example."""
+    import hypothesis  # pytest refuses it when it is imported first
+
+    hypothesis.find(hypothesis.strategies.text(), lambda _: True)
 
 
 def _is_alone() -> bool:

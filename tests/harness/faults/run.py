@@ -67,7 +67,7 @@ class Engine(InProcessEngine):
         await super().start()
 
     async def generate(self, *arguments, **named):
-        await asyncio.sleep(0.2)  # leaves the cores to tests beside it
+        await asyncio.sleep(0.6)  # leaves the cores to tests beside it
         await wait("engine")
         return await super().generate(*arguments, **named)
 
