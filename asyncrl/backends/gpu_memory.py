@@ -507,8 +507,8 @@ def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> 
     experts = config.get("num_experts_per_tok") or 1
     feed_forward = config.get("moe_intermediate_size") or config.get("intermediate_size", 4 * hidden)
     # A layer keeps the inputs of its norms and products, the attention's inputs and output, the gate and its product.
-    of_layer = 2 * (6 * hidden + 3 * attention + 3.6 * experts * feed_forward)
-    kept = 2 * hidden if recomputes_all else of_layer
+    kept = 2 * hidden if recomputes_all else 2 * (3 * hidden + 3.7 * attention + 3 * experts * feed_forward)
+    of_layer = 2 * (6 * hidden + 3 * attention + 3.6 * experts * feed_forward)  # while it is differentiated
     layout = run.learner.layout
     tokens = run.learner.micro_batch_tokens / (layout.tensor * layout.context)
     of_head = 0 if run.learner.lora.rank else 6 * config.get("vocab_size", 0) * hidden / layout.tensor

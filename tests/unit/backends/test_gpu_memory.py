@@ -108,6 +108,39 @@ def test_peaks_with_full_recomputation_are_estimated_to_a_twentieth(
 
 
 @pytest.mark.parametrize(
+    ("shape", "tokens", "split", "is_recomputed", "seen"),
+    [
+        ("0.6B", 2**14, "", False, 36.44),
+        ("1.7B", 2**14, "", False, 67.33),
+        ("1.7B", 2**15, "", False, 99.97),
+        ("1.7B", 2**14, "tensor", False, 34.14),
+        ("1.7B", 2**15, "tensor", False, 52.59),
+        ("30B-A3B:6", 2**14, "", False, 85.83),
+        ("30B-A3B:4", 2**14, "expert", False, 38.44),
+        ("0.6B", 2**16, "context", True, 11.08),
+        ("0.6B", 2**17, "", True, 24.78),
+    ],
+)
+def test_peaks_of_a_learner_alone_are_estimated_to_a_twentieth(
+    shape: str,
+    tokens: int,
+    split: str,
+    is_recomputed: bool,
+    seen: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen on one GPU or two that split the model, most GiB that torch had allocated (docs/results/gpu/learner.jsonl).
+    No versions are exported there."""
+    ranks = [f"learner.{split}_parallel=2", "learner.ranks=2"] if split else []
+    run = run_of(shape, tmp_path, monkeypatch, f"learner.micro_batch_tokens={tokens}", *ranks)
+    found = phases_of(run, recomputes_all=is_recomputed, exports_to="host")
+    held = float(found["checkpoint"].device - gpu_memory._CONTEXT_BYTES - gpu_memory._RING_BYTES)
+    held += (found["step"].device - found["checkpoint"].device) / gpu_memory._FRAGMENTED
+    assert held / GIB == pytest.approx(seen, rel=0.05)
+
+
+@pytest.mark.parametrize(
     ("shape", "total", "two_copies", "one_copy"),
     [
         ("8B", 139.8, 87.1, 99.5),
