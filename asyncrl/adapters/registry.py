@@ -137,7 +137,6 @@ def algorithm(run: RunConfig) -> Algorithm:
     """Return the algorithm with the run file's correction and options. Refuses stale data without a correction."""
     from asyncrl.policies.algorithms.spec import AlgorithmSpec, resolve, sets
     from asyncrl.policies.algorithms.table import ALGORITHMS
-    from asyncrl.policies.corrections.chains import weight_left_behind
 
     section = run.algorithm
     spec = ALGORITHMS.get(section.name)
@@ -170,20 +169,27 @@ def algorithm(run: RunConfig) -> Algorithm:
         steps_per_batch=run.learner.steps_per_batch,
         learning_rate_rule=run.staleness.learning_rate.removeprefix("ess_"),
     )
+    _refuse_old_data(run, resolved)
+    return resolved
+
+
+def _refuse_old_data(run: RunConfig, resolved: Algorithm) -> None:
+    """Raise ConfigError if the algorithm would train what older weights sampled as if it were fresh."""
+    from asyncrl.policies.corrections.chains import weight_left_behind
+
     if run.learner.steps_per_batch > 1 and not resolved.loss.is_of_many_steps:
         raise ConfigError(
             f"learner.steps_per_batch: from the second step on, {run.learner.steps_per_batch} steps on a batch train "
             f"what the weights before sampled, and loss {resolved.loss.name} has no ratio to them; use 1, or a loss "
             'with a ratio, such as "ppo_clip"'
         )
-    if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
+    if resolved.trusts_behavior and run.max_staleness > 0 and not run.algorithm.allow_uncorrected:
         raise ConfigError(
             f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '
             "as if it were fresh, which collapses: a token that the policy has become ten times less likely to sample "
             f"counts {weight_left_behind(resolved.correction):g}, and may count 0.5; use correction = "
             '"tis_token" or a mask that rejects it, or allow_uncorrected = true if you mean it'
         )
-    return resolved
 
 
 def filters(run: RunConfig) -> dict[str, GroupFilter]:
