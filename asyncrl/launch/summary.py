@@ -220,7 +220,8 @@ def _default(section: Any, key: str) -> Any:
 def _consequences(summary: Summary) -> list[str]:
     run_config = summary.settings
     why = ", ".join(filter(None, (run_config.run.mode, run_config.why_staleness_bound)))
-    bound = f"{summary.max_staleness} versions ({why})"
+    plural = "" if summary.max_staleness == 1 else "s"
+    bound = f"{summary.max_staleness} version{plural} ({why})"
     is_most = run_config.data.epochs and (summary.num_looked_at < summary.num_prompts or run_config.algorithm.filters)
     return [
         f"algorithm         {summary.algorithm}" + (f", {summary.paper}" if summary.paper else ""),

@@ -40,7 +40,7 @@ def draw(rows: Sequence[Row], target: Path) -> None:
                 marker="o",
                 capsize=3,
                 color=color,
-                label="synchronous" if age == 0 else f"{age} versions old",
+                label="synchronous" if age == 0 else f"{age} version{'s' * (age > 1)} old",
             )
         panel.set_xscale("log", base=2)
         ticks = sorted({row["rate"] for row in select(rows, task=task)})
