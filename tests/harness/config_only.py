@@ -44,6 +44,21 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    "Qwen3-235B-A22B": QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "Llama-3.3-70B-Instruct": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
