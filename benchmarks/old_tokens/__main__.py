@@ -149,13 +149,20 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--share", default="0/1", metavar="I/N", help="run only every Nth cell, from the Ith on")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(given)
-    tiny_alone = [name for name, guard in GUARDS.items() if guard.critic or guard.drops]
-    refused = tiny_alone if options.model or options.product else []
+    refused = _refused(options.backend) if options.model or options.product else {}
     if options.guards is None:
         options.guards = [name for name in GUARDS if name not in ("tis", *refused)]
     if asked := set(options.guards) & set(refused):
-        raise ConfigError(f"--guards: {min(asked)!r} is for the tiny runs alone, without --model and --product")
+        raise ConfigError(f"--guards: {min(asked)!r} {refused[min(asked)]}")
     return options
+
+
+def _refused(backend: str) -> dict[str, str]:
+    """Return why a guard cannot run with the product's backend, by its name."""
+    tiny_alone = "is for the tiny runs alone, without --model and --product"
+    unseen = "changes gradients, which only --backend reference shows"
+    found = {name: tiny_alone for name, guard in GUARDS.items() if guard.critic or guard.drops}
+    return found | {name: unseen for name, guard in GUARDS.items() if guard.damps and backend != "reference"}
 
 
 if __name__ == "__main__":

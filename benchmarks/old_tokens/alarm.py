@@ -97,13 +97,14 @@ def of_table(rows: Sequence[Row]) -> list[Recorded]:
 
 
 def of_row(row: Row) -> Recorded:
+    cosines = row["metrics"].get("cosine", [])
     return Recorded(
         arm=f"{row['rate']:g} x {row['staleness']}",
         among=f"{row['task']} {row['rate']} {row['seed']}",
         is_synchronous=row["staleness"] == 0,
         held_out=row["held_out"],
         steps=list(zip(row["metrics"]["offpolicy/k3"], row["metrics"]["entropy"], strict=True)),
-        cosine=statistics.fmean(row["metrics"].get("cosine", [math.nan])),
+        cosine=statistics.fmean(cosines) if any(cosines) else math.nan,  # zeros: of a backend that shows no gradients
     )
 
 

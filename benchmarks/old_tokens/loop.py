@@ -47,7 +47,7 @@ KEPT: Final = (
     "cosine",
     "momentum_cosine",
 )
-"""The metrics of each step in a row."""
+"""The metrics of each step in a row, as far as the backend shows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +134,12 @@ class Loop:
             if (step + 1) % self._scene.evaluate_every == 0 or step + 1 == cell.steps:
                 exam = self._exam(held[-1])
                 curve.append((step + 1, exam["held_out"]))
+        shown = set().union(*steps)
         return {
             **exam,
             "curve": curve,
             "trained": trained,
-            "metrics": in_short({name: [one.get(name, 0.0) for one in steps] for name in KEPT}),
+            "metrics": in_short({name: [one.get(name, 0.0) for one in steps] for name in KEPT if name in shown}),
         }
 
     def _weights(self) -> Weights:

@@ -12,6 +12,7 @@ import torch
 
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.staleness_bound import LARGEST_SHOWN, MOST_LOST
+from asyncrl.errors import ConfigError
 from benchmarks.gpu.rows import keep, read
 from benchmarks.old_tokens import alarm, page, seconds, table, tasks
 from benchmarks.old_tokens.__main__ import main
@@ -68,6 +69,13 @@ def test_the_products_backend_trains_tokens_that_are_as_old_as_the_cell_says(tmp
     fresh, old = (table.select(read(file), staleness=age)[0]["metrics"]["offpolicy/k3"] for age in (0, 2))
     assert max(fresh) < 1e-6
     assert old[0] < 1e-6 < min(old[1:])  # the first weights train what they sampled; no later ones do
+
+
+def test_a_guard_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'gac' changes gradients, which only --backend reference shows"):
+        main([*SMALL, "--product", "--backend", "megatron", "--guards", "gac"])
+    with pytest.raises(ConfigError, match="'brace' is for the tiny runs alone"):
+        main([*SMALL, "--product", "--guards", "brace"])
 
 
 def test_the_sampler_reports_the_logprobs_that_transformers_computes(tmp_path: Path) -> None:
