@@ -132,12 +132,12 @@ def bring_up(folder: Path, *, python_version: str) -> None:
             raise SystemExit(f"{edit.file} is not what was edited: {edit.old!r} is not there")
         path.write_text(text.replace(edit.old, edit.new))
     for name in STAND_INS:
-        _write(stand_in / name / "__init__.py")
+        write_stand_in(stand_in / name / "__init__.py")
     for name in RAY_MODULES:
-        _write(stand_in / "ray" / name / "__init__.py")
+        write_stand_in(stand_in / "ray" / name / "__init__.py")
 
 
-def _write(path: Path) -> None:
+def write_stand_in(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(STAND_IN)
 

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.gpu.peers.bring_up import write_stand_in
+
 SLIME: Final = "624b824a8"
 REQUIREMENTS: Final = {
     "trl": ("trl==1.16.0", "datasets==5.2.0", "multiprocess==0.70.18"),
@@ -44,7 +46,7 @@ ADAPTATIONS: Final = {
         "the registry's sglang-router instead of its fork",
         "Megatron's local layers, with asyncrl's kernels for attention, norms and rotary embeddings, instead of "
         "Transformer Engine; no Apex",
-        "its refusal of NumPy 2 is removed",
+        "its refusal of NumPy 2 is removed; a stand-in for wandb, which is imported and not used",
         "a generate function and a reward of ten lines: its own request, of the length drawn",
         "no offloading when colocated: both sides fit",
     ),
@@ -68,6 +70,7 @@ def add_slime(folder: Path, *, slime: Path, megatron: Path) -> None:
         words = ["patch", "--quiet", "--strip", "1", "--input", str(folder / "docker/patch/latest" / patch)]
         subprocess.run(words, cwd=folder, check=True)
     shutil.rmtree(folder / "docker")
+    write_stand_in(folder / "wandb" / "__init__.py")
     path = folder / "slime/backends/megatron_utils/initialize.py"
     text = path.read_text()
     if NUMPY not in text:
