@@ -82,15 +82,13 @@ def rotary(row: PackedSeqParams, length: int, config: Any) -> tuple[torch.Tensor
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedSeqParams) -> torch.Tensor:
     """query [n, heads, d], key and value [n, key-value heads, d] -> [n, heads, d]"""
     if query.is_cuda:
-        return flash.attention(
-            query,
-            key,
-            value,
+        runs = flash.Runs(
             query_boundaries=row.cu_seqlens_q,
             key_boundaries=row.cu_seqlens_kv,
             longest_query=row.max_seqlen_q,
             longest_key=row.max_seqlen_kv,
         )
+        return flash.attention(query, key, value, runs)
     ends = row.cu_seqlens_q.tolist()
     attended = []
     for begin, end in zip(ends, ends[1:], strict=False):

@@ -188,15 +188,13 @@ def attention(
 ) -> torch.Tensor:
     """As flash_attn_varlen_func, causal: query [n, heads, d], key and value [k, key-value heads, d]."""
     if query.is_cuda:
-        return flash.attention(
-            query,
-            key,
-            value,
+        runs = flash.Runs(
             query_boundaries=query_boundaries,
             key_boundaries=key_boundaries,
             longest_query=longest_query,
             longest_key=longest_key,
         )
+        return flash.attention(query, key, value, runs)
     attended = []
     of_query, of_key = query_boundaries.tolist(), key_boundaries.tolist()
     for run in range(len(of_query) - 1):
