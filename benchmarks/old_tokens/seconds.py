@@ -38,6 +38,7 @@ class Arm:
 
     rewards  of each seed: asynchronous, and synchronous by then
     steps    the same of steps taken
+    age      of the trained tokens, in versions: mean over steps and seeds
     """
 
     rate: float
@@ -45,6 +46,7 @@ class Arm:
     task: str
     rewards: Sequence[tuple[float, float]]
     steps: Sequence[tuple[int, int]]
+    age: float
 
 
 def arms(recorded: Sequence[tuple[Row, Sequence[Row]]], *, task: str) -> list[Arm]:
@@ -70,6 +72,7 @@ def arms(recorded: Sequence[tuple[Row, Sequence[Row]]], *, task: str) -> list[Ar
             task=task,
             rewards=[(_at_the_end(ours), _at_the_end(theirs)) for ours, theirs in of],
             steps=[(len(ours), len(theirs)) for ours, theirs in of],
+            age=statistics.fmean(row["staleness_mean"] for ours, _ in of for row in ours),
         )
         for (rate, bound), of in found.items()
     ]
@@ -86,15 +89,16 @@ def _at_the_end(steps: Sequence[Row]) -> float:
 def table(found: Sequence[Arm]) -> str:
     """Return the table in Markdown, the smallest learning rate x bound first."""
     lines = [
-        "| rate | bound | task | seeds | steps: asynchronous, synchronous | reward | difference |",
-        "|---" * 7 + "|",
+        "| rate | bound | mean age | task | seeds | steps: asynchronous, synchronous | reward | difference |",
+        "|---" * 8 + "|",
     ]
     for arm in sorted(found, key=lambda arm: (arm.rate * arm.bound, arm.rate)):
         rewards, steps = (tuple(map(statistics.fmean, zip(*pairs, strict=True))) for pairs in (arm.rewards, arm.steps))
         mean, error = interval([ours - theirs for ours, theirs in arm.rewards])
         lines.append(
-            f"| {arm.rate:g} | ≤ {arm.bound} | {arm.task} | {len(arm.rewards)} | {steps[0]:.0f}, {steps[1]:.0f} | "
-            f"{rewards[0]:.3f}, {rewards[1]:.3f} | {with_interval(mean, error, freedom=len(arm.rewards) - 1)} |"
+            f"| {arm.rate:g} | ≤ {arm.bound} | {arm.age:.1f} | {arm.task} | {len(arm.rewards)} | {steps[0]:.0f}, "
+            f"{steps[1]:.0f} | {rewards[0]:.3f}, {rewards[1]:.3f} | "
+            f"{with_interval(mean, error, freedom=len(arm.rewards) - 1)} |"
         )
     return "\n".join(lines)
 

@@ -337,7 +337,10 @@ def test_equal_seconds_are_read_off_the_run_beside_it() -> None:
 
     def run(arm: str, seed: int, steps: int, each: float, reward: float, **about: Any) -> tuple[Any, list[Any]]:
         settings = {"learner.learning_rate": "1e-5", "staleness.max_staleness": "4"}
-        made = [{"seconds": each * (step + 1), "reward": reward * step} for step in range(steps)]
+        made = [
+            {"seconds": each * (step + 1), "reward": reward * step, "staleness_mean": float(step % 2)}
+            for step in range(steps)
+        ]
         return {"arm": arm, "seed": seed, "is_complete": True, "settings": settings, **about}, made
 
     recorded = [
@@ -350,7 +353,7 @@ def test_equal_seconds_are_read_off_the_run_beside_it() -> None:
         run("sync", 2, 8, 2.0, 0.15),
     ]
     (arm,) = seconds.arms(recorded, task="sums")
-    assert (arm.rate, arm.bound, arm.steps) == (1e-5, 4, [(10, 5)])
+    assert (arm.rate, arm.bound, arm.steps, arm.age) == (1e-5, 4, [(10, 5)], 0.5)
     assert arm.rewards[0] == pytest.approx((0.7, 0.3))
 
 
