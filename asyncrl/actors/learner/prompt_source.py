@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from asyncrl.actors.base import Actor
 from asyncrl.bus.port import Bus
@@ -36,7 +36,6 @@ from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
 from asyncrl.policies.staleness.window import NeededWindow
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 FULL_QUEUE_SECONDS = 0.5
@@ -174,9 +173,8 @@ class PromptSource(Actor):
         in_log = {group_id for key in keys if (group_id := self._tickets.group_answered(key)) is not None}
         present = self._group_ids(on_bus | {str(group_id) for group_id in in_log})
         outstanding = {group_id: prompt.position for group_id, prompt in self._table.outstanding.items()}
-        lost = await self._in_thread(
-            self._read_again, {group_id: at for group_id, at in outstanding.items() if group_id not in present}
-        )
+        lost_at = {group_id: at for group_id, at in outstanding.items() if group_id not in present}
+        lost = await self._in_thread(lambda: self._read_again(lost_at))
         ahead = await self._read(max(present, default=-1) + 1 - self._table.next_group_id)
         missing = [*lost, *(numbered for numbered in ahead if numbered.group_id not in present)]
         starts = {numbered.group_id: self._policy_version for numbered in missing}
@@ -221,7 +219,7 @@ class PromptSource(Actor):
         )
         self._num_reissued += len(prompts)
         positions = {group_id: prompt.position for group_id, prompt in prompts.items()}
-        for numbered in await self._in_thread(self._read_again, positions):
+        for numbered in await self._in_thread(lambda: self._read_again(positions)):
             if await self._withdraw(numbered.group_id):
                 self._extra.add(numbered.group_id)
                 oldest = prompts[numbered.group_id].oldest_start or 0
@@ -338,13 +336,13 @@ class PromptSource(Actor):
         rows, self._read_to = await self._in_thread(read)
         return rows
 
-    async def _in_thread(self, read: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    async def _in_thread(self, read: Callable[[], T]) -> T:
         """Read rows in a thread, and again while a service is away that a source of the user's own asks."""
         is_away = False
         with contextlib.ExitStack() as stack:
             while True:
                 try:
-                    return await asyncio.to_thread(read, *arguments, **named)
+                    return await asyncio.to_thread(read)
                 except ConfigError as error:
                     if not is_outage(error):
                         raise
