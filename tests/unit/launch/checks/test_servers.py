@@ -125,5 +125,5 @@ def test_check_shows_the_servers_and_no_key_of_theirs(folder: Path) -> None:
 
 def test_plan_leaves_the_gpus_of_servers_to_them(folder: Path) -> None:
     stub = "servers.judge={kind='tests.harness.stub_server:StubServer', path='FOLDER/model', gpus=[0]}"
-    with pytest.raises(ConfigError, match=r"--gpus 2: there is no room .* beside the 1 of \[servers\]"):
+    with pytest.raises(ConfigError, match=r"--gpus 2: learner and engine share the GPUs, .* Give --gpus 3 at least"):
         plan(load(folder, stub), gpus=2, seconds=1.0, tells=lambda line: None)
