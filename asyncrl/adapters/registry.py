@@ -377,9 +377,12 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
     elif not backend_class(run).replays_experts:
         reason = f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'
     elif too_small:
+        mend = "raise it, or lower rollout.group_size or rollout.max_new_tokens"
+        if "max_message_bytes" in too_small:
+            mend = 'rollout.routing_replay = "on" sends it in pieces'
         reason = (
             f"a group with its experts may take {needed:,} bytes ({num_bytes:,} of them the experts), over {too_small}"
-            "; raise it, or lower rollout.group_size or rollout.max_new_tokens"
+            f"; {mend}"
         )
     else:
         return RoutingReplay(reason="", num_bytes=num_bytes)
