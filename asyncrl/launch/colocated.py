@@ -80,7 +80,8 @@ def limit_memory(run: RunConfig, engine: Engine, *, num_engines: int) -> None:
 
     num_engines  on this GPU
     """
-    if isinstance(engine, LimitsMemory) and (share := engine_share(run, num_engines=num_engines)):
+    if isinstance(engine, LimitsMemory):
+        share = engine_share(run, num_engines=num_engines)
         log.info("beside the learner, each of %d engines takes %.1f GiB", num_engines, share / 2**30)
         engine.limit_memory(share)
 
@@ -90,15 +91,13 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
 
     gpu_bytes  of such a GPU, if it is not this machine's
 
-    0 if engines take memory as they need it. Raises ConfigError if a share is too little, with the first remedy of
-    _SMALLER that would be enough.
+    Raises ConfigError if that is less than an engine reserves at least (EngineAdapter.gpu_bytes), with the first remedy
+    of _SMALLER that would be enough.
     """
     least = registry.engine_class(run).gpu_bytes(run)
-    if not least:
-        return 0
     total, learner = gpu_bytes or read_gpu_memory().total, _learner_bytes(run)
     share = (total - learner) // num_engines
-    if share >= least:
+    if not least or share >= least:
         return share
     fits = [
         words for words, options, rank in _SMALLER if total - _smaller_bytes(run, options, rank) >= num_engines * least

@@ -165,13 +165,13 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
 
 
 def _beside_learner(run: RunConfig, *, gpu_bytes: int) -> str:
-    if not run.num_workers or not colocated.is_at_once(run):
+    if not run.num_workers or not colocated.is_at_once(run) or not registry.engine_class(run).gpu_bytes(run):
         return ""
     try:
         share = colocated.engine_share(run, num_engines=1, gpu_bytes=gpu_bytes)
     except ConfigError as error:
         return f"no: {error}"
-    return f"an engine has {share / 2**30:.1f} GiB there" if share else ""
+    return f"an engine has {share / 2**30:.1f} GiB there"
 
 
 def _of_old_tokens(run: RunConfig, algorithm: Algorithm) -> str:

@@ -47,7 +47,9 @@ def placement(run: RunConfig, *, places: bool = False) -> Placement:
     if colocated.is_at_once(run):
         pools = run.pool_workers
         for name, engines in placed.beside_learner.items():
-            colocated.engine_share(run.of_pool(pools.get(name, "")), num_engines=engines)
+            its = run.of_pool(pools.get(name, ""))
+            if registry.engine_class(its).gpu_bytes(its):
+                colocated.engine_share(its, num_engines=engines)
     return placed
 
 

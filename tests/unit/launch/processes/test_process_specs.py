@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,25 @@ def test_an_engine_that_finds_no_room_beside_the_learner_is_refused_with_what_wo
         if remedy:
             stack.enter_context(pytest.raises(ConfigError, match=re.escape(remedy)))
         assert gpus.placement(run).workers == ((0,),)
+
+
+def test_an_engine_of_ones_own_is_told_what_the_learner_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of the least that it reserves."""
+
+    class Engine:
+        taken = 0
+
+        def limit_memory(self, num_bytes: int) -> None:
+            self.taken = num_bytes
+
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    run = config.load(tmp_path / "run.toml")
+    monkeypatch.setattr(colocated, "read_gpu_memory", lambda: GpuMemory(total=80 * 2**30, free=0))
+    engine: Any = Engine()
+    colocated.limit_memory(run, engine, num_engines=2)
+    learner = registry.backend_class(run).gpu_bytes(run, registry.algorithm(run))
+    assert engine.taken == (80 * 2**30 - learner) // 2
 
 
 def test_servers_and_pools_of_workers_are_processes_of_their_own_kind(
