@@ -102,7 +102,7 @@ def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
 def test_an_engine_that_finds_no_room_beside_the_learner_is_refused_with_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, overrides: list[str], remedy: str
 ) -> None:
-    """Qwen3-0.6B: the learner may need 52 GiB, 24 with recomputation, 10 with adapters too, and an engine 13."""
+    """Qwen3-0.6B: the learner may need 50 GiB, 24 with recomputation, 10 with adapters too, and an engine 13."""
     demo_task.write(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
     of_gpus = ["learner.device=auto", "engine.kind=sglang", "engine.device=auto", "learner.backend=megatron"]
