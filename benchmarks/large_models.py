@@ -11,7 +11,7 @@ all-to-all  bytes of tokens that experts on other machines get and give back: fo
             overlaps. The speed is the NIC's, not a measured one
 feeding     rank 0's work, of docs/results/feeding.jsonl, and the bytes that leave it
 weights     bf16, one part after the other from one NIC, at 0.85 of it as measured inside a machine: engines pause
-load        matrices of single experts, which SGLang's load_weights takes one by one: 0.117 ms each, as 30B-A3B's 18,432
+load        matrices of single experts, copied one by one straight to their places: 0.028 ms each, as 30B-A3B's tensors
             (docs/results/gpu/weights.jsonl), after what is received in servers of more than two GPUs: engines pause
 folder      files of all exporting ranks at a time, at 0.83 GB/s a rank, what one rank wrote of a dense 8B model
 """
@@ -37,7 +37,7 @@ EXPERT_PARALLEL: Final = 0.90
 RECOMPUTE: Final = 4 / 3
 BROADCAST: Final = 0.85
 RANK_DISK: Final = 0.83e9
-MATRIX_SECONDS: Final = 2.16 / 18_432
+MATRIX_SECONDS: Final = 0.533 / 18_867
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
