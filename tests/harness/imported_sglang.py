@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from typing import Any
 
 from sglang.srt.plugins import load_plugins
+
+_modules: dict[str, Any] = sys.modules
+_modules["megatron"] = None  # is not there: a debugging aid of SGLang would import it, and wandb and tensorboard by it
 
 load_plugins()  # a plugin replaces functions before others import them
 for _module in (
