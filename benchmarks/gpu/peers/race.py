@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from asyncrl.engines.sglang.options import PREFILL_DELAY
 from asyncrl.engines.sglang.server import find_free_port
-from benchmarks.gpu.arm import REPOSITORY, read_rows
+from benchmarks.gpu.arm import REPOSITORY, read_rows, visible_devices
 from benchmarks.gpu.colocated import Memory
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.lengths import Lengths
@@ -229,9 +229,11 @@ def started_trl(arm: str, options: argparse.Namespace, scratch: Path, out: Path)
         "skip-server-warmup": True,
         **ENGINE,
     }
-    environ = peer_environment("trl", options, out)
+    both = peer_environment("trl", options, out)
+    # transformers' Trainer would spread over all GPUs that it sees. The server sees both, to open the trainer's handles.
+    environ = both | ({"CUDA_VISIBLE_DEVICES": visible_devices([0])} if has_gpu() else {})
     of_server = {
-        **environ,
+        **both,
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "NCCL_CUMEM_ENABLE": "0",

@@ -110,6 +110,7 @@ class Weights:
     def __init__(self, url: str) -> None:
         self._url = url
         self._version = 0
+        self._sent: Any = None
 
     def init_weight_transfer(self) -> None:
         from trl.experimental.async_grpo.vllm_client import VLLMClient
@@ -129,6 +130,7 @@ class Weights:
         if data["flattened_tensor"].is_cuda:
             monkey_patch_torch_reductions()  # handles name the GPU, not its number in this process
             torch.cuda.synchronize()
+        self._sent = data  # until the next one: the server may still copy when it has answered
         self._version += 1
         body = {
             "serialized_named_tensors": [MultiprocessingSerializer.serialize(data, output_str=True)],
