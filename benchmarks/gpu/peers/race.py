@@ -230,7 +230,7 @@ def started_trl(arm: str, options: argparse.Namespace, scratch: Path, out: Path)
         **ENGINE,
     }
     both = peer_environment("trl", options, out)
-    # transformers' Trainer would spread over all GPUs that it sees. The server sees both, to open the trainer's handles.
+    # transformers' Trainer would spread over all GPUs that it sees; the server sees both, to open its handles.
     environ = both | ({"CUDA_VISIBLE_DEVICES": visible_devices([0])} if has_gpu() else {})
     of_server = {
         **both,

@@ -61,7 +61,8 @@ async def application() -> web.Application:
     app.add_routes([web.get("/v1/loads", server.loads)])
     app.add_routes([web.get(path, done) for path in ("/health", "/health_generate", "/flush_cache")])
     app.add_routes([web.post(path, server.load) for path in loads])
-    app.add_routes([web.post(path, done) for path in ("/continue_generation", "/init_weights_update_group")])
+    paths = ("/continue_generation", "/abort_request", "/init_weights_update_group")
+    app.add_routes([web.post(path, done) for path in paths])
     return app
 
 
