@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -68,15 +67,14 @@ ENGINE: Final[Mapping[str, Any]] = {
     "cuda-graph-max-bs-decode": 512,
 }
 """As benchmarks.gpu.one_gpu starts asyncrl's."""
-_SLIMES_SERVER: Final = re.compile(r"Launch HttpServerEngineAdapter at: (\S+:\d+)")
 
 
 def run_arm(arm: str, options: argparse.Namespace, scratch: Path) -> list[Row]:
     """Return the rows of the arm's windows, and one with its error if not all are full."""
     out = (options.out / arm).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("*.jsonl"):
-        old.unlink()
+    for old in (*out.glob("*.jsonl"), out / slime_parts.ADDRESS):
+        old.unlink(missing_ok=True)
     gpus, is_slime = 2 if arm.endswith("2") else 1, arm.startswith("slime")
     rule = {
         "warmup": 1 if arm == "slime" else 1 + options.max_staleness,
@@ -134,16 +132,13 @@ def slimes_steps(out: Path) -> list[Step]:
 
 @contextlib.contextmanager
 def looking(out: Path, looks: list[Look]) -> Iterator[None]:
-    """Look at the engine whose address is in a log, or in the file that started_trl writes."""
-    over = threading.Event()
+    """Look at the engine whose address an arm writes down."""
+    over, address = threading.Event(), out / slime_parts.ADDRESS
 
     def run() -> None:
         while not over.wait(1.0):
-            log = (out / "run.log").read_text(errors="replace") if (out / "run.log").exists() else ""
-            address = out / "address"
-            found = _SLIMES_SERVER.search(log)
-            if address.exists() or found:
-                look(address.read_text() if found is None else f"http://{found[1]}", looks, over)
+            if address.exists() and (url := address.read_text()):
+                look(url, looks, over)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -198,7 +193,7 @@ def started_slime(arm: str, options: argparse.Namespace, scratch: Path, out: Pat
 @contextlib.contextmanager
 def started_trl(arm: str, options: argparse.Namespace, scratch: Path, out: Path) -> Iterator[Family]:
     url = f"http://127.0.0.1:{find_free_port()}"
-    (out / "address").write_text(url)
+    (out / slime_parts.ADDRESS).write_text(url)
     two = arm == "trl2"
     micro_batches = -(-options.groups * options.group_size * options.length_mean // options.micro_batch_tokens)
     job = {

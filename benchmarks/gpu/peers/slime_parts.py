@@ -1,7 +1,7 @@
 """What slime calls in an arm: answers of drawn lengths, a reward that costs nothing, and a line per step.
 
-PEER_OUT is the folder of steps.jsonl (one line when the trainer begins with a batch: {time, step}) and of
-rollouts.jsonl (one line per batch: {time, step, parts}, tokens of each version of the weights).
+PEER_OUT is the folder of the engine's address, of steps.jsonl (a line when the trainer begins a batch: {time, step})
+and of rollouts.jsonl (a line per batch: {time, step, parts}, tokens of each version of the weights).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.peers.trained import OUT_VARIABLE
 
 LENGTHS_VARIABLE: Final = "PEER_LENGTHS"
+ADDRESS: Final = "address"
 STEPS: Final = "steps.jsonl"
 ROLLOUTS: Final = "rollouts.jsonl"
 
@@ -28,7 +29,12 @@ ROLLOUTS: Final = "rollouts.jsonl"
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     """--custom-generate-function-path: slime's own request, with the length drawn for (seed, group, index)."""
     from slime.rollout.sglang_rollout import generate as of_slime
+    from slime.utils.http_utils import get
 
+    address = Path(os.environ[OUT_VARIABLE]) / ADDRESS
+    if not address.exists():
+        workers = await get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers")
+        address.write_text(workers["workers"][0]["url"])
     lengths = Lengths(**json.loads(os.environ[LENGTHS_VARIABLE]))
     index = sample.index % args.n_samples_per_prompt
     length = lengths.of(group_id=sample.group_index, index=index)
