@@ -278,7 +278,6 @@ def sglang_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServe
     """Starts SGLang servers by fork (tests/harness/forked_sglang.py), for all xdist processes."""
     folder, owner = of_all_workers(tmp_path_factory, "sglang-forks")
     server = forked_sglang.start(folder, owner=owner)
-    server.connect().close()
     yield server
     server.close()
 
@@ -315,7 +314,7 @@ async def sglang_server(
         options=Options(server_arguments={"max-total-tokens": 20_000}),
         log_path=tmp_path_factory.mktemp("sglang") / "server.log",
     )
-    with forked_sglang.forking(sglang_forks.path):
+    with forked_sglang.forking(sglang_forks):
         await engine.start()
     yield engine
     await engine.close()

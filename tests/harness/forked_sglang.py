@@ -1,7 +1,7 @@
 """SGLang servers that are forked from a process that has imported SGLang: imports are most of what a start costs.
 
 The engine starts a client of the fork server (fork_client.py) below its keeper, in the place of the server: when the
-client ends, so does the server. ASYNCRL_EXPLORE=1 starts one as a user does (tests/integration/test_whole_system.py).
+client ends, so does the server. tests/integration/test_whole_system.py starts a server as a user does.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def start(folder: Path, *, owner: int) -> ForkServer:
 
 
 @contextlib.contextmanager
-def forking(forks: Path) -> Iterator[None]:
-    """Within it, every engine's server on this machine is forked by the ForkServer with this path."""
+def forking(forks: ForkServer) -> Iterator[None]:
+    """Within it, every engine's server on this machine is forked. Waits until SGLang is imported."""
+    forks.connect().close()
     make = server.server_command
 
     def command(*arguments: Any, **options: Any) -> list[str]:
         made = make(*arguments, **options)
         client = [sys.executable, "-S", str(Path(fork_client.__file__)), "--module", __name__]
-        return ["env", f"{SOCKET}={forks}", *client, *made[made.index(_PROGRAM) + 1 :]]
+        return ["env", f"{SOCKET}={forks.path}", *client, *made[made.index(_PROGRAM) + 1 :]]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "server_command", command)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from asyncio.subprocess import Process
@@ -13,7 +12,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -23,7 +21,6 @@ from asyncrl.engines.sglang.engine import Options, SGLangEngine
 from asyncrl.errors import EngineDied
 from asyncrl.messages import SamplingParams
 from tests import ROOT
-from tests.conftest import explores
 from tests.harness.forked import ForkServer
 from tests.harness.forking_ray import FORKING_RAY, NAMES_THE_SERVER
 from tests.harness.process_trees import all_gone, descendants, end_of
@@ -87,19 +84,17 @@ every_steps = 2
 console = false
 """
 SERVER = """
-import asyncio, contextlib, sys
+import asyncio, sys
 from pathlib import Path
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
-from tests.harness.forked_sglang import forking
 
 async def main():
-    model, log_path, *forks = map(Path, sys.argv[1:])
+    model, log_path = map(Path, sys.argv[1:])
     engine = SGLangEngine(model, device="cpu", dtype="float32", version=(0, 0),
                           options=Options(server_arguments={"max-total-tokens": 20_000,
                                                             "enable-deterministic-inference": True}),
                           log_path=log_path)
-    with forking(*forks) if forks else contextlib.nullcontext():
-        await engine.start()
+    await engine.start()
     print(engine.url, flush=True)
     await asyncio.Event().wait()
 
@@ -108,8 +103,8 @@ asyncio.run(main())
 
 
 @pytest.fixture
-async def owner(tmp_path: Path, sglang_forks: ForkServer) -> AsyncIterator[Process]:
-    """The process that owns the server, which is forked unless ASYNCRL_EXPLORE is set."""
+async def owner(tmp_path: Path) -> AsyncIterator[Process]:
+    """The process that owns the server."""
     demo_task.write(tmp_path, architecture="glm4_moe")
     owner = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -117,7 +112,6 @@ async def owner(tmp_path: Path, sglang_forks: ForkServer) -> AsyncIterator[Proce
         SERVER,
         str(tmp_path / "model"),
         str(tmp_path / "server.log"),
-        *([] if explores else [str(sglang_forks.path)]),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -129,12 +123,7 @@ async def owner(tmp_path: Path, sglang_forks: ForkServer) -> AsyncIterator[Proce
 
 
 async def test_a_mixture_learns_as_an_agent_on_sglang_under_ray_across_a_kill(
-    tmp_path: Path,
-    two_nodes: TwoNodes,
-    forks: ForkServer,
-    sglang_forks: ForkServer,
-    owner: Process,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, two_nodes: TwoNodes, forks: ForkServer, owner: Process, request: pytest.FixtureRequest
 ) -> None:
     """The server is a user's own, so that it outlives the killed run; in the end it goes with its owner.
 
@@ -183,10 +172,8 @@ async def test_a_mixture_learns_as_an_agent_on_sglang_under_ray_across_a_kill(
     other, among, _ = await asyncio.gather(*(attached.generate(prompt, many, seed=seed) for seed in (1, 7, 2)))
     assert among.tokens.tolist() == alone.tokens.tolist() != other.tokens.tolist()
     assert among.logprobs.tolist() == alone.logprobs.tolist()
-    below = [process.pid for process in psutil.Process(owner.pid).children(recursive=True)]
-    forked = [server for pid in below for server in sglang_forks.children_of(pid).values()]
-    tree = [*descendants(owner.pid), *(fd for server in forked for fd in (os.pidfd_open(server), *descendants(server)))]
-    assert len(tree) >= 4  # warden, server, scheduler, detokenizer; and the fork's client
+    tree = descendants(owner.pid)
+    assert len(tree) >= 4  # warden, server, scheduler, detokenizer
     owner.send_signal(signal.SIGKILL)
     await end_of(owner)
     assert await asyncio.to_thread(all_gone, tree)

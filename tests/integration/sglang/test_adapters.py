@@ -50,7 +50,7 @@ async def test_adapters_of_a_mixture_are_published_alone_and_sampled_with(
         version = channel.publish(backend.export(), incarnation=0, policy_version=1)
         policy: Any = backend
         adapters = policy._rank._loaded["policy"]._adapters.values()
-        with forking(sglang_forks.path):
+        with forking(sglang_forks):
             await engine.start()
         try:
             for is_on in (False, True):

@@ -317,7 +317,7 @@ async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder
         log_path=tmp_path / "w0.engine.log",
         reports_experts=True,
     )
-    with forking(sglang_forks.path):
+    with forking(sglang_forks):
         await engine.start()
     try:
         answer = await engine.generate(PROMPT, SHORT, seed=0)
