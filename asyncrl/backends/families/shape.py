@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from asyncrl.backends.families.family import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +155,19 @@ class VisionTower:
     num_layer_features: int = 0
 
 
+class MadeBy(Protocol):
+    """What a shape knows of its family (family.py)."""
+
+    @property
+    def layer(self) -> Callable[..., Any]: ...
+
+    @property
+    def specification(self) -> Callable[[Any, ModelShape], Any] | None: ...
+
+    @property
+    def draft_layer(self) -> Callable[..., Any] | None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """config.json of a decoder with rotary positions and a gated feed-forward part."""
@@ -211,7 +222,7 @@ class ModelShape:
     """What the decoder's tensors begin with in the folder's files, those of the output layer excepted."""
     num_draft_layers: int = 0
     """Multi-token-prediction layers in the folder, after the others (learner.options.draft_coefficient)."""
-    family: Family | None = None
+    family: MadeBy | None = None
     """The family that made the shape; set by read_shape."""
 
     def has_experts(self, layer: int) -> bool:
