@@ -52,7 +52,7 @@ class Stage:
         script.write_text(SCRIPT.format(log=self.log, body=body.replace("LOG", str(self.log))))
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
         self._monkeypatch.setattr(sys, "executable", str(script))
-        self._monkeypatch.setattr(process_specs, "placement", lambda run: placement)
+        self._monkeypatch.setattr(process_specs, "placement", lambda run, *, places: placement)
         return await launch.launch(self._config(), run_file=Path("RUN.toml"), overrides=[], resume=False, token="")
 
     async def _connect(self, run: RunConfig, *, token: str) -> MemoryBus:
@@ -134,6 +134,7 @@ def test_cancelled_run_is_drained(stage: Stage) -> None:
     async def main() -> None:
         task = asyncio.create_task(stage.launch(body, placement=ON_THE_CPU))
         while not ready.exists():  # before, the signal would end the shell
+            assert not task.done(), task.exception()
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
