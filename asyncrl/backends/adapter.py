@@ -94,8 +94,11 @@ class BackendAdapter(Adapter):
         return ()
 
     @classmethod
-    def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm) -> int:
-        """Return the GPU memory that a rank needs at most, an estimate: an engine on its GPU takes the rest."""
+    def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm, *, total: int = 0) -> int:
+        """Return the GPU memory that a rank needs at most, an estimate: an engine on its GPU takes the rest.
+
+        total  bytes of that GPU; 0: of this machine's
+        """
         return learner_bytes(run, MemoryPlan(recomputes_all=False, needs_logits=algorithm.needs_logits))
 
     @classmethod

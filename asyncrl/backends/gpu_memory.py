@@ -65,6 +65,7 @@ _CHOSEN_BYTES: Final = 4
 _FILLED: Final = 0.9
 """Of a GPU, by state, in a layout that is recommended: a row's passes need the rest."""
 _MOST_RANKS: Final = 1024
+_LAST_STAGE: Final = "num_layers_in_last_pipeline_stage"
 _MOST_EXPERT_RANKS: Final = 32
 """Over which a recommended layout distributes experts: as many as published recipes for large mixtures."""
 
@@ -237,9 +238,8 @@ def refuse(
         elif run.model.dtype == "bfloat16" and _least(state, on_host, versions=versions) <= total:
             remedies.append('learner.options.optimizer_device = "cpu"')
     layers = decoder_config(json.loads((folder / "config.json").read_text())).get("num_hidden_layers", 1)
-    fewest = (
-        _least(_at(run, models, Layout()), plan, versions=versions) / total
-    )  # nothing is divided by more than all ranks
+    # Nothing is divided by more than all ranks.
+    fewest = _least(_at(run, models, Layout()), plan, versions=versions) / total
     for learner in _layouts(run.learner, fewest=int(fewest), layers=layers, experts=_num_experts(shapes)):
         needed_then = _least(_at(run, models, learner.layout), plan, versions=versions)
         if needed_then <= _FILLED * total and is_possible(learner):
@@ -260,11 +260,12 @@ def _layouts(learner: LearnerSection, *, fewest: int, layers: int, experts: int)
             if ranks % (pipeline * tensor) or pipeline > layers:
                 continue
             changes: dict[str, Any] = {"ranks": ranks, "pipeline_parallel": pipeline, "tensor_parallel": tensor}
-            changes["expert_parallel"] = math.gcd(min(ranks // pipeline, _MOST_EXPERT_RANKS), experts) if experts else 1
+            changes["expert_parallel"] = _expert_parallel(ranks // pipeline, experts)
             changes["expert_tensor_parallel"], changes["virtual_pipeline"] = 1, 1
+            changes["megatron"] = {name: its for name, its in learner.megatron.items() if name != _LAST_STAGE}
             if layers % pipeline:
                 last = layers - (pipeline - 1) * math.ceil(layers / pipeline)
-                changes["megatron"] = {**learner.megatron, "num_layers_in_last_pipeline_stage": last}
+                changes["megatron"][_LAST_STAGE] = last
                 if last < 1:
                     continue
             try:
@@ -272,6 +273,12 @@ def _layouts(learner: LearnerSection, *, fewest: int, layers: int, experts: int)
             except ConfigError:
                 continue
         ranks *= 2
+
+
+def _expert_parallel(ranks: int, experts: int) -> int:
+    """Return the most ranks that divide both, up to _MOST_EXPERT_RANKS."""
+    both = math.gcd(ranks, experts) if experts else 1
+    return max(size for size in range(1, min(both, _MOST_EXPERT_RANKS) + 1) if both % size == 0)
 
 
 def _num_experts(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -288,8 +295,8 @@ def _describe_layout(learner: LearnerSection, before: LearnerSection) -> str:
     if learner.virtual_pipeline != before.virtual_pipeline:
         said.append(f"virtual_pipeline = {learner.virtual_pipeline}")
     if learner.megatron != before.megatron:
-        last = learner.megatron["num_layers_in_last_pipeline_stage"]
-        said.append(f"megatron = {{ num_layers_in_last_pipeline_stage = {last} }}")
+        last = learner.megatron.get(_LAST_STAGE)
+        said.append(f"megatron.{_LAST_STAGE} = {last}" if last else f"without megatron.{_LAST_STAGE}")
     return f"learner.ranks = {learner.ranks}" + (f" with {', '.join(said)}" if said else "")
 
 

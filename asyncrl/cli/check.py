@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from asyncrl.cli import arguments
@@ -28,6 +29,8 @@ def run(options: argparse.Namespace) -> int:
     if not 0 <= options.gpu_gib < 2**20:
         raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: must be the memory of a GPU in GiB, such as 79.6")
     gpu_bytes = int(options.gpu_gib * 2**30)
+    if gpu_bytes:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is judged by the GPUs of this machine
     summary = summarize(arguments.load(options), report=_report_on_terminal, gpu_bytes=gpu_bytes)
     for line in summary.text(every_key=options.all).split("\n"):
         if not print_line(line):

@@ -334,7 +334,7 @@ def _flatten(options: Mapping[str, Any]) -> dict[str, Any]:
 class WeightsSection:
     channel: str = "auto"
     """Transport of weights from the learner to the workers: a name, or "package.module:Class". auto: nccl if the
-    launcher "local" places whole models on GPUs, files otherwise."""
+    launcher "local" places whole models on GPUs and all engines can receive, files otherwise."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the channel."""
     directory: str = ""

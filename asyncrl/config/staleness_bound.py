@@ -3,7 +3,7 @@
 The bias of a step grows with staleness x learning rate (arXiv:2607.01083), and so does what was measured
 (docs/results/old_tokens.md): SmolLM2-135M with TIS equals synchronous training at 5e-6 with tokens of 4 versions, and
 loses on an agent's task at 1e-5 with tokens of 4 or 8, and everywhere at 2e-5 with tokens of 8. The loss "topr" loses
-a tenth where TIS collapses, at 4e-5 with tokens of 4 and 8, but more than it at 1e-5 with tokens of 8.
+at most a tenth where TIS collapses, at 4e-5 with tokens of 4 and 8, but more than it at 1e-5 with tokens of 8.
 
 Within that, a larger bound is faster and its tokens are no older, because the learner waits less for slow groups and
 only as many groups are outstanding as it needs (docs/results/performance.md).

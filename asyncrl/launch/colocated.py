@@ -82,7 +82,10 @@ def limit_memory(run: RunConfig, engine: Engine, *, num_engines: int) -> None:
     """
     if isinstance(engine, LimitsMemory):
         share = engine_share(run, num_engines=num_engines)
-        log.info("beside the learner, each of %d engines takes %.1f GiB", num_engines, share / 2**30)
+        log.info(
+            "beside the learner, which may need %.1f of %.1f GiB, there are %.1f for each engine (%d on this GPU)",
+            *(_learner_bytes(run) / 2**30, read_gpu_memory().total / 2**30, share / 2**30, num_engines),
+        )
         engine.limit_memory(share)
 
 
@@ -95,18 +98,21 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
     of _SMALLER that would be enough.
     """
     least = registry.engine_class(run).gpu_bytes(run)
-    total, learner = gpu_bytes or read_gpu_memory().total, _learner_bytes(run)
+    total = gpu_bytes or read_gpu_memory().total
+    learner = _learner_bytes(run, total=total)
     share = (total - learner) // num_engines
     if not least or share >= least:
         return share
     fits = [
-        words for words, options, rank in _SMALLER if total - _smaller_bytes(run, options, rank) >= num_engines * least
+        words
+        for words, options, rank in _SMALLER
+        if total - _smaller_bytes(run, options, rank, total=total) >= num_engines * least
     ]
     remedies = [
         *fits[:1],
         *(["fewer engines on this GPU"] if num_engines > 1 else []),
         "another GPU (rollout.gpus)",
-        'turns (run.colocated = true with run.mode = "sync")',
+        'run.offload = "both"' if run.run.colocated else 'turns (run.colocated = true with run.mode = "sync")',
     ]
     raise ConfigError(
         f"rollout.gpus: of {total / 2**30:.1f} GiB of a GPU the learner may need {learner / 2**30:.1f}, and "
@@ -136,7 +142,7 @@ _SMALLER: Final[Sequence[tuple[str, Mapping[str, Any], int]]] = (
 """Learners that need less, the fastest first: in words, their options of [learner.options], and a rank of adapters."""
 
 
-def _smaller_bytes(run: RunConfig, options: Mapping[str, Any], rank: int) -> float:
+def _smaller_bytes(run: RunConfig, options: Mapping[str, Any], rank: int, *, total: int) -> float:
     """Return what the learner would need with these settings; infinity if it cannot have them."""
     learner = dataclasses.replace(run.learner, options={**run.learner.options, **options})
     if rank:
@@ -148,13 +154,13 @@ def _smaller_bytes(run: RunConfig, options: Mapping[str, Any], rank: int) -> flo
     smaller = dataclasses.replace(run, learner=learner)
     try:
         registry.backend_class(run).check(smaller)
-        return _learner_bytes(smaller)
+        return _learner_bytes(smaller, total=total)
     except ConfigError:
         return math.inf
 
 
-def _learner_bytes(run: RunConfig) -> int:
-    return registry.backend_class(run).gpu_bytes(run, registry.algorithm(run))
+def _learner_bytes(run: RunConfig, *, total: int = 0) -> int:
+    return registry.backend_class(run).gpu_bytes(run, registry.algorithm(run), total=total)
 
 
 def learner_turn(run: RunConfig) -> GpuTurn | None:
@@ -200,8 +206,8 @@ class TurnTakingEngine:
         self._switching = asyncio.Lock()
         self._is_away = False
         self._has_cache = True
-        self._leaving: asyncio.Task[None] | None = None
-        """Leaves the GPUs after a load that nothing follows."""
+        self._leaving = set[asyncio.Task[None]]()
+        """Leave the GPUs after a load that nothing follows; one that is followed ends by itself."""
 
     async def start(self) -> None:
         await self._turn.acquire()
@@ -242,12 +248,10 @@ class TurnTakingEngine:
         return dataclasses.replace(stats, queued=self._users, is_away=True) if self._is_away else stats
 
     async def close(self) -> None:
-        self._stop_leaving()
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         await self._end()
-
-    def _stop_leaving(self) -> None:
-        if self._leaving is not None:
-            self._leaving.cancel()
 
     async def _end(self) -> None:
         await self._engine.close()
@@ -272,8 +276,9 @@ class TurnTakingEngine:
                 if needs_cache:
                     await asyncio.shield(self._release_when_idle(QUIET_SECONDS))
                 else:
-                    self._stop_leaving()
-                    self._leaving = asyncio.create_task(self._release_after_load())
+                    leaving = asyncio.create_task(self._release_after_load())
+                    self._leaving.add(leaving)
+                    leaving.add_done_callback(self._leaving.discard)
 
     async def _release_when_idle(self, seconds: float) -> None:
         """Release the GPUs unless the engine is needed again within that time."""

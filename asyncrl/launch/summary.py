@@ -165,7 +165,8 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
 
 
 def _beside_learner(run: RunConfig, *, gpu_bytes: int) -> str:
-    if not run.num_workers or not colocated.is_at_once(run) or not registry.engine_class(run).gpu_bytes(run):
+    is_possible = run.num_workers and colocated.is_at_once(run) and not launcher_class(run).places
+    if not is_possible or not registry.engine_class(run).gpu_bytes(run):
         return ""
     try:
         share = colocated.engine_share(run, num_engines=1, gpu_bytes=gpu_bytes)

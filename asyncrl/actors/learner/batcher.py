@@ -106,7 +106,7 @@ class Batcher:
 
     @property
     def straggler_wait_seconds(self) -> float:
-        """How long the batch taken last was full and waited for older groups."""
+        """How long the batch that is taken, or was last, was full and waited for older groups."""
         return self._stragglers.seconds
 
     def drain(self) -> None:

@@ -1,8 +1,8 @@
 """Stragglers: groups in progress that a full batch waits for, because they would be too old for the step after it.
 
 Bound 1, step 5 trains version 4: a group from version 3 that is still being generated would be too old for step 6. With
-staleness.eviction = "wait" the full batch waits for it, up to staleness.wait_seconds. Which groups are late says
-``Selection.late_starts``; since which version a group is in progress, the heartbeats of workers.
+staleness.eviction = "wait" the full batch waits for it, up to staleness.wait_seconds. ``Selection.late_starts``
+says which groups are late, and the heartbeats of workers since which version each is in progress.
 
 Tests: tests/actors/learner/test_straggler_wait.py.
 """
@@ -60,7 +60,7 @@ class Stragglers:
         self._timers: list[asyncio.TimerHandle] = []
         self._is_over = False
         self.seconds = 0.0
-        """How long the batch taken last was full and waited."""
+        """How long the batch that is waited for, or else the last one, was full and waited."""
 
     @property
     def is_waiting(self) -> bool:

@@ -108,6 +108,8 @@ class MegatronBackend(BackendAdapter):
 
     @classmethod
     def memory(cls, run: RunConfig, algorithm: Algorithm, *, gpu_bytes: int = 0) -> Sequence[gpu_memory.Phase]:
+        if run.learner.device == "cpu":
+            return ()
         if gpu_bytes:
             cls._refuse(run, total=gpu_bytes)
         elif resolve_device(run.learner.device, section="learner") == "cpu":
@@ -115,8 +117,8 @@ class MegatronBackend(BackendAdapter):
         return gpu_memory.phases(run, cls._memory_plan(run, needs_logits=algorithm.needs_logits, total=gpu_bytes))
 
     @classmethod
-    def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm) -> int:
-        return gpu_memory.learner_bytes(run, cls._memory_plan(run, needs_logits=algorithm.needs_logits))
+    def gpu_bytes(cls, run: RunConfig, algorithm: Algorithm, *, total: int = 0) -> int:
+        return gpu_memory.learner_bytes(run, cls._memory_plan(run, needs_logits=algorithm.needs_logits, total=total))
 
     @classmethod
     def _exports_to(cls, run: RunConfig, *, needs_logits: bool, total: int = 0) -> gpu_memory.ExportsTo:

@@ -105,8 +105,8 @@ class TrainedModel(SavedWeights):
             part.megatron.zero_grad()
         if self._balance:
             self._balance.reset()
-        # The last backward pass sums gradients over ranks. Only the last stage has metric sums.
         recorded, draft_loss = RecordedTokens(), torch.zeros((), dtype=torch.float64, device=self._device)
+        # The last backward pass sums gradients over ranks. Only the last stage has metric sums.
         sums = forward_backward(
             self._stages,
             share or (empty(),),

@@ -133,10 +133,10 @@ def _engine(run: RunConfig, name: str, *, beside_learner: int, takes_turns: bool
     engine = registry.engine(run, name=name)
     if meeting is not None and isinstance(engine, SpansMachines):
         engine.meet_at(meeting)
-    if run.run.colocated and takes_turns:
-        engine = colocated.engine(run, engine)
     if beside_learner:
         colocated.limit_memory(run, engine, num_engines=beside_learner)
+    if run.run.colocated and takes_turns:
+        engine = colocated.engine(run, engine)
     return engine
 
 

@@ -160,7 +160,7 @@ class ProcessSpecs:
 
         evaluates: it only evaluates;  pool: its pool of rollout.pools, if any
         """
-        beside = self._beside.get(name, 0)
+        beside = self._beside.get(name, 0) if set(gpus) & set(self._learner_gpus) else 0  # names are used again
         own = {"ASYNCRL_BUS_TOKEN": self._server.worker_token(name)} if self._server is not None else {}
         has_own = self._run.run.colocated and bool(pool) and not set(gpus) & set(self._learner_gpus)
         of_pool = ["--pool", pool] if pool else []

@@ -434,3 +434,12 @@ def test_what_a_trained_tower_adds_is_estimated_to_a_twentieth(tmp_path: Path, m
         for is_trained in ("false", "true")
     )
     assert (trained - frozen) / GIB == pytest.approx(102.26 - 58.43, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "size"), [(48, 128, 16), (256, 128, 32), (8, 0, 1), (12, 8, 4), (64, 256, 32)]
+)
+def test_a_recommended_layout_distributes_experts_over_ranks_that_divide_both(
+    ranks: int, experts: int, size: int
+) -> None:
+    assert gpu_memory._expert_parallel(ranks, experts) == size

@@ -103,9 +103,13 @@ def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytes
     assert "max_staleness = 3" in out
 
 
-def test_check_counts_the_memory_of_gpus_that_are_elsewhere(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_counts_the_memory_of_gpus_that_are_elsewhere(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     run = (run_file, "--set", "learner.backend=megatron")
     code, out, _ = asyncrl("check", *run, "--gpu-gib", "79.6", capsys=capsys)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # and not by this machine's
     assert code == 0
     assert re.search(r"^memory of a rank  load \d+\.\d, step .* GiB on its GPU", out, re.MULTILINE)
     assert "beside a learner" not in out  # an engine in the worker's process takes memory as it needs it

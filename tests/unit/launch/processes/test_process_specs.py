@@ -17,7 +17,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launch import colocated
-from asyncrl.launch.processes import gpus
+from asyncrl.launch.processes import gpus, process_specs
 from asyncrl.launch.processes.child_process import HEALTHY_SECONDS, RestartPolicy
 from asyncrl.launch.processes.one_process import run_in_one_process
 from asyncrl.launch.processes.process_specs import ProcessSpecs
@@ -87,6 +87,22 @@ def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
     assert [one[one.index("--beside-learner") + 1] if "--beside-learner" in one else "" for one in words] == beside
 
 
+def test_a_new_worker_that_gets_a_name_again_is_beside_no_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    overrides = ["learner.device=auto", "engine.device=auto", "rollout.workers=2", "rollout.gpus=[1, 0, 2]"]
+    run = config.load(tmp_path / "run.toml", overrides)
+    for its in (gpus, process_specs):
+        monkeypatch.setattr(its, "num_gpus", lambda: 3)
+    specs = ProcessSpecs(run, launcher=Launcher(), common=(), environment={})
+    (w1,) = [child.spec for child in specs.initial(size=None, resume=False) if child.name == "w1"]
+    assert w1.gpus == (0,) and "--beside-learner" in w1.arguments
+    again = specs.new_worker("w1", frozenset({0, 1})).spec
+    assert again.gpus == (2,) and "--beside-learner" not in again.arguments
+
+
 @pytest.mark.parametrize(
     ("gib", "overrides", "remedy"),
     [
@@ -97,6 +113,11 @@ def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
         (80, ["rollout.workers=5"], "or fewer engines on this GPU"),
         (24, ["rollout.workers=1", "engine.options={server_arguments={mem-fraction-static=0.3}}"], ""),
         (24, ["rollout.workers=1", "run.colocated=true", "run.mode=sync"], ""),
+        (
+            12,
+            ["rollout.workers=1", "run.colocated=true", "run.mode=sync", "run.offload=learner"],
+            'run.offload = "both"',
+        ),
     ],
 )
 def test_an_engine_that_finds_no_room_beside_the_learner_is_refused_with_what_would_fit(
