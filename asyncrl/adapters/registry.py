@@ -367,7 +367,7 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
     num_bytes = 0 if experts is None else tokens * experts.bytes_per_token
     needed = run.largest_group_bytes + num_bytes
     limits = ("max_group_bytes", "max_message_bytes") if wanted == "auto" else ("max_group_bytes",)
-    too_small = next((f"bus.{name} ({limit:,})" for name in limits if needed > (limit := getattr(run.bus, name))), "")
+    too_small = next((name for name in limits if needed > getattr(run.bus, name)), "")
     if experts is None:
         reason = f"the model at {run.model.path} has no experts"
     elif not rollout_functions.traits(run.rollout.function).samples:
@@ -378,11 +378,11 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
         reason = f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'
     elif too_small:
         mend = "raise it, or lower rollout.group_size or rollout.max_new_tokens"
-        if "max_message_bytes" in too_small:
+        if too_small == "max_message_bytes":
             mend = 'rollout.routing_replay = "on" sends it in pieces'
         reason = (
-            f"a group with its experts may take {needed:,} bytes ({num_bytes:,} of them the experts), over {too_small}"
-            f"; {mend}"
+            f"a group with its experts may take {needed:,} bytes ({num_bytes:,} of them the experts), over "
+            f"bus.{too_small} ({getattr(run.bus, too_small):,}); {mend}"
         )
     else:
         return RoutingReplay(reason="", num_bytes=num_bytes)

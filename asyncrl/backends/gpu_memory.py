@@ -255,8 +255,10 @@ def refuse(
 def _layouts(learner: LearnerSection, *, fewest: int, layers: int, experts: int) -> Iterator[LearnerSection]:
     """Yield layouts, the fewest ranks first, and of these those with the fewest stages."""
     ranks = learner.ranks
+    while ranks < fewest:
+        ranks *= 2
     while ranks <= _MOST_RANKS:
-        for pipeline, tensor in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)) if ranks >= fewest else ():
+        for pipeline, tensor in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
             if ranks % (pipeline * tensor) or pipeline > layers:
                 continue
             changes: dict[str, Any] = {"ranks": ranks, "pipeline_parallel": pipeline, "tensor_parallel": tensor}

@@ -245,6 +245,7 @@ async def test_an_engine_that_does_not_leave_after_a_load_ends_and_its_turn_with
     engine.is_busy = True
     await shared.load(WeightVersion(incarnation=0, policy_version=1))
     await _the_learners_turn(tmp_path)
+    assert engine.closed
 
 
 async def test_an_engine_that_does_not_leave_the_gpus_ends_and_its_turn_with_it(tmp_path: Path) -> None:

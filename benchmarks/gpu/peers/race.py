@@ -35,6 +35,7 @@ from benchmarks.gpu.arm import REPOSITORY, read_rows, visible_devices
 from benchmarks.gpu.colocated import Memory
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.lengths import Lengths
+from benchmarks.gpu.modes import assignments
 from benchmarks.gpu.peers import slime_parts, slime_run
 from benchmarks.gpu.peers.processes import Family
 from benchmarks.gpu.peers.race_bring_up import ADAPTATIONS, VERSIONS
@@ -274,18 +275,6 @@ def line(row: Row) -> str:
     )
 
 
-def pairs(given: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE; a value that is JSON is read as such."""
-    found: dict[str, Any] = {}
-    for pair in given:
-        name, _, value = pair.partition("=")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    return found
-
-
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.peers.race",
@@ -317,8 +306,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     if options.rehearse:
         parser.set_defaults(**REHEARSAL)
         options = parser.parse_args(given)
-    options.peer = {name: Path(folder).absolute() for name, folder in pairs(options.peer).items()}
-    options.set = pairs(options.set)
+    options.peer = {name: Path(folder).absolute() for name, folder in assignments(options.peer).items()}
+    options.set = assignments(options.set)
     for arm in options.arms:
         if arm.rstrip("2") not in options.peer:
             parser.error(f"--arms {arm}: --peer has no folder of {arm.rstrip('2')}")
