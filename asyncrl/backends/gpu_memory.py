@@ -66,6 +66,10 @@ _FILLED: Final = 0.9
 """Of a GPU, by state, in a layout that is recommended: a row's passes need the rest."""
 _MOST_RANKS: Final = 1024
 _LAST_STAGE: Final = "num_layers_in_last_pipeline_stage"
+_REPLICATED: Final = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa|indexer|gate|router)\.")
+"""Matrices of layers that every tensor-parallel rank has whole."""
+_CUT_BY_INPUTS: Final = ("o_proj", "down_proj", "out_proj")
+"""Modules whose inputs tensor-parallel ranks divide; of others, they divide the outputs."""
 _MOST_EXPERT_RANKS: Final = 32
 """Over which a recommended layout distributes experts: as many as published recipes for large mixtures."""
 
@@ -351,7 +355,7 @@ class _Numbers:
     largest: float = 0.0
 
 
-_Divided = Literal["experts", "layers", "ends", "tower", "second end"]
+_Divided = Literal["experts", "layers", "replicated", "ends", "tower", "second end"]
 _Sizes = Mapping[_Divided, _Numbers]
 
 
@@ -407,22 +411,32 @@ def _sizes(
     has_embedding = any("embed_tokens" in name for name in shapes)
     for name, shape in shapes.items():
         kind = _kind(name, has_embedding=has_embedding)
-        of_kind, numbers = found.setdefault(kind, _Numbers()), math.prod(shape)
+        numbers = math.prod(shape)
+        found.setdefault(kind, _Numbers()).whole += numbers
         is_free = is_whole or is_trained(name, freeze=learner.frozen, train_only=learner.train_only)
-        trained = float(numbers if is_free else 0)
+        trained: Mapping[_Divided, float] = {kind: float(numbers * is_free)}
         if lora.rank:
             module = module_name(name)
             is_adapted = bool(module) and ("all-linear" in lora.modules or module in lora.modules)
             is_adapted = is_adapted and kind != "tower" and len(shape) == 2
-            trained = float(lora.rank * sum(shape)) if is_adapted else 0.0
-        of_kind.whole += numbers
-        of_kind.trained += trained
+            trained = _of_adapter(kind, shape, module, lora.rank) if is_adapted else {}
         layer, _, of_expert = name.partition(".experts.")  # the experts of a layer are two weights
-        weight = (kind, f"{layer}.{'down' in of_expert}" if of_expert else name)
-        weights[weight] = weights.get(weight, 0.0) + trained
+        for of_kind, its in trained.items():
+            found.setdefault(of_kind, _Numbers()).trained += its
+            weight = (of_kind, f"{layer}.{'down' in of_expert}" if of_expert else name)
+            weights[weight] = weights.get(weight, 0.0) + its
     for (kind, _), numbers_trained in weights.items():
         found[kind].largest = max(found[kind].largest, numbers_trained)
     return found
+
+
+def _of_adapter(kind: _Divided, shape: tuple[int, ...], module: str, rank: int) -> Mapping[_Divided, float]:
+    """Return the numbers of an adapter: [rank, in] and [out, rank], one of which tensor-parallel ranks divide."""
+    outputs, inputs = shape
+    cut, whole = (inputs, outputs) if module in _CUT_BY_INPUTS else (outputs, inputs)
+    if kind != "layers":
+        return {kind: float(rank * (cut + whole))}
+    return {kind: float(rank * cut), "replicated": float(rank * whole)}
 
 
 def _state_of(run: RunConfig, sizes: _Sizes, layout: Layout, *, lora: LoraSection) -> _State:
@@ -450,8 +464,9 @@ def _state_of(run: RunConfig, sizes: _Sizes, layout: Layout, *, lora: LoraSectio
             (0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + MOMENT_BYTES)
         ) / replicas
         # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
-        is_gathered = (layout.expert_tensor if is_expert else layout.tensor) > 1 or run.run.colocated
-        exported = (layout.expert * layout.expert_tensor if is_expert else layout.tensor) / layout.exporters_of_stage
+        parts = 1 if kind in ("replicated", "tower") else layout.tensor
+        is_gathered = (layout.expert_tensor if is_expert else parts) > 1 or run.run.colocated
+        exported = (layout.expert * layout.expert_tensor if is_expert else parts) / layout.exporters_of_stage
         if lora.rank and lora.publish == "merged" and not is_gathered:
             kept += trained * exported
         else:
@@ -472,12 +487,18 @@ def _state_of(run: RunConfig, sizes: _Sizes, layout: Layout, *, lora: LoraSectio
 
 
 def _frozen(run: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[_Sizes]:
-    """Return the sizes of reference and teacher."""
-    reference, lora = run.reference, run.learner.lora
-    others = [] if run.teacher is None else [run.teacher.path]
-    if reference is not None and reference.kl_coef and not (lora.rank and reference.path in ("", run.model.path)):
-        others.append(reference.path or run.model.path)
-    all_shapes = (shapes if path == run.model.path else read_shapes(Path(path)) for path in others)
+    """Return the sizes of reference and teacher that are loaded. One that is the policy without its adapters is not."""
+    reference, teacher, base = run.reference, run.teacher, Path(run.model.path)
+    paths = dict[str, Path]()
+    if reference is not None and reference.kl_coef:
+        paths["reference.path"] = Path(reference.path or base)
+    if teacher is not None and not teacher.is_served:
+        paths["teacher.path"] = Path(teacher.path)
+    without_adapters = {key for key, path in paths.items() if path == base and key not in run.own_megatron}
+    if reference is not None and reference.refresh_steps:
+        without_adapters.discard("reference.path")
+    others = [path for key, path in paths.items() if not (run.learner.lora.rank and key in without_adapters)]
+    all_shapes = (shapes if path == base else read_shapes(path) for path in others)
     return [_sizes(run, own, lora=LoraSection()) for own in all_shapes]
 
 
@@ -485,7 +506,7 @@ def _kind(name: str, *, has_embedding: bool) -> _Divided:
     if ".experts." in name:
         return "experts"
     if ".layers." in name:
-        return "layers"
+        return "replicated" if _REPLICATED.search(name) else "layers"
     if re.match(VISION_TOWER, name):
         return "tower"
     return "second end" if "lm_head" in name and has_embedding else "ends"
@@ -497,6 +518,8 @@ def _share(kind: _Divided, layout: Layout) -> float:
         return 1 / (layout.expert * layout.expert_tensor * layout.pipeline)
     if kind == "layers":
         return 1 / (layout.tensor * layout.pipeline)
+    if kind == "replicated":
+        return 1 / layout.pipeline
     if kind == "tower":  # every rank of the first stage has all of it
         return 1.0
     is_elsewhere = layout.pipeline > 1 and kind == "second end"  # the embedding is on the first stage, it on the last

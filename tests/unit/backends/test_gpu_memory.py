@@ -180,6 +180,7 @@ def test_a_recomputed_layer_is_whole_on_its_stage_and_counts_once_it_is_more_tha
 # is 2 bytes a parameter, 4 of its gradient, 4 of its float32 copy and 8 of its moments; data-parallel ranks share the
 # last two.
 LEARNER_RANKS = "learner.ranks=2"
+ATTENTION_16 = "learner.lora={rank=16, modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']}"
 
 
 @pytest.mark.parametrize(
@@ -189,12 +190,17 @@ LEARNER_RANKS = "learner.ranks=2"
         ("8B", [LEARNER_RANKS], 4.0, 2.0, 3.5),
         ("8B", [LEARNER_RANKS, "learner.tensor_parallel=2"], 2.5, 2.0, 3.5),
         ("30B-A3B:12", [LEARNER_RANKS, "learner.expert_parallel=2"], 2.57, 2.0, 3.5),
-        ("8B", ["learner.lora={rank=16, modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']}"], 1.01, 0.01, 0.02),
+        ("8B", [ATTENTION_16], 1.01, 0.01, 0.02),
         ("8B", ["learner.freeze=['.']"], 1.0, 0.0, 1.0),
         # a critic is a second whole model, whatever is trained of the policy
         ("8B", ["algorithm.name='ppo'"], 10.0, 8.0, 14.0),
         ("8B", ["algorithm.advantage='gae'", "learner.lora={rank=16, modules=['q_proj', 'k_proj']}"], 6.0, 4.0, 7.0),
         ("8B", ["algorithm.name='ppo'", "algorithm.advantage='grpo'"], 5.0, 4.0, 7.0),
+        # a reference is a second model; with adapters it is the policy without them, until it is refreshed
+        ("8B", ["reference.kl_coef=0.1"], 6.0, 4.0, 7.0),
+        ("8B", ["reference.kl_coef=0.1", ATTENTION_16], 1.01, 0.01, 0.02),
+        ("8B", ["reference.kl_coef=0.1", "reference.refresh_steps=9", ATTENTION_16], 2.01, 0.01, 0.02),
+        ("8B", ["teacher.server='large'", "servers.large.path='models/large'"], 5.0, 4.0, 7.0),
     ],
 )
 def test_state_is_counted_to_a_twentieth(
@@ -212,6 +218,17 @@ def test_state_is_counted_to_a_twentieth(
     assert found.loaded / of_model == pytest.approx(loaded, rel=0.05)
     assert found.moments / of_model == pytest.approx(moments, rel=0.1, abs=0.01)
     assert found.saved / of_model == pytest.approx(saved, rel=0.05, abs=0.02)
+
+
+def test_half_of_each_adapter_is_on_every_tensor_parallel_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the other half, which is as long as what ranks divide of the matrix, each has a fourth."""
+    ranks = ("learner.ranks=4", "learner.tensor_parallel=4")
+    run = run_of("8B", tmp_path, monkeypatch, "learner.lora.rank=64", *ranks)
+    divided = (
+        4096 + 2 * 1024 + 4096 + 2 * 12_288 + 12_288
+    )  # outputs of q, k, v, inputs of o, outputs of gate and up, ..
+    found = gpu_memory._state(run, dict(sizes(SHAPES["8B"])), run.learner.layout)
+    assert found.main == 4 * 36 * 64 * (divided / 4 + 7 * 4096)
 
 
 def test_offloaded_moments_leave_ten_bytes_a_parameter_and_one_version(
