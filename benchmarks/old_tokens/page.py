@@ -4,7 +4,8 @@
 
 Of runs with the most frequent number of steps; a cell that was run twice counts once, as it came last. verdict.py says
 when a cell lost. Everything between two marks is made here. By hand are only numbers of these rows before the first
-mark and behind the last one, those of staleness_bound.py, which tests hold to the rows, and those of README.md.
+mark and behind the last one, those of staleness_bound.py, which tests hold to the rows, and those of README.md,
+docs/guides/algorithms.md and docs/start/small_model.md.
 Differences have 95 % intervals in brackets, rewards their standard error.
 """
 
@@ -29,7 +30,16 @@ from benchmarks.old_tokens import alarm, seconds
 from benchmarks.old_tokens import cells as runs
 from benchmarks.old_tokens.cells import Row
 from benchmarks.old_tokens.table import FASTER, interval, print_rates, select
-from benchmarks.old_tokens.verdict import MATTERS, Cell, Difference, cells, mean_of, safe_product
+from benchmarks.old_tokens.verdict import (
+    MATTERS,
+    Cell,
+    Difference,
+    cells,
+    in_training,
+    mean_of,
+    orders,
+    safe_product,
+)
 
 RESULTS: Final = Path(__file__).parents[2] / "docs" / "results"
 ROWS: Final = RESULTS / "gpu" / "old_tokens.jsonl"
@@ -127,9 +137,9 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def follows(rows: Sequence[Row]) -> str:
-    """Return what the rows say of the default bound, correction and guards, in Markdown."""
+    """Return what the rows say of the default bound and of the alarm, in Markdown."""
     found = cells(rows)
-    lines = [*_of_bound(found), *_of_guards(found, _tasks(rows)), *_of_alarm(rows)]
+    lines = [*_of_bound(rows, found), *_of_alarm(rows)]
     return "\n".join(lines) or "There are no rows yet."
 
 
@@ -205,7 +215,7 @@ def _reward(held_out: Sequence[float]) -> str:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _of_bound(found: Sequence[Cell]) -> list[str]:
+def _of_bound(rows: Sequence[Row], found: Sequence[Cell]) -> list[str]:
     plain = [cell for cell in found if cell.guard == "tis"]
     if not plain:
         return []
@@ -228,33 +238,30 @@ def _of_bound(found: Sequence[Cell]) -> list[str]:
     else:
         what = f"The default's {LARGEST_SHOWN:g} is **over it**."
     lines = [f"- {said}. {what}"]
-    if lost and (fine := [cell for cell in plain if cell.product > lost[0].product and not cell.samples.lost]):
-        texts = ", ".join(f"{_of(cell)} on *{cell.task}* {cell.samples}" for cell in fine)
-        lines.append(
-            f"- **The product orders cells only roughly**: over {lost[0].product:.2g} these did not lose: {texts}."
-        )
+    if 0 < len(lost) < len(plain):
+        lines.append(_of_product(rows, plain))
     return lines
 
 
-def _of_guards(found: Sequence[Cell], tasks: Sequence[str]) -> list[str]:
-    lines = []
-    for guard in _guards_of(found):
-        of = [cell for cell in found if cell.guard == guard and cell.staleness]
-        said = []
-        for rate, age in _pairs(of):
-            at = [cell for cell in found if (cell.rate, cell.staleness) == (rate, age)]
-            on = next(on for on, guards in _by_tasks(at, tasks).items() if guard in guards)
-            its, plain = (
-                [cell.samples for cell in at if cell.guard == name and cell.task in on] for name in (guard, "tis")
-            )
-            without = f"{mean_of(plain).mean:+.3f} with TIS; " if len(plain) == len(on) else ""
-            said.append(f"at {rate:g} × {age} {_mean(its)} ({without}{', '.join(on)})")
-        lost = sum(cell.samples.lost for cell in of)
-        lines.append(
-            f"- **Guard `{guard}`** loses in {lost} of {len(of)} cells with old tokens. Mean difference from "
-            f"synchronous training {'; '.join(said)}."
+def _of_product(rows: Sequence[Row], plain: Sequence[Cell]) -> str:
+    """Return how many cells lost at each product, held out and in training, and how well it orders them."""
+    of: dict[str, list[Cell]] = {}
+    for cell in sorted(plain, key=lambda cell: cell.product):
+        of.setdefault(f"{cell.product:.2g}", []).append(cell)
+    counts = [f"{sum(cell.samples.lost for cell in its)} of {len(its)} at {product}" for product, its in of.items()]
+    said = f"- **Cells that lost, by product**: {', '.join(counts)}. "
+    training = {product: [one for cell in its if (one := in_training(rows, cell))] for product, its in of.items()}
+    if all(training.values()):
+        counts = [f"{sum(one.lost for one in its)} of {len(its)}" for its in training.values()]
+        said += (
+            "The held-out reward is of the last step alone; by that of all training answers of the last quarter, with "
+            f"the synchronous run's as many versions earlier (not chosen before the rows): {', '.join(counts)}. "
         )
-    return lines
+    shares = [orders(plain, by) for by in (lambda c: c.product, lambda c: c.rate, lambda c: c.staleness)]
+    return said + (
+        f"Of two cells, one that lost and one that did not, the former has the larger product in {shares[0]:.0%} "
+        f"(equal ones count half), the larger rate in {shares[1]:.0%}, the older tokens in {shares[2]:.0%}."
+    )
 
 
 def _of_alarm(rows: Sequence[Row]) -> list[str]:
@@ -274,10 +281,7 @@ def _of_alarm(rows: Sequence[Row]) -> list[str]:
     said += f" ({_each(false)})" if false else ""
     said += f", and in {sum(run.rang_at(threshold) > 0 for run in fresh)} of {len(fresh)} synchronous runs"
     guards = _of_alarm_with_guards(rows, threshold)
-    return [
-        f"- **The alarm** over {threshold:g}, which these runs did not choose, rings in {said}.{guards}",
-        _of_metrics(rows, lost),
-    ]
+    return [f"- **The alarm** over {threshold:g}, which these runs did not choose, rings in {said}.{guards}"]
 
 
 def _of_alarm_with_guards(rows: Sequence[Row], threshold: float) -> str:
@@ -298,25 +302,6 @@ def _rang(rows: Sequence[Row], guard: str, threshold: float) -> tuple[tuple[int,
     others = [run for run in others if not run.is_synchronous]
     one, other = ((sum(run.rang_at(threshold) > 0 for run in of), len(of)) for of in (lost, others))
     return one, other
-
-
-def _of_metrics(rows: Sequence[Row], lost: Sequence[alarm.Recorded]) -> str:
-    """Return medians and tenths of what the metrics were in runs with old tokens that lost, and in others."""
-    found = _metrics(rows, lost)
-    if found is None:
-        return "- **Metrics**: too few runs."
-    texts = []
-    names = ("the others with old tokens", "those that lost")
-    for (count, (drift, moved, ess)), name in zip(found, names, strict=True):
-        texts.append(
-            f"in {name} ({count}) drift {drift[1]:.2g} ({drift[0]:.2g} to {drift[2]:.2g}), "
-            f"|log ratio| {moved[1]:.2g} ({moved[0]:.2g} to {moved[2]:.2g}), "
-            f"ESS of sequences {ess[1]:.2g} ({ess[0]:.2g} to {ess[2]:.2g})"
-        )
-    return (
-        "- **Metrics**, median and tenths over runs (drift: the largest that lasted five steps; the others: the worst "
-        f"quarter of a run, without the first): {'; '.join(texts)}."
-    )
 
 
 Tenths = tuple[int, NDArray[np.float64]]

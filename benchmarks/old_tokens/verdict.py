@@ -145,6 +145,41 @@ def mean_of(differences: Sequence[Difference]) -> Difference:
     )
 
 
+def in_training(rows: Sequence[Row], cell: Cell) -> Difference | None:
+    """Return the difference from synchronous training in the mean reward of the last quarter's training answers, with
+    the synchronous run's as many versions earlier by its slope, since older weights sampled the others. None with fewer
+    than two seeds, or if rows lack it.
+    """
+    of = [row for row in select(rows, task=cell.task, rate=cell.rate) if "reward/mean" in row.get("metrics", {})]
+    control = {row["seed"]: row for row in select(of, staleness=0, guard="tis")}
+    values = [
+        _last_quarter(row) - _last_quarter(control[row["seed"]], earlier=cell.staleness)
+        for row in select(of, staleness=cell.staleness, guard=cell.guard)
+        if row["seed"] in control
+    ]
+    if len(values) < 2:
+        return None
+    mean, error = interval(values)
+    return Difference(mean=mean, error=error, seeds=len(values), freedom=len(values) - 1)
+
+
+def _last_quarter(row: Row, *, earlier: int = 0) -> float:
+    """
+    >>> _last_quarter({"steps": 40, "metrics": {"reward/mean": [0.0, 0.2, 0.4, 0.5]}}, earlier=4)
+    0.46
+    """
+    *_, before, last = row["metrics"]["reward/mean"]
+    return float(last - earlier * (last - before) / (row["steps"] / 4))
+
+
+def orders(found: Sequence[Cell], by: Callable[[Cell], float]) -> float:
+    """Return the share of pairs, of a cell that lost and one that did not, in which the former has the larger value;
+    equal ones count half. nan without pairs."""
+    lost, others = ([f"{by(cell):.3g}" for cell in found if cell.samples.lost is which] for which in (True, False))
+    pairs = [(float(one), float(other)) for one in lost for other in others]
+    return statistics.fmean((one > other) + (one == other) / 2 for one, other in pairs) if pairs else math.nan
+
+
 def safe_product(found: Sequence[Cell]) -> float:
     """Return the largest product of learning rate and age up to which no cell without a guard lost; 0 if there is
     none.
