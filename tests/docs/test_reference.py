@@ -30,8 +30,8 @@ def test_every_key_of_the_run_file_has_a_meaning() -> None:
 
 
 def test_table_of_other_frameworks_names_existing_keys() -> None:
-    table = (ROOT / "docs" / "concepts" / "glossary.md").read_text().partition("## From another framework")[2]
-    named = {key for line in table.splitlines() for key in re.findall(r"`([a-z]+\.[a-z_]+)", line.split(" | ")[0])}
+    rows = re.findall(r"(?m)^\|.*", (ROOT / "docs" / "start" / "from_trl_and_verl.md").read_text())
+    named = {key for row in rows for key in re.findall(r"`([a-z]+\.[a-z_]+)", row.split(" | ")[0])}
     sections = re.split(r"(?m)^## \[(\w+)\].*$", (REFERENCE / "configuration.md").read_text())[1:]
     keys = {
         f"{section}.{key}"
