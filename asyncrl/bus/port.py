@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -63,10 +63,6 @@ class Deliveries(Protocol[M_co]):
 
     def want(self, count: int) -> None:
         """Set how many messages to prefetch ahead of ``anext``, which saves round trips on a long link; initially 1."""
-        ...
-
-    def on_unread(self, tell: Callable[[Delivery[M_co]], Awaitable[None]]) -> None:
-        """Call ``tell`` for each message that arrived ahead of ``anext`` and returns to the bus without being taken."""
         ...
 
     async def stop(self) -> None:

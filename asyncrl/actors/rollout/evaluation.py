@@ -186,11 +186,11 @@ class EvaluationSource(Source):
             self._bus.rejections.note(EVALUATION_PROMPTS.name, problem)
             await delivery.ack()  # the learner asks again
         elif current is None or prompt.group_id >= current.group_id(current.num_prompts):
-            await self.put_back(work)
+            await work.retry()
         elif prompt.group_id < current.group_id(0):
             await delivery.ack()  # of an evaluation that is over
         elif work.needs_worker_alone and self._slots.num_running_beside:
-            await self.put_back(work)
+            await work.retry()
         else:
             return True
         return False

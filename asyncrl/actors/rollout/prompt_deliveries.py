@@ -5,7 +5,7 @@
   F1 A worker holds no more groups than it has free slots for, so no worker starves beside a full one.
   F2 A draining worker returns at once what it has not begun. Other workers can then begin it, with the newest weights.
   F3 A delivery of a group that this worker already holds was reissued for other workers, so it is returned.
-  F4 A group that is returned before it begins, or without being looked at, uses up no attempt (DeliveryAttempts).
+  F4 A group that is returned before it begins uses up no attempt (DeliveryAttempts).
 Tests: tests/actors/rollout/test_prompt_deliveries.py.
 """
 
@@ -37,12 +37,9 @@ _LONGEST_RETURN: Final = 60.0
 class DeliveryAttempts:
     """Counts how often a prompt group was begun. The bus counts deliveries, but not every delivery is begun.
 
-    Each delivery after the first is noted in ``segments`` (WORKER/GROUP/DELIVERY/begun/INCARNATION) before any of it is
-    generated. The first delivery counts as begun without a note, so groups that never fail cost nothing. It does not
-    count if a note says that its worker returned it before beginning it, or even without looking at it
-    (WORKER/GROUP/1/returned). With ``max_attempts`` = 1 the first delivery is noted like the others.
-
-    What was begun under an earlier incarnation of the learner does not count: the machine may have gone, three times.
+    Each beginning is noted in ``segments`` (WORKER/GROUP/DELIVERY/begun/INCARNATION) before any of it is generated. The
+    notes go with the group's segments (PartialRollouts.forget). What was begun under an earlier incarnation of the
+    learner does not count: the machine may have gone, three times.
     """
 
     def __init__(self, bus: Bus, *, worker: str, max_attempts: int) -> None:
@@ -50,80 +47,42 @@ class DeliveryAttempts:
         self._worker = worker
         self.max_attempts = max_attempts
         self._log = logging.getLogger(f"asyncrl.{worker}")
-        self._first_noted = min(2, max_attempts)
 
     async def number(self, delivery: Delivery[PromptGroup]) -> int:
         """Return which attempt this delivery would be, from 1."""
-        if delivery.attempt == 1 or delivery.message is None:
+        if delivery.attempt == 1 or (prompt := delivery.message) is None:
             return delivery.attempt
-        group_id, incarnation = delivery.message.group_id, await self._incarnation(delivery.message)
-        states = await self._bus.states(SEGMENTS, under=f"*/{group_id}/")
-        found = {key.partition("/")[2] for key in states}  # whoever noted it
-        numbers = range(self._first_noted, delivery.attempt)
-        noted = sum(_begun_key(group_id, number, incarnation) in found for number in numbers)
-        is_unnoted = self._first_noted > 1 and delivery.message.incarnation == incarnation
-        return 1 + noted + (is_unnoted and _returned_key(group_id) not in found)
+        incarnation = await self._incarnation(delivery, prompt)
+        found = await self._bus.states(SEGMENTS, under=f"*/{prompt.group_id}/")
+        noted = {key.partition("/")[2] for key in found}  # whoever noted it
+        keys = (f"{_notes(prompt, number)}{incarnation}" for number in range(1, delivery.attempt))
+        return 1 + sum(key in noted for key in keys)
 
-    async def _incarnation(self, prompt: PromptGroup) -> int:
-        """Return the learner's incarnation."""
-        progress = (await self._bus.states(PROGRESS)).get("")
+    async def begin(self, delivery: Delivery[PromptGroup], prompt: PromptGroup) -> None:
+        """Note the attempt. Raises BusError: a prompt that kills its worker must not look as if it was never tried.
+
+        The first delivery does not wait for the bus: if its note is lost, the group has one attempt more.
+        """
+        key = f"{self._worker}/{_notes(prompt, delivery.attempt)}{await self._incarnation(delivery, prompt)}"
+        note = GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=())
+        await self._bus.put(SEGMENTS, note, key=key, is_sure=delivery.attempt > 1)
+
+    async def forget(self, delivery: Delivery[PromptGroup], prompt: PromptGroup) -> None:
+        """Uncount an attempt that ended only because this worker leaves."""
+        try:
+            await self._bus.forget(SEGMENTS, key=f"{self._worker}/{_notes(prompt, delivery.attempt)}")
+        except BusError as error:
+            self._log.warning("group %d: this attempt at it counts: %s", prompt.group_id, error)
+
+    async def _incarnation(self, delivery: Delivery[PromptGroup], prompt: PromptGroup) -> int:
+        """Return the learner's incarnation; on the first delivery that of the prompt, which costs no request."""
+        progress = None if delivery.attempt == 1 else (await self._bus.states(PROGRESS)).get("")
         return prompt.incarnation if progress is None else progress.incarnation
 
-    async def begin(self, delivery: Delivery[PromptGroup]) -> None:
-        """Note the attempt. Raises BusError: a prompt that kills its worker must not look as if it was never tried."""
-        if delivery.attempt >= self._first_noted and (prompt := delivery.message) is not None:
-            incarnation = await self._incarnation(prompt)
-            await self._note(prompt, _begun_key(prompt.group_id, delivery.attempt, incarnation))
 
-    async def give_back(self, delivery: Delivery[PromptGroup], *, has_begun: bool = False, delay: float = 0.0) -> None:
-        """Return the delivery for redelivery after ``delay`` seconds, without using up an attempt.
-
-        has_begun  ``begin`` was called, but the group ended only because this worker leaves
-        """
-        try:
-            if delivery.attempt < self._first_noted:
-                await self.note_unread(delivery, is_sure=True)
-            elif has_begun and delivery.message is not None:
-                begun = _begun_keys(delivery.message.group_id, delivery.attempt)
-                await self._bus.forget(SEGMENTS, key=f"{self._worker}/{begun}")
-        except BusError as error:  # the group has one attempt less
-            self._log.warning(
-                "group %s: cannot record that it was not started, so it has one attempt less: %s", delivery.key, error
-            )
-        await delivery.retry(delay=delay)
-
-    async def note_unread(self, delivery: Delivery[PromptGroup], *, is_sure: bool = False) -> None:
-        """Note that the first delivery returns unread. ``is_sure`` False does not wait for the bus: if the note is
-        lost, the group has one attempt less."""
-        if delivery.attempt < self._first_noted and delivery.message is not None:
-            await self._note(delivery.message, _returned_key(delivery.message.group_id), is_sure=is_sure)
-
-    async def _note(self, prompt: PromptGroup, key: str, *, is_sure: bool = True) -> None:
-        note = GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=())
-        await self._bus.put(SEGMENTS, note, key=f"{self._worker}/{key}", is_sure=is_sure)
-
-    async def forget(self, delivery: Delivery[PromptGroup]) -> None:
-        """Forget a published group. Notes of later deliveries go with its segments (PartialRollouts)."""
-        if delivery.attempt == self._first_noted == 1 and delivery.message is not None:
-            try:
-                await self._bus.forget(SEGMENTS, key=f"{self._worker}/{_begun_keys(delivery.message.group_id, 1)}")
-            except BusError as error:  # the note expires after some hours
-                self._log.warning(
-                    "group %s: its start record stays on the bus until it expires: %s", delivery.key, error
-                )
-
-
-def _begun_key(group_id: int, delivery: int, incarnation: int) -> str:
-    return f"{_begun_keys(group_id, delivery)}{incarnation}"
-
-
-def _begun_keys(group_id: int, delivery: int) -> str:
+def _notes(prompt: PromptGroup, delivery: int) -> str:
     """Return what the notes of all incarnations begin with."""
-    return f"{group_id}/{delivery}/begun/"
-
-
-def _returned_key(group_id: int) -> str:
-    return f"{group_id}/1/returned"
+    return f"{prompt.group_id}/{delivery}/begun/"
 
 
 class PromptWork:
@@ -183,17 +142,16 @@ class PromptWork:
     async def begin(self) -> GroupProgress | None:
         """Called before anything is generated. Return the group's progress so far; None: nothing of it is saved."""
         assert self.prompt is not None, "a group without a prompt cannot begin"
-        await self._attempts.begin(self.delivery)
+        await self._attempts.begin(self.delivery, self.prompt)
         return await self._partial_rollouts.open(self.prompt, attempt=self.delivery.attempt, begun=self.attempt)
 
     async def finish(self) -> None:
         """The result is published, so the group need not be made again."""
         await self.delivery.ack()
         await self._partial_rollouts.forget(self.delivery.key)
-        await self._attempts.forget(self.delivery)
 
     async def retry(self) -> None:
-        """This attempt failed: any worker may make the group again soon."""
+        """Any worker may make the group again soon: this attempt failed, or did not begin."""
         self.release()
         await self.delivery.retry(delay=RETRY_SECONDS)
 
@@ -201,7 +159,9 @@ class PromptWork:
         """This worker leaves: another one should make the group, and this does not count as an attempt."""
         await self._partial_rollouts.save()
         self.release()
-        await self._attempts.give_back(self.delivery, has_begun=True)
+        if self.prompt is not None:
+            await self._attempts.forget(self.delivery, self.prompt)
+        await self.delivery.retry()
 
     def release(self) -> None:
         """Stop renewing: before the delivery is returned, and once it is done. A second call has no effect."""
@@ -271,13 +231,12 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     async def accept(self, work: PromptWork) -> bool:
-        """Return whether a fetched group may begin here; if not, ack it or ``put_back`` it. Raises BusError."""
+        """Return whether a fetched group may begin here; if not, ack it or ``retry`` it. Raises BusError."""
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """While open, ``next`` may be called. Leaving abandons everything unfinished."""
         async with self._bus.consume(self._topic) as self._deliveries, asyncio.TaskGroup() as self._owner:
-            self._deliveries.on_unread(self._attempts.note_unread)
             with self._slots.watch(self.update), self._engine.gate.watch(self.update):
                 self.update()
                 self._owner.create_task(self._fetch(self._deliveries), name=f"{self._worker}.fetch-{self._topic.name}")
@@ -315,11 +274,6 @@ class Source(abc.ABC):
             self._deliveries.want(max(0, self._num_wanted))
         self._changed.set()
 
-    async def put_back(self, work: PromptWork) -> None:
-        """Put back a group that was not begun here, without using up an attempt."""
-        work.release()
-        await self._attempts.give_back(work.delivery, delay=RETRY_SECONDS)
-
     # -- fetching ------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, deliveries: Deliveries[PromptGroup]) -> None:
@@ -356,7 +310,7 @@ class Source(abc.ABC):
 
     async def _add(self, delivery: Delivery[PromptGroup]) -> None:
         if delivery.key in self._held:  # reissued for other workers, while this one makes the group
-            await self._attempts.give_back(delivery, delay=min(_LONGEST_RETURN, RETURN_SECONDS * delivery.attempt))
+            await delivery.retry(delay=min(_LONGEST_RETURN, RETURN_SECONDS * delivery.attempt))
             return
         self._held.add(delivery.key)
         attempt = await self._attempts.number(delivery)  # here: no await between ``next`` and taking slots
@@ -390,7 +344,7 @@ class Source(abc.ABC):
         async with asyncio.TaskGroup() as group:
             for work in ready:
                 work.release()
-                group.create_task(self._attempts.give_back(work.delivery))
+                group.create_task(work.delivery.retry())
 
     @property
     def _num_wanted(self) -> int:

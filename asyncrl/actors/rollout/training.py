@@ -60,7 +60,7 @@ class TrainingSource(Source):
             await delivery.ack()  # not a group that any learner waits for
             return False
         if work.needs_worker_alone and self._engine.gate.is_pinned:
-            await self.put_back(work)  # waiting here would block the evaluation
+            await work.retry()  # waiting here would block the evaluation
             return False
         return True
 

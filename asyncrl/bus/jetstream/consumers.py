@@ -85,7 +85,9 @@ def arrival(message: Any, *, generation: int) -> Arrival | None:
     )
 
 
-GiveBack = Callable[[Arrival], Awaitable[None]]
+async def give_back(connection: Connection, item: Arrival) -> None:
+    """Return a message that was not taken."""
+    await connection.send(item.reply, _GIVE_BACK, reply="")
 
 
 class PullConsumer:
@@ -108,14 +110,9 @@ class PullConsumer:
         stream: str,
         name: str,
         ready: Callable[[], Awaitable[None]],
-        give_back: GiveBack,
     ) -> None:
-        """
-        ready      returns once the shared consumer exists
-        give_back  gives a message that was not taken back to the bus
-        """
+        """ready: returns once the shared consumer exists"""
         self._connection, self._stream, self._ready = connection, stream, ready
-        self._give_back = give_back
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"
         self._wanted = 1
         self._changed = asyncio.Event()
@@ -160,7 +157,7 @@ class PullConsumer:
             await self._withdraw(is_awaited=False)
         finally:
             while self._arrived:
-                await self._give_back(self._arrived.popleft())
+                await give_back(self._connection, self._arrived.popleft())
 
     def _note_answers(self, requests: _PullRequests) -> None:
         if requests.has_answered:
@@ -170,7 +167,7 @@ class PullConsumer:
             self._is_lost = True
 
     async def _listening(self) -> _PullRequests:
-        requests = _PullRequests(self._connection, self._subject, self._arrived, self._changed, self._give_back)
+        requests = _PullRequests(self._connection, self._subject, self._arrived, self._changed)
         try:
             await requests.listen()
         except BaseException:
@@ -205,11 +202,8 @@ class _PullRequests:
     is_awaited    whether arriving messages are kept
     """
 
-    def __init__(
-        self, connection: Connection, subject: str, arrived: deque[Arrival], changed: asyncio.Event, give_back: GiveBack
-    ) -> None:
+    def __init__(self, connection: Connection, subject: str, arrived: deque[Arrival], changed: asyncio.Event) -> None:
         self._connection, self._subject, self._arrived, self._changed = connection, subject, arrived, changed
-        self._give_back = give_back
         self._open = 0  # messages that the requests may still deliver
         self._due = 0.0
         self._inbox = connection.inbox()
@@ -257,7 +251,7 @@ class _PullRequests:
                 return
             self._open = max(0, self._open - 1)
             if not self.is_awaited:
-                await self._give_back(item)
+                await give_back(self._connection, item)
                 return
             self._arrived.append(item)
         else:
@@ -304,16 +298,17 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
             stream=layout.stream(topic),
             name=WORKERS,
             ready=ready,
-            give_back=self._give_back,
         )
         self._held: list[JetStreamDelivery[M]] = []
-        self._on_unread: Callable[[Delivery[M]], Awaitable[None]] | None = None
 
     async def start(self) -> None:
         await self._consumer.start()
 
     async def __anext__(self) -> Delivery[M]:
-        delivery = self._delivery(await self._consumer.take())
+        item = await self._consumer.take()
+        key = self._layout.key(self._topic, item.subject)
+        content = opened(item.data, self._topic, key=key)
+        delivery = JetStreamDelivery(self._connection, item, self._topic, self._layout, content)
         if delivery.attempt > 1:
             logger.info("%s %s: delivery attempt %d", self._topic.name, delivery.key, delivery.attempt)
         self._held = [one for one in self._held if one.is_ours()] + [delivery]
@@ -321,9 +316,6 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
 
     def want(self, count: int) -> None:
         self._consumer.want(count)
-
-    def on_unread(self, tell: Callable[[Delivery[M]], Awaitable[None]]) -> None:
-        self._on_unread = tell
 
     async def stop(self) -> None:
         await self._consumer.stop()
@@ -335,19 +327,6 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
         finally:
             for delivery in self._held:
                 await delivery.give_back()
-
-    def _delivery(self, item: Arrival) -> JetStreamDelivery[M]:
-        key = self._layout.key(self._topic, item.subject)
-        content = opened(item.data, self._topic, key=key)
-        return JetStreamDelivery(self._connection, item, self._topic, self._layout, content)
-
-    async def _give_back(self, item: Arrival) -> None:
-        """Return a message that arrived but was not taken."""
-        try:
-            if self._on_unread is not None:
-                await self._on_unread(self._delivery(item))
-        finally:
-            await self._connection.send(item.reply, _GIVE_BACK, reply="")
 
 
 class JetStreamDelivery(Generic[M]):

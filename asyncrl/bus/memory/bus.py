@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, Generic, TypeVar
 
 from asyncrl.bus.encoding import Each, Opened, encoded, opened
@@ -263,9 +263,6 @@ class _Deliveries(AsyncIterator[Delivery[M]], Generic[M]):
         return _Delivery(self._work, item, opened(item.data, self._topic, key=item.key))
 
     def want(self, count: int) -> None:
-        pass
-
-    def on_unread(self, tell: Callable[[Delivery[M]], Awaitable[None]]) -> None:
         pass
 
     async def stop(self) -> None:

@@ -59,7 +59,7 @@ async def on_its_last_attempt(bus: MemoryBus, topic: Topic[Any], message: Prompt
     attempts = DeliveryAttempts(bus, worker="lost", max_attempts=3)
     for _ in range(2):
         async with bus.consume(topic) as deliveries:  # ends without an ack
-            await attempts.begin(await anext(deliveries))
+            await attempts.begin(await anext(deliveries), message)
 
 
 async def test_putting_back_a_prompt_uses_no_attempt(bus: MemoryBus) -> None:

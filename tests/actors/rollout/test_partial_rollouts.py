@@ -75,11 +75,11 @@ async def test_a_published_group_leaves_no_segments(bus: Bus) -> None:
         await worker.begun(2)
         await worker.engine.steps(50)
         await worker.partial_rollouts.save()
-        assert (await bus.states(SEGMENTS)).keys() == {"w0/0/1/0"}
+        assert (await bus.states(SEGMENTS)).keys() == {"w0/0/1/0", "w0/0/1/begun/0"}
         await worker.partial_rollouts.save()
         await worker.engine.steps(5)
         await worker.partial_rollouts.save()
-        assert (await bus.states(SEGMENTS)).keys() == {"w0/0/1/0", "w0/0/1/1"}
+        assert (await bus.states(SEGMENTS)).keys() == {"w0/0/1/0", "w0/0/1/1", "w0/0/1/begun/0"}
         await worker.until_published(bus, 1)
         await worker.partial_rollouts.save()
         assert await bus.states(SEGMENTS) == {}

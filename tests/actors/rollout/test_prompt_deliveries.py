@@ -65,9 +65,9 @@ async def test_giving_back_uses_no_attempt(bus_factory: Any, max_attempts: int) 
         for number in (1, 2, 3):
             delivery = await anext(deliveries)
             assert (delivery.attempt, await attempts.number(delivery)) == (number, 1)
-            await attempts.give_back(delivery)
+            await delivery.retry()
         delivery = await anext(deliveries)
-        await attempts.begin(delivery)
+        await attempts.begin(delivery, prompt(1))
         await delivery.retry()
         assert await attempts.number(await anext(deliveries)) == 2
 
@@ -114,12 +114,13 @@ async def test_attempts_under_an_earlier_incarnation_of_the_learner_do_not_count
             await bus.put(PROGRESS, progress(0, incarnation=incarnation))
             delivery = await anext(deliveries)
             assert await attempts.number(delivery) == 1
-            await attempts.begin(delivery)
+            await attempts.begin(delivery, prompt(1))
             await delivery.retry()
         delivery = await anext(deliveries)
         assert await attempts.number(delivery) == 2
-        await attempts.begin(delivery)
-        await attempts.give_back(delivery, has_begun=True)
+        await attempts.begin(delivery, prompt(1))
+        await attempts.forget(delivery, prompt(1))
+        await delivery.retry()
         assert await attempts.number(await anext(deliveries)) == 2
 
 

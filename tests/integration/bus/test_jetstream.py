@@ -12,7 +12,6 @@ from typing import Any
 import nats
 import pytest
 
-from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.connection import Connection, Reply
 from asyncrl.bus.jetstream.credentials import Credentials
@@ -97,24 +96,6 @@ async def test_a_restarted_server_is_transparent(own_server: EmbeddedServer, con
     assert set(worked) == {str(number) for number in range(total)}
     assert watched == sorted(set(watched))
     assert await writer.depth(PROMPTS) == 0
-
-
-async def test_prefetched_message_uses_no_attempt_across_a_restart(
-    nats_server: EmbeddedServer, connect: Connect
-) -> None:
-    bus, other = await connect(nats_server, run="unread"), await connect(nats_server, run="unread")
-    attempts = DeliveryAttempts(bus, worker="w0", max_attempts=3)
-    await publish_prompts(bus, 1, 2)
-    async with bus.consume(PROMPTS) as deliveries:
-        deliveries.on_unread(attempts.note_unread)
-        deliveries.want(2)
-        held = await anext(deliveries)
-        while not deliveries._consumer._arrived:  # type: ignore[attr-defined]
-            await asyncio.sleep(0.01)
-        await deliveries.stop()
-        async with taken(other, 1) as (unread,):
-            assert {held.key, unread.key} == {"1", "2"}
-            assert (unread.attempt, await attempts.number(unread)) == (2, 1)
 
 
 async def test_calls_wait_while_the_server_is_away(own_server: EmbeddedServer, connect: Connect) -> None:

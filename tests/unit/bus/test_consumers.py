@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bus.jetstream.consumers import Arrival, PullConsumer
+from asyncrl.bus.jetstream.consumers import PullConsumer
 
 
 async def nothing() -> None:
@@ -83,10 +83,7 @@ def lender(connection: Any) -> PullConsumer:
     async def ready() -> None:
         await connection.api("CONSUMER.CREATE.s.workers", {"config": {"name": "workers"}})
 
-    async def give_back(item: Arrival) -> None:
-        await connection.send(item.reply, b"-NAK", reply="")
-
-    return PullConsumer(connection, stream="s", name="workers", ready=ready, give_back=give_back)
+    return PullConsumer(connection, stream="s", name="workers", ready=ready)
 
 
 def given_back(connection: ScriptedConnection) -> list[int]:
