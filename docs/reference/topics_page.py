@@ -11,8 +11,7 @@ from asyncrl.messages import topics
 HEAD: Final = """# Topics
 
 What travels on the bus, generated from `asyncrl/messages/topics.py` by `python docs/reference/make.py`. Subjects are
-`asyncrl.RUN.TOPIC.KEY`; messages are msgpack, arrays raw little-endian bytes. Who sends what to whom:
-[architecture](../concepts/architecture.md#the-bus).
+`asyncrl.RUN.TOPIC.KEY`; messages are msgpack, arrays raw little-endian bytes.
 
 - **work**: each message goes to one consumer, and is delivered again until that consumer acknowledges it.
 - **log**: every message is kept; readers hold a cursor, and nobody acknowledges.
