@@ -1,6 +1,6 @@
 """Encodes frozen dataclasses to bytes and back: msgpack, with arrays as raw little-endian bytes. Nothing is executable.
 
-The only file that imports msgpack, which packs, and msgspec, which builds the typed message. A message is the list
+The only file that imports msgpack, which packs, and msgspec, which builds typed values. A message is the list
 [name of its type, schema, fields]. An array is an extension whose code is its dtype (``_DTYPES``) and whose bytes are
 the number of dimensions (u8), the shape (u32 each) and the elements. Fields of an unknown name are skipped.
 """
@@ -80,6 +80,14 @@ def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool 
     except _UNREADABLE as error:
         problem, _, path = str(error).rpartition(" - at `$")
         raise MessageError(f"{name}{path[:-1]}: {problem}" if problem else f"{name}: {error}") from error
+
+
+def from_json(line: bytes, kind: type[M]) -> M:
+    """Decode a line of a file to a dataclass or TypedDict. Fields of an unknown name are skipped.
+
+    Raises ValueError for anything else, and for a number that is not finite; RecursionError for a line nested too deep.
+    """
+    return msgspec.json.decode(line, type=kind)
 
 
 _UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)

@@ -22,6 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
+from asyncrl.messages import codec
 from asyncrl.policies.groups.sample import GroupSample
 
 SAMPLES_FILE: Final = "samples.jsonl"
@@ -92,8 +93,8 @@ def read(directory: Path, name: str = SAMPLES_FILE) -> Iterator[GroupSample]:
 def parse(line: bytes) -> GroupSample | None:
     """Parse a line; None if it is malformed."""
     try:
-        return GroupSample.from_json(json.loads(line))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return codec.from_json(line, GroupSample)
+    except (ValueError, RecursionError):
         return None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -22,37 +21,6 @@ from numpy.typing import NDArray
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.policies.groups.turn_text import pieces_of
 from asyncrl.policies.staleness.staleness import ResumePoints, oldest_version, per_token
-
-Shape = Callable[[Any], bool]
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def or_none(shape: Shape) -> Shape:
-    return lambda value: value is None or shape(value)
-
-
-def each(shape: Shape) -> Shape:
-    return lambda value: isinstance(value, tuple) and all(map(shape, value))
-
-
-def rows(*shapes: Shape) -> Shape:
-    def fits(row: Any) -> bool:
-        is_row = isinstance(row, tuple) and len(row) == len(shapes)
-        return is_row and all(shape(value) for shape, value in zip(shapes, row, strict=True))
-
-    return each(fits)
-
 
 PENDING: Final = "pending"
 """Fate of a group that has not left the window."""
@@ -213,16 +181,6 @@ class GroupSample:
             row["titles"] = answer.titles
             row["pieces"] = [dataclasses.asdict(piece) for piece in pieces_of(answer.turns)]
         return table
-
-    @classmethod
-    def from_json(cls, table: Mapping[str, Any]) -> GroupSample:
-        """Read a table that may come from another version of asyncrl; unknown fields are ignored.
-
-        Raises ValueError, TypeError or AttributeError for a table of another shape.
-        """
-        answers = tuple(_of(Answer, answer) for answer in table.get("answers", ()))
-        made: GroupSample = _of(cls, {**table, "answers": answers})
-        return made
 
 
 def sample_of(
@@ -401,36 +359,3 @@ def _rounded(value: float) -> float | None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _of(kind: Any, table: Mapping[str, Any]) -> Any:
-    known = {field.name for field in dataclasses.fields(kind)}
-    found = {name: _tupled(value) for name, value in table.items() if name in known}
-    if wrong := [name for name, value in found.items() if not _SHAPES[name](value)]:
-        raise ValueError(f"no {', '.join(wrong)}")
-    return kind(**found)
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
-
-
-_SHAPES: Final[Mapping[str, Shape]] = {
-    **dict.fromkeys(("group_id", "step", "incarnation", "epoch", "rollout", "part", "place", "old_tokens"), is_whole),
-    **dict.fromkeys(("fate", "reason", "worker", "finish_reason", "dataset", "label", "model"), is_text),
-    **dict.fromkeys(("seconds", "time"), is_number),
-    **dict.fromkeys(("reward", "advantage"), or_none(is_number)),
-    **dict.fromkeys(("prompt_tokens", "tokens"), each(is_whole)),
-    **dict.fromkeys(("logprobs", "advantages"), each(is_number)),
-    **dict.fromkeys(("trainer_logprobs", "entropies"), each(or_none(is_number))),
-    "prompt": or_none(is_text),
-    "staleness": or_none(is_whole),
-    "answers": each(lambda value: isinstance(value, Answer)),
-    "turns": rows(is_text, is_text),
-    "environment": rows(is_whole, is_whole),
-    "turn_rewards": rows(is_whole, is_number),
-    "images": rows(is_whole, is_whole, is_text),
-    "versions": rows(is_whole, is_whole, is_whole),
-    "parts": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
-}
-"""Expected shapes of the fields of both classes, as read from JSON."""

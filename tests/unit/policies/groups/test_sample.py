@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages.codec import from_json
 from asyncrl.policies.groups.sample import Answer, GroupSample, decoded, picked, sample_of
 from asyncrl.policies.groups.token_text import token_texts
 from asyncrl.policies.groups.turn_text import other_pieces, pieces_of, sampled_pieces
@@ -65,17 +67,14 @@ def test_what_a_step_left_out_as_too_old_is_counted_and_has_no_part_in_the_other
     (answer,) = sample_of(group(), fate="dropped", step=9, resume_points={}, bound=3).answers
     assert (answer.staleness, answer.old_tokens) == (6, 0)
     sample = sample_of(group(), fate="trained", step=9, resume_points={}, bound=3)
-    assert GroupSample.from_json(json.loads(json.dumps(sample.as_json()))) == sample
+    assert read_again(sample) == sample
 
 
 def test_json_gives_it_back_also_with_fields_of_another_version() -> None:
-    import json
-
     sample = decoded(sample_of(group(), fate="trained", step=8, resume_points={}), words)
-    table = json.loads(json.dumps(sample.as_json()))
-    assert GroupSample.from_json(table) == sample
-    assert GroupSample.from_json(table | {"mood": "new"}) == sample
-    assert GroupSample.from_json({"group_id": 3}) == GroupSample(group_id=3)
+    assert read_again(sample) == sample
+    assert read_again(sample, mood="new") == sample
+    assert from_json(b'{"group_id": 3}', GroupSample) == GroupSample(group_id=3)
 
 
 def test_the_same_groups_of_a_step_are_picked_in_every_run() -> None:
@@ -103,7 +102,11 @@ def test_the_parts_of_a_rollout_are_told_apart_and_have_one_reward() -> None:
     assert sample.reward == 0.5
     assert [answer.prompt for answer in sample.answers] == [None, "<5>", None]
     assert [sample.title(index) for index in range(3)] == ["answer 1, part 1 of 2", "answer 1, part 2 of 2", "answer 3"]
-    assert GroupSample.from_json(sample.as_json()) == sample
+    assert read_again(sample) == sample
+
+
+def read_again(sample: GroupSample, **more: Any) -> GroupSample:
+    return from_json(json.dumps(sample.as_json() | more).encode(), GroupSample)
 
 
 def of_bytes(tokens: Sequence[int]) -> str:
@@ -199,4 +202,4 @@ def test_an_image_is_shown_by_its_digest_in_place_of_its_placeholders() -> None:
     )
     assert shown.prompt == "6[image abababababab]5"
     assert shown.answers[0].turns == (("policy", "7"), ("environment", "[image cdcdcdcdcdcd]"), ("policy", "8"))
-    assert GroupSample.from_json(json.loads(json.dumps(shown.as_json()))).answers[0].images == answer.images
+    assert read_again(shown).answers[0].images == answer.images
