@@ -12,8 +12,9 @@ import asyncrl
 HEAD: Final = """# Python API
 
 Generated from docstrings by `python docs/reference/make.py`. What you bring yourself (rewards, rollout functions,
-engines, ...) implements one of the ports below; each row links to the file with types, shapes and errors.
-[examples/minimal_loop.py](../../examples/minimal_loop.py) wires the actors by hand.
+engines, ...) implements one of the ports below, whose files have methods, types, shapes and errors
+([extending](../develop/extending.md)). [examples/minimal_loop.py](../../examples/minimal_loop.py) wires the actors by
+hand.
 
 ```python
 import asyncrl
@@ -27,29 +28,34 @@ recorded = asyncrl.open_run("runs/tutorial")
 rows = list(recorded.metrics())  # dicts, which pandas.DataFrame takes; also groups() and trajectories()
 ```
 """
-PORTS: Final = ("rewards", "environments", "data", "engines", "weights", "backends", "bus", "launch")
+FUNCTIONS: Final = ("rewards", "environments", "data")
+ADAPTERS: Final = ("engines", "weights", "backends", "bus", "launch")
+"""Their classes alone: who writes an adapter reads its port."""
 TABLE: Final = "| name | what it is or does |\n|---|---|\n"
 
 
 def page() -> str:
     public = {name: getattr(asyncrl, name) for name in asyncrl.__all__ if not name.startswith("__")}
-    return HEAD + f"\n## asyncrl\n\n{TABLE}{_rows(public)}" + "".join(_port(room) for room in PORTS)
+    ports = [_port(room, has_members=True) for room in FUNCTIONS] + [_port(room) for room in ADAPTERS]
+    return HEAD + f"\n## asyncrl\n\n{TABLE}{_rows(public)}" + "".join(ports)
 
 
-def _port(room: str) -> str:
+def _port(room: str, *, has_members: bool = False) -> str:
     module = importlib.import_module(f"asyncrl.{room}.port")
     link = f"[asyncrl/{room}/port.py](../../asyncrl/{room}/port.py)"
-    return f"\n## {module.__name__}\n\n{link}: {_first_line(module)}\n\n{TABLE}{_rows(_own(module))}"
+    rows = _rows(_own(module), has_members=has_members)
+    return f"\n## {module.__name__}\n\n{link}: {_first_line(module)}\n\n{TABLE}{rows}"
 
 
 def _own(module: ModuleType) -> dict[str, Any]:
     own = {name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__}
-    return {name: thing for name, thing in own.items() if not name.startswith("_")}
+    return {name: thing for name, thing in own.items() if inspect.isclass(thing) and not name.startswith("_")}
 
 
-def _rows(things: dict[str, Any]) -> str:
+def _rows(things: dict[str, Any], *, has_members: bool = True) -> str:
     return "".join(
-        _row(name, thing) + (_members(name, thing) if inspect.isclass(thing) else "") for name, thing in things.items()
+        _row(name, thing) + (_members(name, thing) if has_members and inspect.isclass(thing) else "")
+        for name, thing in things.items()
     )
 
 

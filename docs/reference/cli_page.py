@@ -37,7 +37,12 @@ first lines.
 def page() -> str:
     os.environ["COLUMNS"] = "100"  # the width that argparse wraps its help at
     (verbs,) = (action for action in main.parser()._actions if isinstance(action, argparse._SubParsersAction))
-    parts = [
-        f"\n## asyncrl {name}\n\n```text\n{verb.format_help().rstrip()}\n```\n" for name, verb in verbs.choices.items()
-    ]
-    return HEAD + "".join(parts)
+    return HEAD + "".join(
+        f"\n## asyncrl {name}\n\n```text\n{_help(verb)}\n```\n" for name, verb in verbs.choices.items()
+    )
+
+
+def _help(verb: argparse.ArgumentParser) -> str:
+    """What the verb prints, without what every verb has."""
+    lines = verb.format_help().rstrip().replace("[-h] ", "").splitlines()
+    return "\n".join(line for line in lines if not line.startswith("  -h, --help")).removesuffix("\n\noptions:")

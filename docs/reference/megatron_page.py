@@ -17,8 +17,17 @@ generates this page.
 | Megatron | asyncrl |
 |---|---|
 """
+LEFT: Final = """
+## Without a key
+
+| what holds here | Megatron |
+|---|---|
+"""
 
 
 def page() -> str:
-    rows = {name: f"`{key}`" for name, key in KEYS.items()} | dict(LEFT_OUT)
-    return HEAD + "".join(f"| `{name}` | {said} |\n" for name, said in sorted(rows.items()))
+    flags: dict[str, list[str]] = {}
+    for name, why in sorted(LEFT_OUT.items()):
+        flags.setdefault(why, []).append(f"`{name}`")
+    left = "".join(f"| {why} | {', '.join(names)} |\n" for why, names in flags.items())
+    return HEAD + "".join(f"| `{name}` | `{key}` |\n" for name, key in sorted(KEYS.items())) + LEFT + left

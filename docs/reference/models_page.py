@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Final
@@ -14,29 +13,40 @@ from asyncrl.data.model_folder import OF_REFERENCE_ALONE, REFUSED_ARCHITECTURES
 HEAD: Final = """# Models
 
 What the megatron backend trains, generated from `asyncrl/backends/families` by `python docs/reference/make.py`. A model
-is a Hugging Face folder whose `config.json` names the architecture. A tiny model of every family agrees with
-transformers in logprobs, gradients, one optimizer step and exported weights
-(`tests/contracts/test_backend_families.py`, `test_backend_images.py`). A real SGLang server on a CPU took the weights
-of tiny mixtures (Qwen3-MoE, GLM-4.5) and sampled from them (`tests/integration/sglang/test_transfers.py`,
-`tests/unit/engines/sglang/test_server.py`). On an H200, SGLang 0.5.16 sampled from small models with heads of real
-sizes and took a new version of each: GLM-4, GLM-4.5, GLM-4.7-Flash, Llama, MiniMax-M2, Mistral, Mixtral, Qwen2,
-Qwen2-MoE and Qwen3-MoE; its logprobs differ from Megatron's by 0.01 to 0.03 nats on average
-(`tests/integration/sglang/test_on_gpu.py`, which has further families that were not served yet). Which published sizes
-were trained is in
-[results](../results/performance.md). `learner.backend = "reference"` trains these, too, on one device, and
-[further ones](#by-the-reference-backend-alone).
+is a Hugging Face folder whose `config.json` names the architecture, with the values of the last column; others are
+refused in one line. [Which sizes were trained](../results/performance.md).
 
-All families are mapped with {common}, and with rotary positions of the types {rope}.
-Multi-token-prediction layers are neither read nor exported, except where a family trains them. What else is mapped of a
-family, and with which values of its keys, is below; a model with others is refused in one line.
+| architecture | published models | only with |
+|---|---|---|
+{families}
+
+All with {common}, and with rotary positions of the types {rope}.
+
+- **Seen.** A tiny model of every family agrees with transformers in logprobs, gradients, an optimizer step and exported
+  weights (`tests/contracts/test_backend_families.py`). On an H200, SGLang 0.5.16 sampled from small models with heads
+  of real sizes and took a new version of each: GLM-4, GLM-4.5, GLM-4.7-Flash, Llama, MiniMax-M2, Mistral, Mixtral,
+  Qwen2, Qwen2-MoE and Qwen3-MoE; its logprobs differ from Megatron's by 0.01 to 0.03 nats on average
+  (`tests/integration/sglang/test_on_gpu.py`).
+- **Multi-token-prediction layers** of DeepSeek-V3 and GLM-4.5 are trained with
+  [`learner.options.draft_coefficient`](../guides/scaling.md#speculative-decoding), and else neither read nor exported;
+  those of other families never are.
+- **Linear attention** (Qwen3-Next, Qwen3.5): the ranks of a tensor-parallel group share its key heads, context-parallel
+  ranks those of one of them. On GPUs in 16 bits the package flash-linear-attention computes it, if it is installed and
+  works (on Hopper with Triton 3.7.1 or newer). SGLang without a GPU and the in-process engine refuse it.
+- **Qwen3.5** as published is a `...ForConditionalGeneration` and trains as it is. `asyncrl import-model` writes its
+  text part alone, which SGLang serves from 0.5.23 on (not run yet).
+- **[Images](../guides/images.md)**: the tower is frozen unless `learner.train_vision` is set.
+- **DeepSeek-V3.2, GLM-5**: [sparse attention](../guides/scaling.md#sparse-attention).
+- **gpt-oss**: its experts take no adapters.
+- **MiniMax-M2**: `rotary_dim` and `rope_parameters` must say the same.
 
 """
 
 
 FURTHER: Final = """## By the reference backend alone
 
-`learner.backend = "reference"` trains any of these as transformers computes it, on one device, with all parameters:
-{names}.
+`learner.backend = "reference"` trains all of the above and these as transformers computes them, on one device, with
+all parameters: {names}.
 `learner.freeze`, `learner.train_only` and adapters are refused. A tiny model of each agrees with transformers and the
 in-process engine (`tests/contracts/test_reference_architectures.py`); with SGLang none was run. `model.family` brings
 one to the megatron backend ([a family of your own](../develop/extending.md#family-of-models)).
@@ -44,19 +54,21 @@ one to the megatron backend ([a family of your own](../develop/extending.md#fami
 
 
 def page() -> str:
-    families = "\n".join(map(_family, MODULES))
-    head = HEAD.format(common=_only(DENSE_ONLY), rope=", ".join(f"`{kind}`" for kind in ROPE_TYPES))
+    head = HEAD.format(
+        families="\n".join(map(_family, MODULES)),
+        common=_only(DENSE_ONLY),
+        rope=", ".join(f"`{kind}`" for kind in ROPE_TYPES),
+    )
     refused = "\n".join(f"| `{name}` | {why} |" for name, why in sorted(REFUSED_ARCHITECTURES.items()))
     further = ", ".join(f"`{name}`" for name in OF_REFERENCE_ALONE)
-    head += f"{families}\n{FURTHER.format(names=further)}\n"
+    head += f"{FURTHER.format(names=further)}\n"
     return f"{head}## Not trained\n\n| architecture | why |\n|---|---|\n{refused}\n"
 
 
 def _family(module: ModuleType) -> str:
     family: Family = module.FAMILY
-    about = inspect.getdoc(module) or ""
     own = {key: values for key, values in family.only.items() if DENSE_ONLY.get(key) != values}
-    return f"## {family.architecture}\n\n{family.models}.\n\n{about}\n" + (f"\nOnly {_only(own)}.\n" if own else "")
+    return f"| `{family.architecture}` | {family.models} | {_only(own)} |"
 
 
 def _only(keys: Mapping[str, tuple[object, ...]]) -> str:
