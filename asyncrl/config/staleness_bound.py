@@ -45,7 +45,7 @@ def bound_for(learning_rate: float, *, trains_adapters: bool) -> int:
     if trains_adapters:
         return _FEW_ROWS
     largest = _FEW_ROWS if learning_rate >= _OF_RANDOM_WEIGHTS else _LARGEST
-    return max(1, min(largest, int(_shown_at(learning_rate) * _ROUNDING / learning_rate)))
+    return int(max(1, min(largest, _shown_at(learning_rate) * _ROUNDING / learning_rate)))
 
 
 def beyond_what_was_shown(learning_rate: float, max_staleness: int, *, trains_adapters: bool, loss: str) -> str:

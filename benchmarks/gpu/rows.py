@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from asyncrl.errors import ConfigError
 from benchmarks.gpu.fleet import has_gpu
 from benchmarks.gpu.window import Row
 
@@ -46,11 +47,19 @@ def machine() -> Row:
 
 
 def read(path: Path | None) -> list[Row]:
-    """Return the rows of a file; none if it is not there. An incomplete last line is left out."""
+    """Return the rows of a file; none if it is not there. An incomplete last line is left out. Raises ConfigError."""
     if path is None or not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.endswith("\n")]
+
+
+def _row(line: str, where: str) -> Row:
+    try:
+        row: Row = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"{where}: no whole row; delete the line, and its run is made again") from None
+    return row
 
 
 def keep(row: Row, path: Path | None) -> None:

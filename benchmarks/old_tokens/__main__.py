@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
 from benchmarks.gpu.rows import keep, read
-from benchmarks.old_tokens.cells import Cell, Row, configure
+from benchmarks.old_tokens.cells import Cell, Row, configure, distinct
 from benchmarks.old_tokens.guards import GUARDS
 from benchmarks.old_tokens.table import print_tables
 
@@ -42,7 +43,7 @@ STALENESS = (0, 1, 2, 4, 8)
 
 def main(given: Sequence[str] | None = None) -> int:
     options = _options(given)
-    rows = read(options.json)
+    rows = distinct(read(options.json))
     if options.print:
         print_tables(rows)
         return 0
@@ -55,17 +56,19 @@ def main(given: Sequence[str] | None = None) -> int:
     if unknown := [name for name in options.tasks if name not in table]:
         raise ConfigError(f"--tasks: {unknown[0]!r} is none of {', '.join(table)}")
     tasks = {name: table[name]() for name in options.tasks or table}
+    _refuse_other_scenes(rows, options)
     done = {Cell.of(row) for row in rows}
     runs = _one_by_one if options.model or options.product else _at_once
-    number, shares = map(int, options.share.split("/"))
+    number, shares = options.share
     mine = [cell for seed in options.seeds for cell in cells(options, list(tasks), seed=seed)][number::shares]
     for seed in options.seeds:
         left = [cell for cell in mine if cell.seed == seed and cell not in done]
         for row in runs(left, tasks, options):
+            row = {**row, **_scene(options)}
             keep(row, options.json)
             print(f"{row['task']:8s} {row['rate']:8.2e}  staleness {row['staleness']}  {row['guard']:12s}", end="")
             print(f" seed {seed}  {row['held_out']:.3f}", flush=True)
-    print_tables(read(options.json))
+    print_tables(distinct(read(options.json)))
     return 0
 
 
@@ -89,7 +92,7 @@ def _at_once(left: Sequence[Cell], tasks: Mapping[str, Task], options: argparse.
         algorithms = {cell.guard: registry.algorithm(configure(cell, {})) for cell in of_task}
         if of_task:
             sizes = {"groups": options.groups, "group_size": options.group_size}
-            yield from ({**row, "model": "tiny"} for row in run_arms(of_task, task, algorithms=algorithms, **sizes))
+            yield from run_arms(of_task, task, algorithms=algorithms, **sizes)
 
 
 def _one_by_one(left: Sequence[Cell], tasks: Mapping[str, Task], options: argparse.Namespace) -> Iterator[Row]:
@@ -112,10 +115,32 @@ def _one_by_one(left: Sequence[Cell], tasks: Mapping[str, Task], options: argpar
             graphs=options.graphs,
         )
         for cell in left:
-            model = options.model.name if options.model else "tiny, of the product"
-            row = Loop(cell, tasks[cell.task], scene).run()
+            yield Loop(cell, tasks[cell.task], scene).run()
             gc.collect()  # the memory of a learner that is closed
-            yield {**row, "model": model, "backend": options.backend, "dtype": options.dtype}
+
+
+def _scene(options: argparse.Namespace) -> Row:
+    """Return what all runs of a file share: runs of two models or of two sizes are not to be compared."""
+    sizes = {"groups": options.groups, "group_size": options.group_size}
+    if not options.model and not options.product:
+        return {"model": "tiny", **sizes}
+    name = options.model.name if options.model else "tiny, of the product"
+    also = ("backend", "dtype", "warm_up", "answers", "problems")
+    return {"model": name, **sizes, **{key: getattr(options, key) for key in also}}
+
+
+def _refuse_other_scenes(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    for row, (key, asked) in itertools.product(rows, _scene(options).items()):
+        if row.get(key, asked) != asked:
+            raise ConfigError(f"--json {options.json}: its runs have {key} {row[key]}, not {asked}: use another file")
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Return I and N of "I/N". Raises ValueError, which argparse reports."""
+    number, shares = map(int, text.split("/"))
+    if not 0 <= number < shares:
+        raise ValueError
+    return number, shares
 
 
 def _options(given: Sequence[str] | None) -> argparse.Namespace:
@@ -146,7 +171,9 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--answers", type=int, default=192, help="in an evaluation (default 192)")
     parser.add_argument("--problems", type=int, default=0, help="most held-out problems (default: all)")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="on a GPU, sample without CUDA graphs")
-    parser.add_argument("--share", default="0/1", metavar="I/N", help="run only every Nth cell, from the Ith on")
+    parser.add_argument(
+        "--share", type=_share, default="0/1", metavar="I/N", help="run only every Nth cell, from the Ith on"
+    )
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(given)
     refused = _refused(options.backend) if options.model or options.product else {}

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from asyncrl.metrics.alarms import number_of
 from asyncrl.metrics.drift import DriftAlarm
+from benchmarks.gpu.rows import read
+from benchmarks.old_tokens.cells import Row, distinct
 
 THRESHOLDS: Final = (0.1, 0.2, 0.4)
 FALL: Final = 0.1
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +72,9 @@ class Recorded:
 
 def recorded(path: Path) -> Iterator[Recorded]:
     """Yield the complete runs of a file of learning.py or of this benchmark."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    if "run" not in rows[0]:
-        yield from of_table(rows)
+    rows = read(path)
+    if not any("run" in row for row in rows):
+        yield from of_table(distinct(rows))
         return
     starts = [index for index, row in enumerate(rows) if "run" in row]
     for begin, end in itertools.pairwise([*starts, len(rows)]):

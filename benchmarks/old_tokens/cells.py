@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,11 @@ class Cell:
     @classmethod
     def of(cls, row: Row) -> Cell:
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+
+
+def distinct(rows: Iterable[Row]) -> list[Row]:
+    """Return one row for each cell, as it came last."""
+    return list({Cell.of(row): row for row in rows}.values())
 
 
 def configure(cell: Cell, settings: dict[str, Any]) -> config.RunConfig:

@@ -27,8 +27,7 @@ from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.staleness_bound import LARGEST_SHOWN
 from benchmarks.gpu.rows import read
 from benchmarks.old_tokens import alarm, seconds
-from benchmarks.old_tokens import cells as runs
-from benchmarks.old_tokens.cells import Row
+from benchmarks.old_tokens.cells import Row, distinct
 from benchmarks.old_tokens.table import FASTER, interval, print_rates, select
 from benchmarks.old_tokens.verdict import (
     MATTERS,
@@ -56,7 +55,7 @@ def complete(rows: Sequence[Row]) -> list[Row]:
     if not rows:
         return []
     ((steps, _),) = Counter(row["steps"] for row in rows).most_common(1)
-    return list({runs.Cell.of(row): row for row in select(rows, steps=steps)}.values())
+    return distinct(select(rows, steps=steps))
 
 
 def losing(rows: Sequence[Row]) -> str:

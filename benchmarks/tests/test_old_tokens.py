@@ -53,6 +53,42 @@ def test_a_row_that_was_torn_is_made_again_and_harms_no_other(tmp_path: Path) ->
     assert [row["number"] for row in read(file)] == [0, 1, 2]
 
 
+def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"number": 0}\n{"num{"number": 1}\n')  # one was torn, and another file was appended
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: no whole row; delete the line, and its run is made again"):
+        read(file)
+
+
+def test_runs_of_other_sizes_or_of_another_model_are_not_added_to_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    made = row("search", 0.01, 0, 0.5) | {"model": "tiny", "groups": 2, "group_size": 4}
+    keep(made, file)
+    with pytest.raises(ConfigError, match=r"its runs have groups 2, not 3: use another file"):
+        main([*SMALL, "--groups", "3", "--json", str(file)])
+    with pytest.raises(ConfigError, match=r"its runs have model tiny, not smollm2"):
+        main([*SMALL, "--tasks", "sums", "--model", "smollm2", "--guards", "--json", str(file)])
+
+
+def test_a_run_that_was_written_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [row("search", 0.01, age, 0.5 + 0.1 * seed, seed=seed) for seed in (0, 1) for age in (0, 2)]
+    rows += [row("search", 0.01, 2, 0.7 + 0.1 * seed, seed=seed, guard="gac") for seed in (0, 1)]
+    tables = []
+    for one in (*rows, *rows[-1:]):
+        keep(one, file)
+        assert main(["--print", "--json", str(file)]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[-1] == tables[-2] != tables[-3]
+
+
+@pytest.mark.parametrize("share", ["2/2", "0/0", "-1/2", "1", "a/b"])
+def test_a_share_that_is_none_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, f"--share={share}"])
+    assert "argument --share: invalid" in capsys.readouterr().err
+
+
 def test_an_arm_does_not_depend_on_the_arms_beside_it(tmp_path: Path) -> None:
     alone, beside = tmp_path / "alone.jsonl", tmp_path / "beside.jsonl"
     main([*SMALL, "--staleness", "2", "--guards", "--json", str(alone)])

@@ -111,7 +111,9 @@ def test_the_bound_is_as_the_learning_rate_allows_unless_it_is_a_number(override
     assert recorded.staleness.max_staleness == run.staleness_bound  # whatever "auto" means to a later release
 
 
-@pytest.mark.parametrize("rate", [1e-7, 1e-6, 2.5e-6, 3e-6, 7e-6, 1e-5, 2e-5, 4e-5, 9e-4, 1e-3, 3e-3, 5e-3, 1e-2, 3e-2])
+@pytest.mark.parametrize(
+    "rate", [1e-320, 1e-7, 1e-6, 2.5e-6, 3e-6, 7e-6, 1e-5, 2e-5, 4e-5, 9e-4, 1e-3, 3e-3, 5e-3, 1e-2, 3e-2]
+)
 def test_nothing_speaks_against_the_default_bound_unless_one_version_is_too_many(rate: float) -> None:
     bound = bound_for(rate, trains_adapters=False)
     said = beyond_what_was_shown(rate, bound, trains_adapters=False, loss="ppo_clip")
