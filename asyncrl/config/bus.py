@@ -45,9 +45,8 @@ class BusSection:
     store: Literal["file", "memory"] = "file"
     """Where JetStream keeps messages. file survives a restart of the server; memory does not."""
     sync_seconds: float = 1.0
-    """Seconds between syncs of the server's files to disk, for the server started for this run. A power failure can
-    lose messages acknowledged since the last sync; a killed server loses nothing. 0: sync each message before it is
-    acknowledged."""
+    """Seconds between syncs of the server's files to disk, for the server started for this run: what a power failure
+    may cost. 0: sync each message before it is acknowledged."""
     max_message_bytes: int = 8 * 2**20
     """Maximum message size (max_payload) of the server started for this run."""
     max_group_bytes: int = 2**30

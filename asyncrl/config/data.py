@@ -76,9 +76,8 @@ class DataSection:
     metadata_columns: tuple[str, ...] = ()
     """Further columns for the reward. Each is added to the metadata under its name and takes precedence there."""
     image_key: str = ""
-    """Column with an image, or a list of them, for a vision-language model: paths, bytes, base64 or data URLs, URLs, or
-    Hugging Face's tables of bytes and path. They stand where the prompt has an image part or "<image>", and before the
-    first question if there is none. Empty: images are in the chat messages themselves."""
+    """Column with an image, or a list of them, for a vision-language model: paths, bytes, base64 or data URLs, URLs,
+    or Hugging Face's tables (docs/guides/images.md). Empty: images are in the chat messages themselves."""
     response_key: str = ""
     """Column with an answer to imitate, for rollout.function = "given"; empty: none."""
     conversation_key: str = ""

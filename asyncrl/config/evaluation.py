@@ -24,33 +24,31 @@ class EvaluationDataset:
     """One entry of [[evaluation.datasets]]."""
 
     name: str
-    """Name in metrics: letters, digits, - and _. Required."""
+    """Name in metrics: letters, digits, - and _."""
     path: str
-    """JSONL or Parquet file with one prompt per row, as in data.path. Required."""
+    """JSONL or Parquet file with one prompt per row, as data.path."""
     prompt_key: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
+    """As data.prompt_key."""
     label_key: str = "label"
-    """Column with the value that the reward compares with, or a key in a column's table: "reward_model.ground_truth".
-    Rows may lack "label"; a column of another name must be in the first row."""
+    """As data.label_key."""
     metadata_key: str = "metadata"
-    """Column (or key in a column's table) with a table that is passed to the reward. As for label_key, only "metadata"
-    may be absent."""
+    """As data.metadata_key."""
     metadata_columns: tuple[str, ...] = ()
-    """Further columns for the reward. Each is added to the metadata under its name and takes precedence there."""
+    """As data.metadata_columns."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Added to the metadata of every row; takes precedence over the row's own values."""
     tools_key: str = ""
-    """Column with a list of tools for the chat template (JSON schemas, or their JSON text); optional in each row."""
+    """As data.tools_key."""
     image_key: str = ""
-    """Column with an image or a list of them, as data.image_key."""
+    """As data.image_key."""
     tag_key: str = ""
     """Column with a tag or a list of tags. Every metric is also reported for the prompts of each tag."""
     chat_template: bool = False
-    """Wrap a text prompt as one user message in the tokenizer's chat template."""
+    """As data.chat_template."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Additional arguments of the chat template, such as {enable_thinking = false}."""
+    """As data.chat_template_options."""
     system_prompt: str = ""
-    """System message before every prompt; needs ``chat_template``."""
+    """As data.system_prompt."""
     limit: int = 0
     """Evaluate only the first prompts, up to this number; 0: all."""
     max_prompt_tokens: int = 0
@@ -67,20 +65,19 @@ class EvaluationDataset:
     temperature: float = 1.0
     """Sampling temperature. 0: always the likeliest token; then one answer per prompt is enough."""
     top_p: float = 1.0
-    """Nucleus sampling; 1 is off."""
+    """As rollout.top_p."""
     top_k: int = 0
-    """Top-k sampling; 0 is off."""
+    """As rollout.top_k."""
     max_context_tokens: int = 0
-    """Most tokens of prompt and answer together, over all turns; 0: the engine's context."""
+    """As rollout.max_context_tokens."""
     min_new_tokens: int = 0
-    """The first min_new_tokens tokens of an answer are never an end token or one of stop_token_ids."""
+    """As rollout.min_new_tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer."""
+    """As rollout.stop."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer, in addition to the model's end tokens."""
+    """As rollout.stop_token_ids."""
     repetition_penalty: float = 1.0
-    """Penalty for repeated tokens; 1 is off. Refused for training, but allowed here because evaluation answers are not
-    trained."""
+    """Penalty for repeated tokens; 1 is off. Only here, because evaluation answers are not trained."""
     presence_penalty: float = 0.0
     """Penalty for tokens that are already present; 0 is off."""
     frequency_penalty: float = 0.0

@@ -24,11 +24,10 @@ class LoraSection:
     modules: tuple[str, ...] = ("all-linear",)
     """Matrices of the layers that get an adapter, by the last part of their Hugging Face names, such as ["q_proj",
     "k_proj", "v_proj"]. "all-linear": all except embeddings, the output layer, routers, and experts whose files have
-    all of a layer in one tensor (gpt-oss, and the mixtures of Qwen3-VL and of Qwen3.5 as published)."""
+    all of a layer in one tensor."""
     publish: Literal["merged", "adapter"] = "merged"
     """What engines receive for each version. merged: the whole model with the adapters merged in, over any channel.
-    adapter: only the adapters, which are loaded next to those in use: generation does not pause, and each answer is of
-    the version with which it began."""
+    adapter: only the adapters; generation does not pause, and each answer is of the version with which it began."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, f"rank must be >= 0 (0 is off), got {self.rank}")
@@ -49,9 +48,9 @@ class LearnerSection:
     """Number of learner processes. tensor_parallel x context_parallel x pipeline_parallel ranks hold one copy of the
     model; each copy trains different data."""
     machines: int = 1
-    """1: the learner process starts its other ranks itself. More: `asyncrl run` starts every rank as a process of its
-    own, in this many groups of equal size, as torchrun does on several machines. With launcher "ray", each group runs
-    on its own machine. Without Ray, start `asyncrl learner` with torchrun on each machine."""
+    """1: the learner process starts its other ranks itself. More: `asyncrl run` starts them in this many groups of
+    equal size, with launcher "ray" each on its own machine. Without Ray, start `asyncrl learner` with torchrun on
+    each machine."""
     tensor_parallel: int = 1
     """Ranks that share every layer; each holds a part of its matrices."""
     sequence_parallel: Literal["auto", "on", "off"] = "auto"
@@ -81,15 +80,14 @@ class LearnerSection:
     groups_per_batch: int = 16
     """Prompt groups per step of the run. A step trains one batch and makes one policy version."""
     steps_per_batch: int = 1
-    """Optimizer steps on each batch, each on a mini-batch of whole groups. The proximal policy of all of them is the
-    policy before the first one, so clipping around it has an effect from the second step on. Staleness, run.steps,
-    schedules, checkpoints and metrics count batches."""
+    """Optimizer steps on each batch, each on a mini-batch of whole groups. Clipping has an effect from the second
+    on. Staleness, run.steps, schedules, checkpoints and metrics count batches."""
     micro_batch_tokens: int = 16_384
     """Packed tokens per forward pass. A longer trajectory gets its own micro-batch."""
     shared_prefixes: Literal["auto", "on", "off"] = "auto"
-    """Compute tokens once that several sequences of a batch begin with: the prompt of a group's samples, the history of
-    an agent's turns. Logprobs, losses and gradients are those of whole sequences, up to rounding. auto: where backend
-    and models can, for batches in which it costs less. on: the same, and refused where they cannot."""
+    """Compute tokens once that several sequences of a batch begin with, with the numbers of whole sequences up to
+    rounding. auto: where backend and models can, for batches in which it costs less. on: the same, and refused where
+    they cannot."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
@@ -109,8 +107,7 @@ class LearnerSection:
     """Epsilon of AdamW."""
     reset_optimizer: bool = False
     """Start AdamW anew for every batch: moments and step counts of 0. With steps_per_batch = 1 its moments are never
-    kept, which saves 8 bytes a parameter in memory and in checkpoints, and every update is about learning_rate x the
-    sign of the gradient."""
+    kept, which saves 8 bytes a parameter, and every update is about learning_rate x the sign of the gradient."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     freeze: tuple[str, ...] = ()
@@ -132,10 +129,9 @@ class LearnerSection:
     max_skipped_steps: int = 10
     """The run ends after this many consecutive steps with a non-finite loss or gradient; 0: never."""
     quarantine_mismatch: float = 0.5
-    """Quarantine a worker whose fresh answers differ from the trainer's logprobs by more than this (mean |difference|
-    in nats per token). Its groups are no longer trained. A worker without fresh answers is compared with the other
-    workers. 0 is off. Typical differences: bfloat16 0.02, a wrong temperature 0.3 or more, wrong weights several
-    nats."""
+    """Quarantine a worker whose fresh answers differ from the trainer's logprobs by more than this (mean
+    |difference| in nats per token): its groups are no longer trained. 0 is off. Typical: bfloat16 0.02, a wrong
+    temperature 0.3 or more, wrong weights several nats."""
     logprob_check_every: int = 10
     """Steps between these comparisons. Each takes two answers per worker and one forward pass."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets

@@ -84,8 +84,8 @@ class ModelSection:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights in the learner and in the engines."""
     trust_remote_code: bool = False
-    """Run the Python code in the model's folder, as SGLang's option of this name does, in workers, engines and the
-    learner: tokenizers such as Kimi's (tiktoken.model) need it. Megatron builds the model itself and never runs it."""
+    """Run the Python code in the model's folder, in workers, engines and the learner: tokenizers such as Kimi's
+    (tiktoken.model) need it."""
     family: str = ""
     """For an architecture that asyncrl does not know: "package.module:FAMILY", which says how Megatron builds it and
     how its weights are named (asyncrl/backends/families/family.py)."""
@@ -114,8 +114,7 @@ class RolloutSection:
     """Number of rollout workers that `asyncrl run` starts. More workers can join at any time."""
     most_workers: int = 0
     """Upper limit for automatic scaling; 0: same as ``workers``. The run adds workers while engines are busy and the
-    learner waits. It removes workers (down to ``workers``) while the learner is busy and engines wait or their answers
-    get too old. `asyncrl scale` still works; a size it sets outside this range stays."""
+    learner waits, and removes them (down to ``workers``) while the learner is busy and engines wait."""
     gpus: tuple[int, ...] = ()
     """GPUs for these workers, assigned round-robin; empty: the GPUs after the learner's."""
     pools: Mapping[str, PoolSection] = field(default_factory=dict)
@@ -128,9 +127,8 @@ class RolloutSection:
     """Sampling temperature: the logits are divided by it. The behavior logprobs include it. A row may have its own
     (data.sampling_key), and the trainer divides that row's logits by it."""
     top_p: float = 1.0
-    """Nucleus sampling; 1 is off. Each token carries the tokens that were left to sample from, at most 1,024, and the
-    trainer normalises over the same ones (4 bytes each, about 2 to 20 a token; rollout/support_mean). SGLang from
-    0.5.23 on."""
+    """Nucleus sampling; 1 is off. The trainer normalises over the tokens that were left, at most 1,024
+    (rollout/support_mean). SGLang from 0.5.23 on."""
     top_k: int = 0
     """Top-k sampling, 2 to 1,024; 0 is off. Replayed as top_p is."""
     top_logprobs: int = 0
@@ -147,9 +145,8 @@ class RolloutSection:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer, in addition to the model's end tokens. The answer includes them."""
     min_new_tokens: int = 0
-    """The first min_new_tokens tokens of an answer are never an end token or one of stop_token_ids. The engine's
-    logprobs of these tokens exclude the end tokens, so the trainer's are lower by -ln(1 - p(end)). A text of ``stop``
-    can still end a shorter answer."""
+    """The first min_new_tokens tokens of an answer are never an end token or one of stop_token_ids, which shows as
+    mismatch there. A text of ``stop`` can still end a shorter answer."""
     max_running: int = 128
     """A worker takes another prompt group while it has fewer samples in progress; that group may exceed the number."""
     max_attempts: int = 3
@@ -180,10 +177,9 @@ class RolloutSection:
     max_parts: int = 0
     """Maximum number of trajectories per rollout; a rollout function that returns more fails the group. 0: no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
-    """For mixtures of experts: the learner routes each token to the experts that the engine chose, which travel with
-    the answers (layers x experts per token bytes for each token). auto: on if the model has experts, the engine reports
-    them (SGLang those of Mixtral and MiniMax-M2 from 0.5.22 on), the backend can replay them, algorithm.correction is
-    not "none", and a group fits into one message. on: also for groups stored in pieces."""
+    """For mixtures of experts: the learner routes each token to the experts that the engine chose (layers x experts
+    per token bytes for each token). auto: on if engine, backend and algorithm.correction can use it and a group fits
+    into one message. on: also for groups stored in pieces."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
     """When a worker loads new weights. in_flight (default for async): immediately, between two tokens. drain: after its
     running samples. on_demand (default for sync and one_step_off): when a prompt asks for them. Empty: the default for
@@ -282,9 +278,9 @@ class AlgorithmSection:
     """How tokens that the correction rejects count in the mean. before: the mean is over the tokens before rejection.
     after: only over the tokens that remain."""
     filters: tuple[str, ...] = ()
-    """Filters for groups that are not worth training: names, or "package.module:function" that takes a TrajectoryGroup
-    and returns True to keep it, and False or a short reason to reject it (staleness/filtered/FILTER/REASON counts
-    them). Filtered groups are released and replaced by newly generated ones."""
+    """Filters for groups that are not worth training: names, or "package.module:function" that takes a
+    TrajectoryGroup and returns True to keep it, and False or a short reason to reject it. Filtered groups are
+    replaced by newly generated ones."""
     hooks: tuple[str, ...] = ()
     """Your own classes, "package.module:Class", that see and change what is trained and logged: group(group) every
     group that arrives, also those that filters reject; batch(batch, groups) the sequences of a step; row(step, metrics)
@@ -346,20 +342,17 @@ class WeightsSection:
     """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
     keeps none."""
     quantization: Literal["", "fp8", "fp8_ue8m0", "int4", "int4_group32"] = ""
-    """Format in which engines receive the weight matrices of the layers; experimental. fp8: 8 bits, with one scale per
-    block of 128 x 128. fp8_ue8m0: the same with powers of two as scales, as slime's --force-fp8-ue8m0-scale. int4:
-    routed experts alone in 4 bits, with one scale per 128 numbers of a row (compressed-tensors, W4A16), to which the
-    learner rounds them in its passes, too (learner.options.fake_quantization). int4_group32: one per 32, as
-    Kimi-K2-Thinking. Empty: the same format as in training."""
+    """Format in which engines receive the weight matrices of the layers; experimental. fp8: one scale per block of
+    128 x 128. fp8_ue8m0: the same with powers of two as scales. int4: routed experts alone, one scale per 128
+    numbers of a row (compressed-tensors, W4A16). int4_group32: one per 32, as Kimi-K2-Thinking. Empty: as in
+    training."""
     after_write: str = ""
-    """"package.module:function" of your own that is called as function(version) in the learner, beside its steps, when
-    a version is stored, before engines are told of its folder: version.uri is the folder (with "objects" its key), and
-    version.policy_version its number, which may come again after a resume. No newer version is stored until it returns.
-    What it raises ends the learner, and after run.restarts new starts the run. Empty: none."""
+    """"package.module:function" that is called as function(version) in the learner, beside its steps, when a version
+    is stored and before engines are told of it: version.uri is its folder (with "objects" its key),
+    version.policy_version its number, which may come again after a resume. What it raises ends the learner."""
     every_steps: int = 1
-    """Steps between published versions. Tokens get up to every_steps - 1 versions older, so that it must be at most the
-    bound on their age + 1, unless nothing is sampled (rollout.function = "given"). More than 1 opens the full window
-    of staleness.admission."""
+    """Steps between published versions, at most the staleness bound + 1 unless nothing is sampled: tokens get up to
+    every_steps - 1 versions older."""
 
     def __post_init__(self) -> None:
         positive(self, "every_steps")

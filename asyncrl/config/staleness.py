@@ -32,14 +32,13 @@ class StalenessSection:
     wait_seconds: float = 300.0
     """Maximum time that a step waits for such groups; then it trains without them. 0: no limit."""
     order: str = "oldest_first"
-    """Order in which buffered groups are trained. oldest_first; freshest_first: lowest staleness, but slow groups are
-    dropped; in_order: in the order of their prompts, so one straggler holds up all others; or "package.module:function"
-    of your own, which returns a key of (group, oldest_version): the lowest are trained first."""
+    """Order in which buffered groups are trained. oldest_first; freshest_first: lowest staleness, but slow groups
+    are dropped; in_order: of their prompts, so one straggler holds up all; or "package.module:function" that returns
+    a key of (group, oldest_version): the lowest are trained first."""
     discard: Discard = "groups"
-    """What is not trained because of tokens that are too old. groups: a group with such a token is dropped.
-    trajectories: only the trajectories with such a token (for rollouts of several parts). tokens (async only): only
-    these tokens. The rest of the group is trained, and all rewards stay in the baseline. A group is dropped once
-    nothing of it is left."""
+    """What is not trained because of tokens that are too old. groups: the whole group. trajectories: only the
+    trajectories with such a token (for rollouts of several parts). tokens (async only): only these tokens. All
+    rewards stay in the baseline."""
     weight: Literal["", "exponential", "inverse", "linear"] = ""
     """Loss weight of a token that is s versions old. exponential: exp(-weight_rate s). inverse: 1 / (1 + s). linear: 1
     - s / (max_staleness + 1). It does not replace a correction (algorithm.correction)."""

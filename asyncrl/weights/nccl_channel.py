@@ -34,8 +34,7 @@ class Options:
     host: str = ""
     """The learner's address as seen by engines; empty: the one it uses to reach the bus."""
     bucket_megabytes: int = 2048
-    """MiB that an engine needs besides its weights while it receives; more only for a tensor that is larger. SGLang
-    servers with asyncrl's loader have four buckets of a quarter at a time, other servers one of this size. Smaller
+    """MiB that an engine needs besides its weights while it receives; more only for a tensor that is larger. Smaller
     values lengthen the pause."""
 
     def __post_init__(self) -> None:

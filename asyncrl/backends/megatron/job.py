@@ -30,51 +30,42 @@ class Options:
     almost no cost. full: all but one activation per layer; a third more work.
     """
     offload_optimizer: bool = False
-    """Keep AdamW's moments in host memory: 8 bytes a parameter. Every step copies them to the device and back, in
-    pieces of 512 MiB, or of one weight that is larger; two pieces are on the device at a time."""
+    """Keep AdamW's moments in host memory: 8 bytes a parameter, which every step copies to the device and back."""
     optimizer_device: Literal["learner", "cpu"] = "learner"
-    """Where AdamW runs. learner: on the learner's device, as everything else. cpu: main weights and moments are in host
-    memory, 12 bytes a parameter, and AdamW runs there on all of a rank's threads (learner.threads; 0: its share of the
-    machine's cores), beside copies of gradients and of updated weights but not beside the backward pass. A GPU then
-    holds 2 bytes of weights and 2 or 4 of gradients a parameter (gradients_dtype), and waits for the update."""
+    """Where AdamW runs. cpu: in host memory, with main weights and moments (12 bytes a parameter), on all of a
+    rank's threads; a GPU then holds 2 bytes of weights and 2 or 4 of gradients a parameter (gradients_dtype), and
+    waits for the update."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Format in which AdamW's moments are kept between updates. bfloat16 saves 4 bytes a parameter and rounds them
     after every update, as Megatron's precision-aware optimizer; with offload_optimizer, half as much is copied."""
     gradients_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Format in which gradients of bfloat16 weights are added up over rows and over ranks. bfloat16 halves what ranks
-    exchange, saves 2 bytes a parameter during the passes, and rounds every partial sum to 8 bits; the update needs the
-    rank's own share in float32 beside it, so a lone rank saves nothing. As Megatron without
-    --accumulate-allreduce-grads-in-fp32."""
+    """Format in which gradients of bfloat16 weights are added up over rows and over ranks. bfloat16 halves what
+    ranks exchange, saves 2 bytes a parameter during the passes (not on a lone rank), and rounds every partial sum to
+    8 bits."""
     exports: Literal["auto", "device", "host"] = "auto"
-    """Where the weights of a new version are copied, for the engines to take while training goes on. device: beside the
-    weights; while an older version is still in use there, to the host. host: to pinned host memory, beside the next
-    step's passes; engines get it at the speed of the bus. auto: device, if a copy fits there. Frozen weights are not
-    copied."""
+    """Where the weights of a new version are copied, for the engines to take while training goes on. device: beside
+    the weights; while an older version is still in use there, to the host. host: to pinned host memory, at the speed
+    of the bus. auto: device, if a copy fits there."""
     overlap_tensor_parallel: bool = True
     """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
     aux_loss_coefficient: float = 0.0
-    """Coefficient of the load-balancing loss of mixtures of experts (Switch Transformer, arXiv:2101.03961). The loss of
-    a packed row in a layer is 1 if the router prefers all experts alike, usually more otherwise. It is averaged over
-    the batch by tokens, prompts included, and summed over layers. As Megatron's --moe-aux-loss-coeff. 0, usual for
-    reinforcement learning, is off.
-    """
+    """Coefficient of the load-balancing loss of mixtures of experts (Switch Transformer, arXiv:2101.03961), averaged
+    over the batch by tokens, prompts included, and summed over layers. 0, usual for reinforcement learning, is off."""
     draft_coefficient: float = 0.0
     """Train the model's multi-token-prediction layers, with which engines speculate, on the policy's tokens: this
-    factor of their negative log likelihood, a mean over the batch's trained tokens and the layers. slime's
-    --mtp-loss-scaling-factor is 0.2. The policy itself gets no gradient of it. 0: they are left out of the model."""
+    factor of their mean negative log likelihood. slime's --mtp-loss-scaling-factor is 0.2. The policy itself gets no
+    gradient of it. 0: they are left out of the model."""
     fake_quantization: Literal["auto", "off"] = "auto"
     """Quantization-aware training. auto: where engines get experts in 4 bits (weights.quantization = "int4" or
-    "int4_group32"), the policy's experts compute with the numbers that engines have: every pass rounds their weights,
-    and gradients pass rounding unchanged (straight-through). Optimizer and checkpoints have the whole weights; other
-    models of the learner, such as the reference, are not rounded. As OPEN_TRAINING_INT4_FAKE_QAT_FLAG of slime and
-    Miles. off: engines alone round."""
+    "int4_group32"), every pass rounds the policy's experts to the same numbers, with straight-through gradients.
+    off: engines alone round."""
     linear_attention: Literal["auto", "torch"] = "auto"
     """Kernels of linear attention (Qwen3-Next, Qwen3.5). auto: flash-linear-attention on CUDA in 16 bits, if it is
     installed and computes what plain torch does in a first try. torch: plain torch."""
     replay_own_routing: bool = False
-    """With several optimizer steps per batch: all of them route a token to the experts that the learner chose when it
-    computed the batch's logprobs, so that the ratio does not jump where a router changes its mind. Tokens that the
-    engine routed (rollout.routing_replay) keep the engine's experts."""
+    """With several optimizer steps per batch: all of them route a token to the experts that the learner chose when
+    it computed the batch's logprobs. Tokens that the engine routed (rollout.routing_replay) keep the engine's
+    experts."""
     hooks: str = ""
     """"package.module:Class", derived from asyncrl.backends.megatron.hooks.MegatronHooks: your code on every rank after
     the start, before logprobs are computed, and before an optimizer step. Empty: none."""

@@ -54,9 +54,8 @@ MEMORY_SAVER: Mapping[str, Any] = {"enable-memory-saver": True, "enable-weights-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     url: str = ""
-    """http://HOST:PORT of a running server, for one worker; a worker that joins needs another one. If the server has
-    other weights than those of model.path or this run, it first loads model.path. If empty, asyncrl launches a server
-    on a free port."""
+    """http://HOST:PORT of a running server, for one worker; a worker that joins needs another one. If its weights
+    are others, it first loads model.path. Empty: asyncrl launches a server on a free port."""
     tensor_parallel: int = 1
     """GPUs of the launched server."""
     machines: int = 1

@@ -50,15 +50,14 @@ class Options:
     timeout_seconds: float = 600.0
     """Time limit of a sample, including the model's answers."""
     on_timeout: Literal["fail", "truncate"] = "fail"
-    """What to do with a sample over the limit. fail: it has no reward and is left out of its group (rollout.min_group).
-    truncate: train what was sampled, with finish_reason "length": the time-out counts as an answer of the model, also
-    in the baseline of its siblings."""
+    """What to do with a sample over the limit. fail: it has no reward and is left out of its group
+    (rollout.min_group). truncate: train what was sampled, with finish_reason "length"."""
     timeout_reward: float | None = None
     """Reward of a truncated sample; not set: the run's reward function decides."""
     restart: Literal["again", "never"] = "again"
-    """What to do with a group that a worker began and did not finish, because it died or left. again: run the group
-    again; where the harness repeats its requests, sampled tokens are reused. never: fail the group, and after an outage
-    the sample, for harnesses that must not run twice, for example because they send mail."""
+    """What to do with a group that a worker began and did not finish. again: run it again; where the harness repeats
+    its requests, sampled tokens are reused. never: fail it, for harnesses that must not run twice, for example
+    because they send mail."""
     thinking: Literal["keep", "template"] = "keep"
     """keep: the model's reasoning stays in its prompt. template: follow the model's chat template; where the template
     drops the reasoning before a new question, a new sequence begins."""

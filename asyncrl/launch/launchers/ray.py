@@ -76,9 +76,9 @@ class Options:
     """[launcher.options] of the Ray launcher."""
 
     address: str = ""
-    """HOST:PORT of the cluster's head. Empty: RAY_ADDRESS, else the cluster that this machine is a node of, else a new
-    one of this machine alone, for this run. "auto": the same, and refused if there is none. ray://HOST:10001 is for an
-    `asyncrl run` outside the cluster, whose machines must reach its own."""
+    """HOST:PORT of the cluster's head. Empty: RAY_ADDRESS, else the cluster that this machine is a node of, else a
+    new one of this machine alone. "auto": the same, but refused if there is none. ray://HOST:10001: from outside the
+    cluster, whose machines must reach this one."""
     strategy: Strategy = "PACK"
     """How processes are placed on machines (launch/launchers/ray_placement.py)."""
     learner: Role = field(default_factory=Role)
