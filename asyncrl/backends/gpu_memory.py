@@ -26,7 +26,7 @@ from asyncrl.data.model_folder import decoder_config
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching import prefixes
 from asyncrl.tensors.adapter_names import module_name
-from asyncrl.tensors.model_tensors import read_shapes
+from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
 
 _COPIES: Final = 3
 """Versions of adapters that are merged later, or of everything with run.colocated, at most: the newest, the one being
@@ -65,6 +65,7 @@ _CHOSEN_BYTES: Final = 4
 _FILLED: Final = 0.9
 """Of a GPU, by state, in a layout that is recommended: a row's passes need the rest."""
 _MOST_RANKS: Final = 1024
+_FIRST_STAGE: Final = "num_layers_in_first_pipeline_stage"
 _LAST_STAGE: Final = "num_layers_in_last_pipeline_stage"
 _REPLICATED: Final = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa|indexer|gate|router)\.")
 """Matrices of layers that every tensor-parallel rank has whole."""
@@ -79,7 +80,7 @@ ExportsTo = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Most bytes of one rank in a phase.  device: on its GPU.  host: besides, for a checkpoint (less, if less is free),
+    """Most bytes of any rank in a phase.  device: on its GPU.  host: besides, for a checkpoint (less, if less is free),
     versions, offloaded moments, and all that an optimizer on the host has"""
 
     name: str
@@ -89,7 +90,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """Bytes of a rank that last. What is trained is of the policy and of a critic.
+    """Bytes of a rank of one stage that last. What is trained is of the policy and of a critic.
 
     weights    of the policy and its adapters
     gradients  of what is trained
@@ -155,19 +156,18 @@ class MemoryPlan:
 
 
 def phases(run: RunConfig, plan: MemoryPlan) -> tuple[Phase, ...]:
-    """Return what a rank needs. Raises WeightsError."""
-    folder = Path(run.model.path)
-    shapes = read_shapes(folder)
-    state = _state(run, shapes, run.learner.layout)
-    whole = json.loads((folder / "config.json").read_text())
-    config = decoder_config(whole)
-    passes, of_layer = _passes(run, config, recomputes_all=plan.recomputes_all)
-    passes += _passes_of_tower(run, whole, shapes) + _chosen_keys(run, config)
-    of_layer += _copied_keys(run, config) if plan.shares_prefixes else 0.0
-    of_head = _logits(run, config) if plan.needs_logits else _HEAD_BYTES
-    # A layer is recomputed after the head.
-    passes += max(of_head, of_layer) if plan.recomputes_all else of_head + of_layer
-    passes *= _FRAGMENTED
+    """Return what the rank needs that needs most. Raises WeightsError."""
+    shapes = _read(Path(run.model.path))
+    states = _states(run, _models(run, shapes), run.learner)
+    of_stages = [_phases(run, plan, state, _passes(run, plan, shapes, stage)) for stage, state in enumerate(states)]
+    return tuple(
+        Phase(name=same[0].name, device=max(one.device for one in same), host=max(one.host for one in same))
+        for same in zip(*of_stages, strict=True)
+    )
+
+
+def _phases(run: RunConfig, plan: MemoryPlan, state: _State, passes: float) -> tuple[Phase, ...]:
+    """Return what a rank of one stage needs.  passes: bytes of activations"""
     held = state.without_optimizer if plan.updates_on_host else state
     loaded = held.loaded + _CONTEXT_BYTES
     versions, host_versions = _versions(run, state, plan.exports_to)
@@ -205,7 +205,8 @@ def learner_bytes(run: RunConfig, plan: MemoryPlan) -> int:
     """Return the peak bytes of one rank whose GPU an engine shares."""
     handed_over = 0.0  # an engine beside it maps a whole version
     if _is_kept(run) or (plan.exports_to == "host" and not run.learner.lora.rank and not run.run.colocated):
-        handed_over = _state(run, read_shapes(Path(run.model.path)), run.learner.layout).weights
+        models = _models(run, _read(Path(run.model.path)))
+        handed_over = max(state.weights for state in _states(run, models, run.learner))
     return int(max(phase.device for phase in phases(run, plan)) + handed_over)
 
 
@@ -224,29 +225,31 @@ def refuse(
     is_possible  whether the model can be trained so
     """
     folder = Path(run.model.path)
-    shapes = read_shapes(folder)
+    shapes = _read(folder)
     models = _models(run, shapes)
     versions = 0 if plan.exports_to == "host" and not run.run.colocated else 1
-    state = _at(run, models, run.learner.layout)
-    needed = _least(state, plan, versions=versions)
+
+    def least(learner: LearnerSection, plan: MemoryPlan, versions: int = versions) -> float:
+        return max(_least(state, plan, versions=versions) for state in _states(run, models, learner))
+
+    needed = least(run.learner, plan)
     if needed <= total:
         return
     remedies = [] if run.learner.lora.rank else ["learner.lora"]
-    if versions and not run.run.colocated and needed - state.copy <= total:
+    if versions and not run.run.colocated and least(run.learner, plan, 0) <= total:
         remedies.append('learner.options.exports = "host"')
     if not plan.updates_on_host:
         offloaded = dataclasses.replace(plan, offloads_moments=True)
         on_host = dataclasses.replace(plan, updates_on_host=True)
-        if not plan.offloads_moments and _least(state, offloaded, versions=versions) <= total:
+        if not plan.offloads_moments and least(run.learner, offloaded) <= total:
             remedies.append("learner.options.offload_optimizer = true")
-        elif run.model.dtype == "bfloat16" and _least(state, on_host, versions=versions) <= total:
+        elif run.model.dtype == "bfloat16" and least(run.learner, on_host) <= total:
             remedies.append('learner.options.optimizer_device = "cpu"')
     layers = decoder_config(json.loads((folder / "config.json").read_text())).get("num_hidden_layers", 1)
     # Nothing is divided by more than all ranks.
-    fewest = _least(_at(run, models, Layout()), plan, versions=versions) / total
+    fewest = least(LearnerSection(), plan) / total
     for learner in _layouts(run.learner, fewest=int(fewest), layers=layers, experts=_num_experts(shapes)):
-        needed_then = _least(_at(run, models, learner.layout), plan, versions=versions)
-        if needed_then <= _FILLED * total and is_possible(learner):
+        if least(learner, plan) <= _FILLED * total and is_possible(learner):
             remedies.append(_describe_layout(learner, run.learner))
             break
     what = "weights, optimizer and one version" if versions else "weights, gradients and optimizer"
@@ -287,7 +290,7 @@ def _expert_parallel(ranks: int, experts: int) -> int:
     return max(size for size in range(1, min(both, _MOST_EXPERT_RANKS) + 1) if both % size == 0)
 
 
-def _num_experts(shapes: Mapping[str, tuple[int, ...]]) -> int:
+def _num_experts(shapes: Shapes) -> int:
     """Return the experts of a layer: tensors of their own, or all in one of three dimensions."""
     of_experts = {name: shape for name, shape in shapes.items() if ".experts." in name}
     numbers = {found[1] for name in of_experts if (found := re.search(r"\.experts\.(\d+)\.", name))}
@@ -346,7 +349,7 @@ def _is_kept(run: RunConfig) -> bool:
     return bool(run.learner.lora.rank) and run.learner.lora.publish == "merged" and not run.run.colocated
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Numbers:
     """Numbers of a model's tensors that a layout divides alike.  largest: of a weight that is trained"""
 
@@ -354,9 +357,16 @@ class _Numbers:
     trained: float = 0.0
     largest: float = 0.0
 
+    def add(self, other: _Numbers) -> None:
+        self.whole += other.whole
+        self.trained += other.trained
+        self.largest = max(self.largest, other.largest)
+
 
 _Divided = Literal["experts", "layers", "replicated", "ends", "tower", "second end"]
-_Sizes = Mapping[_Divided, _Numbers]
+_OUTSIDE: Final = -1
+_Sizes = Mapping[tuple[_Divided, int], _Numbers]
+"""By kind and number of the layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,27 +378,57 @@ class _Models:
     frozen: Sequence[_Sizes]
 
 
-def _models(run: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> _Models:
+def _read(folder: Path) -> Shapes:
+    """Return the shapes of the tensors that a learner loads. Raises WeightsError."""
+    return trained_shapes(read_shapes(folder), decoder_config(json.loads((folder / "config.json").read_text())))
+
+
+def _models(run: RunConfig, shapes: Shapes) -> _Models:
     critic = None
     if (folder := _critic(run)) is not None:
-        own = shapes if folder == Path(run.model.path) else read_shapes(folder)
-        values = {name: shape for name, shape in own.items() if "lm_head" not in name}
+        own = shapes if folder == Path(run.model.path) else _read(folder)
+        values = {name: (0,) if "lm_head" in name else shape for name, shape in own.items()}
         critic = _sizes(run, values, lora=LoraSection(), is_whole=True)
     return _Models(policy=_sizes(run, shapes, lora=run.learner.lora), critic=critic, frozen=_frozen(run, shapes))
 
 
-def _state(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> _State:
-    return _at(run, _models(run, shapes), layout)
-
-
-def _at(run: RunConfig, models: _Models, layout: Layout) -> _State:
-    """Return the state of a rank in that layout."""
+def _states(run: RunConfig, models: _Models, learner: LearnerSection) -> list[_State]:
+    """Return the state of a rank of each stage in that layout."""
+    layout = learner.layout
     width = 2 if run.model.dtype == "bfloat16" else 4
-    others = width * sum(of.whole * _share(kind, layout) for sizes in models.frozen for kind, of in sizes.items())
-    policy = dataclasses.replace(_state_of(run, models.policy, layout, lora=run.learner.lora), others=others)
-    if models.critic is None:
-        return policy
-    return policy.with_critic(_state_of(run, models.critic, layout, lora=LoraSection()))
+    critics = _by_stage(models.critic, learner) if models.critic is not None else None
+    frozen = [_by_stage(sizes, learner) for sizes in models.frozen]
+    found = []
+    for stage, sizes in enumerate(_by_stage(models.policy, learner)):
+        others = width * sum(of.whole / _parts(kind, layout) for model in frozen for kind, of in model[stage].items())
+        state = dataclasses.replace(_state_of(run, sizes, layout, lora=run.learner.lora), others=others)
+        if critics is not None:
+            state = state.with_critic(_state_of(run, critics[stage], layout, lora=LoraSection()))
+        found.append(state)
+    return found
+
+
+def _by_stage(sizes: _Sizes, learner: LearnerSection) -> list[dict[_Divided, _Numbers]]:
+    """Return the sizes of each stage. A last stage has its own copy of an embedding that is its output layer, too."""
+    stages = _stages(learner, 1 + max(layer for _, layer in sizes))
+    last = learner.layout.pipeline - 1
+    ends = {0} if ("second end", _OUTSIDE) in sizes else {0, last}
+    found: list[dict[_Divided, _Numbers]] = [{} for _ in range(last + 1)]
+    for (kind, layer), numbers in sizes.items():
+        outside = ends if kind == "ends" else {last if kind == "second end" else 0}
+        for stage in outside if layer == _OUTSIDE else {stages[layer]}:
+            found[stage].setdefault(kind, _Numbers()).add(numbers)
+    return found
+
+
+def _stages(learner: LearnerSection, layers: int) -> list[int]:
+    """Return the stage of each layer."""
+    stages, chunks = learner.layout.pipeline, learner.layout.virtual_pipeline
+    said = {0: learner.megatron.get(_FIRST_STAGE), stages - 1: learner.megatron.get(_LAST_STAGE)}
+    known = {stage: int(count) for stage, count in said.items() if count}
+    others = math.ceil((layers - sum(known.values())) / max(1, stages - len(known)))
+    one_round = [stage for stage in range(stages) for _ in range(math.ceil(known.get(stage, others) / chunks))]
+    return (one_round * chunks + [stages - 1] * layers)[:layers]
 
 
 def _critic(run: RunConfig) -> Path | None:
@@ -403,16 +443,16 @@ def _critic(run: RunConfig) -> Path | None:
     return Path(run.critic.path if run.critic and run.critic.path else run.model.path)
 
 
-def _sizes(
-    run: RunConfig, shapes: Mapping[str, tuple[int, ...]], *, lora: LoraSection, is_whole: bool = False
-) -> _Sizes:
+def _sizes(run: RunConfig, shapes: Shapes, *, lora: LoraSection, is_whole: bool = False) -> _Sizes:
     """Return the sizes of a model that is trained.  is_whole: nothing of it is frozen, as of a critic"""
-    found, weights, learner = dict[_Divided, _Numbers](), dict[tuple[_Divided, str], float](), run.learner
+    found, learner = dict[tuple[_Divided, int], _Numbers](), run.learner
+    weights = dict[tuple[_Divided, int, str], float]()
     has_embedding = any("embed_tokens" in name for name in shapes)
     for name, shape in shapes.items():
         kind = _kind(name, has_embedding=has_embedding)
+        number = int(of_layer[1]) if (of_layer := re.search(r"\.layers\.(\d+)\.", name)) else _OUTSIDE
         numbers = math.prod(shape)
-        found.setdefault(kind, _Numbers()).whole += numbers
+        found.setdefault((kind, number), _Numbers()).whole += numbers
         is_free = is_whole or is_trained(name, freeze=learner.frozen, train_only=learner.train_only)
         trained: Mapping[_Divided, float] = {kind: float(numbers * is_free)}
         if lora.rank:
@@ -421,12 +461,13 @@ def _sizes(
             is_adapted = is_adapted and kind != "tower" and len(shape) == 2
             trained = _of_adapter(kind, shape, module, lora.rank) if is_adapted else {}
         layer, _, of_expert = name.partition(".experts.")  # the experts of a layer are two weights
-        for of_kind, its in trained.items():
-            found.setdefault(of_kind, _Numbers()).trained += its
-            weight = (of_kind, f"{layer}.{'down' in of_expert}" if of_expert else name)
+        for part, its in trained.items():
+            found.setdefault((part, number), _Numbers()).trained += its
+            weight = (part, number, f"{layer}.{'down' in of_expert}" if of_expert else name)
             weights[weight] = weights.get(weight, 0.0) + its
-    for (kind, _), numbers_trained in weights.items():
-        found[kind].largest = max(found[kind].largest, numbers_trained)
+    for (kind, number, _), numbers_trained in weights.items():
+        of_kind = found[kind, number]
+        of_kind.largest = max(of_kind.largest, numbers_trained)
     return found
 
 
@@ -439,15 +480,15 @@ def _of_adapter(kind: _Divided, shape: tuple[int, ...], module: str, rank: int) 
     return {kind: float(rank * cut), "replicated": float(rank * whole)}
 
 
-def _state_of(run: RunConfig, sizes: _Sizes, layout: Layout, *, lora: LoraSection) -> _State:
-    """Return the state of one trained model."""
+def _state_of(run: RunConfig, sizes: Mapping[_Divided, _Numbers], layout: Layout, *, lora: LoraSection) -> _State:
+    """Return the state of one trained model on a stage."""
     width = 2 if run.model.dtype == "bfloat16" else 4
     main = 4 if width == 2 else 0
     has_small_gradients = width == 2 and run.learner.options.get("gradients_dtype") == "bfloat16"
     own = adapters = copied = kept = gradients = mains = in_float32 = moments = saved = largest = 0.0
     for kind, of_kind in sizes.items():
-        is_expert, share = kind == "experts", _share(kind, layout)
-        numbers, trained = of_kind.whole * share, of_kind.trained * share
+        is_expert, parts = kind == "experts", _parts(kind, layout)
+        numbers, trained = of_kind.whole / parts, of_kind.trained / parts
         replicas = layout.ranks // (
             layout.pipeline * (layout.expert * layout.expert_tensor if is_expert else layout.tensor)
         )
@@ -457,16 +498,15 @@ def _state_of(run: RunConfig, sizes: _Sizes, layout: Layout, *, lora: LoraSectio
         adapters += trained * bool(lora.rank)
         gradients += trained * (2 if has_small_gradients else 4)
         mains += trained * main / replicas
-        largest = max(largest, of_kind.largest * share)
+        largest = max(largest, of_kind.largest / parts)
         in_float32 += trained * 4 / replicas if has_small_gradients else 0.0
         moments += trained * MOMENT_BYTES / replicas
         saved += (
             (0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + MOMENT_BYTES)
         ) / replicas
         # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
-        parts = 1 if kind in ("replicated", "tower") else layout.tensor
         is_gathered = (layout.expert_tensor if is_expert else parts) > 1 or run.run.colocated
-        exported = (layout.expert * layout.expert_tensor if is_expert else parts) / layout.exporters_of_stage
+        exported = parts / layout.exporters_of_stage
         if lora.rank and lora.publish == "merged" and not is_gathered:
             kept += trained * exported
         else:
@@ -486,7 +526,7 @@ def _state_of(run: RunConfig, sizes: _Sizes, layout: Layout, *, lora: LoraSectio
     )
 
 
-def _frozen(run: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[_Sizes]:
+def _frozen(run: RunConfig, shapes: Shapes) -> Sequence[_Sizes]:
     """Return the sizes of reference and teacher that are loaded. One that is the policy without its adapters is not."""
     reference, teacher, base = run.reference, run.teacher, Path(run.model.path)
     paths = dict[str, Path]()
@@ -498,7 +538,7 @@ def _frozen(run: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[_
     if reference is not None and reference.refresh_steps:
         without_adapters.discard("reference.path")
     others = [path for key, path in paths.items() if not (run.learner.lora.rank and key in without_adapters)]
-    all_shapes = (shapes if path == base else read_shapes(path) for path in others)
+    all_shapes = (shapes if path == base else _read(path) for path in others)
     return [_sizes(run, own, lora=LoraSection()) for own in all_shapes]
 
 
@@ -512,42 +552,52 @@ def _kind(name: str, *, has_embedding: bool) -> _Divided:
     return "second end" if "lm_head" in name and has_embedding else "ends"
 
 
-def _share(kind: _Divided, layout: Layout) -> float:
-    """Return the share of a tensor that one rank holds; of embedding and output layer, the largest of any stage."""
+def _parts(kind: _Divided, layout: Layout) -> int:
+    """Return over how many ranks of a stage a tensor is divided."""
     if kind == "experts":
-        return 1 / (layout.expert * layout.expert_tensor * layout.pipeline)
-    if kind == "layers":
-        return 1 / (layout.tensor * layout.pipeline)
-    if kind == "replicated":
-        return 1 / layout.pipeline
-    if kind == "tower":  # every rank of the first stage has all of it
-        return 1.0
-    is_elsewhere = layout.pipeline > 1 and kind == "second end"  # the embedding is on the first stage, it on the last
-    return 0.0 if is_elsewhere else 1 / layout.tensor
+        return layout.expert * layout.expert_tensor
+    return 1 if kind in ("replicated", "tower") else layout.tensor
 
 
 def _shares_optimizer(run: RunConfig) -> bool:
     return bool(run.learner.options.get("distributed_optimizer", True))
 
 
-def _passes(run: RunConfig, config: dict[str, Any], *, recomputes_all: bool) -> tuple[float, float]:
-    """Return the bytes of activations that one packed row keeps, with the output layer's gradient, if it is trained;
-    and those of a layer that is recomputed."""
+def _passes(run: RunConfig, plan: MemoryPlan, shapes: Shapes, stage: int) -> float:
+    """Return the bytes of a stage's activations, with the output layer's gradient, if it is trained."""
+    whole = json.loads((Path(run.model.path) / "config.json").read_text())
+    config, layout, recomputes_all = decoder_config(whole), run.learner.layout, plan.recomputes_all
     hidden, layers = config.get("hidden_size", 0), config.get("num_hidden_layers", 0)
     heads, head = _heads(config)
     attention = head * (heads + 2 * config.get("num_key_value_heads", heads))
     experts = config.get("num_experts_per_tok") or 1
     feed_forward = config.get("moe_intermediate_size") or config.get("intermediate_size", 4 * hidden)
     # A layer keeps the inputs of its norms and products, the attention's inputs and output, the gate and its product.
-    kept = 2 * hidden if recomputes_all else 2 * (3 * hidden + 3.7 * attention + 3 * experts * feed_forward)
-    of_layer = 2 * (6 * hidden + 3 * attention + 3.6 * experts * feed_forward)  # while it is differentiated
-    layout = run.learner.layout
-    tokens = run.learner.micro_batch_tokens / (layout.tensor * layout.context)
-    of_head = 0 if run.learner.lora.rank else 6 * config.get("vocab_size", 0) * hidden / layout.tensor
-    return float(tokens * kept * layers / layout.pipeline + of_head), tokens * of_layer * recomputes_all
+    of_token = 2 * hidden if recomputes_all else 2 * (3 * hidden + 3.7 * attention + 3 * experts * feed_forward)
+    tokens, rows = run.learner.micro_batch_tokens / (layout.tensor * layout.context), _rows_in_flight(layout, stage)
+    kept = tokens * of_token * _stages(run.learner, layers).count(stage) * rows + _chosen_keys(run, config)
+    kept += _passes_of_tower(run, whole, shapes) * rows if stage == 0 else 0.0
+    # While a layer is differentiated:
+    of_layer = tokens * 2 * (6 * hidden + 3 * attention + 3.6 * experts * feed_forward) * recomputes_all
+    of_layer += _copied_keys(run, config) if plan.shares_prefixes else 0.0
+    of_head = 0.0
+    if stage == layout.pipeline - 1:
+        of_head = _logits(run, config) if plan.needs_logits else float(_HEAD_BYTES)
+        kept += 0 if run.learner.lora.rank else 6 * config.get("vocab_size", 0) * hidden / layout.tensor
+    # A layer is recomputed after the head.
+    return float(_FRAGMENTED * (kept + (max(of_head, of_layer) if recomputes_all else of_head + of_layer)))
 
 
-def _passes_of_tower(run: RunConfig, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
+def _rows_in_flight(layout: Layout, stage: int) -> float:
+    """Return of how many rows a stage keeps activations, where a batch has enough of them: in Megatron's schedules
+    (arXiv:2104.04473) a stage begins a row for itself and each stage after it before its first backward pass."""
+    after, chunks = layout.pipeline - 1 - stage, layout.virtual_pipeline
+    if chunks == 1:
+        return 1.0 + after
+    return (1 + 2 * after + (chunks - 1) * layout.pipeline) / chunks
+
+
+def _passes_of_tower(run: RunConfig, config: dict[str, Any], shapes: Shapes) -> float:
     """Return the bytes of activations that a trained vision tower keeps, whatever is recomputed. Every rank of a row
     has all its images."""
     learner, tower = run.learner, config.get("vision_config")

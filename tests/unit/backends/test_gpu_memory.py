@@ -16,6 +16,7 @@ from asyncrl import config
 from asyncrl.backends import gpu_memory
 from asyncrl.backends.gpu_memory import MemoryPlan
 from asyncrl.config import RunConfig
+from asyncrl.config.layout import Layout
 from asyncrl.config.learner import LearnerSection
 from asyncrl.errors import ConfigError
 from asyncrl.launch import summary
@@ -165,7 +166,8 @@ def test_one_copy_of_frozen_weights_would_leave_an_engine_this_cache(
 def test_a_recomputed_layer_is_whole_on_its_stage_and_counts_once_it_is_more_than_the_output_layer(
     tokens: int, stages: int, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """36 layers of 4,096 numbers that are kept for each token, and 174 kB of one layer."""
+    """36 layers of 4,096 numbers that are kept for each token, and 174 kB of one layer. The first of two stages keeps
+    two rows of 18 layers."""
     passes = list[int]()
     for count in (tokens, 2 * tokens):
         overrides = [f"learner.ranks={stages}", f"learner.pipeline_parallel={stages}"]
@@ -173,7 +175,7 @@ def test_a_recomputed_layer_is_whole_on_its_stage_and_counts_once_it_is_more_tha
         found = phases_of(run)
         passes.append(found["step"].device - found["checkpoint"].device)
     of_token = (passes[1] - passes[0]) / tokens / gpu_memory._FRAGMENTED
-    assert of_token == pytest.approx(2 * 4096 * 36 / stages + 174_490 * layers, rel=1e-5)
+    assert of_token == pytest.approx(2 * 4096 * 36 + 174_490 * layers, rel=1e-5)
 
 
 # Seen on a CPU, as multiples of the bytes of a rank's share of the model (docs/results/performance.md): full training
@@ -214,10 +216,39 @@ def test_state_is_counted_to_a_twentieth(
 ) -> None:
     run = run_of(shape, tmp_path, monkeypatch, *overrides)
     of_model = 2 * num_parameters(SHAPES[shape])
-    found = gpu_memory._state(run, dict(sizes(SHAPES[shape])), run.learner.layout)
+    (found,) = gpu_memory._states(run, gpu_memory._models(run, dict(sizes(SHAPES[shape]))), run.learner)
     assert found.loaded / of_model == pytest.approx(loaded, rel=0.05)
     assert found.moments / of_model == pytest.approx(moments, rel=0.1, abs=0.01)
     assert found.saved / of_model == pytest.approx(saved, rel=0.05, abs=0.02)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "seen"), [(2, 1, 4_585_472), (4, 1, 4_586_496), (2, 2, 5_732_608)])
+def test_a_first_stage_keeps_as_many_rows_as_there_are_stages(stages: int, chunks: int, seen: int) -> None:
+    """Seen on a CPU: most bytes that the first stage of a tiny model kept for its backward passes, of eight rows. One
+    rank with all layers kept 4,657,414, of any number of rows."""
+    layout = Layout(ranks=stages, pipeline=stages, virtual_pipeline=chunks)
+    rows = gpu_memory._rows_in_flight(layout, 0)
+    assert rows / stages * 4_657_414 == pytest.approx(seen, rel=0.02)
+    assert gpu_memory._rows_in_flight(layout, stages - 1) == (1 if chunks == 1 else 1.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layers"),
+    [
+        ([], [18, 18]),
+        (["learner.train_only=['layers[.](2[7-9]|3[0-5])[.]']"], [0, 9]),
+        (["learner.megatron.num_layers_in_last_pipeline_stage=12"], [24, 12]),
+        (["learner.virtual_pipeline=3", "learner.train_only=['layers[.][0-9][.]']"], [6, 4]),
+    ],
+)
+def test_each_stage_has_the_state_of_its_own_layers(
+    overrides: list[str], layers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of("8B", tmp_path, monkeypatch, LEARNER_RANKS, "learner.pipeline_parallel=2", *overrides)
+    shapes = {name: size for name, size in sizes(SHAPES["8B"]) if ".layers." in name}
+    of_layer = sum(math.prod(size) for name, size in shapes.items() if ".layers.0." in name)
+    states = gpu_memory._states(run, gpu_memory._models(run, shapes), run.learner)
+    assert [state.moments / 8 / of_layer for state in states] == layers
 
 
 def test_half_of_each_adapter_is_on_every_tensor_parallel_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +258,7 @@ def test_half_of_each_adapter_is_on_every_tensor_parallel_rank(tmp_path: Path, m
     divided = (
         4096 + 2 * 1024 + 4096 + 2 * 12_288 + 12_288
     )  # outputs of q, k, v, inputs of o, outputs of gate and up, ..
-    found = gpu_memory._state(run, dict(sizes(SHAPES["8B"])), run.learner.layout)
+    (found,) = gpu_memory._states(run, gpu_memory._models(run, dict(sizes(SHAPES["8B"]))), run.learner)
     assert found.main == 4 * 36 * 64 * (divided / 4 + 7 * 4096)
 
 
