@@ -21,7 +21,8 @@ from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.sample_recorder import AnswerRecorder, SampleRecorder, SampleWriter
 from asyncrl.actors.learner.validator import Validator
-from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
+from asyncrl.actors.rollout.group_maker import GroupMaker
+from asyncrl.actors.rollout.group_rules import GroupRules
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_stage

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from asyncrl.actors.rollout.load_gate import LoadGate
@@ -55,19 +55,54 @@ class Outages:
         self.num_through = 0
         """How often something got through."""
 
-    async def get_through(self, work: Callable[[], Awaitable[T]], *, group_id: int, since: int) -> T:
+    async def get_through(self, work: Callable[[], Awaitable[T]], *, group_id: int, since: int | None = None) -> T:
         """Return what ``work`` returns, calling it again as long as it raises an Outage.
 
-        since  ``num_through`` when the group began
+        since  ``num_through`` when the group began; None: it begins now
 
         Raises the Outage if only this group cannot get through; NotNow if the worker drains, so that another one tries.
         """
+        since = self.num_through if since is None else since
         try:
             made = await work()
         except Outage as error:
             made = await self._try_again(work, error, group_id=group_id, since=since)
         self.num_through += 1
         return made
+
+    async def get_each_through(
+        self, work: Callable[[], Awaitable[Sequence[T]]], *, group_id: int, since: int
+    ) -> Sequence[T]:
+        """``get_through`` for the answers of a group: ``work`` returns an Outage in place of each that is left out.
+
+        Those are asked for again with the others, as long as they get fewer; then they have no result.
+        """
+        partly: Sequence[T] = ()
+        away_counts: list[int] = []
+
+        async def ask() -> Sequence[T]:
+            nonlocal partly
+            partly = ()
+            results = await work()
+            away = [one for one in results if isinstance(one, Outage)]
+            if not away:
+                return results
+            partly = results
+            self.num_through += not away_counts or len(away) < away_counts[-1]  # siblings got through
+            away_counts.append(len(away))
+            raise away[0]
+
+        while True:
+            del away_counts[:-1]
+            try:
+                return await self.get_through(ask, group_id=group_id, since=since)
+            except Outage:
+                if not partly:
+                    raise
+                # Others get through: those answers have no result. But if some of them got through just now, the
+                # service answers some requests, and it is no answer's fault.
+                if away_counts[-1] == away_counts[0]:
+                    return partly
 
     async def _try_again(self, work: Callable[[], Awaitable[T]], error: Outage, *, group_id: int, since: int) -> T:
         if not self._waiting:

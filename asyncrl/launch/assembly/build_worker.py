@@ -10,7 +10,8 @@ from pathlib import Path
 
 from asyncrl.actors.base import Actor
 from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
-from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
+from asyncrl.actors.rollout.group_maker import GroupMaker
+from asyncrl.actors.rollout.group_rules import GroupRules
 from asyncrl.actors.rollout.load_gate import VersionNeed
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.server_book import ServerBook

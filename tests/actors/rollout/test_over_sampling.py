@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.rollout.group_maker import GroupRules, cut_samples
+from asyncrl.actors.rollout.group_maker import cut_samples
+from asyncrl.actors.rollout.group_rules import GroupRules
 from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.messages.topics import TRAJECTORIES

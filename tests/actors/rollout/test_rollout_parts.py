@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.validator import Validator
-from asyncrl.actors.rollout.group_maker import GroupRules, check_rollout
+from asyncrl.actors.rollout.group_rules import GroupRules, check_rollout
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.actors.learner.group_filters import ask, sample_group
-from asyncrl.actors.rollout.group_maker import check_rollout
+from asyncrl.actors.rollout.group_rules import check_rollout
 from asyncrl.errors import RewardError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from asyncrl.messages.user_copies import own_prompt, read_only
