@@ -144,6 +144,19 @@ def check_adapters(server_arguments: Mapping[str, Any]) -> None:
         )
 
 
+def late_tokens(info: Mapping[str, Any]) -> int:
+    """Return how many tokens of an answer, at most, the weights before a load sample after the server has noted it.
+
+    With the overlap scheduler they are those of the step under way: one token, or as many as speculation proposes.
+
+    info  the server's /server_info
+    """
+    if info.get("disable_overlap_schedule"):
+        return 0
+    counts = ("speculative_num_draft_tokens", "max_speculative_num_draft_tokens")  # the second may be reached later
+    return max(1, *(int(info.get(count) or 1) for count in counts)) if _speculation(info) else 1
+
+
 def _speculation(info: Mapping[str, Any]) -> str:
     return str(info.get("speculative_algorithm") or "").upper()
 

@@ -54,6 +54,7 @@ from asyncrl.engines.sglang.checks import (
     installed_version,
     is_whole,
     keeps_draft,
+    late_tokens,
     numbers,
     ranks_with_loader,
     why_no_experts,
@@ -538,7 +539,7 @@ class SGLangEngine(EngineAdapter):
         is_ours = self._client.server is not None
         info = await self._client.get("/server_info")
         model = await self._client.get("/model_info")
-        self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
+        self._late_tokens = late_tokens(info)
         self._places.max_running = int(info.get("max_running_requests") or self._places.max_running)
         self._context_tokens = context_of_server(
             info, self._options, url=self.url, device=self._device, of_model=self._model.context_tokens
@@ -647,7 +648,7 @@ class SGLangEngine(EngineAdapter):
     async def _sample(
         self, reply: Reply, request: Mapping[str, Any], *, sent: Version, note_read: Callable[[], None]
     ) -> None:
-        late_tokens = self._late_tokens if self._has_spans else None
+        late = self._late_tokens if self._has_spans else None
         bounds = self._settled.request(sent)
         try:
             async with self._client.post("/generate", request) as response:
@@ -659,7 +660,7 @@ class SGLangEngine(EngineAdapter):
                     data = line.removeprefix(b"data:").strip()
                     if data and data != b"[DONE]":
                         before = len(reply)
-                        stamp = reply.take_chunk(json.loads(data), newest=bounds.newest, late_tokens=late_tokens)
+                        stamp = reply.take_chunk(json.loads(data), newest=bounds.newest, late_tokens=late)
                         if len(reply) > before:
                             note_read()
                             self._tokens_generated += len(reply) - before

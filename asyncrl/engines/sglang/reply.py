@@ -158,7 +158,7 @@ class Reply:
         return len(self._tokens)
 
     def take_whole(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
-        """Read a whole reply with spans. ``late_tokens`` is 1 with the overlap scheduler, else 0."""
+        """Read a whole reply with spans.  late_tokens: see checks.late_tokens"""
         self._take_tokens(body)
         self._take_spans(body, late_tokens=late_tokens)
 

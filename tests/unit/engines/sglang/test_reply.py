@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.data.model_folder import ExpertCounts
 from asyncrl.engines.generation import Generation, RequestReport
+from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang.client import lines
 from asyncrl.engines.sglang.reply import Reply, names_experts, sampling_params
 from asyncrl.engines.sglang.versions import Stamps
@@ -40,13 +41,23 @@ def new_reply(*, sent: int = 0) -> Reply:
 LENGTH = {"type": "length", "length": 4}
 
 
-@pytest.mark.parametrize(("late_tokens", "start"), [(0, 2), (1, 3)])
-def test_spans_start_a_token_late_under_the_overlap_scheduler(late_tokens: int, start: int) -> None:
-    """A token sampled but not yet counted when the weights changed belongs to the old weights (measured, 0.5.23)."""
-    spans = [{"version": "0:1", "start": 0, "end": 2}, {"version": "0:2", "start": 2, "end": 4}]
+@pytest.mark.parametrize(
+    ("info", "start"),
+    [
+        ({"disable_overlap_schedule": True}, 2),
+        ({"speculative_num_draft_tokens": None}, 3),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 2}, 4),
+        ({"speculative_algorithm": "NGRAM", "disable_overlap_schedule": True, "speculative_num_draft_tokens": 2}, 2),
+    ],
+)
+def test_spans_start_a_step_late_under_the_overlap_scheduler(info: Mapping[str, Any], start: int) -> None:
+    """Tokens sampled but not yet counted when the weights changed belong to the old weights (measured without
+    speculation, 0.5.23): one, or as many as a step may accept."""
+    spans = [{"version": "0:1", "start": 0, "end": 2}, {"version": "0:2", "start": 2, "end": 5}]
     reply = new_reply(sent=1)
-    reply.take_whole(body([5, 6, 7, 8], weight_versions=spans, finish_reason=LENGTH), late_tokens=late_tokens)
-    assert finished(reply.generation()) == ([5, 6, 7, 8], [(0, 1), (start, 2)])
+    whole = body([5, 6, 7, 8, 9], weight_versions=spans, finish_reason=LENGTH)
+    reply.take_whole(whole, late_tokens=checks.late_tokens(info))
+    assert finished(reply.generation()) == ([5, 6, 7, 8, 9], [(0, 1), (start, 2)])
 
 
 def test_a_request_overtaken_by_a_load_owns_its_first_token_to_the_old_weights() -> None:
