@@ -244,7 +244,8 @@ def refuse(
         if not plan.offloads_moments and least(run.learner, offloaded) <= total:
             remedies.append("learner.options.offload_optimizer = true")
         elif run.model.dtype == "bfloat16" and least(run.learner, on_host) <= total:
-            remedies.append('learner.options.optimizer_device = "cpu"')
+            instead = " in place of offload_optimizer" if plan.offloads_moments else ""
+            remedies.append(f'learner.options.optimizer_device = "cpu"{instead}')
     layers = decoder_config(json.loads((folder / "config.json").read_text())).get("num_hidden_layers", 1)
     # Nothing is divided by more than all ranks.
     fewest = least(LearnerSection(), plan) / total

@@ -104,7 +104,7 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
     if not least or share >= least:
         return share
     fits = [
-        words
+        words + (" in place of offload_optimizer" if _drops_offloading(run, options) else "")
         for words, options, rank in _SMALLER
         if total - _smaller_bytes(run, options, rank, total=total) >= num_engines * least
     ]
@@ -112,7 +112,8 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
         *fits[:1],
         *(["fewer engines on this GPU"] if num_engines > 1 else []),
         "another GPU (rollout.gpus)",
-        'run.offload = "both"' if run.run.colocated else 'turns (run.colocated = true with run.mode = "sync")',
+        *(['run.offload = "both"'] if run.run.colocated else []),
+        *(['turns (run.colocated = true with run.mode = "sync")'] if _fits_in_turns(run, total=total) else []),
     ]
     raise ConfigError(
         f"rollout.gpus: of {total / 2**30:.1f} GiB of a GPU the learner may need {learner / 2**30:.1f}, and "
@@ -157,6 +158,23 @@ def _smaller_bytes(run: RunConfig, options: Mapping[str, Any], rank: int, *, tot
         return _learner_bytes(smaller, total=total)
     except ConfigError:
         return math.inf
+
+
+def _drops_offloading(run: RunConfig, options: Mapping[str, Any]) -> bool:
+    return bool(run.learner.options.get("offload_optimizer")) and not options.get("offload_optimizer", True)
+
+
+def _fits_in_turns(run: RunConfig, *, total: int) -> bool:
+    """Return whether learner and engines that share their GPUs at the same time could take turns on them instead."""
+    num_gpus = len(run.rollout.gpus) or registry.backend_class(run).num_gpus(run)
+    if run.run.colocated or registry.engine_class(run).num_gpus(run) > num_gpus:
+        return False
+    try:
+        in_turns = dataclasses.replace(run, run=dataclasses.replace(run.run, colocated=True, mode="sync"))
+        check(in_turns)
+        return _learner_bytes(in_turns, total=total) <= total
+    except ConfigError:
+        return False
 
 
 def _learner_bytes(run: RunConfig, *, total: int = 0) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated
-from asyncrl.launch.launchers.placement import Asked, Placement, place
+from asyncrl.launch.launchers.placement import Asked, Placement, numbers, place
 
 
 def placement(run: RunConfig, *, places: bool = False) -> Placement:
     """Assign this machine's GPUs to the processes that `asyncrl run` starts on it.
 
-    Raises ConfigError, also if an engine finds no room beside the learner.
+    Raises ConfigError, also if an engine finds no room beside the learner, or a server none beside both.
 
     places  the launcher finds machines and GPUs itself, so none of this machine's is assigned
 
@@ -49,8 +50,20 @@ def placement(run: RunConfig, *, places: bool = False) -> Placement:
         for name, engines in placed.beside_learner.items():
             its = run.of_pool(pools.get(name, ""))
             if registry.engine_class(its).gpu_bytes(its):
+                _require_no_server(placed, name)
                 colocated.engine_share(its, num_engines=engines)
     return placed
+
+
+def _require_no_server(placed: Placement, engine: str) -> None:
+    """Raise ConfigError if a server is on a GPU where the engine would take all that the learner leaves."""
+    for server, gpus in placed.servers.items():
+        if both := set(gpus) & set(placed.processes[engine]):
+            raise ConfigError(
+                f"servers.{server}.gpus: on GPU {numbers(tuple(sorted(both)))} the engine of {engine} takes all that "
+                "the learner leaves; use other GPUs, or set the engine's share in engine.options (mem-fraction-static "
+                "in SGLang's server_arguments)"
+            )
 
 
 def num_gpus() -> int:

@@ -124,25 +124,60 @@ def test_an_engine_that_finds_no_room_beside_the_learner_is_refused_with_what_wo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, overrides: list[str], remedy: str
 ) -> None:
     """Qwen3-0.6B: the learner may need 50 GiB, 24 with recomputation, 10 with adapters too, and an engine 13."""
+    run = of_qwen(tmp_path, monkeypatch, *overrides, gib=gib)
+    with contextlib.ExitStack() as stack:
+        if remedy:
+            stack.enter_context(pytest.raises(ConfigError, match=re.escape(remedy)))
+        assert gpus.placement(run).workers == ((0,),)
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "are_offered"),
+    [
+        (60, [], True),
+        (48, [], False),  # the learner does not fit alone
+        (60, ["engine.options={tensor_parallel=2}", "rollout.gpus=[0,1]"], True),
+        (60, ["engine.options={tensor_parallel=2}"], False),  # the learner has one GPU
+    ],
+)
+def test_turns_are_offered_where_they_are_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, overrides: list[str], are_offered: bool
+) -> None:
+    num_gpus = 2 if overrides else 1
+    with pytest.raises(ConfigError, match="use") as refused:
+        gpus.placement(of_qwen(tmp_path, monkeypatch, *overrides, gib=gib, num_gpus=num_gpus))
+    assert ("turns (run.colocated" in str(refused.value)) == are_offered
+
+
+def test_an_engine_that_takes_all_that_the_learner_leaves_shares_its_gpu_with_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = [f"servers.judge.path={tmp_path / 'model'}", "servers.judge.gpus=[0]", "rollout.gpus=[0]"]
+    with pytest.raises(ConfigError, match="judge.gpus: on GPU 0 the engine of w0 takes all that the learner leaves"):
+        gpus.placement(of_qwen(tmp_path, monkeypatch, *judge, gib=141))
+    own = "engine.options={server_arguments={mem-fraction-static=0.2}}"
+    assert gpus.placement(of_qwen(tmp_path, monkeypatch, *judge, own, gib=141)).servers == {"judge": (0,)}
+
+
+def of_qwen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, gib: int, num_gpus: int = 1
+) -> config.RunConfig:
+    """Return a run of Qwen3-0.6B on GPUs of ``gib`` GiB."""
     demo_task.write(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
     of_gpus = ["learner.device=auto", "engine.kind=sglang", "engine.device=auto", "learner.backend=megatron"]
-    run = config.load(tmp_path / "run.toml", [*of_gpus, "model.dtype=bfloat16", *overrides])
-    monkeypatch.setattr(gpus, "num_gpus", lambda: 1)
+    monkeypatch.setattr(gpus, "num_gpus", lambda: num_gpus)
     monkeypatch.setattr(colocated, "read_gpu_memory", lambda: GpuMemory(total=gib * 2**30, free=0))
     matrices = {"q": (2048, 1024), "k": (1024, 1024), "v": (1024, 1024), "o": (1024, 2048)}
     matrices |= {"gate": (3072, 1024), "up": (3072, 1024), "down": (1024, 3072)}
-    layers = {f"model.layers.{n}.x.{name}_proj.weight": one for n in range(28) for name, one in matrices.items()}
-    shapes = {"model.embed_tokens.weight": (151_936, 1024), **layers}
+    shapes = {f"model.layers.{n}.x.{name}_proj.weight": one for n in range(28) for name, one in matrices.items()}
+    shapes["model.embed_tokens.weight"] = (151_936, 1024)
     monkeypatch.setattr("asyncrl.engines.sglang.engine.read_shapes", lambda _: shapes)
     monkeypatch.setattr("asyncrl.backends.gpu_memory.read_shapes", lambda _: shapes)
     sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "vocab_size": 151_936}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     monkeypatch.setattr("asyncrl.backends.gpu_memory.decoder_config", lambda _: sizes)
-    with contextlib.ExitStack() as stack:
-        if remedy:
-            stack.enter_context(pytest.raises(ConfigError, match=re.escape(remedy)))
-        assert gpus.placement(run).workers == ((0,),)
+    return config.load(tmp_path / "run.toml", [*of_gpus, "rollout.workers=1", "model.dtype=bfloat16", *overrides])
 
 
 def test_an_engine_of_ones_own_is_told_what_the_learner_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
