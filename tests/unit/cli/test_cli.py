@@ -48,6 +48,18 @@ def test_help_of_every_verb_imports_no_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(("own", "used"), [("", "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_leave_their_core_unless_the_user_says_otherwise(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own: str, used: str
+) -> None:
+    """Processes of a run share the cores, so a thread that spins takes one from an engine (benchmarks.laptop)."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if own:
+        monkeypatch.setenv("OMP_WAIT_POLICY", own)
+    assert asyncrl("check", "nowhere.toml", capsys=capsys)[0] == 2
+    assert os.environ["OMP_WAIT_POLICY"] == used
+
+
 @pytest.mark.parametrize("words", [("top", "run"), ("tap", "run", "events"), ("samples", "run", "--follow")])
 def test_ctrl_c_ends_what_looks_at_a_run_without_a_traceback(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
