@@ -65,9 +65,9 @@ class EvaluationDataset:
     temperature: float = 1.0
     """Sampling temperature. 0: always the likeliest token; then one answer per prompt is enough."""
     top_p: float = 1.0
-    """As rollout.top_p."""
+    """Nucleus sampling; 1 is off."""
     top_k: int = 0
-    """As rollout.top_k."""
+    """Top-k sampling; 0 is off."""
     max_context_tokens: int = 0
     """As rollout.max_context_tokens."""
     min_new_tokens: int = 0
