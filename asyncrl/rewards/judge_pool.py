@@ -1,6 +1,6 @@
 """A pool of judge processes, for judging that may never finish: one JSON line in, one JSON line out.
 
-A judge is a module of asyncrl with a ``main`` (math.py). It writes {} when it is ready, then reads questions
+A judge is a module of asyncrl whose main calls ``serve`` (math.py). It writes {} when it is ready, then reads questions
 until its standard input ends: [seconds, question]. It answers {"reward": 1.0}, {"error": "..."}, or {"reward": null} if
 it needs more than ``seconds`` of CPU time.
 
@@ -13,9 +13,12 @@ is started.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
+import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -141,6 +144,30 @@ async def _end(judge: asyncio.subprocess.Process) -> None:
 
 _AGAIN_SECONDS: Final = 0.1
 """Interval of further signals: Python ignores an exception that is raised in a destructor."""
+
+
+class BadLabel(ValueError):
+    """A label that no answer can be compared with."""
+
+
+def serve(judge: Callable[[Any], float], *, warm_up: Callable[[], object], limit: float = math.inf) -> None:
+    """Answer questions until standard input ends.
+
+    judge    returns the reward of a question; raises BadLabel
+    warm_up  imports what every answer needs, before the first answer's time begins
+    limit    seconds of CPU time after which an answer is wrong
+    """
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep output of libraries out of the answers
+    warm_up()
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        seconds, question = json.loads(line)
+        try:
+            reward = within(min(seconds, limit), functools.partial(judge, question))
+            answer: dict[str, Any] = {"reward": 0.0 if reward is None and limit <= seconds else reward}
+        except BadLabel as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 class OutOfTime(BaseException):

@@ -14,9 +14,7 @@ end with the worker.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
 import logging
 import re
 import sys
@@ -27,7 +25,7 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import OPEN_BOX, after_thinking, bare, last_boxed, marked, without_settings
-from asyncrl.rewards.judge_pool import JudgePool, within
+from asyncrl.rewards.judge_pool import BadLabel, JudgePool, serve
 from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Sample
 
@@ -107,27 +105,16 @@ def formula_of(label: Any) -> str:
     return text
 
 
-# -- in a judge's process: a JSON line [seconds, [label, completion]] in, {"reward": 1.0} out --------------------------
+# -- in a judge's process: a question is [label, completion] -----------------------------------------------------------
 
 
 def main() -> None:
     timeout_seconds = int(sys.argv[1])
-    answers, sys.stdout = sys.stdout, sys.stderr  # keep output of libraries out of the answers
     logging.disable(logging.ERROR)  # math-verify logs a traceback for every timeout; the reward is just 0
-    judge("1", "2", timeout_seconds=60)  # imports and compiles what every answer needs
-    print("{}", file=answers, flush=True)
-    for line in sys.stdin:
-        seconds, pair = json.loads(line)
-        try:
-            reward = within(seconds, functools.partial(judge, *pair, timeout_seconds=timeout_seconds))
-            answer: dict[str, Any] = {"reward": reward}
-        except LabelError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-class LabelError(Exception):
-    """A label contains no number or formula."""
+    serve(
+        lambda pair: judge(*pair, timeout_seconds=timeout_seconds),
+        warm_up=lambda: judge("1", "2", timeout_seconds=60),  # imports and compiles
+    )
 
 
 def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
@@ -143,7 +130,7 @@ def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
         return 1.0
     gold = next(filter(None, (_parse(form, timeout_seconds) for form in _forms(label))), None)
     if gold is None:
-        raise LabelError(f"the label {label[:60]!r} holds no number or formula")
+        raise BadLabel(f"the label {label[:60]!r} holds no number or formula")
     answer = OPEN_BOX.sub(r"\\boxed{", completion)
     if boxed is not None:
         formula = without_settings(boxed).strip("* \n")

@@ -2,23 +2,23 @@
 
 The JSON is the last fenced block after </think> that is tagged as JSON (```json), else the last without a tag, else the
 whole text after it. The schema is the label (a table or JSON text), or the file ``schema`` for all rows. The patterns
-of a schema are regular expressions, which may never finish, so they run in a separate process with a time limit
-(schema_judge.py).
+of a schema are regular expressions, which may never finish, so they run in a separate process with a time limit,
+whose ``main`` is here.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.contrib.rewards.schema_judge import parsed, validator_of
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import last_block, marked
-from asyncrl.rewards.judge_pool import JudgePool
+from asyncrl.rewards.judge_pool import BadLabel, JudgePool, serve
 from asyncrl.rewards.port import Reward, Sample
 
 
@@ -44,7 +44,7 @@ class JsonSchemaReward:
         self.needs_label = not options.schema
         self._schema = _read(options.schema) if options.schema else None
         self._judges = JudgePool(
-            "asyncrl.contrib.rewards.schema_judge",
+            "asyncrl.contrib.rewards.json_schema",
             [str(options.timeout_seconds)],
             name="json_schema",
             processes=options.processes,
@@ -102,3 +102,72 @@ def _read(path: str) -> Any:
         return _schema_of(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"schema: {path}: {error}") from None
+
+
+# -- in a judge's process: a question is [schema, answer] --------------------------------------------------------------
+
+
+def main() -> None:
+    serve(judge, warm_up=lambda: importlib.import_module("jsonschema"), limit=int(sys.argv[1]))
+
+
+def judge(question: Sequence[Any]) -> float:
+    """Return 1.0 for JSON that is valid, else 0.0. Raises BadLabel for a schema that is none."""
+    from referencing.exceptions import Unresolvable
+
+    schema, text = question
+    validator = validator_of(schema)
+    try:
+        return float(validator.is_valid(parsed(text)))
+    except Unresolvable as error:
+        raise BadLabel(f"the schema refers to what is not in it: {error}"[:200]) from None
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+def validator_of(schema: Any) -> Any:
+    """Return jsonschema's validator, which fetches nothing that the schema refers to. Raises BadLabel."""
+    import jsonschema
+    from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+    from referencing.jsonschema import specification_with
+
+    kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise BadLabel(f"invalid schema: {error.message}"[:200]) from None
+    if isinstance(schema, Mapping) and schema and not schema.keys() & kind.VALIDATORS.keys():
+        raise BadLabel(
+            f"the table {str(schema)[:60]!r} is no JSON Schema: it asks for nothing, so that any JSON would be valid"
+        )
+    root = specification_with(kind.META_SCHEMA["$schema"]).create_resource(schema)
+    _check_references(root, REGISTRY.resolver_with_root(root))
+    return kind(schema, registry=REGISTRY)
+
+
+def _check_references(resource: Any, resolver: Any) -> None:
+    """Raise BadLabel for a reference to what is not in the schema."""
+    from referencing.exceptions import Unresolvable
+
+    named = resource.contents if isinstance(resource.contents, Mapping) else {}
+    for reference in (named[key] for key in ("$ref", "$dynamicRef") if isinstance(named.get(key), str)):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable as error:
+            raise BadLabel(f"the schema refers to what is not in it: {error}"[:200]) from None
+    for inner in resource.subresources():
+        _check_references(inner, resolver.in_subresource(inner))
+
+
+def parsed(text: str) -> Any:
+    """Parse JSON. Raises ValueError, also for NaN and Infinity, which Python would accept, and RecursionError."""
+    return json.loads(text, parse_constant=_no_number)
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+if __name__ == "__main__":
+    main()
