@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from asyncrl.adapters import learner_models
 from asyncrl.adapters.bus_file import read_address
-from asyncrl.backends.port import Backend
+from asyncrl.backends.port import Backend, RefreshesReference, ResetsOptimizer
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig, ServerSection, plugins, tables
@@ -393,16 +393,14 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
 
 def check_backend_can(run: RunConfig) -> None:
     """Raise ConfigError if the optimizer is to be reset, or the reference refreshed, and the backend cannot."""
-    if run.reference and run.reference.refresh_steps and not backend_class(run).refreshes_reference:
-        raise ConfigError(
-            f'reference.refresh_steps: learner.backend = "{run.learner.backend}" cannot refresh a reference; '
-            '"megatron" and "reference" can'
-        )
-    if run.learner.reset_optimizer and not backend_class(run).resets_optimizer:
-        raise ConfigError(
-            f'learner.reset_optimizer: learner.backend = "{run.learner.backend}" cannot start its optimizer anew; '
-            '"megatron" and "reference" can'
-        )
+    refreshes = bool(run.reference and run.reference.refresh_steps)
+    for key, is_set, kind, what in (
+        ("reference.refresh_steps", refreshes, RefreshesReference, "refresh a reference"),
+        ("learner.reset_optimizer", run.learner.reset_optimizer, ResetsOptimizer, "start its optimizer anew"),
+    ):
+        if is_set and not issubclass(backend_class(run), kind):
+            name = run.learner.backend
+            raise ConfigError(f'{key}: learner.backend = "{name}" cannot {what}; "megatron" and "reference" can')
 
 
 # -- bus ---------------------------------------------------------------------------------------------------------------

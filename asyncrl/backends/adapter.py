@@ -25,15 +25,6 @@ class BackendAdapter(Adapter):
     replays_experts: ClassVar[bool] = False
     """Whether the policy routes tokens to the experts given in a micro-batch (MicroBatch.experts)."""
 
-    shares_gpus: ClassVar[bool] = False
-    """Whether the backend can move its memory off its GPUs (Offloads in backends/port.py)."""
-
-    resets_optimizer: ClassVar[bool] = False
-    """Whether the backend can start AdamW anew (ResetsOptimizer in backends/port.py)."""
-
-    refreshes_reference: ClassVar[bool] = False
-    """Whether the reference can become the policy (RefreshesReference in backends/port.py)."""
-
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:
         """Create the backend without starting it. ``auxiliary``: the algorithm's models besides the policy, by name."""

@@ -66,9 +66,6 @@ class ReferenceBackend(BackendAdapter):
     """Trains any causal language model that transformers loads."""
 
     options_type = Options
-    shares_gpus = True
-    resets_optimizer = True
-    refreshes_reference = True
 
     def __init__(
         self,

@@ -29,10 +29,6 @@ class EngineAdapter(Adapter):
     reads_images: ClassVar[bool] = False
     """Whether prompts may show images (``generate(images=...)``)."""
 
-    shares_gpus: ClassVar[bool] = False
-    """Whether the engine can move its memory off its GPUs (SharesGpus). If so, ``build`` enables this when
-    ``run.run.colocated``."""
-
     @classmethod
     def why_no_experts(cls, run: RunConfig) -> str:
         """Return why generations cannot report the experts of each token (Generation.experts); "" if they can.

@@ -177,7 +177,7 @@ class HasServerMetrics(Protocol):
 
 @runtime_checkable
 class SharesGpus(Protocol):
-    """An engine that can move its memory off the GPUs (run.colocated)."""
+    """An engine that can move its memory off the GPUs. ``EngineAdapter.build`` sees to it with run.colocated."""
 
     async def release(self) -> None:
         """Free the GPUs; call it when nothing runs. Weights stay on the host; cached keys and values are dropped."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.adapters import registry
+from asyncrl.backends.port import Offloads
 from asyncrl.config import RunConfig
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine, EngineStats, LimitsMemory, SharesGpus
@@ -53,8 +54,8 @@ def check(run: RunConfig) -> None:
             'launcher.kind = "local", or remove it'
         )
     for key, name, side, can_leave in (
-        ("engine.kind", run.engine.kind, "engines", registry.engine_class(run).shares_gpus),
-        ("learner.backend", run.learner.backend, "learner", registry.backend_class(run).shares_gpus),
+        ("engine.kind", run.engine.kind, "engines", issubclass(registry.engine_class(run), SharesGpus)),
+        ("learner.backend", run.learner.backend, "learner", issubclass(registry.backend_class(run), Offloads)),
     ):
         if not can_leave and run.run.offload in ("both", side):
             raise ConfigError(f'run.colocated: {key} = "{name}" cannot release its GPUs; use another, or remove it')

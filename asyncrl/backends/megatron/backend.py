@@ -74,9 +74,6 @@ class MegatronBackend(BackendAdapter):
 
     options_type = Options
     replays_experts = True
-    shares_gpus = True
-    resets_optimizer = True
-    refreshes_reference = True
 
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:

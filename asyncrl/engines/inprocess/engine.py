@@ -110,7 +110,6 @@ class InProcessEngine(EngineAdapter):
     """See Engine and WeightUpdater in the ports."""
 
     options_type = Options
-    shares_gpus = True
     reads_images = True
     num_ranks = 1
 
