@@ -27,6 +27,7 @@ from typing import Any, Final, TypeVar
 
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.engines.sglang.checks import check_installed
+from asyncrl.engines.sglang.options import by_name
 from asyncrl.engines.sglang.server import ServerProcess, find_free_port, server_command, server_environment
 from benchmarks.gpu.arm import Arm, ArmResult, BusAddress, run_arm, visible_devices
 
@@ -207,7 +208,7 @@ class _Server:
             weight_version="default",
             tensor_parallel=1,
             stream_interval=stream_interval,
-            server_arguments=arguments,
+            server_arguments=by_name(arguments),
         )
         self._environment = server_environment(os.environ, device=device)
         if device == "cuda":

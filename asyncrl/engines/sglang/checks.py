@@ -22,7 +22,6 @@ from asyncrl.engines.sglang.options import (
     QUANTIZATIONS,
     Options,
     names_draft,
-    option_name,
 )
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import int4
@@ -126,17 +125,14 @@ def keeps_draft(info: Mapping[str, Any]) -> bool:
 
 def check_own_draft(run: RunConfig, options: Options) -> None:
     """Raise ConfigError for a draft model of its own where no load can leave it alone."""
-    given = {option_name(key): value for key, value in options.server_arguments.items()}
-    replicas = given.get("dp-size", given.get("data-parallel-size", 1))
-    if names_draft(given) and (run.weights.quantization or options.machines > 1 or replicas != 1):
+    given = options.server_arguments
+    if names_draft(given) and (run.weights.quantization or options.machines > 1 or given.get("dp-size", 1) != 1):
         raise ConfigError(_DRAFT_IS_LOADED)
 
 
 def check_adapters(server_arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for a server that takes no adapters while it is up, as each version is."""
-    given = {option_name(key): value for key, value in server_arguments.items()}
-    sizes = ("attn-dp-size", "dp-size", "data-parallel-size")
-    split = next((key for key in sizes if given.get(key, 1) != 1), "")
+    split = next((key for key in ("attn-dp-size", "dp-size") if server_arguments.get(key, 1) != 1), "")
     if split:
         raise ConfigError(
             f'learner.lora.publish: "adapter": with {split} (engine.options.server_arguments) SGLang takes no '
@@ -212,7 +208,7 @@ def check_memory_saver() -> None:
 
 def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for a dtype that would crash the server during startup, minutes later."""
-    given = {option_name(key): value for key, value in server_arguments.items()}
+    given = server_arguments
     if given.get("device", device) == "cuda" and given.get("dtype", dtype) in ("float32", "float"):
         raise ConfigError(
             'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", engine.device = "cpu" or '
@@ -230,22 +226,16 @@ _OF_GPUS: Final = {
 
 def check_on_cpu(server_arguments: Mapping[str, Any], *, device: str) -> None:
     """Raise ConfigError for options with which SGLang's CPU server does not start or answers nothing."""
-    for key, value in server_arguments.items():
-        if device == "cpu" and value and (why := _OF_GPUS.get(option_name(key))):
+    for name, value in server_arguments.items():
+        if device == "cpu" and value and (why := _OF_GPUS.get(name)):
             raise ConfigError(
-                f'engine.options: server_arguments: {option_name(key)} {why}; use engine.device = "cuda", or remove it'
+                f'engine.options: server_arguments: {name} {why}; use engine.device = "cuda", or remove it'
             )
-    if device == "cpu" and _expert_parallel(server_arguments) != 1:
+    if device == "cpu" and server_arguments.get("ep-size", 1) != 1:
         raise ConfigError(
             "engine.options: server_arguments: ep-size: in SGLang's CPU server every part computes all experts; remove "
             "it"
         )
-
-
-def _expert_parallel(server_arguments: Mapping[str, Any]) -> Any:
-    """Return over how many groups of GPUs whole experts are distributed, as it is given."""
-    given = {option_name(key): value for key, value in server_arguments.items()}
-    return given.get("ep-size", given.get("expert-parallel-size", given.get("ep", 1)))
 
 
 _NOT_ON_A_CPU: Final = {
@@ -314,8 +304,8 @@ def check_experts(model_path: Path, *, quantization: str, dtype: str, options: O
         return
     if dtype != "bfloat16":
         raise ConfigError(f'weights.quantization: SGLang computes with "{quantization}" in bfloat16; set model.dtype')
-    given = {option_name(key): value for key, value in options.server_arguments.items()}
-    replicas = given.get("dp-size", given.get("data-parallel-size", 1))
+    given = options.server_arguments
+    replicas = given.get("dp-size", 1)
     drafts = _speculation({"speculative_algorithm": given.get("speculative-algorithm")})
     if options.machines > 1 or replicas != 1 or drafts not in ("", "NGRAM") or "custom-weight-loader" in given:
         raise ConfigError(_NEEDS_LOADER)
@@ -323,7 +313,7 @@ def check_experts(model_path: Path, *, quantization: str, dtype: str, options: O
         config = decoder_config(json.loads((model_path / "config.json").read_text()))
     except (OSError, ValueError, AttributeError):
         return
-    groups = _expert_parallel(options.server_arguments)
+    groups = given.get("ep-size", 1)
     ranks = max(1, options.tensor_parallel // (groups if isinstance(groups, int) and groups > 0 else 1))
     size = config.get("moe_intermediate_size") or config.get("intermediate_size")
     multiple = max(group, _LEAST_OF_MARLIN)
@@ -381,7 +371,8 @@ def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
 
 def _check_expert_parallel(config: Mapping[str, Any], options: Options) -> None:
     """Raise ConfigError unless groups of equal size can have as many experts each."""
-    groups, given = _expert_parallel(options.server_arguments), {option_name(key) for key in options.server_arguments}
+    given = options.server_arguments
+    groups = given.get("ep-size", 1)
     if not isinstance(groups, int) or groups < 2:
         return
     if options.tensor_parallel % groups:
@@ -468,7 +459,7 @@ def context_before_start(options: Options, *, device: str, of_model: int) -> int
     if options.url:
         return of_model - _UNUSED
     given = dict(CPU_ARGUMENTS) if device == "cpu" else {}
-    given |= {option_name(key): value for key, value in options.server_arguments.items()}
+    given |= options.server_arguments
     context, pool, page = (_as_number(given.get(name)) for name in ("context-length", "max-total-tokens", "page-size"))
     longest = min(filter(None, (of_model, context, pool))) - _UNUSED
     return _request_limit(

@@ -71,7 +71,6 @@ from asyncrl.engines.sglang.options import (
     check_updater_arguments,
     has_drafts,
     metrics_arguments,
-    option_name,
 )
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request, names_experts, require_support
@@ -110,7 +109,6 @@ class SGLangEngine(EngineAdapter):
 
     options_type = Options
     takes = frozenset({"adapters", *QUANTIZATIONS})
-    shares_gpus = True
     reads_images = True
 
     @classmethod
@@ -672,4 +670,4 @@ class SGLangEngine(EngineAdapter):
 
 
 def _has_own_share(options: Options) -> bool:
-    return "mem-fraction-static" in map(option_name, options.server_arguments)
+    return "mem-fraction-static" in options.server_arguments

@@ -17,7 +17,7 @@ from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.checks import check_architecture, check_dtype, check_installed, check_on_cpu
 from asyncrl.engines.sglang.client import ServerClient, wait_until_healthy
 from asyncrl.engines.sglang.options import Options as EngineOptions
-from asyncrl.engines.sglang.options import check_arguments, metrics_arguments, option_name
+from asyncrl.engines.sglang.options import by_name, check_arguments, metrics_arguments
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages.control import ServerAddress
 from asyncrl.tensors.device import require_gpu, resolve_device
@@ -39,6 +39,7 @@ class Options:
     """Timeout for the server to become healthy."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "server_arguments", by_name(self.server_arguments))
         for name in ("tensor_parallel", "start_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
@@ -58,7 +59,7 @@ class SGLangModelServer:
         """Raise ConfigError, naming the keys of the section, for what the server would refuse or die of."""
         with _named(name):
             check_arguments(options.server_arguments, is_frozen=True)
-            for key in map(option_name, options.server_arguments):
+            for key in options.server_arguments:
                 if key in _OURS:
                     hint = f" and use servers.{name}.{_OURS[key]}" if _OURS[key] else ""
                     raise ConfigError(f"engine.options: server_arguments: {key!r} is set by asyncrl; remove it{hint}")

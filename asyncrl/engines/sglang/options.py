@@ -77,13 +77,14 @@ class Options:
     @property
     def attention_parallel(self) -> int:
         """GPUs that share the attention heads. With DP attention they are in parts that serve different sequences."""
-        given = {option_name(key): value for key, value in self.server_arguments.items()}
+        given = self.server_arguments
         parts = given.get("attn-dp-size", 1)  # of 0.5.23
         if "enable-dp-attention" in given:
-            parts = given.get("dp-size", given.get("data-parallel-size", self.tensor_parallel))
+            parts = given.get("dp-size", self.tensor_parallel)
         return max(1, self.tensor_parallel // parts) if isinstance(parts, int) and parts > 0 else self.tensor_parallel
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "server_arguments", by_name(self.server_arguments))
         for name in ("tensor_parallel", "machines", "start_seconds", "request_seconds", "stream_interval"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
@@ -136,13 +137,12 @@ OWN_DRAFTS: Final = frozenset({"EAGLE", "NEXTN"})
 
 def computes_as_learner(server_arguments: Mapping[str, Any]) -> bool:
     """Return whether a server with these options is one of ``EXACT``."""
-    return any(option_name(key) == _ON_POLICY for key in server_arguments)
+    return _ON_POLICY in server_arguments
 
 
 def check_exact(server_arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for options with which a server computes in another way than the learner (run.exact)."""
-    for key, value in server_arguments.items():
-        name = option_name(key)
+    for name, value in server_arguments.items():
         if name.startswith(_ROUNDING) or EXACT.get(name, value) != value:
             raise ConfigError(
                 f"run.exact: engine.options: server_arguments: with {name} the server rounds in another way than the "
@@ -161,7 +161,7 @@ def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = Fa
     is_frozen   the server's weights never change
     has_drafts  the folder of every version has the model's draft layers
     """
-    for name in map(option_name, server_arguments):
+    for name in server_arguments:
         if name in _OURS:
             raise ConfigError(
                 f"engine.options: server_arguments: {name!r} is set by asyncrl; remove it"
@@ -173,11 +173,11 @@ def check_arguments(server_arguments: Mapping[str, Any], *, is_frozen: bool = Fa
                 "the server yourself and name it in url"
             )
     allowed = DRAFT_MODELS if is_frozen else OWN_DRAFTS if has_drafts else frozenset()
-    _refuse_unserved({option_name(name): value for name, value in server_arguments.items()}, drafts=allowed)
+    _refuse_unserved(server_arguments, drafts=allowed)
     known = known_arguments()
     if not known >= _SURE:
         return
-    for name in map(option_name, server_arguments):
+    for name in server_arguments:
         if any(option.startswith(name) for option in known):  # the server accepts abbreviations
             continue
         near = difflib.get_close_matches(name, known, 1)
@@ -210,7 +210,7 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) ->
 def names_draft(server_arguments: Mapping[str, Any]) -> bool:
     """Whether the options name the folder of a draft model."""
     names = ("speculative-draft-model-path", "speculative-draft-model")
-    return any(option_name(key) in names and value for key, value in server_arguments.items())
+    return any(server_arguments.get(name) for name in names)
 
 
 def metrics_arguments() -> dict[str, Any]:
@@ -225,23 +225,36 @@ def check_updater_arguments(server_arguments: Mapping[str, Any]) -> None:
             "engine.options: server_arguments: replicas of one server (dp-size) cannot receive weights from the "
             'learner\'s memory; use rollout.workers for replicas, enable-dp-attention, or weights.channel = "files"'
         )
-    for key, value in server_arguments.items():
-        if option_name(key) in ("pp-size", "pipeline-parallel-size") and value != 1:
+    for name, value in server_arguments.items():
+        if name == "pp-size" and value != 1:
             raise ConfigError(
-                f"engine.options: server_arguments: with {key} SGLang cannot receive weights from the learner's "
+                f"engine.options: server_arguments: with {name} SGLang cannot receive weights from the learner's "
                 'memory; use tensor_parallel, or weights.channel = "files"'
             )
-        if option_name(key) == "enable-symm-mem" and value:  # it sets NCCL_CUMEM_ENABLE=1 (weights/nccl.py)
+        if name == "enable-symm-mem" and value:  # it sets NCCL_CUMEM_ENABLE=1 (weights/nccl.py)
             raise ConfigError(
-                f"engine.options: server_arguments: with {key} SGLang's NCCL and the learner's wait for each other "
+                f"engine.options: server_arguments: with {name} SGLang's NCCL and the learner's wait for each other "
                 'forever; remove it, or use weights.channel = "files"'
             )
 
 
 def has_replicas(server_arguments: Mapping[str, Any]) -> bool:
     """Whether the server has several copies of the model. With DP attention dp-size counts parts of one copy."""
-    given = {option_name(key): value for key, value in server_arguments.items()}
-    return given.get("dp-size", given.get("data-parallel-size", 1)) != 1 and not given.get("enable-dp-attention")
+    return server_arguments.get("dp-size", 1) != 1 and not server_arguments.get("enable-dp-attention")
+
+
+_ONE_NAME: Final = {
+    "data-parallel-size": "dp-size",
+    "pipeline-parallel-size": "pp-size",
+    "expert-parallel-size": "ep-size",
+    "ep": "ep-size",
+}
+
+
+def by_name(server_arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by the one name that all others here use for each."""
+    names = map(option_name, server_arguments)
+    return {_ONE_NAME.get(name, name): value for name, value in zip(names, server_arguments.values(), strict=True)}
 
 
 def option_name(key: str) -> str:
@@ -306,7 +319,7 @@ def prefill_arguments(
     in progress this takes a third of the time, and half without CUDA graphs for prefills (docs/results/performance.md,
     "Answers that end at different times").
     """
-    names = [name for key in server_arguments for name in _meant(option_name(key))]
+    names = [name for given in server_arguments for name in _meant(given)]
     if device != "cuda" or tensor_parallel > 1 or any(name.startswith(_OWN_WAYS) for name in names):
         return {}
     try:

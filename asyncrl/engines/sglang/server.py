@@ -28,7 +28,6 @@ from asyncrl.engines.sglang.options import (
     QUANTIZATIONS,
     Options,
     computes_as_learner,
-    option_name,
     prefill_arguments,
 )
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION
@@ -122,7 +121,7 @@ def server_command(
     quantization: str = "",
     reports_experts: bool = False,
 ) -> list[str]:
-    """Return the server's command line. ``server_arguments`` override every default.
+    """Return the server's command line. ``server_arguments`` override every default (by ``by_name``).
 
     quantization: format of the weights in the folder. The dtype is always set: by default SGLang gives a float32 model
     a float16 KV cache, and logprobs are off by 0.01.
@@ -144,7 +143,7 @@ def server_command(
         **prefill_arguments(model_path, server_arguments, device=device, tensor_parallel=tensor_parallel),
         **({"quantization": QUANTIZATIONS[quantization]} if quantization else {}),
         **(INT4_ARGUMENTS if quantization in int4.GROUPS else {}),
-        **{option_name(key): value for key, value in server_arguments.items()},
+        **server_arguments,
     }
     command = os_process.module_command("sglang.launch_server")
     for key, value in arguments.items():
@@ -178,7 +177,7 @@ def server_environment(base: Mapping[str, str], *, device: str, options: Options
     if device == "cpu":
         environment.update(_CPU_ENVIRONMENT)
         environment.setdefault("OMP_NUM_THREADS", "1")
-        if not any(option_name(key) == _COMPILES and value for key, value in options.server_arguments.items()):
+        if not options.server_arguments.get(_COMPILES):
             environment.setdefault("TORCHDYNAMO_DISABLE", "1")
         if options.tensor_parallel > 1:
             environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares_of_cores(options.tensor_parallel))

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.checks import context_before_start, context_of_server
-from asyncrl.engines.sglang.options import PREFILL_DELAY, Options, prefill_arguments
+from asyncrl.engines.sglang.options import PREFILL_DELAY, Options, by_name, prefill_arguments
 
 URL = "http://127.0.0.1:30000"
 
@@ -70,7 +70,7 @@ def arguments(
     **server_arguments: Any,
 ) -> Mapping[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
-    return prefill_arguments(folder, server_arguments, device=device, tensor_parallel=tensor_parallel)
+    return prefill_arguments(folder, by_name(server_arguments), device=device, tensor_parallel=tensor_parallel)
 
 
 def test_prompts_wait_for_each_other_on_one_gpu(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_command_has_them_and_the_user_overrides_each(tmp_path: Path) -> Non
             weight_version="0:0",
             tensor_parallel=1,
             stream_interval=16,
-            server_arguments=server_arguments,
+            server_arguments=by_name(server_arguments),
         )
 
     assert "--enable-prefill-delayer" in command()

@@ -15,7 +15,7 @@ from asyncrl import config
 from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.engines.sglang.engine import SGLangEngine
-from asyncrl.engines.sglang.options import EXACT, LOADER, Options, check_arguments, check_exact
+from asyncrl.engines.sglang.options import EXACT, LOADER, Options, by_name, check_arguments, check_exact
 from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError
 from asyncrl.tensors.exact_environment import EXACT_ENVIRONMENT
@@ -33,7 +33,7 @@ def command(device: str = "cpu", quantization: str = "", **server_arguments: Any
         weight_version="0:3",
         tensor_parallel=2,
         stream_interval=16,
-        server_arguments=server_arguments,
+        server_arguments=by_name(server_arguments),
         quantization=quantization,
     )
 
@@ -63,7 +63,7 @@ def test_every_option_of_sglang_can_be_reached() -> None:
 )
 def test_options_that_sglang_takes_and_that_cannot_work_in_a_run_are_refused(name: str, value: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_arguments({name: value})
+        check_arguments(by_name({name: value}))
     check_arguments({"speculative-algorithm": "NGRAM"})
     with pytest.raises(ConfigError, match="draft model"):
         check_arguments({"speculative-algorithm": "EAGLE", "speculative-draft-model-quantization": "fp8"})
@@ -248,7 +248,7 @@ def test_a_server_that_computes_as_its_learner_reads_what_the_learner_reads() ->
 def test_options_that_round_in_another_way_are_refused_with_exact_logprobs(name: str, value: str) -> None:
     check_exact({"mem-fraction-static": 0.5, "attention-backend": "triton"})
     with pytest.raises(ConfigError, match="run.exact: engine.options: server_arguments: with"):
-        check_exact({name: value})
+        check_exact(by_name({name: value}))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -276,7 +276,7 @@ def test_float32_is_refused_on_gpus_before_the_server_starts_and_dies() -> None:
     for dtype, device, arguments in (
         ("bfloat16", "cuda", {}),
         ("float32", "cpu", {}),
-        ("float32", "cuda", {"--dtype": "bfloat16"}),
+        ("float32", "cuda", {"dtype": "bfloat16"}),
         ("float32", "cuda", {"device": "cpu"}),
     ):
         checks.check_dtype(dtype, device=device, server_arguments=arguments)
@@ -360,7 +360,7 @@ def test_experts_that_groups_of_gpus_cannot_divide_are_refused(name: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("server_arguments", "problem"),
-    [({"ep_size": 2}, "ep-size: in SGLang's CPU server every part"), ({"enable-dp-attention": True}, "ends a CPU")],
+    [({"ep-size": 2}, "ep-size: in SGLang's CPU server every part"), ({"enable-dp-attention": True}, "ends a CPU")],
 )
 def test_what_divides_a_server_on_gpus_is_refused_on_a_cpu(server_arguments: dict[str, Any], problem: str) -> None:
     checks.check_on_cpu({"ep-size": 1, "enable-dp-attention": False}, device="cpu")

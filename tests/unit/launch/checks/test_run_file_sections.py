@@ -48,7 +48,7 @@ ADAPTERS = ["engine.kind=sglang", "learner.lora={rank=4, publish='adapter'}", "l
             [*ADAPTERS, "engine.options={tensor_parallel=2, server_arguments={enable-dp-attention=true, dp-size=2}}"],
             r'publish: "adapter": with dp-size \(.*\) SGLang takes no adapters that come and go',
         ),
-        ([*ADAPTERS, "engine.options={server_arguments={data_parallel_size=2}}"], "with data-parallel-size "),
+        ([*ADAPTERS, "engine.options={server_arguments={data_parallel_size=2}}"], "with dp-size "),
         (["rollout.most_workers=3", *SERVER], "one server serves one worker, and this run may start 3"),
         (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
         (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
