@@ -18,6 +18,7 @@ from asyncrl.backends.families.table import FAMILIES
 from asyncrl.backends.published import PUBLISHED
 from asyncrl.config import plugins
 from asyncrl.config.adapter import RunConfig
+from asyncrl.data.model_folder import read_if_valid
 from asyncrl.errors import ConfigError
 
 _OUTPUT: Final = "lm_head.weight"
@@ -92,11 +93,8 @@ def _read_config(folder: Path, where: str) -> Any:
 
 def _refuse_unreadable(folder: Path, where: str) -> None:
     """Raise ConfigError for a folder that must be converted by `asyncrl import-model` before training."""
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-        model_type, quantized = settings.get("model_type"), settings.get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return  # transformers reports what is wrong with the file
+    settings = read_if_valid(folder / "config.json")  # transformers reports what is wrong with the file
+    model_type, quantized = settings.get("model_type", ""), settings.get("quantization_config")
     mend = f"`asyncrl import-model {folder} NEW_FOLDER` writes one that can be trained"
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized

@@ -245,6 +245,14 @@ def _read_table(file: Path) -> dict[str, Any]:
     return table
 
 
+def read_if_valid(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model folder; {} if it has none. ``check_model`` says what is wrong."""
+    try:
+        return _read_table(file)
+    except ConfigError:
+        return {}
+
+
 def _architecture(path: Path, config: dict[str, Any]) -> str:
     names = config.get("architectures") or []
     if not isinstance(names, list) or not names:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.data.model_folder import find_tokenizer
+from asyncrl.data.model_folder import find_tokenizer, read_if_valid
 from asyncrl.errors import ConfigError
 
 _GENERIC: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -57,18 +56,10 @@ def is_generic(path: Path) -> bool:
     """Whether AutoTokenizer would choose the generic class that needs only tokenizer.json, as in Llama 3 folders."""
     if not (path / "tokenizer.json").is_file():
         return False
-    said, model = _table(path / "tokenizer_config.json"), _table(path / "config.json")
+    said, model = (read_if_valid(path / name) for name in ("tokenizer_config.json", "config.json"))
     return (
         said.get("tokenizer_class") in _GENERIC and "auto_map" not in said and model.get("model_type") not in _SPECIAL
     )
-
-
-def _table(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _first_line(error: Exception) -> str:

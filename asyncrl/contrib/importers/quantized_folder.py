@@ -23,7 +23,7 @@ from tqdm import tqdm
 from asyncrl.backends.huggingface import open_weights, read_shape
 from asyncrl.backends.published import AS_IT_IS, PUBLISHED, Published, partial_rotary_factor
 from asyncrl.contrib.importers import mxfp4
-from asyncrl.data.model_folder import check_model, copy_all_but_weights, new_folder
+from asyncrl.data.model_folder import check_model, copy_all_but_weights, new_folder, read_if_valid
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import fp8, int4, safetensors_file
 from asyncrl.tensors.snapshot import TensorEntry
@@ -65,10 +65,7 @@ def is_needed(config: dict[str, Any]) -> bool:
 
 def _published(source: Path) -> Published:
     """Return what the folder becomes. A folder whose config.json cannot be read is refused elsewhere."""
-    try:
-        return PUBLISHED.get(json.loads((source / "config.json").read_text())["model_type"], AS_IT_IS)
-    except (OSError, ValueError, KeyError, TypeError):
-        return AS_IT_IS
+    return PUBLISHED.get(read_if_valid(source / "config.json").get("model_type", ""), AS_IT_IS)
 
 
 def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None]) -> int:

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import after_thinking, last_boxed, marked
 from asyncrl.rewards.labels import label_forms
 from asyncrl.rewards.port import Reward, Sample
 
+_TAIL_CHARACTERS: Final = 300
+"""At the end of a completion, which are searched for the answer."""
 _ANSWER: Final = re.compile(r"answer\s*[:：]\s*([^\n]+)", re.IGNORECASE)
 _EQUALS: Final = re.compile(r"(?<![<>!])=")
 _WORDS: Final = (
@@ -46,12 +47,6 @@ class Options:
     """Reward of any other answer."""
     boxed: bool = False
     """Take the answer from the last \\boxed{} instead of after "Answer:"."""
-    tail_characters: int = 300
-    """Number of characters at the end of a completion that are searched for the answer."""
-
-    def __post_init__(self) -> None:
-        if self.tail_characters < 1:
-            raise ConfigError(f"tail_characters must be >= 1, got {self.tail_characters}")
 
 
 class DapoReward:
@@ -71,7 +66,7 @@ class DapoReward:
 
     def vote(self, completion: str) -> str:
         """Return the normalised answer; "" if there is none."""
-        tail = marked(after_thinking(completion))[-self._options.tail_characters :]
+        tail = marked(after_thinking(completion))[-_TAIL_CHARACTERS:]
         if self._options.boxed:
             return normal(last_boxed(tail) or "")
         answers = _ANSWER.findall(tail)

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _PATCH_BYTES = 2**28
 """Most bytes of patches that are kept. Those of one large photograph take 300 MB."""
+_PREFILL_TOKENS = 8192
+"""Prompt tokens prefilled in one pass, padding included; always at least one prompt."""
 _PASSED_OVER_STEPS = 4
 """Prefills are batched. After this many decode steps even a single waiting request is prefilled."""
 
@@ -53,17 +55,13 @@ _PASSED_OVER_STEPS = 4
 class Options:
     max_batch_size: int = 64
     """Sequences decoded at once. With 1 the same seed and weights give the same tokens, bit for bit."""
-    max_prefill_tokens: int = 8192
-    """Prompt tokens prefilled in one pass, padding included; always at least one prompt."""
     threads: int = 0
     """CPU threads of the model; 0 uses torch's default. 1 is fastest for tiny models."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.threads < 0:
-            raise ConfigError(f"threads must be >= 0, got {self.threads}")
+        for name, least in (("max_batch_size", 1), ("threads", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}")
 
 
 @dataclass(slots=True, eq=False)
@@ -376,7 +374,7 @@ class InProcessEngine(EngineAdapter):
         longest = 0
         while self._waiting and len(chosen) < num_free:
             longest = max(longest, len(self._waiting[0].answer.prompt))
-            if chosen and longest * (len(chosen) + 1) > self._options.max_prefill_tokens:
+            if chosen and longest * (len(chosen) + 1) > _PREFILL_TOKENS:
                 break
             request = self._waiting.popleft()
             self._running[request.answer] = request

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.adapter import RunConfig
-from asyncrl.data.model_folder import decoder_config
+from asyncrl.data.model_folder import decoder_config, read_if_valid
 from asyncrl.engines.sglang.options import (
     CPU_ARGUMENTS,
     DRAFT_MODELS,
@@ -272,11 +270,8 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
     """Raise ConfigError for a model that the server cannot run. Ignores a folder that cannot be read."""
     if quantization and device == "cpu":
         raise ConfigError(f'weights.quantization: SGLang has no kernels for "{quantization}" on CPUs; remove it')
-    try:
-        config = json.loads((model_path / "config.json").read_text())
-        architectures = config.get("architectures") or [""]
-    except (OSError, ValueError, AttributeError):
-        return
+    config = read_if_valid(model_path / "config.json")
+    architectures = config.get("architectures") or [""]
     check_text_part(architectures[0], version=installed_version())
     _check_layers(decoder_config(config))
     if config.get("tie_word_embeddings") and architectures[0] in _UNTIED:
@@ -309,10 +304,7 @@ def check_experts(model_path: Path, *, quantization: str, dtype: str, options: O
     drafts = _speculation({"speculative_algorithm": given.get("speculative-algorithm")})
     if options.machines > 1 or replicas != 1 or drafts not in ("", "NGRAM") or "custom-weight-loader" in given:
         raise ConfigError(_NEEDS_LOADER)
-    try:
-        config = decoder_config(json.loads((model_path / "config.json").read_text()))
-    except (OSError, ValueError, AttributeError):
-        return
+    config = decoder_config(read_if_valid(model_path / "config.json"))
     groups = given.get("ep-size", 1)
     ranks = max(1, options.tensor_parallel // (groups if isinstance(groups, int) and groups > 0 else 1))
     size = config.get("moe_intermediate_size") or config.get("intermediate_size")
@@ -425,9 +417,8 @@ def _require_served(info: Mapping[str, Any], quantization: str) -> None:
     """Raise ConfigError unless an attached server was started on weights in that format. Others die of a load, or
     convert bfloat16 to e4m3 under the scales of the weights before."""
     served, name = info.get("quantization"), QUANTIZATIONS[quantization] if quantization else None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        config = json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
-        served = served or config["quantization_config"]["quant_method"]
+    config = read_if_valid(Path(str(info.get("model_path"))) / "config.json")
+    served = served or (config.get("quantization_config") or {}).get("quant_method")
     if served and not name:
         raise ConfigError(
             f"engine.options.url: the server serves {served} weights, which SGLang cannot load unquantized versions "

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.data.model_folder import read_if_valid
 from asyncrl.errors import ConfigError, ImageError, PromptError
 from asyncrl.images.processor import Placeholders
 from asyncrl.images.reading import read_pixels
@@ -55,13 +55,10 @@ def image_arguments(model_path: Path) -> Mapping[str, Any]:
 def check_vision(model_path: Path) -> None:
     """Raise ConfigError for a model whose images SGLang would see otherwise, without an error. Ignores a folder that
     cannot be read. Published models pass."""
-    try:
-        config = json.loads((model_path / "config.json").read_text())
-        kind, vision = config.get("model_type"), config.get("vision_config") or {}
-        text = config.get("text_config") or config
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    except (OSError, ValueError, AttributeError):
-        return
+    config = read_if_valid(model_path / "config.json")
+    kind, vision = config.get("model_type"), config.get("vision_config") or {}
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if kind == "qwen2_5_vl" and vision.get("patch_size", _PATCH) != _PATCH:  # it takes others for the tower's outputs
         raise ConfigError(
             f"model.path: SGLang reads images of Qwen2.5-VL with patches of {_PATCH} pixels alone, and this model's "

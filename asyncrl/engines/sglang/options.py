@@ -11,7 +11,6 @@ import ast
 import difflib
 import functools
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Final, Literal
 
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.checks import require_http
+from asyncrl.data.model_folder import read_if_valid
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import int4
 
@@ -322,11 +322,8 @@ def prefill_arguments(
     names = [name for given in server_arguments for name in _meant(given)]
     if device != "cuda" or tensor_parallel > 1 or any(name.startswith(_OWN_WAYS) for name in names):
         return {}
-    try:
-        config = json.loads((model_path / "config.json").read_text())
-    except (OSError, ValueError):  # the server reports what is wrong with the file
-        return {}
-    if not isinstance(config, dict) or _has_recurrent_layers(config) or not known_arguments() >= PREFILL_DELAY.keys():
+    config = read_if_valid(model_path / "config.json")
+    if not config or _has_recurrent_layers(config) or not known_arguments() >= PREFILL_DELAY.keys():
         return {}
     return PREFILL_DELAY
 

@@ -253,7 +253,6 @@ async def test_a_schema_that_is_none_fails_its_group(label: Any, problem: str) -
 @pytest.mark.parametrize(
     ("kind", "options", "problem"),
     [
-        ("dapo", {"tail_characters": 0}, "tail_characters must be >= 1, got 0"),
         ("gpqa", {"letters": "AAB"}, "letters must be different letters"),
         ("f1", {"metric": "f2"}, "metric must be one of 'f1', 'exact_match'"),
         ("f1", {"extract": "("}, "is not a regular expression"),
