@@ -366,10 +366,13 @@ class GroupProgress:
             )
 
     async def forget(self, bus: Bus, *, worker: str) -> None:
-        """Remove our segments of the group from the bus, after a save in progress, and our notes of its attempts; those
-        of others expire. Raises BusError."""
+        """Remove our segments of the group from the bus, after a save in progress; those of others expire.
+
+        Raises BusError.
+        """
         async with self._saving:
-            await bus.forget(SEGMENTS, key=f"{worker}/{self.group_id}/")
+            if self._num_segments or self._attempt > 1:
+                await bus.forget(SEGMENTS, key=f"{worker}/{self.group_id}/")
 
     def close(self) -> None:
         """Save nothing more."""

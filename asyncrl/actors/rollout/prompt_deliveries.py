@@ -37,8 +37,8 @@ _LONGEST_RETURN: Final = 60.0
 class DeliveryAttempts:
     """Counts how often a prompt group was begun. The bus counts deliveries, but not every delivery is begun.
 
-    Each beginning is noted in ``segments`` (WORKER/GROUP/DELIVERY/begun/INCARNATION) before any of it is generated. The
-    notes go with the group's segments (PartialRollouts.forget). What was begun under an earlier incarnation of the
+    Each beginning is noted in ``segments`` (WORKER/GROUP/DELIVERY/begun/INCARNATION) before any of it is generated.
+    Notes of a group that is published or given back are removed. What was begun under an earlier incarnation of the
     learner does not count: the machine may have gone, three times.
     """
 
@@ -55,24 +55,25 @@ class DeliveryAttempts:
         incarnation = await self._incarnation(delivery, prompt)
         found = await self._bus.states(SEGMENTS, under=f"*/{prompt.group_id}/")
         noted = {key.partition("/")[2] for key in found}  # whoever noted it
-        keys = (f"{_notes(prompt, number)}{incarnation}" for number in range(1, delivery.attempt))
-        return 1 + sum(key in noted for key in keys)
+        return 1 + sum(_note(prompt, number, incarnation) in noted for number in range(1, delivery.attempt))
 
-    async def begin(self, delivery: Delivery[PromptGroup], prompt: PromptGroup) -> None:
-        """Note the attempt. Raises BusError: a prompt that kills its worker must not look as if it was never tried.
+    async def begin(self, delivery: Delivery[PromptGroup], prompt: PromptGroup) -> str:
+        """Note the attempt and return the note's key. Raises BusError: a prompt that kills its worker must not look as
+        if it was never tried.
 
         The first delivery does not wait for the bus: if its note is lost, the group has one attempt more.
         """
-        key = f"{self._worker}/{_notes(prompt, delivery.attempt)}{await self._incarnation(delivery, prompt)}"
+        key = f"{self._worker}/{_note(prompt, delivery.attempt, await self._incarnation(delivery, prompt))}"
         note = GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=())
         await self._bus.put(SEGMENTS, note, key=key, is_sure=delivery.attempt > 1)
+        return key
 
-    async def forget(self, delivery: Delivery[PromptGroup], prompt: PromptGroup) -> None:
-        """Uncount an attempt that ended only because this worker leaves."""
+    async def forget(self, note: str) -> None:
+        """Forget an attempt: its group is published, or it ended only because this worker leaves."""
         try:
-            await self._bus.forget(SEGMENTS, key=f"{self._worker}/{_notes(prompt, delivery.attempt)}")
-        except BusError as error:
-            self._log.warning("group %d: this attempt at it counts: %s", prompt.group_id, error)
+            await self._bus.forget(SEGMENTS, key=note)
+        except BusError as error:  # it expires after some hours
+            self._log.warning("%s: this attempt stays noted: %s", note, error)
 
     async def _incarnation(self, delivery: Delivery[PromptGroup], prompt: PromptGroup) -> int:
         """Return the learner's incarnation; on the first delivery that of the prompt, which costs no request."""
@@ -80,9 +81,8 @@ class DeliveryAttempts:
         return prompt.incarnation if progress is None else progress.incarnation
 
 
-def _notes(prompt: PromptGroup, delivery: int) -> str:
-    """Return what the notes of all incarnations begin with."""
-    return f"{prompt.group_id}/{delivery}/begun/"
+def _note(prompt: PromptGroup, delivery: int, incarnation: int) -> str:
+    return f"{prompt.group_id}/{delivery}/begun/{incarnation}"
 
 
 class PromptWork:
@@ -109,6 +109,7 @@ class PromptWork:
         self._partial_rollouts = partial_rollouts
         self._keeping = keeping
         self._held = held
+        self._note = ""  # key of the note of its attempt, once it has begun
         self.problem = ""
         """Why the group cannot be made and is published as failed; "" if it can."""
         if attempt > attempts.max_attempts:
@@ -142,13 +143,15 @@ class PromptWork:
     async def begin(self) -> GroupProgress | None:
         """Called before anything is generated. Return the group's progress so far; None: nothing of it is saved."""
         assert self.prompt is not None, "a group without a prompt cannot begin"
-        await self._attempts.begin(self.delivery, self.prompt)
+        self._note = await self._attempts.begin(self.delivery, self.prompt)
         return await self._partial_rollouts.open(self.prompt, attempt=self.delivery.attempt, begun=self.attempt)
 
     async def finish(self) -> None:
         """The result is published, so the group need not be made again."""
         await self.delivery.ack()
         await self._partial_rollouts.forget(self.delivery.key)
+        if self._note:
+            await self._attempts.forget(self._note)
 
     async def retry(self) -> None:
         """Any worker may make the group again soon: this attempt failed, or did not begin."""
@@ -159,8 +162,8 @@ class PromptWork:
         """This worker leaves: another one should make the group, and this does not count as an attempt."""
         await self._partial_rollouts.save()
         self.release()
-        if self.prompt is not None:
-            await self._attempts.forget(self.delivery, self.prompt)
+        if self._note:
+            await self._attempts.forget(self._note)
         await self.delivery.retry()
 
     def release(self) -> None:

@@ -118,8 +118,7 @@ async def test_attempts_under_an_earlier_incarnation_of_the_learner_do_not_count
             await delivery.retry()
         delivery = await anext(deliveries)
         assert await attempts.number(delivery) == 2
-        await attempts.begin(delivery, prompt(1))
-        await attempts.forget(delivery, prompt(1))
+        await attempts.forget(await attempts.begin(delivery, prompt(1)))
         await delivery.retry()
         assert await attempts.number(await anext(deliveries)) == 2
 
