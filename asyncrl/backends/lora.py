@@ -8,6 +8,7 @@ Test: tests/unit/backends/megatron/test_lora.py.
 from __future__ import annotations
 
 import difflib
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -148,9 +149,12 @@ def check(run: RunConfig) -> None:
                 "of them or none"
             )
         if settings.publish == "adapter" and _is_adapted(entry, settings.modules) and not _is_served(entry):
+            refused = {module_name(name) for one in maps if not _is_served(one) for name in one.huggingface}
+            of_attention = [module for module in _SERVED[:4] if module in known and module not in refused]
+            others = f"name other learner.lora.modules, such as {json.dumps(of_attention)}, or " if of_attention else ""
             raise ConfigError(
-                f'learner.lora.publish: "adapter": engines take no adapters of {_described(entry)}; name other '
-                'learner.lora.modules, such as ["q_proj", "k_proj", "v_proj", "o_proj"], or use publish = "merged"'
+                f'learner.lora.publish: "adapter": engines take no adapters of {_described(entry)}; {others}use '
+                'publish = "merged"'
             )
         alignment = EXPERT_ALIGNMENT[run.model.dtype]
         if entry.is_of_experts and settings.rank % alignment and _is_adapted(entry, settings.modules):
