@@ -44,7 +44,8 @@ class MetricsSection:
     drift_alarm: float = 0.4
     """Warn if the policy has moved far from what sampled its tokens: a median over five steps of offpolicy/k3 over the
     entropy; 0 is off. With the default, 23 of 25 recorded runs that lost to synchronous training were reported, and
-    2 of 35 others; with 0.2 all 25, and 11 (docs/results/old_tokens.md)."""
+    2 of 35 others; with 0.2 all 25, and 11. Of later runs, which did not choose it: 28 of 39, and 11 of 59
+    (docs/results/old_tokens.md)."""
     drop_alarm: float = 0.05
     """Warn if more than this share of the answers of ten steps was too stale to train; 0 is off. Dropped answers are
     mostly long ones."""

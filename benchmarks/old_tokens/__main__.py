@@ -60,8 +60,9 @@ def main(given: Sequence[str] | None = None) -> int:
     done = {Cell.of(row) for row in rows}
     runs = _one_by_one if options.model or options.product else _at_once
     number, shares = options.share
-    mine = [cell for seed in options.seeds for cell in cells(options, list(tasks), seed=seed)][number::shares]
-    for seed in options.seeds:
+    seeds = list(dict.fromkeys(options.seeds))
+    mine = [cell for seed in seeds for cell in cells(options, list(tasks), seed=seed)][number::shares]
+    for seed in seeds:
         left = [cell for cell in mine if cell.seed == seed and cell not in done]
         for row in runs(left, tasks, options):
             row = {**row, **_scene(options)}
@@ -78,7 +79,7 @@ def cells(options: argparse.Namespace, tasks: Sequence[str], *, seed: int) -> li
     arms += [(options.guard_rate, options.guard_staleness, guard) for guard in options.guards]
     return [
         Cell(task=task, rate=rate, staleness=staleness, guard=guard, seed=seed, steps=options.steps)
-        for rate, staleness, guard in arms
+        for rate, staleness, guard in dict.fromkeys(arms)
         for task in tasks
     ]
 

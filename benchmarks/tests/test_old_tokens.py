@@ -53,6 +53,13 @@ def test_a_row_that_was_torn_is_made_again_and_harms_no_other(tmp_path: Path) ->
     assert [row["number"] for row in read(file)] == [0, 1, 2]
 
 
+def test_what_is_asked_for_twice_runs_once(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    again = ["--rates", "0.01", "1e-2", "--staleness", "0", "0", "--seeds", "0", "0", "--guards", "--steps", "2"]
+    main([*SMALL, *again, "--json", str(file)])
+    assert len(read(file)) == 1
+
+
 def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"number": 0}\n{"num{"number": 1}\n')  # one was torn, and another file was appended
