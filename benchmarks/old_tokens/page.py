@@ -77,7 +77,8 @@ def losing(rows: Sequence[Row]) -> str:
     lost = [cell for cell in found if cell.samples.lost]
     if unsure := sum(cell.samples.interval[1] >= 0 for cell in lost):
         lines.append(
-            f"- **{unsure} of these {len(lost)} losses are not shown by their 95 % interval**: it reaches to 0 or above."
+            f"- **{unsure} of these {len(lost)} losses are not shown by their 95 % interval**, which reaches to 0 or "
+            "above."
         )
     if not_run := _not_run(rows):
         lines.append(f"- **Not run**: {'; '.join(not_run)}.")
