@@ -25,6 +25,7 @@ from asyncrl.config.learner import VISION_TOWER, LearnerSection, LoraSection
 from asyncrl.data.model_folder import decoder_config
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching import prefixes
+from asyncrl.tensors import int4
 from asyncrl.tensors.adapter_names import module_name
 from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
 
@@ -347,7 +348,20 @@ def _pieces(state: _State, plan: MemoryPlan) -> float:
 
 def _is_kept(run: RunConfig) -> bool:
     """Whether exports are of adapters merged into weights that are not copied."""
-    return bool(run.learner.lora.rank) and run.learner.lora.publish == "merged" and not run.run.colocated
+    return bool(run.learner.lora.rank) and run.learner.lora.publish == "merged" and not _copies_all(run)
+
+
+def _copies_all(run: RunConfig) -> bool:
+    """Whether a version is a copy of frozen weights, too."""
+    return run.run.colocated or bool(run.weights.quantization)
+
+
+def _version_bytes(run: RunConfig, kind: _Divided) -> float:
+    """Return the bytes of a number in a version, up to scales."""
+    quantization, width = run.weights.quantization, 2 if run.model.dtype == "bfloat16" else 4
+    if quantization in int4.GROUPS:
+        return 0.5 + 2 / int4.GROUPS[quantization] if kind == "experts" else width
+    return 1 if quantization and kind in ("experts", "layers", "replicated") else width
 
 
 @dataclass(slots=True, kw_only=True)
@@ -506,20 +520,20 @@ def _state_of(run: RunConfig, sizes: Mapping[_Divided, _Numbers], layout: Layout
             (0 if lora.rank else width * numbers) + trained * (width * bool(lora.rank) + main + MOMENT_BYTES)
         ) / replicas
         # A rank copies its share of what its stage's ranks export: trained, or gathered from them.
-        is_gathered = (layout.expert_tensor if is_expert else parts) > 1 or run.run.colocated
+        is_gathered = (layout.expert_tensor if is_expert else parts) > 1 or _copies_all(run)
         exported = parts / layout.exporters_of_stage
         if lora.rank and lora.publish == "merged" and not is_gathered:
             kept += trained * exported
         else:
             is_whole = is_gathered and not (lora.rank and lora.publish == "adapter")
-            copied += (numbers if is_whole else trained) * exported
+            copied += _version_bytes(run, kind) * (numbers if is_whole else trained) * exported
     return _State(
         weights=width * (own + adapters),
         gradients=gradients,
         main=mains,
         in_float32=in_float32,
         moments=moments,
-        copy=width * copied,
+        copy=copied,
         kept=width * kept,
         others=0.0,
         saved=saved,

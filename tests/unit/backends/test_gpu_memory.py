@@ -343,6 +343,18 @@ def test_adapters_of_30_b_parameters_copy_nothing_of_the_model(tmp_path: Path, m
     )
 
 
+@pytest.mark.parametrize(("quantization", "of_expert", "of_layer"), [("fp8", 1, 1), ("int4_group32", 0.5625, 2)])
+def test_adapters_of_30_b_parameters_are_copied_with_the_model_where_engines_are_quantized(
+    quantization: str, of_expert: float, of_layer: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of("30B-A3B:48", tmp_path, monkeypatch, "learner.lora.rank=32", f"weights.quantization={quantization}")
+    (found,) = gpu_memory._states(run, gpu_memory._models(run, dict(sizes(SHAPES["30B-A3B:48"]))), run.learner)
+    experts, ends = 48 * 128 * 3 * 2048 * 768, 2 * 151_936 * 2048
+    layers = num_parameters(SHAPES["30B-A3B:48"]) - experts - ends
+    assert found.copy == pytest.approx(of_expert * experts + of_layer * layers + 2 * ends, rel=1e-3)
+    assert found.kept == 0
+
+
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(run: RunConfig, *, total: int = 140 * GIB, **options: Any) -> None:
         plan = MemoryPlan(**{"recomputes_all": False, "exports_to": "host", **options})
