@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from asyncrl.bus.rejections import Rejections
+from asyncrl.messages.codec import encode
 from asyncrl.messages.topics import Service, Topic
 
 DUPLICATE_SECONDS: Final = 600.0
@@ -17,8 +18,6 @@ M = TypeVar("M")
 M_co = TypeVar("M_co", covariant=True)
 Q = TypeVar("Q")
 A = TypeVar("A")
-Q_co = TypeVar("Q_co", covariant=True)
-A_contra = TypeVar("A_contra", contravariant=True)
 
 
 class Delivery(Protocol[M_co]):
@@ -105,13 +104,15 @@ class LogState:
     problem: str = ""
 
 
-class Request(Protocol[Q_co, A_contra]):
+class Request(Generic[Q, A]):
     """A request whose sender waits for the answer."""
 
-    @property
-    def question(self) -> Q_co: ...
+    def __init__(self, question: Q, send: Callable[[bytes], Awaitable[None]]) -> None:
+        self.question = question
+        self._send = send
 
-    async def answer(self, answer: A_contra) -> None: ...
+    async def answer(self, answer: A) -> None:
+        await self._send(encode(answer))
 
 
 class Bus(Protocol):

@@ -10,26 +10,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from asyncrl.bus.port import Request
 from asyncrl.bus.rejections import Rejections
 from asyncrl.errors import MessageError
-from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.codec import decode
 from asyncrl.messages.topics import Service
 
 Q = TypeVar("Q")
 A = TypeVar("A")
-
-Send = Callable[[bytes], Awaitable[None]]
-
-
-class PendingRequest(Generic[Q, A]):
-    """See ``Request in bus/port.py``."""
-
-    def __init__(self, question: Q, send: Send) -> None:
-        self.question = question
-        self._send = send
-
-    async def answer(self, answer: A) -> None:
-        await self._send(encode(answer))
 
 
 class Line(Generic[Q, A]):
@@ -38,17 +26,17 @@ class Line(Generic[Q, A]):
     def __init__(self, service: Service[Q, A], rejections: Rejections) -> None:
         self._service = service
         self._rejections = rejections
-        self._waiting: asyncio.Queue[PendingRequest[Q, A]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Request[Q, A]] = asyncio.Queue()
 
-    def add(self, data: bytes, send: Send) -> None:
+    def add(self, data: bytes, send: Callable[[bytes], Awaitable[None]]) -> None:
         try:
             question = decode(data, self._service.question_type, is_bounded=True)
         except MessageError as error:
             self._rejections.note(self._service.name, f"invalid request: {error}")
             return
-        self._waiting.put_nowait(PendingRequest(question, send))
+        self._waiting.put_nowait(Request(question, send))
 
-    async def take(self) -> PendingRequest[Q, A]:
+    async def take(self) -> Request[Q, A]:
         return await self._waiting.get()
 
 

@@ -43,9 +43,9 @@ from asyncrl.bus.jetstream.streams import (
     subjects,
 )
 from asyncrl.bus.pieces import Pieces, most_bytes
-from asyncrl.bus.port import Deliveries, LogMark, LogState, ObjectStore, Record
+from asyncrl.bus.port import Deliveries, LogMark, LogState, ObjectStore, Record, Request
 from asyncrl.bus.rejections import Rejections
-from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
+from asyncrl.bus.request_reply import Line, answer_of
 from asyncrl.config.addresses import servers
 from asyncrl.errors import BusFull
 from asyncrl.messages.codec import encode
@@ -330,7 +330,7 @@ class JetStreamBus:
         return None if data is None else answer_of(data, service, self.rejections)
 
     @contextlib.asynccontextmanager
-    async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[PendingRequest[Q, A]]]:
+    async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[Request[Q, A]]]:
         line = Line(service, self.rejections)
 
         async def on_message(message: Any) -> None:

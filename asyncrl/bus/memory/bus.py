@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 from asyncrl.bus.encoding import Each, Opened, encoded, opened
 from asyncrl.bus.memory.stores import Item, Log, Objects, States, Work
 from asyncrl.bus.pieces import Pieces, most_bytes
-from asyncrl.bus.port import Deliveries, Delivery, LogMark, LogState, ObjectStore, Record
+from asyncrl.bus.port import Deliveries, Delivery, LogMark, LogState, ObjectStore, Record, Request
 from asyncrl.bus.rejections import Rejections
-from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
+from asyncrl.bus.request_reply import Line, answer_of
 from asyncrl.messages.codec import encode
 from asyncrl.messages.topics import PIECES, Service, Topic
 
@@ -185,7 +185,7 @@ class MemoryBus:
             return None
 
     @contextlib.asynccontextmanager
-    async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[PendingRequest[Q, A]]]:
+    async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[Request[Q, A]]]:
         line = self._lines[service.name, service.key] = Line(service, self.rejections)
         try:
             yield Each(line.take)
