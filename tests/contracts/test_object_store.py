@@ -20,8 +20,9 @@ from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.bus.jetstream.objects import CHUNK_BYTES, ChunkWindow, JetStreamObjects
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BusError, ObjectGone
-from tests.conftest import BUS_SIZES, BusFactory
+from tests.conftest import BUS_SIZES
 from tests.harness.buses import Proxy
+from tests.harness.fixtures import BusFactory
 
 
 async def put(store: Any, name: str, data: bytes, **metadata: str) -> Any:
