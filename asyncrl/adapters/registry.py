@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm
     from asyncrl.policies.batching.filters import GroupFilter
     from asyncrl.weights.adapter import ChannelAdapter
+    from asyncrl.weights.kept_models import KeptModels
 
 A = TypeVar("A", bound=Adapter)
 
@@ -266,15 +267,18 @@ def model_server(run: RunConfig, name: str, *, host: str) -> ModelServer:
 
 
 def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
-    made = channel_class(run).build(run, bus=bus)
-    kept_for_others = run.evaluation.every_steps if run.evaluation.place == "folder" else 0
-    if every := run.weights.models_every or kept_for_others:
-        from asyncrl.weights.kept_models import ModelKeeper
+    return channel_class(run).build(run, bus=bus)
 
-        model, quantization = Path(run.model.path), run.weights.quantization
-        folder = run.run_directory / "models"
-        return ModelKeeper(made, folder, every=every, model_path=model, quantization=quantization)
-    return made
+
+def kept_models(run: RunConfig) -> KeptModels | None:
+    """Return what keeps versions for good; None if none is to be kept."""
+    from asyncrl.weights.kept_models import KeptModels
+
+    kept_for_others = run.evaluation.every_steps if run.evaluation.place == "folder" else 0
+    if not (every := run.weights.models_every or kept_for_others):
+        return None
+    model, quantization = Path(run.model.path), run.weights.quantization
+    return KeptModels(run.run_directory / "models", every=every, model_path=model, quantization=quantization)
 
 
 def backend(run: RunConfig) -> Backend:

@@ -31,6 +31,7 @@ from asyncrl.weights.port import Sender, WeightChannel
 
 if TYPE_CHECKING:
     from asyncrl.tensors.snapshot import Snapshot
+    from asyncrl.weights.kept_models import KeptModels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +58,16 @@ class WeightPublisher:
         resumed_from: int = 0,
         evaluator: Evaluator | None = None,
         after_write: AfterWrite | None = None,
+        models: KeptModels | None = None,
     ) -> None:
         """
         waits         the learner's wait tracker
         resumed_from  the policy version that the learner started from
         evaluator     learns of each stored version before its folder is announced
         after_write   called for each stored version before that (weights.after_write)
+        models        keeps some of them for good
         """
+        self._models = models
         self._after_write = after_write
         self._evaluator = evaluator
         self._resumed_from = resumed_from
@@ -150,6 +154,7 @@ class WeightPublisher:
             self._is_folder_wanted
             or self._after_write is not None
             or (self._evaluator is not None and self._evaluator.is_due(version.policy_version))
+            or (self._models is not None and self._models.is_due(version.policy_version))
             or self._channel.must_store(version.policy_version)
         )
 
@@ -172,24 +177,27 @@ class WeightPublisher:
         Return when it was published, and what was written.
         """
         taken, self._next, self._is_folder_wanted = self._next or first, None, False
-        store = functools.partial(
-            self._channel.publish,
-            taken.snapshot,
-            incarnation=taken.incarnation,
-            policy_version=taken.policy_version,
-        )
         note = f"of version {taken.policy_version}"
         try:
             with self._waits.waiting(
                 "weights to be written",
                 on="disk",
                 note=note,
-                progress=lambda: self._channel.progress,
+                progress=lambda: self._channel.progress + (self._models.progress if self._models else 0),
             ):
+                store = functools.partial(self._write_folders, taken)
                 return taken.since, await asyncio.get_running_loop().run_in_executor(self._thread, store)
         except BaseException:
             self._next = self._next or taken
             raise
+
+    def _write_folders(self, taken: _Version) -> WeightVersion:
+        """If the model's folder cannot be written, both are written again."""
+        incarnation, number = taken.incarnation, taken.policy_version
+        version = self._channel.publish(taken.snapshot, incarnation=incarnation, policy_version=number)
+        if self._models is not None:
+            self._models.publish(taken.snapshot, incarnation=incarnation, policy_version=number)
+        return version
 
     async def _call(self, after_write: AfterWrite, version: WeightVersion) -> None:
         with self._waits.waiting("weights.after_write", on="after_write", note=f"of version {version.policy_version}"):

@@ -211,6 +211,7 @@ def assemble_learner(
         resumed_from=state.policy_version,
         evaluator=evaluator,
         after_write=load_after_write(run.weights.after_write),
+        models=registry.kept_models(run),
     )
     trainer = Trainer(
         run,

@@ -8,7 +8,7 @@ import errno
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -231,7 +231,7 @@ async def test_a_checkpoint_between_two_versions_comes_with_the_folder_of_the_on
     assert channel.writing == [3, 9]  # those of the checkpoint after step 5, and of the last one
 
 
-async def test_a_version_to_be_evaluated_or_given_to_a_function_is_written() -> None:
+async def test_a_version_to_be_evaluated_kept_or_given_to_a_function_is_written() -> None:
     class Evaluator:
         def is_due(self, policy_version: int) -> bool:
             return policy_version == 2
@@ -239,8 +239,19 @@ async def test_a_version_to_be_evaluated_or_given_to_a_function_is_written() -> 
         async def begin_if_due(self, weights: WeightVersion) -> None:
             assert weights.policy_version == 2
 
+    class Models:
+        progress = 0
+        kept: ClassVar[list[int]] = []
+
+        def is_due(self, policy_version: int) -> bool:
+            return policy_version == 3
+
+        def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+            self.kept.append(policy_version)
+
     made: tuple[tuple[dict[str, Any], list[int]], ...] = (
         ({"evaluator": Evaluator()}, [2]),
+        ({"models": Models()}, Models.kept),
         ({"after_write": load_after_write(f"{__name__}:upload")}, [1, 2, 3]),
     )
     for readers, written in made:
@@ -252,6 +263,7 @@ async def test_a_version_to_be_evaluated_or_given_to_a_function_is_written() -> 
                 await publisher.publish(SNAPSHOT, incarnation=0, policy_version=version, num_engines=0, group=group)
         publisher.close()
         assert channel.writing == written
+    assert Models.kept == [3]
 
 
 async def test_a_channel_without_a_sender_announces_folders_only() -> None:

@@ -10,8 +10,7 @@ import pytest
 from asyncrl.data.model_folder import check_model
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.kept_models import ModelKeeper
+from asyncrl.weights.kept_models import KeptModels
 from tests.harness.engines import Model
 from tests.harness.transfers import snapshot
 
@@ -21,14 +20,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("model"), seed=0)
 
 
-def publish(channel: ModelKeeper, model: Model, *versions: int, incarnation: int = 0) -> None:
+def publish(models: KeptModels, model: Model, *versions: int, incarnation: int = 0) -> None:
     for version in versions:
-        channel.publish(snapshot(model), incarnation=incarnation, policy_version=version)
+        models.publish(snapshot(model), incarnation=incarnation, policy_version=version)
 
 
-def made(folder: Path, model: Model) -> ModelKeeper:
-    files = FilesChannel(folder / "weights", keep=2, model_path=model.folder)
-    return ModelKeeper(files, folder / "models", every=3, model_path=model.folder)
+def made(folder: Path, model: Model) -> KeptModels:
+    return KeptModels(folder / "models", every=3, model_path=model.folder)
 
 
 def names(folder: Path) -> set[str]:
@@ -37,34 +35,25 @@ def names(folder: Path) -> set[str]:
 
 def test_every_so_many_th_version_stays_as_a_model(tmp_path: Path, model: Model) -> None:
     publish(made(tmp_path, model), model, *range(8))
-    assert names(tmp_path / "weights") == {"0-6", "0-7"}
     assert names(tmp_path / "models") == {"0-3", "0-6"}
     check_model(tmp_path / "models" / "0-3")
 
 
 def test_models_are_kept_of_versions_that_are_stored_for_nothing_else(tmp_path: Path, model: Model) -> None:
     """Every second step has a version, and every third is to be kept: the next one is."""
-
-    class OnDemand(FilesChannel):
-        def must_store(self, policy_version: int) -> bool:
-            return False
-
-    files = OnDemand(tmp_path / "weights", keep=2, model_path=model.folder)
-    keeper = ModelKeeper(files, tmp_path / "models", every=3, model_path=model.folder)
+    models = made(tmp_path, model)
     for version in range(2, 13, 2):
-        if keeper.must_store(version):
-            publish(keeper, model, version)
+        if models.is_due(version):
+            publish(models, model, version)
     assert names(tmp_path / "models") == {"0-4", "0-6", "0-10", "0-12"}
 
 
 def test_a_quantized_model_says_its_format(tmp_path: Path, model: Model) -> None:
     tensors = quantized_model.quantize_tensors(snapshot(model).tensors(), "fp8_ue8m0")
-    files = FilesChannel(tmp_path / "weights", keep=2, model_path=model.folder, quantization="fp8_ue8m0")
-    keeper = ModelKeeper(files, tmp_path / "models", every=1, model_path=model.folder, quantization="fp8_ue8m0")
-    keeper.publish(Snapshot.from_tensors(tensors), incarnation=0, policy_version=1)
-    for folder in ("weights", "models"):
-        config = json.loads((tmp_path / folder / "0-1" / "config.json").read_text())
-        assert config["quantization_config"]["scale_fmt"] == "ue8m0"
+    models = KeptModels(tmp_path / "models", every=1, model_path=model.folder, quantization="fp8_ue8m0")
+    models.publish(Snapshot.from_tensors(tensors), incarnation=0, policy_version=1)
+    config = json.loads((tmp_path / "models" / "0-1" / "config.json").read_text())
+    assert config["quantization_config"]["scale_fmt"] == "ue8m0"
 
 
 @pytest.mark.parametrize(("first", "stays"), [(3, {"0-3"}), (4, {"0-3"}), (6, {"0-3", "1-6"})])
