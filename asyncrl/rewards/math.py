@@ -71,9 +71,9 @@ class MathReward:
 
     needs_label = True
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, *, name: str = "math") -> None:
         arguments = [str(options.timeout_seconds)]
-        self._judges = JudgePool("asyncrl.rewards.math", arguments, name="math", processes=options.processes)
+        self._judges = JudgePool("asyncrl.rewards.math", arguments, name=name, processes=options.processes)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         return await self._judges.ask([[formula_of(sample.label), marked(sample.answer)] for sample in samples])

@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncrl.rewards import math
 from asyncrl.rewards.answers import after_thinking, ends_thinking, last_boxed
-from asyncrl.rewards.judge_pool import JudgePool
 from asyncrl.rewards.labels import label_texts
 from asyncrl.rewards.port import Sample
 
@@ -24,13 +23,10 @@ class Options(math.Options):
     """True: a completion without </think> is wrong. False: its last box counts."""
 
 
-class DeepScalerReward:
-    needs_label = True
-
+class DeepScalerReward(math.MathReward):
     def __init__(self, options: Options) -> None:
+        super().__init__(options, name="deepscaler")
         self._needs_thinking = options.needs_thinking
-        arguments = [str(options.timeout_seconds)]
-        self._judges = JudgePool("asyncrl.rewards.math", arguments, name="deepscaler", processes=options.processes)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Judge all labels of all samples in one turn. The reward of a sample is the best over its labels."""
@@ -56,12 +52,6 @@ class DeepScalerReward:
         if self._needs_thinking and not ends_thinking(completion):
             return ""
         return (last_boxed(after_thinking(completion)) or "").strip()
-
-    def limit_groups(self, seconds: float) -> None:
-        self._judges.seconds = seconds
-
-    async def close(self) -> None:
-        await self._judges.close()
 
 
 def _labels(label: Any) -> list[str]:
