@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from asyncrl.backends.megatron import shared_prefixes
 from asyncrl.backends.megatron.packed_attention import Piece, Pieces, uses_varlen
 from asyncrl.backends.megatron.row_images import RowImages
-from asyncrl.backends.megatron.shared_prefixes import Runs, SharedTokens
+from asyncrl.backends.megatron.shared_prefixes import RowRuns, SharedTokens
 from asyncrl.backends.micro_batches import (
     Distribution,
     PackedRow,
@@ -116,23 +116,17 @@ class RowPart:
         batch_tokens  tokens of the batch that is trained; 0 if none is
         """
         share = micro_batch.num_tokens / batch_tokens if batch_tokens and not micro_batch.is_filler else 0.0
-        chosen = _by_layers(micro_batch.experts) if is_routed and len(micro_batch.experts) else None
-        uses_runs, is_shared = uses_varlen(device, dtype), len(micro_batch.shared) > 0
-        if layout.row_multiple == 1 and not is_shared:
-            row = PackedRow.from_micro_batch(micro_batch, rows, device=device, in_rectangles=not uses_runs)
-            experts = None if chosen is None else torch.from_numpy(chosen).to(device)
-            return _whole_row(micro_batch, row, experts, expert_layers, share)
+        is_shared = len(micro_batch.shared) > 0
         # Example: 10 tokens, two context-parallel ranks. The row is padded to 12 and cut into four pieces of 3; rank 0
         # keeps tokens 0-2 and 9-11, rank 1 keeps 3-8. Token n is predicted by the rank that has n - 1.
-        shared = micro_batch.shared if is_shared else np.zeros(len(micro_batch.sequences), np.int32)
-        distinct = DistinctTokens.from_row(micro_batch.boundaries, shared)
+        distinct = DistinctTokens.from_row(micro_batch.boundaries, micro_batch.shared)
         num_tokens = len(distinct.first)
         length = -(-num_tokens // layout.row_multiple) * layout.row_multiple
         kept = tokens_of_rank(context_rank, length=length, ranks=layout.context)
         targets, target_of = _distinct_targets(rows, distinct, micro_batch) if is_shared else (rows, None)
         arrays = _cut_arrays(micro_batch, distinct, targets, kept=kept, padding=length - num_tokens)
-        if chosen is not None:
-            chosen = chosen[:, distinct.first]
+        if is_routed and len(micro_batch.experts):
+            chosen = _by_layers(micro_batch.experts)[:, distinct.first]
             filled = np.pad(chosen, ((0, 0), (0, length - num_tokens), (0, 0)), constant_values=-1)
             arrays["experts"] = filled[:, kept]
         if is_shared:
@@ -140,10 +134,10 @@ class RowPart:
             arrays["token_of"] = distinct.of
             arrays["num_copies"] = np.pad(distinct.num_copies, (0, length - num_tokens))[kept].astype(np.float32)
         moved = to_device(arrays, device)
-        if layout.row_multiple == 1 and not uses_runs:
+        if layout.row_multiple == 1 and not uses_varlen(device, dtype):
             attention: Rectangles | Pieces = shared_prefixes.attend_in_rectangles(micro_batch, distinct, device=device)
         else:
-            runs = shared_prefixes.Runs.from_row(micro_batch, distinct, length=length)
+            runs = RowRuns.from_row(micro_batch, distinct, length=length)
             attention = _pieces(runs, layout, context_rank, device)
         is_cut = layout.context > 1
         piece = (tensor_rank, layout.tensor) if layout.is_sequence_parallel else (0, 1)
@@ -184,7 +178,8 @@ class RowPart:
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
-        """i32[sequences + 1] of the padded row; the padding is a sequence."""
+        """i32[sequences + 1] of the padded row, if nothing is shared; the padding is a sequence."""
+        assert self.shared is None
         return np.unique(np.append(self.micro_batch.boundaries, self.length)).astype(np.int32)
 
 
@@ -231,54 +226,6 @@ def _by_layers(experts: ExpertArray) -> NDArray[np.int16]:
     return np.where(experts.transpose(1, 0, 2) == unrouted(experts), np.int16(-1), by_layers)
 
 
-def _whole_row(
-    micro_batch: MicroBatch,
-    row: PackedRow,
-    experts: torch.Tensor | None,
-    expert_layers: tuple[int, ...] | None,
-    share: float,
-) -> RowPart:
-    """Return a part that holds the whole row."""
-    every = np.arange(micro_batch.num_tokens)
-    how: Rectangles | Pieces | None = row.layout
-    if how is None:
-        everything = slice(0, len(row.tokens))
-        how = Pieces(
-            pieces=[
-                Piece(
-                    queries=everything,
-                    keys=everything,
-                    query_boundaries=row.boundaries,
-                    key_boundaries=row.boundaries,
-                    longest_query=row.longest,
-                    longest_key=row.longest,
-                    runs=[(run, run) for run in _slices(micro_batch.boundaries)],
-                )
-            ]
-        )
-    return RowPart(
-        tokens=row.tokens,
-        positions=row.positions,
-        attention=how,
-        sources=row.rows - 1,
-        targets=row.tokens.index_select(0, row.rows),
-        distribution=row.distribution,
-        places=None,
-        kept=None,
-        experts=experts,
-        expert_layers=expert_layers,
-        length=len(row.tokens),
-        num_unpadded=len(row.tokens),
-        share_of_batch=share,
-        row=row,
-        micro_batch=micro_batch,
-        num_targets=len(row.rows),
-        images=RowImages.of_part(
-            micro_batch.images, first=every, length=len(every), kept=every, piece=(0, 1), device=row.tokens.device
-        ),
-    )
-
-
 def spans(rank: int, *, length: int, ranks: int) -> list[tuple[int, int]]:
     """Return begin and end of the pieces of a row that a context-parallel rank holds."""
     if ranks == 1:
@@ -297,7 +244,7 @@ def order(*, length: int, ranks: int) -> NDArray[np.int64]:
     return np.argsort(np.concatenate([tokens_of_rank(rank, length=length, ranks=ranks) for rank in range(ranks)]))
 
 
-def _pieces(runs: Runs, layout: Layout, context_rank: int, device: torch.device) -> Pieces:
+def _pieces(runs: RowRuns, layout: Layout, context_rank: int, device: torch.device) -> Pieces:
     """Return the attention of a rank's pieces of a row."""
     length, arrays = int(runs.query_boundaries[-1]), dict[str, NDArray[Any]]()
     cuts = [_Cut.between(runs, *span) for span in spans(context_rank, length=length, ranks=layout.context)]
@@ -325,7 +272,7 @@ class _Cut:
     key_boundaries: NDArray[np.int32]
 
     @classmethod
-    def between(cls, runs: Runs, begin: int, end: int) -> _Cut:
+    def between(cls, runs: RowRuns, begin: int, end: int) -> _Cut:
         boundaries = runs.query_boundaries
         first, last = np.searchsorted(boundaries, begin, "right") - 1, np.searchsorted(boundaries, end, "left")
         starts, keys = boundaries[first:last], runs.key_boundaries[first:last]

@@ -25,7 +25,7 @@ from asyncrl.policies.batching.prefixes import DistinctTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runs:
+class RowRuns:
     """A run for each sequence of a padded row that has tokens of its own, and one for the padding.
 
     query_boundaries, key_boundaries  i32[runs + 1], of the row's computed tokens and of the keys
@@ -41,10 +41,10 @@ class Runs:
         return len(self.copies) > int(self.query_boundaries[-1])
 
     @classmethod
-    def from_row(cls, micro_batch: MicroBatch, distinct: DistinctTokens, *, length: int) -> Runs:
+    def from_row(cls, micro_batch: MicroBatch, distinct: DistinctTokens, *, length: int) -> RowRuns:
         """length: of the padded row"""
         lengths, num_tokens = np.diff(micro_batch.boundaries), len(distinct.first)
-        own = lengths - micro_batch.shared if len(micro_batch.shared) else lengths
+        own = lengths - distinct.shared
         is_key = np.repeat(own > 0, lengths)  # a sequence that another one begins with has no run
         padding = [length - num_tokens] if length > num_tokens else []
         return cls(
@@ -132,7 +132,7 @@ def rectangles(
     nobody reads.
     """
     starts, lengths = micro_batch.boundaries[:-1].astype(np.int64), np.diff(micro_batch.boundaries).astype(np.int64)
-    shared = micro_batch.shared.astype(np.int64)
+    shared = distinct.shared
     groups: list[list[int]] = []
     for number in np.lexsort((-lengths, shared)).tolist():
         if lengths[number] == shared[number]:

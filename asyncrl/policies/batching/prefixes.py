@@ -108,24 +108,27 @@ def size(lengths: NDArray[np.int64], shared: NDArray[Any]) -> int:
 class DistinctTokens:
     """The tokens of a row that are computed, U of its N, in the order of the row.
 
-    first  i64[U]: where each of them is in the row for the first time
-    of     i64[N]: which of them each token of the row is
+    first   i64[U]: where each of them is in the row for the first time
+    of      i64[N]: which of them each token of the row is
+    shared  i64[D]: how many tokens each sequence of the row shares with the one before it
     """
 
     first: NDArray[np.int64]
     of: NDArray[np.int64]
+    shared: NDArray[np.int64]
 
     @classmethod
-    def from_row(cls, boundaries: NDArray[np.int32], shared: NDArray[np.int32]) -> DistinctTokens:
-        """boundaries: i32[D+1] of the row's sequences;  shared: i32[D], tokens shared with the sequence before"""
+    def from_row(cls, boundaries: NDArray[np.int32], shared: NDArray[Any]) -> DistinctTokens:
+        """boundaries: i32[D+1] of the row's sequences;  shared: as MicroBatch has it, empty if nothing is shared"""
         starts = boundaries[:-1].astype(np.int64)
         lengths = np.diff(boundaries).astype(np.int64)
+        shared = shared.astype(np.int64) if len(shared) else np.zeros_like(lengths)
         is_first = np.arange(boundaries[-1]) - np.repeat(starts, lengths) >= np.repeat(shared, lengths)
         of = np.cumsum(is_first) - 1
         for number in np.flatnonzero(shared):  # in order: what is copied may be copied itself
             start, before, count = starts[number], starts[number - 1], shared[number]
             of[start : start + count] = of[before : before + count]
-        return cls(first=np.flatnonzero(is_first), of=of)
+        return cls(first=np.flatnonzero(is_first), of=of, shared=shared)
 
     @property
     def num_copies(self) -> NDArray[np.int64]:
