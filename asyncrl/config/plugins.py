@@ -8,14 +8,18 @@ import importlib
 import inspect
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from asyncrl.errors import ConfigError
 
 T = TypeVar("T")
+
+_NOT_USERS: Final = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
+"""Folders of this package and of Python."""
 
 
 def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind: type | None = None) -> Any:
@@ -74,12 +78,10 @@ def _raise_import_problem(error: BaseException, module_name: str, *, where: str)
     if isinstance(error, ImportError):
         is_away = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         hint = "; is it on PYTHONPATH?" if is_away else ""  # else the module is there, and imports what is not
-        if module_name.endswith(".py"):
-            hint = f"; name the module, not its file: {module_name.removesuffix('.py').replace('/', '.')!r}"
         raise ConfigError(f"{where}: cannot import {module_name!r} ({first_line(error)}){hint}") from error
     if isinstance(error, SystemExit):
         raise ConfigError(f"{where}: cannot import {module_name!r}: it exits (sys.exit({error.code!r}))") from error
-    raise ConfigError(f"{where}: importing {module_name!r} raised {describe(error)}") from error
+    raise ConfigError(f"{where}: importing {module_name!r} raised {describe_raised(error)}") from error
 
 
 def _find_stray(error: BaseException, before: Collection[str]) -> str:
@@ -114,6 +116,10 @@ def address(name: str, *, where: str, table: Mapping[str, str] | None = None) ->
     Raises ConfigError for a malformed name.
     """
     module_name, colon, attribute = (table or {}).get(name, name).partition(":")
+    if module_name.endswith(".py"):
+        file = Path(module_name)
+        module = file.stem if file.is_absolute() else ".".join(file.with_suffix("").parts)
+        raise ConfigError(f"{where}: {name!r} names a file; write its module: '{module}:{attribute or 'object'}'")
     if colon and module_name and attribute:
         return module_name, attribute
     near = difflib.get_close_matches(name.lower(), table or {}, 1)
@@ -132,7 +138,7 @@ def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> An
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # a user's constructor may raise anything
-        raise ConfigError(f"{where}: making {name!r} raised {describe(error)}") from error
+        raise ConfigError(f"{where}: making {name!r} raised {describe_raised(error)}") from error
 
 
 @contextlib.contextmanager
@@ -157,8 +163,17 @@ class UserExit(Exception):
 
 
 def describe_raised(error: BaseException) -> str:
-    """Type and text of an error that a user's function raised."""
-    return str(error) if isinstance(error, UserExit) else f"{type(error).__name__}: {error}"
+    """The error that a user's function raised in one line, and the innermost line of the user's own code in it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{describe(error)}{place}"
+
+
+def _is_users(file: str) -> bool:
+    """Whether ``file`` is neither of this package, nor of Python or an installed package."""
+    path = Path(file)
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return not (is_installed or file.startswith("<") or any(map(path.is_relative_to, _NOT_USERS)))
 
 
 def describe(error: BaseException) -> str:

@@ -97,7 +97,7 @@ class GuardedReward:
                         found.append(str(vote(completion)))
                 except Exception as error:  # an error of a user's function must not crash the worker
                     found.append("")
-                    problems.append(f"vote() raised {plugins.describe(error)}")
+                    problems.append(f"vote() raised {plugins.describe_raised(error)}")
 
         try:
             async with asyncio.timeout(self._timeout_seconds), self._threads:
@@ -240,7 +240,7 @@ class GuardedReward:
 
     def _wrap(self, error: Exception) -> RewardError:
         kind = OUTAGES.get(outage_kind(error), RewardError)
-        return kind(f"reward {self._name}: raised {plugins.describe(error)}")
+        return kind(f"reward {self._name}: raised {plugins.describe_raised(error)}")
 
 
 def _raise_if_none(found: Sequence[Reward | RewardError]) -> None:

@@ -404,7 +404,7 @@ def _check_filters(run: RunConfig) -> None:
             ask(function, sample_group())
         except (TypeError, AttributeError) as error:
             raise ConfigError(
-                f"algorithm.filters: {name} raised {type(error).__name__}: {error}; a filter is a function of one "
+                f"algorithm.filters: {name} raised {plugins.describe_raised(error)}; a filter is a function of one "
                 "TrajectoryGroup that returns True to keep it"
             ) from error
         except Exception as error:  # the learner reports it if a real group raises it too

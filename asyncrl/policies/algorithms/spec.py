@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.advantages.advantage import Advantage
+from asyncrl.policies.advantages.advantage import Advantage, AdvantageInputs
 from asyncrl.policies.advantages.table import ADVANTAGES
-from asyncrl.policies.algorithms.algorithm import Algorithm, Denominator
+from asyncrl.policies.algorithms.algorithm import COMPUTED_BY, OF_BATCH, Algorithm, Denominator
 from asyncrl.policies.component import Component, named
 from asyncrl.policies.corrections import chains
 from asyncrl.policies.corrections.correction import Correction
 from asyncrl.policies.losses.aggregation import AGGREGATIONS, Aggregation
 from asyncrl.policies.losses.kl import CORRECTED, Penalty
-from asyncrl.policies.losses.loss import Loss
+from asyncrl.policies.losses.loss import Loss, LossInputs
 from asyncrl.policies.losses.table import LOSSES
 
 P = TypeVar("P", bound=Component)
@@ -126,6 +126,8 @@ def _as(kind: type[P], component: Component) -> P:
 
 def refuse_wrong_combinations(made: Algorithm) -> None:
     """Raise ConfigError for components that would train something other than their names say."""
+    _refuse_unknown_inputs(made.loss, {*_names(LossInputs), *COMPUTED_BY, *OF_BATCH, "rewards"})
+    _refuse_unknown_inputs(made.advantage, _names(AdvantageInputs))
     ratios = chains.ratios(made.correction)
     if made.loss.is_around_behavior and ratios:
         raise ConfigError(
@@ -139,6 +141,25 @@ def refuse_wrong_combinations(made: Algorithm) -> None:
     if made.denominator == "after":
         _refuse_wrong_denominator(made)
     _refuse_masks_that_see_nothing(made)
+
+
+def _names(inputs: type[LossInputs | AdvantageInputs]) -> set[str]:
+    """The fields and properties of ``inputs``."""
+    return {field.name for field in fields(inputs)} | {
+        name for name, value in vars(inputs).items() if isinstance(value, property)
+    }
+
+
+def _refuse_unknown_inputs(component: Component, known: set[str]) -> None:
+    """Reject a formula with a parameter that nothing fills: the names of its parameters are what it gets."""
+    for name in component.inputs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? There is" if near else "there is"
+            raise ConfigError(
+                f"algorithm: the formula of {component.name} takes {name!r}, which is no input; {hint} "
+                f"{', '.join(sorted(known))} (an option is a field of the class)"
+            )
 
 
 def _refuse_wrong_denominator(made: Algorithm) -> None:

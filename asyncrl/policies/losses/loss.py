@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
+from asyncrl.errors import ConfigError
 from asyncrl.policies.component import Component
 from asyncrl.policies.losses.segments import Array
 
@@ -93,8 +94,17 @@ class Loss(Component):
     is_supervised: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss f32[M] and clipped bool[M]."""
-        made: tuple[torch.Tensor, torch.Tensor] = self.formula(**{name: inputs[name] for name in self.inputs})
+        """Return the loss f32[M] and clipped bool[M]. Raises ConfigError if the formula returns anything else."""
+        made = self.formula(**{name: inputs[name] for name in self.inputs})
+        shape = inputs.logprobs.shape  # a mean would spread over all tokens without a word
+        if not isinstance(made, tuple) or [getattr(one, "shape", None) for one in made] != [shape, shape]:
+            found = (
+                [list(getattr(one, "shape", ())) for one in made] if isinstance(made, tuple) else type(made).__name__
+            )
+            raise ConfigError(
+                f"algorithm.loss: {self.name}.formula must return two tensors, the loss of each token and whether it "
+                f"was clipped, both of shape {list(shape)}, and returned {found}"
+            )
         return made
 
     def trained_advantages(self, inputs: LossInputs) -> torch.Tensor:

@@ -77,7 +77,7 @@ async def test_a_group_with_a_failed_sample_is_filtered_before_a_batch_can_take_
         (json.dumps, "json:dumps raised TypeError: Object of type TrajectoryGroup is not JSON serializable"),
         (answers, "raised TypeError: a filter must return True to keep a group or False, not 2"),
         (awaited, "raised TypeError: a filter must return True to keep a group or False, not <coroutine object.*"),
-        (needs_a_judge, "raised KeyError: 'judge'"),
+        (needs_a_judge, r"raised KeyError: 'judge' \(test_group_filters.py:\d+\)"),
         (lambda group: sys.exit(3), "raised SystemExit: 3"),
     ],
 )
@@ -169,4 +169,4 @@ def test_check_asks_each_filter_about_a_group(task: Path, caplog: pytest.LogCapt
             checked(task, name)
     assert not caplog.records
     checked(task, f"{__name__}:needs_a_judge")
-    assert "needs_a_judge raised KeyError: 'judge' on a made-up group" in caplog.text
+    assert "needs_a_judge raised KeyError: 'judge' (test_group_filters.py:" in caplog.text

@@ -266,7 +266,7 @@ MISTAKES = {
     "key of TRL": ("learner.lr=1e-6", "unknown key 'lr'; did you mean 'learning_rate'?"),
     "key of verl": ("rollout.n=8", "unknown key 'n'; did you mean 'group_size'?"),
     "capitals": ("algorithm.name=GRPO", "algorithm.name: 'GRPO' is unknown; did you mean 'grpo'?"),
-    "file for a module": ("reward.kind=a/b.py:f", "; name the module, not its file: 'a.b'"),
+    "file for a module": ("reward.kind=./a/b.py:f", "names a file; write its module: 'a.b:f'"),
     "wrong type": ("run.steps=many", "run: steps must be a whole number, got 'many'"),
     "wrong range": (
         "staleness.max_staleness=-1",

@@ -112,7 +112,7 @@ REFUSED = {
     "Play": (r"^rollout.options: unknown key 'call'; did you mean 'calls'\?$", {"call": 1}),
     "play": (rf"^rollout.options: '{HERE}:play' takes no options, got calls", {"calls": 1}),
     "single_turn": (r"^rollout.options: 'single_turn' takes no options, got calls", {"calls": 1}),
-    "RefusesToBeMade": (r"making '.*:RefusesToBeMade' raised ValueError: no such tool$", {}),
+    "RefusesToBeMade": (r"making '.*:RefusesToBeMade' raised ValueError: no such tool ", {}),
     "os:sep": (r"'os:sep' is a str, not a function or class$", {}),
     "nothing": (r"has no 'nothing'", {}),
 }

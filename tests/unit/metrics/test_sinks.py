@@ -158,7 +158,7 @@ def test_a_users_sink_that_cannot_be_made_never_ends_the_run(run: RunConfig, cap
         sinks[-1].write(step, ROW)
     for sink in sinks:
         sink.close()
-    assert caplog.text.count("raised ConnectionRefusedError: nobody listens; the run goes on") == 1
+    assert caplog.text.count("raised ConnectionRefusedError: nobody listens (") == 1
 
 
 @pytest.mark.parametrize(

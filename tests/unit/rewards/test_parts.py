@@ -76,7 +76,7 @@ async def test_what_a_harness_tells_is_checked_where_it_was_made(parts: dict[str
 
 async def test_a_part_that_fails_fails_the_group_with_its_own_reason() -> None:
     reward = load_reward(section(right=RIGHT, judged={"kind": f"{HERE}:fails", "weight": 0.0}))
-    with pytest.raises(RewardError, match=f"^reward {HERE}:fails: raised ValueError: no judge today$"):
+    with pytest.raises(RewardError, match=f"^reward {HERE}:fails: raised ValueError: no judge today "):
         await reward([sample_of("7", label="7")])
 
 

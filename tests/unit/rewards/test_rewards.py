@@ -398,12 +398,12 @@ def one_number(samples: Sequence[Sample]) -> float:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("raises", r"raised KeyError: 'no such thing\\nand more'$"),
-        ("raises_timeout", "raised TimeoutError: the user's own$"),
-        ("exits", "raised SystemExit: 3$"),
+        ("raises", r"raised KeyError: 'no such thing\\nand more' \(test_rewards.py:\d+\)$"),
+        ("raises_timeout", "raised TimeoutError: the user's own "),
+        ("exits", "raised SystemExit: 3 "),
         ("nan", "the reward is nan$"),
         ("infinite_part", "speed is inf$"),
-        ("exits_async", "raised SystemExit: 3$"),
+        ("exits_async", "raised SystemExit: 3"),
         ("huge", r"the reward is -2e\+06, beyond reward.largest = 1e\+06; raise that or scale it$"),
         ("many_parts", "has 65 parts, and 64 are allowed$"),
         ("learners_part", "named 'mean', and reward/mean is a metric of the learner$"),
@@ -432,7 +432,7 @@ async def test_an_answer_that_cannot_be_rewarded_costs_its_siblings_nothing() ->
     assert good == Reward(value=1.0)
     assert isinstance(bad, RewardError)
     assert not isinstance(bad, Outage)
-    assert str(bad) == f"reward {HERE}:raises_at_random: raised ValueError: bad sample"
+    assert str(bad).startswith(f"reward {HERE}:raises_at_random: raised ValueError: bad sample (test_rewards.py:")
 
 
 def nothing_for_bad(samples: Sequence[Sample]) -> list[float | None]:
@@ -531,9 +531,9 @@ class CannotBeMade(Scorer):
         (f"{HERE}:compute_score", {}, "takes .*, as in verl; write a function of one argument around it: def reward"),
         (f"{HERE}:HERE", {}, "is a str, not a function or class$"),
         (f"{HERE}:COUNT", {}, "is an int, not a function or class$"),
-        (f"{HERE}:CannotBeMade", {}, "reward.kind: making '.*:CannotBeMade' raised OSError: no table$"),
+        (f"{HERE}:CannotBeMade", {}, "reward.kind: making '.*:CannotBeMade' raised OSError: no table "),
         ("tests.unit.rewards.exits_at_import:score", {}, r"cannot import '.*': it exits \(sys.exit\(0\)\)$"),
-        ("tests.unit.rewards.raises_at_import:score", {}, "importing '.*' raised ValueError: two$"),
+        ("tests.unit.rewards.raises_at_import:score", {}, "importing '.*' raised ValueError: two "),
         (f"{HERE}:per_sample", {"scale": 2}, "takes no options, got scale"),
         ("exact", {"stripp": True}, "reward.options: unknown key 'stripp'; did you mean 'strip'"),
         ("exact", {"extract": "("}, "reward.options: extract: '\\(' is not a regular expression"),

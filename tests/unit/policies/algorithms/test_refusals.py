@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncrl.adapters import registry
 from asyncrl.errors import ConfigError
@@ -12,6 +14,7 @@ from asyncrl.policies.advantages.table import ADVANTAGES
 from asyncrl.policies.component import Component, allowed_range, load_class
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
+from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.table import LOSSES
 from tests.harness.algorithms import run
 
@@ -187,3 +190,17 @@ def test_a_number_of_the_run_file_is_finite(override: str, tmp_path: Path) -> No
 def test_what_needs_no_weight_is_let_through(overrides: list[str], tmp_path: Path) -> None:
     made = run(tmp_path, *overrides)
     assert registry.algorithm(made).name == made.algorithm.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misspelt(Loss):
+    def formula(self, logprobs: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return -advantage * logprobs, logprobs > 0
+
+
+def test_a_formula_that_asks_for_what_is_no_input_is_refused(tmp_path: Path) -> None:
+    made = run(tmp_path, f"algorithm.loss={__name__}:Misspelt")
+    with pytest.raises(
+        ConfigError, match=r"Misspelt takes 'advantage', which is no input; did you mean 'advantages'\?"
+    ):
+        registry.algorithm(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from asyncrl.contrib.losses.prime_rl import PrimeRL
 from asyncrl.contrib.losses.sapo import SAPO
 from asyncrl.contrib.losses.topr import TOPR, TOPRByReward
 from asyncrl.contrib.losses.vespo import VESPO
+from asyncrl.errors import ConfigError
 from asyncrl.policies.losses.cispo import Cispo
 from asyncrl.policies.losses.dppo import DPPO
-from asyncrl.policies.losses.loss import Loss
+from asyncrl.policies.losses.loss import Loss, LossInputs
 from asyncrl.policies.losses.ppo import GSPO, CoupledPPO, DecoupledPPO, PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
 from asyncrl.policies.losses.table import LOSSES as TABLE
@@ -334,3 +336,30 @@ def test_ppo_clip_stops_the_gradient_only_where_it_would_go_further() -> None:
     assert clipped.tolist() == [True, False, False, True]
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 1.5, -0.5, 0.0]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean(Loss):
+    def formula(self, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return -(advantages * logprobs).mean(), logprobs > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone(Loss):
+    def formula(self, logprobs: Tensor) -> Tensor:
+        return -logprobs
+
+
+@pytest.mark.parametrize(("own", "returned"), [(Mean(), r"\[\[\], \[6\]\]"), (Alone(), "Tensor")])
+def test_a_formula_that_returns_no_number_per_token_is_refused(own: Loss, returned: str) -> None:
+    with pytest.raises(ConfigError, match=rf"must return two tensors.* of shape \[6\], and returned {returned}$"):
+        own(
+            LossInputs(
+                **dict.fromkeys(("logprobs", "entropy", "behavior_logprobs", "advantages"), torch.zeros(6)),
+                loss_weights=torch.ones(6),
+                is_fresh=torch.ones(6, dtype=torch.bool),
+                staleness=torch.zeros(6),
+                sequence=SEQUENCE,
+                num_sequences=4,
+            )
+        )
