@@ -128,7 +128,8 @@ async def settled(bus: JetStreamBus) -> list[Generation]:
 async def saved(bus: JetStreamBus) -> list[Generation]:
     """Return the first worker's saved tokens of each of the two samples; nothing while a sample has not begun."""
     segments = await bus.states(SEGMENTS, under="w0/0/1/")
-    calls = assemble_calls(segments[f"w0/0/1/{number}"] for number in range(len(segments)))
+    keys = (f"w0/0/1/{number}" for number in range(len(segments)))
+    calls = assemble_calls(segments[key] for key in keys if key in segments)  # not the note of its beginning
     return [call for _, call in sorted(calls.items(), key=lambda item: item[0])] if len(calls) == 2 else []
 
 
