@@ -90,6 +90,19 @@ def folders(run: RunConfig, algorithm: Algorithm) -> dict[str, Path]:
     return {name: Path(given[name] or run.model.path) for name in sorted(loaded)}
 
 
+def oddities(run: RunConfig, algorithm: Algorithm) -> list[str]:
+    """One line for each thing about models and algorithm that is hardly ever meant."""
+    found = []
+    if run.reference is not None and run.reference.path and "reference" not in algorithm.models:
+        found.append(f"reference.path: {run.reference.path} is not loaded, as reference.kl_coef is 0")
+    if algorithm.loss.is_supervised and run.rollout.function == "single_turn":
+        found.append(
+            f"algorithm: {algorithm.name} imitates the model's own answers, whatever their reward; for answers of the "
+            'data set rollout.function = "given"'
+        )
+    return found
+
+
 def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
     """Check that the learner can load each model, and that its token ids match the policy's. Raises ConfigError."""
     keys = {f"{name}.path": folder for name, folder in folders(run, algorithm).items()}

@@ -77,6 +77,10 @@ def run(options: argparse.Namespace) -> int:
 
     with claim(folder, options.overrides):
         recorded.on_bus(settings, work, token=arguments.bus_token())
+    if not (folder / "weights").exists():
+        raise ConfigError(
+            f"{options.run_directory}: the run is over, and none of its steps was trained; start it while the run is up"
+        )
     _compare(recorded, folder)
     print(f"the run needs no more steps of this shadow; its weights are in {folder}/weights")
     return 0

@@ -302,6 +302,8 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         return tuple(path / name for name in names)
     if (path / _WEIGHTS).is_file():
         return (path / _WEIGHTS,)
+    if (path / _WEIGHTS).is_symlink():  # of the hub's cache, copied without the folder of its blobs
+        raise ConfigError(f"{path / _WEIGHTS}: is a link to {(path / _WEIGHTS).readlink()}, which is not there")
     other = [p.name for pattern in ("*.bin", "*.pt", "*.gguf", "*.safetensors") for p in sorted(path.glob(pattern))]
     there = f"; {other[0]} is not read: save the model again with save_pretrained" if other else ""
     raise ConfigError(f"{path}: no weights ({_WEIGHTS} or {_INDEX}){there}")

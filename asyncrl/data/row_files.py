@@ -199,7 +199,9 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: malformed JSON: {error.msg} at column {error.colno}: {_excerpt(line)}") from None
+        raise ConfigError(
+            f"{where}: malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}: {_excerpt(line)}"
+        ) from None
     except ValueError:  # Python refuses integers with too many digits
         raise ConfigError(f"{where}: a whole number has more than 64 bits; no message can carry it") from None
     except RecursionError:

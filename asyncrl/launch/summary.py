@@ -153,7 +153,12 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
         most_prompt_tokens=rows.most_tokens,
         has_labels=looked.has_labels,
         first_prompt=looked.shown,
-        oddities=(*looked.oddities, *(line for one in sets for line in one.oddities), *reward_oddities(run.reward)),
+        oddities=(
+            *looked.oddities,
+            *(line for one in sets for line in one.oddities),
+            *reward_oddities(run.reward),
+            *learner_models.oddities(run, algorithm),
+        ),
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
         memory=tuple(registry.backend_class(run).memory(run, algorithm, gpu_bytes=gpu_bytes)),

@@ -265,6 +265,8 @@ def _lines(path: Path, *, after: int = 0) -> list[bytes]:
             f"{path.parent}: holds no run ({path.name} is not there); give the folder that a learner wrote to, "
             "run.directory/run.name"
         ) from None
+    except NotADirectoryError:
+        raise ConfigError(f"{path.parent}: is a file; give the run's folder, run.directory/run.name") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     return [line + b"\n" for line in whole] + ([rest] if rest else [])

@@ -94,7 +94,9 @@ def read(path: Path, *, say: Callable[[str], None]) -> str:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
         return toml(document, say=lambda line: say(f"{path}: {line}"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None

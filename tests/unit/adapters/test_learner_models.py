@@ -84,6 +84,22 @@ def test_algorithm_decides_which_models_a_run_has(case: str, folder: Path) -> No
     assert registry.algorithm(made).models == models
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (USES["no KL"][0], ["is not loaded, as reference.kl_coef is 0"]),
+        (["reference.path={folder}/same", "reference.kl_coef=0.01"], []),
+        (["algorithm.name=sft"], ["imitates the model's own answers"]),
+        (["algorithm.name=sft", "rollout.function=given"], []),
+    ],
+)
+def test_what_the_algorithm_makes_no_use_of_is_said(overrides: list[str], said: list[str], folder: Path) -> None:
+    made = run(folder, *overrides)
+    found = learner_models.oddities(made, registry.algorithm(made))
+    assert len(found) == len(said)
+    assert all(part in line for part, line in zip(said, found, strict=True))
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_takes_a_penalty_to_a_reference(name: str, folder: Path) -> None:
     served = ["servers.big.url=http://h/v1", "teacher.server=big", "teacher.top_logprobs=8"]

@@ -73,6 +73,11 @@ def _truncate(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data[:-1])
 
 
+def _broken_link(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/1")
+
+
 def _missing_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}'
@@ -121,6 +126,7 @@ def test_an_architecture_of_no_family_is_refused_in_one_line(folder: Path, archi
             lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
             "no weights.*pytorch_model.bin is not read",
         ),
+        (_broken_link, "model.safetensors: is a link to ../blobs/1, which is not there"),
         (_truncate, r"has \d+ bytes and should have \d+"),
         (
             lambda f: (f / "model.safetensors").write_text("version https://git-lfs"),

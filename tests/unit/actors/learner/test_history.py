@@ -87,6 +87,9 @@ def test_a_history_that_grows_is_read_line_by_line(path: Path) -> None:
 def test_a_folder_without_a_run_gets_one_line_and_a_foreign_file_is_a_damaged_one(tmp_path: Path, path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run \(history.jsonl is not there\)"):
         read(tmp_path / "history.jsonl")
+    (tmp_path / "run.toml").touch()
+    with pytest.raises(ConfigError, match="run.toml: is a file; give the run's folder"):
+        read(tmp_path / "run.toml" / "history.jsonl")
     path.parent.mkdir()
     path.write_text('{"kind": "begun"}\n')
     (entry,) = read(path)
