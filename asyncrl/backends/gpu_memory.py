@@ -72,6 +72,8 @@ _REPLICATED: Final = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa|indexer|gate|ro
 """Matrices of layers that every tensor-parallel rank has whole."""
 _CUT_BY_INPUTS: Final = ("o_proj", "down_proj", "out_proj")
 """Modules whose inputs tensor-parallel ranks divide; of others, they divide the outputs."""
+_OF_MODEL: Final = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Of draft layers: copies of the model's own."""
 _MOST_EXPERT_RANKS: Final = 32
 """Over which a recommended layout distributes experts: as many as published recipes for large mixtures."""
 
@@ -158,7 +160,7 @@ class MemoryPlan:
 
 def phases(run: RunConfig, plan: MemoryPlan) -> tuple[Phase, ...]:
     """Return what the rank needs that needs most. Raises WeightsError."""
-    shapes = _read(Path(run.model.path))
+    shapes = _read_policy(run)
     states = _states(run, _models(run, shapes), run.learner)
     of_stages = [_phases(run, plan, state, _passes(run, plan, shapes, stage)) for stage, state in enumerate(states)]
     return tuple(
@@ -206,7 +208,7 @@ def learner_bytes(run: RunConfig, plan: MemoryPlan) -> int:
     """Return the peak bytes of one rank whose GPU an engine shares."""
     handed_over = 0.0  # an engine beside it maps a whole version
     if _is_kept(run) or (plan.exports_to == "host" and not run.learner.lora.rank and not run.run.colocated):
-        models = _models(run, _read(Path(run.model.path)))
+        models = _models(run, _read_policy(run))
         handed_over = max(state.weights for state in _states(run, models, run.learner))
     return int(max(phase.device for phase in phases(run, plan)) + handed_over)
 
@@ -226,7 +228,7 @@ def refuse(
     is_possible  whether the model can be trained so
     """
     folder = Path(run.model.path)
-    shapes = _read(folder)
+    shapes = _read_policy(run)
     models = _models(run, shapes)
     versions = 0 if plan.exports_to == "host" and not run.run.colocated else 1
 
@@ -396,6 +398,18 @@ class _Models:
 def _read(folder: Path) -> Shapes:
     """Return the shapes of the tensors that a learner loads. Raises WeightsError."""
     return trained_shapes(read_shapes(folder), decoder_config(json.loads((folder / "config.json").read_text())))
+
+
+def _read_policy(run: RunConfig) -> Shapes:
+    """Return the shapes of the policy's tensors, those of draft layers that are trained as a part of the last layer."""
+    folder = Path(run.model.path)
+    shapes = _read(folder)
+    if not run.learner.options.get("draft_coefficient"):
+        return shapes
+    layers = decoder_config(json.loads((folder / "config.json").read_text()))["num_hidden_layers"]
+    drafts = {name: shape for name, shape in read_shapes(folder).items() if name not in shapes}
+    own = {name: shape for name, shape in drafts.items() if not name.endswith(_OF_MODEL)}
+    return {**shapes, **{f"model.layers.{layers - 1}.{name}": shape for name, shape in own.items()}}
 
 
 def _models(run: RunConfig, shapes: Shapes) -> _Models:

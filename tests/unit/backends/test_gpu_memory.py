@@ -251,6 +251,22 @@ def test_each_stage_has_the_state_of_its_own_layers(
     assert [state.moments / 8 / of_layer for state in states] == layers
 
 
+@pytest.mark.parametrize(("coefficient", "layers"), [(0.0, [18, 18]), (0.2, [18, 19])])
+def test_draft_layers_are_of_the_last_stage_if_they_are_trained(
+    coefficient: float, layers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("learner.pipeline_parallel=2", f"learner.options.draft_coefficient={coefficient}")
+    run = run_of("8B", tmp_path, monkeypatch, LEARNER_RANKS, *overrides)
+    config_file, shapes = tmp_path / "config.json", {n: size for n, size in sizes(SHAPES["8B"]) if ".layers." in n}
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "num_nextn_predict_layers": 1}))
+    one = {name: size for name, size in shapes.items() if ".layers.0." in name}
+    drafts = {name.replace(".layers.0.", ".layers.36."): size for name, size in one.items()}
+    drafts["model.layers.36.shared_head.head.weight"] = (151_936, 4096)
+    monkeypatch.setattr(gpu_memory, "read_shapes", lambda folder: {**shapes, **drafts})
+    states = gpu_memory._states(run, gpu_memory._models(run, gpu_memory._read_policy(run)), run.learner)
+    assert [state.moments / 8 / sum(map(math.prod, one.values())) for state in states] == layers
+
+
 def test_half_of_each_adapter_is_on_every_tensor_parallel_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the other half, which is as long as what ranks divide of the matrix, each has a fourth."""
     ranks = ("learner.ranks=4", "learner.tensor_parallel=4")
