@@ -15,9 +15,10 @@ need not see the other GPU (CUDA maps memory of devices that CUDA_VISIBLE_DEVICE
 Invariants (tests/unit/weights/test_ipc.py):
   C1 memory that an engine may still read is kept until its worker has disconnected, whichever way that happens. After
      too long a time its files end, so that it fails; a GPU's memory stays until the engine lets go of it.
-  C2 no transfer leaves memory behind, neither one that ends well nor one whose worker never comes, or dies. Torch frees
-     shared memory when its counter, unsigned and 1 at first, is exactly 0: the engine counts it down, or we do, never
-     both. So every rank of an engine has a handle of its own, with its own counter.
+  C2 no transfer leaves memory behind: one that ends well, one whose worker never comes, or dies, or whose engine fails
+     between two buckets. Torch frees shared memory when its counter, unsigned and 1 at first, is exactly 0: the engine
+     counts it down, or we do, never both. So every rank of an engine has a handle of its own, with its own counter, and
+     we read it before.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ _TAKEN: Final = b"\1"
 _PIECE_BYTES: Final = 32 * 2**20
 """Bytes that an engine copies at a time, or one larger tensor. Until they are loaded they take memory beside the
 weights."""
+_COUNTERS_HEADER: Final = 64
+"""Bytes before the counters in torch's file."""
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -258,10 +261,11 @@ class _Handover:
             self._on_gpu.clear()
 
     def _let_go(self) -> None:
-        """Count down for an engine that has mapped nothing, or died; one that has taken all has counted down itself."""
+        """Count down what an engine did not that never came, failed or died; one that took all has counted down."""
         storage_type: Any = torch.UntypedStorage
         for handle in self._handles:
-            storage_type._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
+            if not _is_let_go(handle):
+                storage_type._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
 
 
 def _check_reach(request: TransferRequest, snapshot: Snapshot) -> str:
@@ -301,6 +305,19 @@ def _name_of_gpu(index: int) -> str:
     """Return the name of our GPU ``index`` in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return visible.split(",")[index].strip() if visible else str(index)
+
+
+def _is_let_go(handle: GpuHandle) -> bool:
+    """Return whether the engine has counted down to 0. False too where the counter cannot be read.
+
+    Torch can count down but not read. Its counters (RefcountedMapAllocator) are int64 in a shared file, after a header.
+    """
+    try:
+        with open(f"/dev/shm/{handle.counter.decode().lstrip('/')}", "rb") as counters:
+            counters.seek(_COUNTERS_HEADER + 8 * handle.counter_offset)
+            return counters.read(8) == bytes(8)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _gpu_memory(data: torch.Tensor) -> GpuHandle:

@@ -144,6 +144,23 @@ def test_every_rank_of_an_engine_has_a_handle_with_a_counter_of_its_own(
     assert mapped == counters
 
 
+def test_what_a_failed_engine_has_let_go_of_is_not_counted_down_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counter would be at -1, and the memory allocated for good."""
+    counters = Path(f"/dev/shm/torch_test_{os.getpid()}")
+    counters.write_bytes(bytes(64) + b"".join(count.to_bytes(8, "little") for count in (1, 0, 1)))
+    counted = list[int]()
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_release_ipc_counter_cuda", lambda _, offset: counted.append(offset), raising=False
+    )
+    handover = ipc._Handover(Snapshot.from_tensors([("w", torch.zeros(1))]), Ring(), num_ranks=1)
+    handover._handles += [replace(handle(f"/{counters.name}".encode()), counter_offset=offset) for offset in range(3)]
+    try:
+        handover.close()
+    finally:
+        counters.unlink()
+    assert counted == [0, 2]
+
+
 async def test_an_engine_copies_the_parts_of_all_ranks(
     engine: inprocess.InProcessEngine, channel: NCCLChannel, new_model: Model
 ) -> None:

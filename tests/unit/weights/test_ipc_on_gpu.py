@@ -25,6 +25,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 ELEMENTS = 2**20
 
 
+def take_one(payload: bytes) -> None:
+    """An engine that dies after the first of its buckets."""
+    offer = decode(payload, IPCOffer)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(offer.address)
+        assert connection.recv(1)
+        first = encode(replace(offer, buckets=offer.buckets[:1]))
+        assert len(list(ipc.take_shared(first, torch.device("cuda", 0)))) == 1
+
+
 def take(payload: bytes, expected: float, ranks: int, num_gpus: int = 0) -> None:
     """What a worker and its engine's ranks do, in one process.  num_gpus: that the engine must see; 0: any"""
     with contextlib.ExitStack() as connected:
@@ -58,6 +68,30 @@ def test_no_version_leaves_memory_behind(ranks: int) -> None:
         engine = multiprocessing.get_context("spawn").Process(
             target=take, args=(transfer.offer.payload, version, ranks)
         )
+        engine.start()
+        engine.join()
+        sending.join()
+        assert engine.exitcode == 0
+        del transfer
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[2] == allocated[0], allocated
+
+
+def test_an_engine_that_dies_between_two_buckets_leaves_no_memory_behind() -> None:
+    asks = encode(IPCRequest(space=process_space()))
+    request = TransferRequest(engine="w0", group="w0", num_ranks=1, has_joined=True, payload=asks)
+    sender, allocated = Sender("127.0.0.1"), list[int]()
+    for version in range(3):
+        named = [(f"w{number}", torch.full((ELEMENTS,), float(version), device="cuda")) for number in range(2)]
+        sender.set_weights(
+            Snapshot.from_tensors(named, bucket_bytes=4 * ELEMENTS), incarnation=0, policy_version=version
+        )
+        del named
+        transfer = sender.begin(request)
+        assert len(decode(transfer.offer.payload, IPCOffer).buckets) == 2
+        sending = threading.Thread(target=transfer.send)
+        sending.start()
+        engine = multiprocessing.get_context("spawn").Process(target=take_one, args=(transfer.offer.payload,))
         engine.start()
         engine.join()
         sending.join()
