@@ -416,7 +416,8 @@ class MegatronBackend(BackendAdapter):
             return None
         for rank, part in enumerate(parts):
             if part.problem:
-                raise CheckpointError(f"{folder}: learner rank {rank} cannot write its part: {part.problem}")
+                cause = OSError(part.errno, os.strerror(part.errno)) if part.errno else None
+                raise CheckpointError(f"{folder}: learner rank {rank} cannot write its part: {part.problem}") from cause
         hashed: dict[Path, str] = {}
         for name, files in zip(self._job.saved, zip(*(part.files for part in parts), strict=True), strict=True):
             saved = models.saved_in(folder, name)

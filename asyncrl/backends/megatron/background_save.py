@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from asyncrl.backends.models import INDEX
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, disk_problem
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
 
@@ -62,10 +62,14 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPart:
-    """A rank's part of a checkpoint: ``files`` by trained model, once it ``is_done``, unless there is a ``problem``."""
+    """A rank's part of a checkpoint: ``files`` by trained model, once it ``is_done``, unless there is a ``problem``.
+
+    errno: of a disk that cannot be written now, which the learner waits for; 0 for other problems
+    """
 
     is_done: bool
     problem: str = ""
+    errno: int = 0
     files: tuple[SavedFile, ...] = ()
 
 
@@ -81,7 +85,7 @@ class BackgroundSave:
         self._room = room
         self._is_cancelled = threading.Event()
         self._is_copied = threading.Event()
-        self._problem = ""
+        self._problem, self._errno = "", 0
         self._files: list[SavedFile] = []
         self._states = states
         device = next((chunk.data.device for state in states for chunk in state.chunks if chunk.data.is_cuda), None)
@@ -100,7 +104,7 @@ class BackgroundSave:
             self._thread.join()
         if self._thread.is_alive():
             return SavedPart(is_done=False)
-        return SavedPart(is_done=True, problem=self._problem, files=tuple(self._files))
+        return SavedPart(is_done=True, problem=self._problem, errno=self._errno, files=tuple(self._files))
 
     def cancel(self) -> None:
         """Skip the remaining chunks, and wait for the chunk being written."""
@@ -118,6 +122,8 @@ class BackgroundSave:
                 self._files.append(SavedFile(chunks=tuple(chunks), steps=state.steps, base=state.base, sha256=sha256))
         except Exception as error:  # an exception in a thread would go unnoticed; too little memory is one
             self._problem = f"{type(error).__name__}: {error}"
+            disk = disk_problem(error)
+            self._errno = disk.errno or 0 if disk else 0
         finally:
             self._is_copied.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import threading
 import weakref
@@ -16,7 +17,7 @@ import torch
 from asyncrl.backends.megatron.background_save import BackgroundSave, RankState, SavedModel, complete, random_states
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.errors import CheckpointError
-from asyncrl.tensors.torch_dist import Chunk
+from asyncrl.tensors.torch_dist import Chunk, file_name
 from tests.harness.backends import SETTINGS, distance, sequences, shares, started, tiny_model, weights
 
 
@@ -56,6 +57,13 @@ def test_a_missing_part_makes_no_checkpoint(tmp_path: Path) -> None:
         wait=True
     )
     assert "No such file or directory" in lost.problem
+
+
+def test_a_full_disk_is_told_apart_from_other_problems(tmp_path: Path) -> None:
+    """The learner waits for a disk; another problem ends it."""
+    (tmp_path / file_name(0)).symlink_to("/dev/full")
+    full = BackgroundSave([state(tmp_path, 0, torch.zeros(2, 3))], rank=0, room=2**20).result(wait=True)
+    assert (full.is_done, full.errno) == (True, errno.ENOSPC)
 
 
 class Counted(BackgroundSave):
