@@ -415,10 +415,9 @@ def _read_policy(run: RunConfig) -> Shapes:
 def _models(run: RunConfig, shapes: Shapes) -> _Models:
     critic = None
     if (folder := _critic(run)) is not None:
-        own = shapes if folder == Path(run.model.path) else _read(folder)
-        values = {name: (0,) if "lm_head" in name else shape for name, shape in own.items()}
+        values = {name: (0,) if "lm_head" in name else shape for name, shape in _read(folder).items()}
         critic = _sizes(run, values, lora=LoraSection(), is_whole=True)
-    return _Models(policy=_sizes(run, shapes, lora=run.learner.lora), critic=critic, frozen=_frozen(run, shapes))
+    return _Models(policy=_sizes(run, shapes, lora=run.learner.lora), critic=critic, frozen=_frozen(run))
 
 
 def _states(run: RunConfig, models: _Models, learner: LearnerSection) -> list[_State]:
@@ -555,7 +554,7 @@ def _state_of(run: RunConfig, sizes: Mapping[_Divided, _Numbers], layout: Layout
     )
 
 
-def _frozen(run: RunConfig, shapes: Shapes) -> Sequence[_Sizes]:
+def _frozen(run: RunConfig) -> Sequence[_Sizes]:
     """Return the sizes of reference and teacher that are loaded. One that is the policy without its adapters is not."""
     reference, teacher, base = run.reference, run.teacher, Path(run.model.path)
     paths = dict[str, Path]()
@@ -567,8 +566,7 @@ def _frozen(run: RunConfig, shapes: Shapes) -> Sequence[_Sizes]:
     if reference is not None and reference.refresh_steps:
         without_adapters.discard("reference.path")
     others = [path for key, path in paths.items() if not (run.learner.lora.rank and key in without_adapters)]
-    all_shapes = (shapes if path == base else _read(path) for path in others)
-    return [_sizes(run, own, lora=LoraSection()) for own in all_shapes]
+    return [_sizes(run, _read(path), lora=LoraSection()) for path in others]
 
 
 def _kind(name: str, *, has_embedding: bool) -> _Divided:

@@ -257,14 +257,31 @@ def test_draft_layers_are_of_the_last_stage_if_they_are_trained(
 ) -> None:
     overrides = ("learner.pipeline_parallel=2", f"learner.options.draft_coefficient={coefficient}")
     run = run_of("8B", tmp_path, monkeypatch, LEARNER_RANKS, *overrides)
-    config_file, shapes = tmp_path / "config.json", {n: size for n, size in sizes(SHAPES["8B"]) if ".layers." in n}
+    of_layer = add_draft_layer(tmp_path, monkeypatch)
+    states = gpu_memory._states(run, gpu_memory._models(run, gpu_memory._read_policy(run)), run.learner)
+    assert [state.moments / 8 / of_layer for state in states] == layers
+
+
+def test_critic_and_reference_in_the_policys_folder_have_no_draft_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 36 layers each, and one of drafts that the policy has."""
+    others = ("algorithm.advantage=gae", "reference.kl_coef=0.1", "learner.options.draft_coefficient=0.2")
+    run = run_of("8B", tmp_path, monkeypatch, *others)
+    of_layer = add_draft_layer(tmp_path, monkeypatch)
+    (state,) = gpu_memory._states(run, gpu_memory._models(run, gpu_memory._read_policy(run)), run.learner)
+    assert (state.moments / 8 / of_layer, state.others / 2 / of_layer) == (37 + 36, 36 + 36)
+
+
+def add_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Give the model of run_of("8B", ..) a draft layer as large as its others, and no ends. Returns its numbers."""
+    config_file, shapes = folder / "config.json", {n: size for n, size in sizes(SHAPES["8B"]) if ".layers." in n}
     config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "num_nextn_predict_layers": 1}))
     one = {name: size for name, size in shapes.items() if ".layers.0." in name}
     drafts = {name.replace(".layers.0.", ".layers.36."): size for name, size in one.items()}
     drafts["model.layers.36.shared_head.head.weight"] = (151_936, 4096)
     monkeypatch.setattr(gpu_memory, "read_shapes", lambda folder: {**shapes, **drafts})
-    states = gpu_memory._states(run, gpu_memory._models(run, gpu_memory._read_policy(run)), run.learner)
-    assert [state.moments / 8 / sum(map(math.prod, one.values())) for state in states] == layers
+    return sum(map(math.prod, one.values()))
 
 
 def test_half_of_each_adapter_is_on_every_tensor_parallel_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
