@@ -364,13 +364,19 @@ _MATRICES: Final = (
 )
 """Matrices, and the keys of config.json that say their sizes."""
 
+_OF_HIDDEN_SIZE: Final = re.compile(
+    r"model\.(?:language_model\.)?(?:norm|layers\.\d+\.(?:\w+_)?layernorm"
+    r"|layers\.\d+\.self_attn\.(?:[qkv]_proj|(?P<out>o_proj)))\.weight"
+)
+"""Norms [hidden_size], q_proj, k_proj and v_proj [*, hidden_size], and o_proj [hidden_size, *] of every layer."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def find_size_problem(config: Mapping[str, Any], shapes: Shapes) -> str:
     """Return the first inconsistency; "" if there is none.
 
-    Missing keys are not checked; transformers has defaults for them.
+    Missing keys other than hidden_size are not checked; transformers has defaults for them.
 
     shapes  shapes of the weights by their Hugging Face names; any of them may be missing
     """
@@ -384,7 +390,26 @@ def find_size_problem(config: Mapping[str, Any], shapes: Shapes) -> str:
         _end_problem(config)
         or next(filter(None, (_matrix_problem(config, shapes, weight, keys) for weight, keys in _MATRICES)), "")
         or _layers_problem(config, {int(found[1]) for name in shapes if (found := _LAYER.match(name))})
+        or _hidden_size_problem(config, shapes)
     )
+
+
+def _hidden_size_problem(config: Mapping[str, Any], shapes: Shapes) -> str:
+    """Check that hidden_size is there and is that of every norm and attention matrix.
+
+    Architectures that are not known here may give it another name, and quantized matrices have other shapes.
+    """
+    name, size = str((config.get("architectures") or [""])[0]), config.get("hidden_size")
+    if name not in (*SUPPORTED_ARCHITECTURES, *OF_REFERENCE_ALONE) or config.get("quantization_config"):
+        return ""
+    for weight, shape in shapes.items():
+        if not (found := _OF_HIDDEN_SIZE.fullmatch(weight)):
+            continue
+        if size is None:
+            return f"has no hidden_size, and {weight} has the shape {list(shape)}"
+        if not shape or shape[0 if found["out"] else -1] != size:
+            return f"hidden_size is {size}, and {weight} has the shape {list(shape)}"
+    return ""
 
 
 def _end_problem(config: Mapping[str, Any]) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from asyncrl import config
 from asyncrl.data import demo_task
@@ -36,9 +38,6 @@ def folder(tmp_path: Path) -> Path:
 def test_a_tiny_model_of_each_architecture_loads_and_speaks(
     tmp_path: Path, architecture: Any, name: str, tied: bool
 ) -> None:
-    import torch
-    import transformers
-
     folder = make_tiny_model(tmp_path, architecture=architecture, tie_word_embeddings=tied)
     checked = check_model(folder)
     assert (checked.architecture, checked.vocab_size) == (name, 4 + len(CHARACTERS))
@@ -66,6 +65,11 @@ def test_the_sizes_of_every_architecture_go_with_its_weights(tmp_path: Path, arc
 def _rewrite(folder: Path, **changes: Any) -> None:
     table = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(table))
+
+
+def _reshape(folder: Path, name: str, *shape: int) -> None:
+    tensors = load_file(folder / "model.safetensors") | {name: torch.zeros(shape)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _truncate(folder: Path) -> None:
@@ -114,6 +118,18 @@ def test_an_architecture_of_no_family_is_refused_in_one_line(folder: Path, archi
         (lambda f: _rewrite(f, architectures=None), "names no architecture"),
         (lambda f: _rewrite(f, vocab_size="many"), "vocab_size must be a whole number"),
         (lambda f: _rewrite(f, vocab_size=9), "vocab_size is 9, and model.embed_tokens.weight has the shape .8, 64."),
+        (
+            lambda f: _rewrite(f, hidden_size=None),
+            "has no hidden_size, and model.layers.0.input_layernorm.weight has the shape .64.",
+        ),
+        (
+            lambda f: _reshape(f, "model.layers.1.post_attention_layernorm.weight", 63),
+            "hidden_size is 64, and model.layers.1.post_attention_layernorm.weight has the shape .63.",
+        ),
+        (
+            lambda f: _reshape(f, "model.layers.0.self_attn.o_proj.weight", 63, 64),
+            "hidden_size is 64, and model.layers.0.self_attn.o_proj.weight has the shape .63, 64.",
+        ),
         (lambda f: _rewrite(f, num_attention_heads=0), "num_attention_heads must be a whole number >= 1, got 0"),
         (lambda f: _rewrite(f, num_hidden_layers=3), "num_hidden_layers is 3, and the weights have no layer 2"),
         (lambda f: _rewrite(f, num_hidden_layers=2**20), "and the weights have no layer 2"),
