@@ -20,19 +20,17 @@ refused in one line. [Which sizes were trained](../results/performance.md).
 |---|---|---|
 {families}
 
-All with {common}, and with rotary positions of the types {rope}.
+Unless the last column says otherwise, all need {common}, and rotary positions of the types {rope}.
 
 - **Seen.** A tiny model of every family agrees with transformers in logprobs, gradients, an optimizer step and exported
-  weights (`tests/contracts/test_backend_families.py`). On an H200, SGLang 0.5.16 sampled from small models with heads
-  of real sizes and took a new version of each: GLM-4, GLM-4.5, GLM-4.7-Flash, Llama, MiniMax-M2, Mistral, Mixtral,
-  Qwen2, Qwen2-MoE and Qwen3-MoE; its logprobs differ from Megatron's by 0.01 to 0.03 nats on average
-  (`tests/integration/sglang/test_on_gpu.py`).
+  weights (`tests/contracts/test_backend_families.py`). On an H200, SGLang 0.5.16 sampled from tiny models of
+  [most families](../results/performance.md#families-with-sglang-on-a-gpu) and took a new version of each.
 - **Multi-token-prediction layers** of DeepSeek-V3 and GLM-4.5 are trained with
   [`learner.options.draft_coefficient`](../guides/scaling.md#speculative-decoding), and else neither read nor exported;
   those of other families never are.
-- **Linear attention** (Qwen3-Next, Qwen3.5): the ranks of a tensor-parallel group share its key heads, context-parallel
-  ranks those of one of them. On GPUs in 16 bits the package flash-linear-attention computes it, if it is installed and
-  works (on Hopper with Triton 3.7.1 or newer). SGLang without a GPU and the in-process engine refuse it.
+- **Linear attention** (Qwen3-Next, Qwen3.5): tensor- and context-parallel ranks divide its key heads among them. On
+  GPUs in 16 bits the package flash-linear-attention computes it, if it is installed and works (on Hopper with Triton
+  3.7.1 or newer). SGLang without a GPU and the in-process engine refuse it.
 - **Qwen3.5** as published is a `...ForConditionalGeneration` and trains as it is. `asyncrl import-model` writes its
   text part alone, which SGLang serves from 0.5.23 on (not run yet).
 - **[Images](../guides/images.md)**: the tower is frozen unless `learner.train_vision` is set.

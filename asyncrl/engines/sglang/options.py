@@ -317,7 +317,7 @@ def prefill_arguments(
 
     When answers end one by one, SGLang by default prefills one new prompt at a time. With 256 answers of a 0.6B model
     in progress this takes a third of the time, and half without CUDA graphs for prefills (docs/results/performance.md,
-    "Answers that end at different times").
+    "The engine").
     """
     names = [name for given in server_arguments for name in _meant(given)]
     if device != "cuda" or tensor_parallel > 1 or any(name.startswith(_OWN_WAYS) for name in names):
