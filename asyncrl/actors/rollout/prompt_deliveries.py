@@ -59,13 +59,11 @@ class DeliveryAttempts:
 
     async def begin(self, delivery: Delivery[PromptGroup], prompt: PromptGroup) -> str:
         """Note the attempt and return the note's key. Raises BusError: a prompt that kills its worker must not look as
-        if it was never tried.
-
-        The first delivery does not wait for the bus: if its note is lost, the group has one attempt more.
+        if it was never tried, and a harness that must not run twice (rollout.options.restart) relies on it.
         """
         key = f"{self._worker}/{_note(prompt, delivery.attempt, await self._incarnation(delivery, prompt))}"
         note = GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=())
-        await self._bus.put(SEGMENTS, note, key=key, is_sure=delivery.attempt > 1)
+        await self._bus.put(SEGMENTS, note, key=key)
         return key
 
     async def forget(self, note: str) -> None:

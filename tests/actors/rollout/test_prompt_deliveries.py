@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
+from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.messages import Progress
 from asyncrl.messages.topics import PROGRESS, PROMPTS, SEGMENTS, TRAJECTORIES
+from tests.conftest import BUS_SIZES
 from tests.harness import fakes
 from tests.harness.buses import first, progress, prompt, publish_prompts, taken
 
@@ -66,6 +68,22 @@ async def test_giving_back_uses_no_attempt(bus_factory: Any, max_attempts: int) 
             delivery = await anext(deliveries)
             assert (delivery.attempt, await attempts.number(delivery)) == (number, 1)
             await delivery.retry()
+        delivery = await anext(deliveries)
+        await attempts.begin(delivery, prompt(1))
+        await delivery.retry()
+        assert await attempts.number(await anext(deliveries)) == 2
+
+
+async def test_a_beginning_counts_although_the_bus_loses_what_is_not_waited_for() -> None:
+    class Lossy(MemoryBus):
+        async def put(self, topic: Any, message: Any, *, key: str = "", is_sure: bool = True) -> None:
+            if is_sure:
+                await super().put(topic, message, key=key)
+
+    bus = Lossy(**BUS_SIZES, max_message_bytes=2**20)
+    attempts = DeliveryAttempts(bus, worker="w0", max_attempts=3)
+    await publish_prompts(bus, 1)
+    async with bus.consume(PROMPTS) as deliveries:
         delivery = await anext(deliveries)
         await attempts.begin(delivery, prompt(1))
         await delivery.retry()
