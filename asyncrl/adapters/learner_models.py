@@ -95,7 +95,8 @@ def oddities(run: RunConfig, algorithm: Algorithm) -> list[str]:
     found = []
     if run.reference is not None and run.reference.path and "reference" not in algorithm.models:
         found.append(f"reference.path: {run.reference.path} is not loaded, as reference.kl_coef is 0")
-    if algorithm.loss.is_supervised and run.rollout.function == "single_turn":
+    imitates = algorithm.loss.is_supervised and "teacher" not in algorithm.models  # which judges own answers
+    if imitates and run.rollout.function == "single_turn" and not run.algorithm.filters:
         found.append(
             f"algorithm: {algorithm.name} imitates the model's own answers, whatever their reward; for answers of the "
             'data set rollout.function = "given"'

@@ -91,6 +91,8 @@ def test_algorithm_decides_which_models_a_run_has(case: str, folder: Path) -> No
         (["reference.path={folder}/same", "reference.kl_coef=0.01"], []),
         (["algorithm.name=sft"], ["imitates the model's own answers"]),
         (["algorithm.name=sft", "rollout.function=given"], []),
+        (["algorithm.name=sft", 'algorithm.filters=["dynamic_sampling"]'], []),
+        (["algorithm.name=distill", "servers.big.url=http://h/v1", "teacher.server=big", "teacher.top_logprobs=8"], []),
     ],
 )
 def test_what_the_algorithm_makes_no_use_of_is_said(overrides: list[str], said: list[str], folder: Path) -> None:
