@@ -118,7 +118,8 @@ def address(name: str, *, where: str, table: Mapping[str, str] | None = None) ->
     module_name, colon, attribute = (table or {}).get(name, name).partition(":")
     if module_name.endswith(".py"):
         file = Path(module_name)
-        module = file.stem if file.is_absolute() else ".".join(file.with_suffix("").parts)
+        is_below = not file.is_absolute() and ".." not in file.parts
+        module = ".".join(file.with_suffix("").parts) if is_below else file.stem
         raise ConfigError(f"{where}: {name!r} names a file; write its module: '{module}:{attribute or 'object'}'")
     if colon and module_name and attribute:
         return module_name, attribute

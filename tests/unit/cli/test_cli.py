@@ -267,6 +267,7 @@ MISTAKES = {
     "key of verl": ("rollout.n=8", "unknown key 'n'; did you mean 'group_size'?"),
     "capitals": ("algorithm.name=GRPO", "algorithm.name: 'GRPO' is unknown; did you mean 'grpo'?"),
     "file for a module": ("reward.kind=./a/b.py:f", "names a file; write its module: 'a.b:f'"),
+    "file elsewhere": ("reward.kind=../a/b.py:f", "names a file; write its module: 'b:f'"),
     "wrong type": ("run.steps=many", "run: steps must be a whole number, got 'many'"),
     "wrong range": (
         "staleness.max_staleness=-1",
