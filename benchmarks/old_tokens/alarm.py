@@ -134,6 +134,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--lost", type=float, default=0.03, help="(default 0.03)")
     options = parser.parse_args(given)
+    if missing := [path for path in options.files if not path.is_file()]:
+        parser.error(f"{missing[0]}: no such file")
     logging.disable()
     runs = [run for path in options.files for run in recorded(path)]
     lost, others = split(runs, by=options.lost)

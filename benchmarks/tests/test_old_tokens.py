@@ -443,6 +443,12 @@ def test_the_page_is_made_of_the_rows_that_are_there() -> None:
     assert page.replaced(healthy, "healthy", page.healthy(rows)) == healthy
 
 
+def test_the_alarm_names_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        alarm.main([str(tmp_path / "gone.jsonl")])
+    assert "gone.jsonl: no such file" in capsys.readouterr().err
+
+
 def test_of_recorded_runs_most_that_lost_were_reported_and_no_synchronous_one() -> None:
     runs = [run for name in ("learning", "learning_rate") for run in alarm.recorded(RECORDED / f"{name}.jsonl")]
     lost, others = alarm.split(runs)
