@@ -17,8 +17,8 @@ Invariants (tests/unit/weights/test_ipc.py):
      too long a time its files end, so that it fails; a GPU's memory stays until the engine lets go of it.
   C2 no transfer leaves memory behind: one that ends well, one whose worker never comes, or dies, or whose engine fails
      between two buckets. Torch frees shared memory when its counter, unsigned and 1 at first, is exactly 0: the engine
-     counts it down, or we do, never both. So every rank of an engine has a handle of its own, with its own counter, and
-     we read it before.
+     counts it down, or we do, never both. So every rank of an engine has a handle of its own, with its own counter,
+     which we read first.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class _Handover:
             self._on_gpu.clear()
 
     def _let_go(self) -> None:
-        """Count down what an engine did not that never came, failed or died; one that took all has counted down."""
+        """Count down what an engine that never came, failed or died has not; one that took all has counted down."""
         storage_type: Any = torch.UntypedStorage
         for handle in self._handles:
             if not _is_let_go(handle):
