@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from asyncrl.config.adapter import Layout, RunConfig
 from asyncrl.config.learner import LearnerSection
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.tensors import fp8, int4
-from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
+from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes, without_draft_layers
 
 _UNEVEN: Final = (
     "num_layers_in_first_pipeline_stage",
@@ -271,17 +271,32 @@ def _require_groups(shape: ModelShape, quantization: str, ranks: int) -> None:
 
 def require_tensors_of_engines(folder: Path, shape: ModelShape) -> None:
     """Raise ConfigError unless the learner exports exactly the tensors in the model's folder, which engines load."""
-    named = {name for entry in weight_map(shape) for name in entry.huggingface}
+    where = f"model.path: {folder}"
     try:
-        shapes = read_shapes(folder)
-        expected = trained_shapes(shapes, json.loads((folder / "config.json").read_text()))
-        found = {name: expected.get(name, ()) for name in named}
-        optional = frozenset({"lm_head.weight"}) if shape.is_tied else frozenset()
-        check_layout(found, expected=expected, optional=optional, where="what the learner exports")
+        there = trained_shapes(read_shapes(folder), json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, WeightsError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    named: Shapes = {name: () for entry in weight_map(shape) for name in entry.huggingface}
+    named = without_draft_layers(named, there)
+    optional = {"lm_head.weight"} if shape.is_tied else set()
+    missing, more = named.keys() - there.keys() - optional, there.keys() - named.keys() - optional
+    if missing:
         raise ConfigError(
-            f"model.path: {folder}: the learner's tensors are not those that engines load: {error}"
-        ) from None
+            f"{where}: its weights lack {_first(missing)}, which its config.json needs; take both from the same model, "
+            "or copy it again"
+        )
+    if more:
+        raise ConfigError(
+            f"{where}: its weights have {_first(more)}, which the learner does not train and engines expect "
+            "with every version; remove what the model does not use from its files, or describe it in a file of yours "
+            "with model.family"
+        )
+
+
+def _first(names: Collection[str]) -> str:
+    """Return up to three of the names."""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(sorted(names)[:3])}{rest}"
 
 
 def _require_shareable(shape: ModelShape, ranks: int, whose: str) -> None:

@@ -76,19 +76,24 @@ def test_untrainable_model_is_a_config_error(
     assert "\n" not in str(caught.value)
 
 
-def test_tensors_that_engines_would_miss_are_one_line_before_the_start(folder: Path, tmp_path: Path) -> None:
+def test_a_tensor_too_many_or_too_few_is_one_line_before_the_start(folder: Path, tmp_path: Path) -> None:
     """Engines expect exactly the tensors of the folder with every version."""
     model = edited(folder, tmp_path)
+    shape = huggingface.read_shape(model)
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.gate.weight"] = torch.zeros(2)
+    gate = {"model.layers.0.self_attn.gate.weight": torch.zeros(2)}
+    save_file(tensors | gate, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as caught:
+        require_tensors_of_engines(model, shape)
+    assert str(caught.value) == (
+        f"model.path: {model}: its weights have model.layers.0.self_attn.gate.weight, which the learner does not train "
+        "and engines expect with every version; remove what the model does not use from its files, or describe it in "
+        "a file of yours with model.family"
+    )
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError) as caught:
-        require_tensors_of_engines(model, huggingface.read_shape(model))
-    assert str(caught.value) == (
-        f"model.path: {model}: the learner's tensors are not those that engines load: what the learner exports: "
-        "model.layers.0.self_attn.gate.weight is missing; model.norm.weight is not in the model"
-    )
+    with pytest.raises(ConfigError, match="its weights lack model.norm.weight, which its config.json needs; take both"):
+        require_tensors_of_engines(model, shape)
 
 
 @pytest.mark.parametrize(
