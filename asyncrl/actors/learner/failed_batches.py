@@ -1,6 +1,6 @@
 """Keeps batches that could not be trained, and stops a batch that ends the learner's process again and again.
 
-    RUN_DIR/failed_batches/step-00000012/error.txt
+    RUN_DIR/failed_batches/step-00000012/error.txt               one line, then where it was raised
     RUN_DIR/failed_batches/step-00000012/group-45.msgpack    codec.decode(data, TrajectoryGroup) reads it
     RUN_DIR/in_training.json                                 {"45": 1, "46": 1}: how often a process ended with a group
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -66,7 +67,8 @@ class FailedBatches:
         folder = self._directory / FOLDER / f"step-{step:08d}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "error.txt").write_text(f"{error}\n")
+            where = traceback.format_exception(error.__cause__) if error.__cause__ is not None else []
+            (folder / "error.txt").write_text(f"{error}\n{''.join(where)}")
             for group in groups:
                 (folder / f"group-{group.group_id}.msgpack").write_bytes(codec.encode(group))
         except OSError as problem:  # a full disk must not end a run that can go on

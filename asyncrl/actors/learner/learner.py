@@ -331,7 +331,9 @@ class Learner(Actor):
         groups = [one.group for one in batch]
         folder = await asyncio.to_thread(self._failed_batches.keep, groups, step=self.step + 1, error=error)
         kept = f"; its batch is in {folder}" if folder is not None else ""
-        self.log.error("step %d failed: %s%s", self.step + 1, error, kept, exc_info=error.__cause__)
+        self.log.error("step %d failed: %s%s", self.step + 1, error, kept)
+        if error.__cause__ is not None:  # in the log file alone
+            self.log.info("where it was raised:", exc_info=error.__cause__)
         self.table.put_back()
         problems = {one.group_id: f"a training step with it fails: {error}" for one in groups}
         await self._remover.fail(problems, is_of_workers=False)

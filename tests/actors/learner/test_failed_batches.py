@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,15 @@ async def test_keeps_the_batch_fails_its_groups_and_trains_the_next(
     assert [one["group_id"] for one in failed] == [0, 1, 2, 3]
     assert {(one["worker"], one["error"]) for one in failed} == {("w0", f"a training step with it fails: {told}")}
     folder = tmp_path / FOLDER / "step-00000001"
-    assert (folder / "error.txt").read_text() == f"{told}\n"
+    first, _, trace = (folder / "error.txt").read_text().partition("\n")
+    assert first == told and trace.startswith("Traceback") == isinstance(raised, RuntimeError)
     kept = [codec.decode(path.read_bytes(), TrajectoryGroup) for path in sorted(folder.glob("*.msgpack"))]
     assert [one.group_id for one in kept] == [0, 1, 2, 3]
     made = account(history.read(tmp_path / HISTORY_FILE), saved=None, bus=None)
     assert (made.failed, made.trained) == (4, 16)
 
 
-async def test_two_batches_in_a_row_end_the_run_in_one_line(tmp_path: Path) -> None:
+async def test_two_batches_in_a_row_end_the_run_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fails(prompts: set[int]) -> None:
         raise RuntimeError("no device")
 
@@ -108,6 +110,7 @@ async def test_two_batches_in_a_row_end_the_run_in_one_line(tmp_path: Path) -> N
         f"two batches in a row could not be trained; the last: RuntimeError: no device; its batch is in {folder}"
     )
     assert loop.backend.steps == 0
+    assert [one for one in caplog.records if one.exc_info and one.levelno > logging.INFO] == []  # stderr shows the rest
 
 
 @pytest.mark.parametrize(
