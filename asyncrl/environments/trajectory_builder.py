@@ -12,6 +12,7 @@ out.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,7 +72,11 @@ class TrajectoryBuilder:
         return len(self._mask)
 
     def add_answer(self, answer: Generation) -> Generation:
-        """Add a turn of the model, as returned by ``generate``, and return it."""
+        """Add a turn of the model, as ``generate`` returned it, and return it. Raises TypeError without ``await``."""
+        given: object = answer
+        if inspect.iscoroutine(given):
+            given.close()  # else Python warns of it, too
+            raise TypeError("add_answer() needs an answer, and generate() was not awaited: write `await generate(...)`")
         for span in answer.version_spans:
             start = self.num_tokens + span.start if self._spans else 0
             if not self._spans or _version(span) != _version(self._spans[-1]):

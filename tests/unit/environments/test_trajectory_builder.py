@@ -124,6 +124,14 @@ def test_a_reward_is_kept_and_there_is_none_until_somebody_gives_one() -> None:
     assert (made.reward, made.reward_parts) == (0.5, {"asked": 0.5})
 
 
+def test_an_answer_that_was_not_awaited_is_told_so() -> None:
+    async def generate() -> Generation:
+        return answer([7])
+
+    with pytest.raises(TypeError, match=r"write `await generate\(...\)`"):
+        TrajectoryBuilder([1]).add_answer(generate())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("observed", [[], [1, 2]], ids=["nothing", "observations"])
 def test_conversation_without_an_answer_is_refused_in_one_line(observed: list[int]) -> None:
     turns = TrajectoryBuilder(PROMPT)
