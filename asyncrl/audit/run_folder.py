@@ -91,7 +91,9 @@ def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bo
             )
         return config.only_overrides(overrides)
     if not where.exists():
-        raise ConfigError(f"{where}: no such run folder or run file")
+        raise ConfigError(
+            f"{where}: no such run folder or run file; if the run is just starting, try again in a few seconds"
+        )
     if not where.is_dir():
         return config.load(where, overrides)
     run = RecordedRun(where).bus_settings(overrides)

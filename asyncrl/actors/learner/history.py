@@ -263,7 +263,7 @@ def _lines(path: Path, *, after: int = 0) -> list[bytes]:
     except FileNotFoundError:
         raise NoHistory(
             f"{path.parent}: holds no run ({path.name} is not there); give the folder that a learner wrote to, "
-            "run.directory/run.name"
+            "run.directory/run.name, or wait if it is just starting"
         ) from None
     except NotADirectoryError:
         raise ConfigError(f"{path.parent}: is a file; give the run's folder, run.directory/run.name") from None
