@@ -138,6 +138,11 @@ class JsonlRows:
             line = os.pread(self._stream.fileno(), self._sizes[index], self._offsets[index])
         except OSError as error:
             raise self._unreadable(error) from None
+        if index == 0 and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            raise ConfigError(
+                f"{self.where(index)}: begins a JSON array, and this must be one JSON object a line: "
+                "`jq -c '.[]' OLD > NEW.jsonl` makes that of an array"
+            )
         return _parse(line, self.where(index))
 
     def where(self, index: int) -> str:

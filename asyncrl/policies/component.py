@@ -156,7 +156,7 @@ def named(name: str, kind: type[P], table: Mapping[str, type[P] | str], *, where
     if name in table:
         return load_class(name, table)()
     if ":" not in name:
-        near = difflib.get_close_matches(name, table, 1)
+        near = difflib.get_close_matches(name, table, 1) or [known for known in table if known.startswith(f"{name}_")]
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"algorithm: {where} must be one of {', '.join(table)}, got {name!r}{hint}")
     found = plugins.load(name, where=f"algorithm.{where}", kind=type)

@@ -237,6 +237,8 @@ def takes_group(function: Callable[..., Any], *, name: str) -> bool:
         shown = ", ".join(p.name for p in parameters) or "no arguments"
         origin = next((_FRAMEWORKS[p.name] for p in parameters if p.name in _FRAMEWORKS), "")
         hint = f"; docs/start/from_trl_and_verl.md wraps a reward of {origin}" if origin else ""
+        if [p.name for p in required][:1] == ["args"]:
+            hint = "; a reward of slime goes without args here, and reads sample.completion for its sample.response"
         raise ConfigError(
             f"reward.kind: {name!r} must take one argument, sample or samples (see asyncrl.rewards.port.Sample), "
             f"and it takes {shown}{hint}"

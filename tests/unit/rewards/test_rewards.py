@@ -261,6 +261,10 @@ def of_trl(completions, **kwargs):  # type: ignore[no-untyped-def]
     return [1.0 for _ in completions]
 
 
+async def of_slime(args, sample, **kwargs):  # type: ignore[no-untyped-def]
+    return 1.0
+
+
 def of_verls_signature(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
     return 1.0
 
@@ -528,6 +532,7 @@ class CannotBeMade(Scorer):
         ("tests.unit.rewards.imports_nothing:f", {}, "cannot import '.*' .No module named 'nothing'.$"),
         (f"{HERE}:per_smaple", {}, "did you mean 'per_sample'"),
         (f"{HERE}:two_arguments", {}, "must take one argument.*it takes prompt, completion"),
+        (f"{HERE}:of_slime", {}, "takes args, sample, kwargs; a reward of slime goes without args here"),
         (f"{HERE}:compute_score", {}, "takes .*, as in verl; write a function of one argument around it: def reward"),
         (f"{HERE}:HERE", {}, "is a str, not a function or class$"),
         (f"{HERE}:COUNT", {}, "is an int, not a function or class$"),
