@@ -184,7 +184,8 @@ class Batcher:
                 return
             log.warning(
                 "waiting for trajectories since %s: step %d trains %d groups, %d are here and %d outstanding, %d were "
-                "filtered; are rollout workers up and their engines started?",
+                "filtered; are rollout workers up, their engines started, and no disk full? `asyncrl doctor` says what "
+                "each waits for",
                 since,
                 table.step + 1,
                 self._count,
