@@ -26,7 +26,7 @@ from asyncrl.data.model_folder import decoder_config
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching import prefixes
 from asyncrl.tensors import int4
-from asyncrl.tensors.adapter_names import module_name
+from asyncrl.tensors.adapter_names import CUT_BY_INPUTS, module_name
 from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
 
 _COPIES: Final = 3
@@ -70,8 +70,6 @@ _FIRST_STAGE: Final = "num_layers_in_first_pipeline_stage"
 _LAST_STAGE: Final = "num_layers_in_last_pipeline_stage"
 _REPLICATED: Final = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa|indexer|gate|router)\.")
 """Matrices of layers that every tensor-parallel rank has whole."""
-_CUT_BY_INPUTS: Final = ("o_proj", "down_proj", "out_proj")
-"""Modules whose inputs tensor-parallel ranks divide; of others, they divide the outputs."""
 _OF_MODEL: Final = (".embed_tokens.weight", ".shared_head.head.weight")
 """Of draft layers: copies of the model's own."""
 _MOST_EXPERT_RANKS: Final = 32
@@ -502,7 +500,7 @@ def _sizes(run: RunConfig, shapes: Shapes, *, lora: LoraSection, is_whole: bool 
 def _of_adapter(kind: _Divided, shape: tuple[int, ...], module: str, rank: int) -> Mapping[_Divided, float]:
     """Return the numbers of an adapter: [rank, in] and [out, rank], one of which tensor-parallel ranks divide."""
     outputs, inputs = shape
-    cut, whole = (inputs, outputs) if module in _CUT_BY_INPUTS else (outputs, inputs)
+    cut, whole = (inputs, outputs) if module in CUT_BY_INPUTS else (outputs, inputs)
     if kind != "layers":
         return {kind: float(rank * (cut + whole))}
     return {kind: float(rank * cut), "replicated": float(rank * whole)}

@@ -171,13 +171,13 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
 
 def _beside_learner(run: RunConfig, *, gpu_bytes: int) -> str:
     is_possible = run.num_workers and colocated.is_at_once(run) and not launcher_class(run).places
-    if not is_possible or not registry.engine_class(run).gpu_bytes(run):
+    if not is_possible or not (least := registry.engine_class(run).gpu_bytes(run)):
         return ""
     try:
         share = colocated.engine_share(run, num_engines=1, gpu_bytes=gpu_bytes)
     except ConfigError as error:
         return f"no: {error}"
-    return f"an engine has {share / 2**30:.1f} GiB there"
+    return f"an engine has {share / 2**30:.1f} GiB there, and needs {least / 2**30:.1f} at least (estimated)"
 
 
 def _of_old_tokens(run: RunConfig, algorithm: Algorithm) -> str:

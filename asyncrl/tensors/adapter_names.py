@@ -18,6 +18,9 @@ _PREFIX: Final = "base_model.model."
 _MODULE: Final = re.compile(r"\.(\w*_proj\w*|w[123])(\.lora_[AB])?\.weight$")
 """Matrices of layers; Mixtral's experts have w1 to w3. Embeddings, the output layer and routers have no adapters."""
 
+CUT_BY_INPUTS: Final = ("o_proj", "down_proj", "out_proj", "w2")
+"""Modules whose inputs tensor-parallel ranks divide; of others, they divide the outputs."""
+
 
 def module_name(name: str) -> str:
     """Return ``q_proj`` for model.layers.0.self_attn.q_proj.weight or its adapters; "" for tensors without adapters."""

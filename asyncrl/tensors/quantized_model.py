@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,8 @@ from safetensors.torch import save_file
 
 from asyncrl.durable_files import sync
 from asyncrl.tensors import fp8, int4, weight_files
+from asyncrl.tensors.adapter_names import module_name
+from asyncrl.tensors.model_tensors import Shapes
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -44,6 +47,20 @@ def config(quantization: str) -> dict[str, Any]:
     if quantization in int4.GROUPS:
         return int4.config([int4.ALL_BUT_EXPERTS], group=int4.GROUPS[quantization])
     return fp8.config(quantization)
+
+
+def count_bytes(shapes: Shapes, quantization: str, *, width: int) -> int:
+    """Return the bytes of tensors in that format.  width: of a number that is not quantized"""
+    return sum(_bytes_of(name, shape, quantization, width=width) for name, shape in shapes.items())
+
+
+def _bytes_of(name: str, shape: tuple[int, ...], quantization: str, *, width: int) -> int:
+    numbers = math.prod(shape)
+    if not quantization or not module_name(name) or len(shape) != 2:
+        return width * numbers
+    if quantization not in int4.GROUPS:
+        return numbers + 4 * math.prod(-(-size // fp8.BLOCK) for size in shape)
+    return numbers // 2 + 2 * numbers // int4.GROUPS[quantization] if int4.is_of_experts(name) else width * numbers
 
 
 def are_quantized(names: Iterable[str]) -> bool:

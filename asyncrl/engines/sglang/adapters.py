@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.config.learner import LoraSection
+from asyncrl.config.learner import VISION_TOWER, LoraSection
 from asyncrl.engines.generation import Version, format_version
 from asyncrl.engines.sglang.weights import Post
 from asyncrl.errors import EngineDied, EngineError, WeightsError
-from asyncrl.tensors.adapter_names import CONFIG_FILE, module_name
+from asyncrl.tensors.adapter_names import CONFIG_FILE, CUT_BY_INPUTS, module_name
+from asyncrl.tensors.model_tensors import Shapes
 from asyncrl.weights.port import LoadReport
 
 log = logging.getLogger(__name__)
@@ -51,10 +53,33 @@ def server_arguments(lora: LoraSection | None, names: Iterable[str], *, device: 
     }
 
 
+def buffer_bytes(lora: LoraSection | None, shapes: Shapes, *, given: Mapping[str, Any], ranks: int, width: int) -> int:
+    """Return what the server reserves for such adapters on each of its GPUs: places for as many as a batch may mix.
+
+    given   the server options that the user gives
+    ranks   GPUs of the server, of which each has a part of one factor of an adapter, and the other whole
+    width   bytes of a number
+    """
+    if lora is None:
+        return 0
+    numbers = 0
+    for name, shape in shapes.items():
+        if _is_adapted(lora, name) and len(shape) == 2 and not re.match(VISION_TOWER, name):
+            outputs, inputs = shape
+            cut, whole = (inputs, outputs) if module_name(name) in CUT_BY_INPUTS else (outputs, inputs)
+            numbers += whole + cut // ranks
+    options = server_arguments(lora, shapes, device="cuda") | dict(given)
+    return width * numbers * int(options["max-lora-rank"]) * int(options["max-loras-per-batch"])
+
+
 def adapts_experts(lora: LoraSection, names: Iterable[str]) -> bool:
     """Return whether experts are among the adapted matrices.  names: the model's tensors"""
-    chosen = (module_name(name) for name in names if ".experts." in name)
-    return any(module and ("all-linear" in lora.modules or module in lora.modules) for module in chosen)
+    return any(".experts." in name and _is_adapted(lora, name) for name in names)
+
+
+def _is_adapted(lora: LoraSection, name: str) -> bool:
+    module = module_name(name)
+    return bool(module) and ("all-linear" in lora.modules or module in lora.modules)
 
 
 class Adapters:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import time
 import uuid
@@ -34,7 +33,7 @@ from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
 from asyncrl.engines.port import EngineStats, Meeting
 from asyncrl.engines.sglang import server
-from asyncrl.engines.sglang.adapters import Adapters, adapts_experts
+from asyncrl.engines.sglang.adapters import Adapters, adapts_experts, buffer_bytes
 from asyncrl.engines.sglang.adapters import server_arguments as lora_arguments
 from asyncrl.engines.sglang.checks import (
     check_adapters,
@@ -82,7 +81,7 @@ from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.tensors import int4
+from asyncrl.tensors import int4, quantized_model
 from asyncrl.tensors.device import read_gpu_memory, resolve_device
 from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.version import VERSION
@@ -199,9 +198,16 @@ class SGLangEngine(EngineAdapter):
         options: Options = cls.options(run)
         if not cls.num_gpus(run) or _has_own_share(options):
             return 0
-        count = sum(map(math.prod, read_shapes(Path(run.model.path)).values()))
-        weights = count * (2 if run.model.dtype == "bfloat16" else 4) // options.tensor_parallel
-        return weights + _WORKSPACE_BYTES + _LEAST_CACHE_BYTES
+        shapes, width = read_shapes(Path(run.model.path)), 2 if run.model.dtype == "bfloat16" else 4
+        weights = quantized_model.count_bytes(shapes, run.weights.quantization, width=width) // options.tensor_parallel
+        adapters = buffer_bytes(
+            run.learner.lora if run.learner.lora.publish == "adapter" else None,
+            shapes,
+            given=options.server_arguments,
+            ranks=options.tensor_parallel,
+            width=width,
+        )
+        return weights + adapters + _WORKSPACE_BYTES + _LEAST_CACHE_BYTES
 
     @classmethod
     def machines(cls, run: RunConfig) -> int:

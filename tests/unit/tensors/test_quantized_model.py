@@ -47,6 +47,20 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".made.lock"]
 
 
+@pytest.mark.parametrize("quantization", ["", *ENDS])
+def test_bytes_of_a_format_are_those_of_its_tensors(quantization: str) -> None:
+    shapes = {
+        "model.embed_tokens.weight": (100, 256),
+        "model.layers.0.self_attn.q_proj.weight": (200, 256),
+        "model.layers.0.mlp.experts.0.down_proj.weight": (256, 128),
+        "model.layers.0.input_layernorm.weight": (256,),
+    }
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    made = quantized_model.quantize_tensors(tensors.items(), quantization)
+    found = sum(tensor.nbytes for name, tensor in made if not name.endswith("_shape"))
+    assert quantized_model.count_bytes(shapes, quantization, width=2) == found
+
+
 def test_modules_that_a_version_in_4_bits_ignores_are_all_but_routed_experts() -> None:
     """Names of Kimi-K2-Thinking, whose config.json ignores the same ones one by one; SGLang matches as re.match."""
     (pattern,) = quantized_model.config("int4_group32")["ignore"]

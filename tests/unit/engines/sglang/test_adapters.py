@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.learner import LoraSection
-from asyncrl.engines.sglang.adapters import Adapters, server_arguments
+from asyncrl.engines.sglang.adapters import Adapters, buffer_bytes, server_arguments
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import EngineError, WeightsError
@@ -123,3 +123,26 @@ def test_modules_of_mixtrals_experts_have_sglangs_names() -> None:
     lora = LoraSection(rank=32, modules=("all-linear",), publish="adapter")
     given = server_arguments(lora, ATTENTION[:1] + OF_MIXTRAL, device="cuda")
     assert given["lora-target-modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "given", "ranks", "places", "numbers"),
+    [
+        (("q_proj", "o_proj"), {}, 1, 8, 2 * (2048 + 4096)),
+        (("q_proj", "o_proj"), {}, 2, 8, 2 * (2048 + 4096 // 2)),  # all of A of q_proj, and of B of o_proj
+        (("all-linear",), {}, 1, 2, 2 * (2048 + 4096) + 128 * 3 * (2048 + 768)),
+        (("all-linear",), {"max-loras-per-batch": 4, "max-lora-rank": 64}, 1, 8, 12_288 + 128 * 3 * 2816),
+    ],
+)
+def test_places_for_adapters_take_memory_of_the_server(
+    modules: tuple[str, ...], given: dict[str, Any], ranks: int, places: int, numbers: int
+) -> None:
+    """A layer of Qwen3-30B-A3B, without k and v: 48 of them at rank 32 take 3.3 GB for experts in each place."""
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (4096, 2048), "model.layers.0.mlp.gate.weight": (128, 2048)}
+    shapes |= {"model.layers.0.self_attn.o_proj.weight": (2048, 4096), "model.embed_tokens.weight": (151_936, 2048)}
+    for expert in (f"model.layers.0.mlp.experts.{number}" for number in range(128)):
+        shapes |= {f"{expert}.{name}_proj.weight": (768, 2048) for name in ("gate", "up")}
+        shapes[f"{expert}.down_proj.weight"] = (2048, 768)
+    lora = LoraSection(rank=32, modules=modules, publish="adapter")
+    assert buffer_bytes(lora, shapes, given=given, ranks=ranks, width=2) == 2 * 32 * places * numbers
+    assert buffer_bytes(None, shapes, given=given, ranks=ranks, width=2) == 0

@@ -159,6 +159,20 @@ def test_an_engine_that_takes_all_that_the_learner_leaves_shares_its_gpu_with_no
     assert gpus.placement(of_qwen(tmp_path, monkeypatch, *judge, own, gib=141)).servers == {"judge": (0,)}
 
 
+def test_an_engine_on_the_learners_gpu_reserves_its_weights_in_their_format_and_places_for_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """28 layers of 15.7M numbers, of which 8 bits save one byte each; a row of A and a column of B have 22,528 each."""
+
+    def least(*overrides: str) -> int:
+        run = of_qwen(tmp_path, monkeypatch, *overrides, gib=80)
+        return registry.engine_class(run).gpu_bytes(run)
+
+    adapters = "learner.lora={rank=16, publish='adapter'}"
+    assert least() - least("weights.quantization=fp8") == pytest.approx(28 * 15.73e6, rel=1e-3)
+    assert least(adapters) - least() == 2 * 16 * 8 * 28 * 22_528
+
+
 def of_qwen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, gib: int, num_gpus: int = 1
 ) -> config.RunConfig:
