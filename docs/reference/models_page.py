@@ -22,8 +22,8 @@ refused in one line. [Which sizes were trained](../results/performance.md).
 
 Unless the last column says otherwise, all need {common}, and rotary positions of the types {rope}.
 
-- **Seen.** A tiny model of every family agrees with transformers in logprobs, gradients, an optimizer step and exported
-  weights (`tests/contracts/test_backend_families.py`). On an H200, SGLang 0.5.16 sampled from tiny models of
+- **Tested.** A tiny model of every family agrees with transformers in logprobs, gradients, an optimizer step and
+  exported weights (`tests/contracts/test_backend_families.py`). On an H200, SGLang 0.5.16 sampled from tiny models of
   [most families](../results/performance.md#families-with-sglang-on-a-gpu) and took a new version of each.
 - **Multi-token-prediction layers** of DeepSeek-V3 and GLM-4.5 are trained with
   [`learner.options.draft_coefficient`](../guides/scaling.md#speculative-decoding), and else neither read nor exported;
