@@ -135,7 +135,7 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
 def write(name: str, folder: Path) -> Path:
     """Write the model of that name, with a tiny tokenizer, and return its folder. Its file of weights is a hole."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | {"dtype": "bfloat16"}))
     make_tokenizer().save_pretrained(folder)
     header, end = {}, 0
     for tensor, shape in shapes(name).items():

@@ -40,6 +40,7 @@ def run_of(shape: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides
         "num_key_value_heads": kind.kv_heads,
         "head_dim": kind.head_size,
         "vocab_size": kind.vocabulary,
+        "dtype": "bfloat16",
         **({"num_experts_per_tok": 8, "moe_intermediate_size": kind.expert_ffn} if kind.experts else {}),
     }
     (folder / "config.json").write_text(json.dumps(entries))
@@ -304,6 +305,22 @@ def test_offloaded_moments_leave_ten_bytes_a_parameter_and_one_version(
     assert plain["update"].device - beside == pytest.approx(18 * parameters, rel=0.01)
     assert offloaded["update"].device - beside == pytest.approx(10 * parameters + 2**30, rel=0.01)
     assert offloaded["update"].host == pytest.approx((8 + 2) * parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(("said", "width"), [({"dtype": "bfloat16"}, 2), ({"torch_dtype": "float32"}, 4), ({}, 4)])
+def test_a_version_has_the_dtype_of_the_folder(
+    said: dict[str, str], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, config_file = run_of("8B", tmp_path, monkeypatch), tmp_path / "config.json"
+    entries = json.loads(config_file.read_text())
+    del entries["dtype"]
+    config_file.write_text(json.dumps(entries | said))
+    (found,) = gpu_memory._states(run, gpu_memory._models(run, dict(sizes(SHAPES["8B"]))), run.learner)
+    parameters = num_parameters(SHAPES["8B"])
+    assert (found.copy, found.weights) == (width * parameters, 2 * parameters)
+    on_host = MemoryPlan(recomputes_all=True, exports_to="host")
+    without_engine = max(phase.device for phase in gpu_memory.phases(run, on_host))
+    assert gpu_memory.learner_bytes(run, on_host) - without_engine == width * parameters
 
 
 @pytest.mark.parametrize(("gradients", "held"), [("float32", 6), ("bfloat16", 4)])
