@@ -192,12 +192,11 @@ class WeightPublisher:
             raise
 
     def _write_folders(self, taken: _Version) -> WeightVersion:
-        """If the model's folder cannot be written, both are written again."""
+        """Keep the model first: after a full disk it is not due again, and the channel has stored nothing twice."""
         incarnation, number = taken.incarnation, taken.policy_version
-        version = self._channel.publish(taken.snapshot, incarnation=incarnation, policy_version=number)
         if self._models is not None:
             self._models.publish(taken.snapshot, incarnation=incarnation, policy_version=number)
-        return version
+        return self._channel.publish(taken.snapshot, incarnation=incarnation, policy_version=number)
 
     async def _call(self, after_write: AfterWrite, version: WeightVersion) -> None:
         with self._waits.waiting("weights.after_write", on="after_write", note=f"of version {version.policy_version}"):

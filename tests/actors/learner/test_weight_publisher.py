@@ -218,6 +218,32 @@ async def test_one_folder_is_written_at_a_time_also_the_last_one_after_a_full_di
     assert bus.announced == [("sent", 1), ("folder", 1)]
 
 
+async def test_a_version_is_stored_once_although_there_is_no_room_for_its_model_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disk, "FIRST_PAUSE_SECONDS", 0.01)
+    attempts: list[int] = []
+
+    class Models:
+        progress = 0
+
+        def is_due(self, policy_version: int) -> bool:
+            return True
+
+        def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+            attempts.append(policy_version)
+            if len(attempts) < 3:
+                raise OSError(errno.ENOSPC, "no room")
+
+    channel = Channel(Sender(), must_store=False)
+    channel.may_write.release(3)
+    publisher = WeightPublisher(Recorded(), channel, models=Models())  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as group:
+        await publisher.publish(SNAPSHOT, incarnation=0, policy_version=1, num_engines=0, group=group)
+    publisher.close()
+    assert (attempts, channel.writing) == ([1, 1, 1], [1])
+
+
 async def test_a_checkpoint_between_two_versions_comes_with_the_folder_of_the_one_that_engines_have(
     tmp_path: Path,
 ) -> None:
