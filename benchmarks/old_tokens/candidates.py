@@ -6,6 +6,7 @@ arms have correction = "none".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,10 +68,10 @@ class ESTR(Loss):
     clip_high: ClipWidth = 0.2
 
     def formula(
-        self, logprobs: Array, behavior_logprobs: Array, advantages: Array, behavior_entropy: Array
+        self, logprobs: Array, behavior_logprobs: Array, advantages: Array, model_outputs: Mapping[str, Array]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistic = difference(finite(logprobs).detach(), behavior_logprobs).square() / (
-            as_floats(behavior_entropy) + self.eps
+            as_floats(model_outputs["behavior_entropy"]) + self.eps
         )
         rejected = statistic > self.tau
         loss, clipped = _clipped(logprobs, behavior_logprobs, advantages, 1 - self.clip_low, 1 + self.clip_high)

@@ -95,7 +95,7 @@ class Loop:
         }
         self._run = configure(cell, settings)
         self._algorithm = registry.algorithm(self._run)
-        self._needs_entropies = "behavior_entropy" in self._algorithm.loss.inputs
+        self._needs_entropies = "model_outputs" in self._algorithm.loss.inputs
         self._backend = registry.backend(self._run)
         self._shares_prefixes = registry.shared_prefixes(self._run).is_on
         self._sampler = sampler(scene, folder)

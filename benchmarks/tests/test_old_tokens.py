@@ -179,7 +179,7 @@ def test_estr_measures_a_move_by_the_entropy() -> None:
     """(log 1.1)^2 = 0.009084; / (0.09 + 0.01) = 0.0908, / (0.02 + 0.01) = 0.3028."""
     logprobs, behavior = logs(0.55, 0.55, 0.65, grad=True), logs(0.5, 0.5, 0.5)
     entropies = torch.tensor([0.09, 0.02, 3.0])
-    loss, masked = ESTR(tau=0.25).formula(logprobs, behavior, torch.ones(3), entropies)
+    loss, masked = ESTR(tau=0.25).formula(logprobs, behavior, torch.ones(3), {"behavior_entropy": entropies})
     assert masked.tolist() == [False, True, True]  # the last by PPO's clip at 1.2
     assert loss.tolist() == pytest.approx([-1.1, 0.0, -1.2])
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
