@@ -94,7 +94,10 @@ class Loss(Component):
     is_supervised: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss f32[M] and clipped bool[M]. Raises ConfigError if the formula returns anything else."""
+        """Return the loss f32[M] and clipped bool[M].
+
+        Raises ConfigError if the formula returns anything else, or a loss without a gradient.
+        """
         made = self.formula(**{name: inputs[name] for name in self.inputs})
         shape = inputs.logprobs.shape  # a mean would spread over all tokens without a word
         if not isinstance(made, tuple) or [getattr(one, "shape", None) for one in made] != [shape, shape]:
@@ -104,6 +107,11 @@ class Loss(Component):
             raise ConfigError(
                 f"algorithm.loss: {self.name}.formula must return two tensors, the loss of each token and whether it "
                 f"was clipped, both of shape {list(shape)}, and returned {found}"
+            )
+        if inputs.logprobs.requires_grad and not made[0].requires_grad:  # a KL term beside it would hide that
+            raise ConfigError(
+                f"algorithm.loss: {self.name}.formula returned a loss without a gradient; let it depend on logprobs, "
+                "without .detach(), .item() or numpy on the way"
             )
         return made
 

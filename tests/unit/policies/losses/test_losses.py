@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -348,6 +348,28 @@ class Mean(Loss):
 class Alone(Loss):
     def formula(self, logprobs: Tensor) -> Tensor:
         return -logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached(Loss):
+    def formula(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        return -logprobs.detach(), logprobs > 0
+
+
+def test_a_loss_without_a_gradient_is_refused_where_its_logprobs_have_one() -> None:
+    """Beside a KL term or an entropy bonus it would train these alone, without a word."""
+    given = LossInputs(
+        **dict.fromkeys(("entropy", "behavior_logprobs", "advantages"), torch.zeros(6)),
+        logprobs=torch.zeros(6),
+        loss_weights=torch.ones(6),
+        is_fresh=torch.ones(6, dtype=torch.bool),
+        staleness=torch.zeros(6),
+        sequence=SEQUENCE,
+        num_sequences=4,
+    )
+    Detached()(given)
+    with pytest.raises(ConfigError, match=r"formula returned a loss without a gradient; let it depend on logprobs"):
+        Detached()(replace(given, logprobs=torch.zeros(6, requires_grad=True)))
 
 
 @pytest.mark.parametrize(("own", "returned"), [(Mean(), r"\[\[\], \[6\]\]"), (Alone(), "Tensor")])
