@@ -330,32 +330,6 @@ class TruncationAlarm(_StreakAlarm):
         )
 
 
-class NoGradientAlarm(Alarm):
-    """Warns at the first step if its gradient is 0 though its advantages are not: the loss does not reach the weights.
-
-    A critic has steps of its own, in which the policy does not learn.
-    """
-
-    name = "no_gradient"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_learned = False
-
-    def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return no metrics."""
-        has_advantages = number_of(metrics, "advantage/mean") != 0 or number_of(metrics, "advantage/std") != 0
-        is_detached = metrics.get("grad_norm") == 0 and has_advantages and "critic/grad_norm" not in metrics
-        self._has_learned |= not is_detached
-        if self._begins(not self._has_learned):
-            self._warn(
-                "the first step has no gradient, though its advantages are not 0 (%s on average, deviation %s)",
-                in_short(metrics.get("advantage/mean")),
-                in_short(metrics.get("advantage/std")),
-            )
-        return {}
-
-
 class NoSignalAlarm(_StreakAlarm):
     """Warns when no group's rewards differed in consecutive steps, and the weights still moved.
 

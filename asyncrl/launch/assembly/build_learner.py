@@ -56,7 +56,6 @@ from asyncrl.metrics.alarms import (
     DropAlarm,
     MismatchAlarm,
     MissingAlarm,
-    NoGradientAlarm,
     NoSignalAlarm,
     SplitAlarm,
     StandstillAlarm,
@@ -303,7 +302,6 @@ def choose_alarms(run: RunConfig, algorithm: Algorithm) -> list[Alarm]:
         MissingAlarm(group_size=run.rollout.group_size),
         StragglerAlarm(run.metrics.straggler_alarm, max_staleness=run.max_staleness),
         StandstillAlarm(steps=steps),
-        NoGradientAlarm(),
     ]
     if are_sampled and not run.rollout.ignore_eos:
         alarms.append(TruncationAlarm(steps=steps))

@@ -118,14 +118,6 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "read answers with `asyncrl samples`: the reward may match none of them or catch its own "
         "errors, or the task may be solved",
     ),
-    "alarm/no_gradient": Condition(
-        "no gradient",
-        1,
-        "trains steps without any gradient, though advantages are not 0",
-        "steps cost as much as before and the model learns nothing",
-        "let algorithm.loss keep the gradient of its logprobs, without .detach(), .item() or numpy, and "
-        "algorithm.correction some tokens",
-    ),
     "alarm/truncated": Condition(
         "truncated",
         1,

@@ -12,7 +12,6 @@ from asyncrl.metrics.alarms import (
     DropAlarm,
     MismatchAlarm,
     MissingAlarm,
-    NoGradientAlarm,
     NoSignalAlarm,
     SplitAlarm,
     StandstillAlarm,
@@ -222,17 +221,6 @@ def test_truncation_alarm_warns_if_answers_are_cut_from_the_first_step(caplog: p
     assert found == [False] * 9 + [True] * 3 + [False] * 2
     assert len(caplog.records) == 1
     assert "of each of the first 10 steps were cut at rollout.max_new_tokens, 512 tokens long" in caplog.text
-
-
-def test_a_first_step_without_gradient_warns_once_unless_there_is_nothing_to_learn(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    detached: Row = {"grad_norm": 0.0, "advantage/mean": 0.0, "advantage/std": 1.0}
-    alarm = NoGradientAlarm()
-    assert states(alarm, [detached] * 3 + [detached | {"grad_norm": 0.1}, detached]) == [True] * 3 + [False] * 2
-    assert len(caplog.records) == 1 and "the first step has no gradient" in alarm.text
-    for first in ({"advantage/std": 0.0}, {"critic/grad_norm": 0.1}, {"grad_norm": 0.1}):
-        assert states(NoGradientAlarm(), [detached | first, detached]) == [False, False]
 
 
 def test_a_short_run_warns_before_it_ends() -> None:
