@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import IPCOffer, IPCRequest
 from asyncrl.weights.nccl import Sender
+from asyncrl.weights.port import Transfer
 from tests.harness.weights import OtherRank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -52,6 +54,17 @@ def take(payload: bytes, expected: float, ranks: int, num_gpus: int = 0) -> None
             connection.send(ipc._TAKEN)
 
 
+def hand_over(transfer: Transfer, engine: Callable[..., None], *arguments: float) -> None:
+    """Send to an engine in a process of its own."""
+    sending = threading.Thread(target=transfer.send)
+    sending.start()
+    process = multiprocessing.get_context("spawn").Process(target=engine, args=(transfer.offer.payload, *arguments))
+    process.start()
+    process.join()
+    sending.join()
+    assert process.exitcode == 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_version_leaves_memory_behind(ranks: int) -> None:
     request = TransferRequest(
@@ -63,15 +76,7 @@ def test_no_version_leaves_memory_behind(ranks: int) -> None:
         sender.set_weights(Snapshot.from_tensors(named), incarnation=0, policy_version=version)
         del named
         transfer = sender.begin(request)
-        sending = threading.Thread(target=transfer.send)
-        sending.start()
-        engine = multiprocessing.get_context("spawn").Process(
-            target=take, args=(transfer.offer.payload, version, ranks)
-        )
-        engine.start()
-        engine.join()
-        sending.join()
-        assert engine.exitcode == 0
+        hand_over(transfer, take, version, ranks)
         del transfer
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[2] == allocated[0], allocated
@@ -89,13 +94,7 @@ def test_an_engine_that_dies_between_two_buckets_leaves_no_memory_behind() -> No
         del named
         transfer = sender.begin(request)
         assert len(decode(transfer.offer.payload, IPCOffer).buckets) == 2
-        sending = threading.Thread(target=transfer.send)
-        sending.start()
-        engine = multiprocessing.get_context("spawn").Process(target=take_one, args=(transfer.offer.payload,))
-        engine.start()
-        engine.join()
-        sending.join()
-        assert engine.exitcode == 0
+        hand_over(transfer, take_one)
         del transfer
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[2] == allocated[0], allocated
@@ -125,15 +124,9 @@ def test_an_engine_that_sees_one_gpu_copies_the_parts_on_both(monkeypatch: pytes
         sender.set_weights(exported, incarnation=0, policy_version=version)
         del exported
         transfer = sender.begin(request)
-        sending = threading.Thread(target=transfer.send)
-        sending.start()
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
-        engine = multiprocessing.get_context("spawn").Process(target=take, args=(transfer.offer.payload, version, 1, 1))
-        engine.start()
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        engine.join()
-        sending.join()
-        assert engine.exitcode == 0
+        with monkeypatch.context() as environment:
+            environment.setenv("CUDA_VISIBLE_DEVICES", gpu)
+            hand_over(transfer, take, version, 1, 1)
         del transfer
         allocated.append((torch.cuda.memory_allocated(0), torch.cuda.memory_allocated(1)))
     assert allocated[2] == allocated[0], allocated
