@@ -154,6 +154,11 @@ class Proxy:
         for writer in self._ways.values():
             writer.transport.abort()
 
+    def say(self, data: bytes) -> None:
+        """Send this to all clients, as if the server did. Its own words must not be under way."""
+        for writer in self._ways.values():
+            writer.write(data)
+
     def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.turns_away:
             self.num_turned_away += 1

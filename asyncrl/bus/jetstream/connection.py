@@ -52,6 +52,11 @@ _NO_RESPONDER_SECONDS: Final = 30.0
 """How long a request without a responder is repeated. A server that just started may still be opening its streams, and
 a cluster may be electing their leaders."""
 _LEAVE_SECONDS: Final = 5.0
+_DRAIN_SECONDS: Final = 10
+"""How long a drain waits for the server."""
+_LATE_SECONDS: Final = 1.0
+"""How long a drained subscription still hears messages: a server sends some, a few ms after it said that it sends no
+more (its consumer had chosen the inbox before), and counts them as delivered."""
 _OLDEST: Final = (2, 10)
 _DEAD_SECONDS: Final = 15
 """TCP_USER_TIMEOUT: the kernel drops a connection if data or pings stay unacknowledged for this long."""
@@ -444,12 +449,19 @@ class Connection:
         return await guarded(self._client.subscribe(subject, queue=queue, cb=on_message))
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
-        """Unsubscribe. With ``drain``, messages in flight still arrive. Cancelling the caller does not cancel this."""
+        """Unsubscribe. With ``drain``, messages in flight still arrive, late ones after this has returned. Cancelling
+        the caller does not cancel this."""
         is_here = drain and self._online.is_set() and not self._over.is_set()
-        leaving = asyncio.ensure_future(_drain(self._client, subscription) if is_here else subscription.unsubscribe())
+        answered = asyncio.Event()
+        leaving = asyncio.ensure_future(
+            _drain(self._client, subscription, answered) if is_here else subscription.unsubscribe()
+        )
         self._leaving.add(leaving)
         leaving.add_done_callback(self._on_unsubscribed)
-        await asyncio.wait((leaving,), timeout=_LEAVE_SECONDS)
+        leaving.add_done_callback(lambda _: answered.set())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                await answered.wait()
 
     def _on_unsubscribed(self, leaving: asyncio.Future[None]) -> None:
         self._leaving.discard(leaving)
@@ -566,14 +578,20 @@ def _end_attempt(client: Any) -> None:
         client._transport.close()
 
 
-async def _drain(client: Any, subscription: Any) -> None:
-    """Drain a subscription. Raises the errors of nats-py, which waits ten seconds for the server.
+async def _drain(client: Any, subscription: Any, answered: asyncio.Event) -> None:
+    """Drain a subscription, and end it ``_LATE_SECONDS`` after it is drained (``answered``). Raises the errors of
+    nats-py, whose own drain ends it at once, so that late messages are lost until ack_seconds are over.
 
     If a flush times out, nats-py keeps the cancelled future. When a frozen server resumes and sends the late PONG, that
     future would end nats-py's read loop permanently. So a new future takes its place: PONGs come in the order of PINGs.
     """
     try:
-        await subscription.drain()
+        await client._send_unsubscribe(subscription._id)
+        await client.flush(_DRAIN_SECONDS)
+        await subscription._pending_queue.join()
     finally:
         loop = asyncio.get_running_loop()
         client._pongs[:] = [loop.create_future() if pong.cancelled() else pong for pong in client._pongs]
+    answered.set()
+    await asyncio.sleep(_LATE_SECONDS)
+    await subscription.unsubscribe()

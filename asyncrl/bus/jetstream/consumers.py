@@ -96,8 +96,9 @@ class PullConsumer:
     1. Pull requests are pending only while messages are wanted and taken. ``stop``, a cancelled ``take`` and the end
        withdraw them by unsubscribing their inbox: the server delivers nothing to an inbox without a listener
        (test_silent_worker_requests_one_message_and_no_more).
-    2. Messages in flight during the withdrawal are returned at once instead of waiting for the server's ack timer
-       (test_message_that_crosses_a_withdrawal_is_returned).
+    2. Messages in flight during the withdrawal, or sent shortly after it, are returned at once instead of waiting for
+       the server's ack timer (test_message_that_crosses_a_withdrawal_is_returned,
+       test_a_message_that_the_server_sends_after_a_drain_is_heard_and_nothing_is_left).
     3. Never more messages are requested or prefetched than wanted (test_no_more_is_requested_than_wanted). More are
        requested only if that at least doubles the pending count, so a worker that waits long has one request instead of
        one per slot.

@@ -200,23 +200,44 @@ async def test_closing_the_bus_while_it_reconnects_ends_all_tasks(
     assert not own_server.pid
 
 
-class _Impatient:
-    """A subscription whose drain gives up at once, as nats-py's does after ten seconds."""
+async def taken_by_nobody(message: Any) -> None:
+    raise AssertionError(message)
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
 
-    async def drain(self) -> None:
-        await self._client.flush(timeout=0.01)
+async def test_a_message_that_the_server_sends_after_a_drain_is_heard_and_nothing_is_left(
+    nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its consumer chose the inbox before, and the server counts the message as delivered: who ignores it holds it up
+    for ack_seconds."""
+    monkeypatch.setattr("asyncrl.bus.jetstream.connection._LATE_SECONDS", 0.1)
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def hear(message: Any) -> None:
+        heard.put_nowait(message.data)
+
+    async with Proxy(nats_server.port) as proxy:
+        bus = await JetStreamBus.connect(proxy.url, run="late", token=nats_server.token, **SIZES)
+        async with closing(bus):
+            connection = bus._connection
+            before = set(connection._client._subs)
+            subscription = await connection.subscribe(inbox := connection.inbox(), hear)
+            await connection.unsubscribe(subscription, drain=True)
+            proxy.say(f"MSG {inbox} {subscription._id} 4\r\nlate\r\n".encode())
+            assert await heard.get() == b"late"
+            while connection._leaving:
+                await asyncio.wait(connection._leaving)
+            assert set(connection._client._subs) == before
 
 
 async def test_connection_survives_a_drain_that_a_frozen_server_did_not_answer(
-    own_server: EmbeddedServer, connect: Connect
+    own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("asyncrl.bus.jetstream.connection._DRAIN_SECONDS", 0.01)
     bus = await connect(own_server)
     connection = bus._connection
+    subscription = await connection.subscribe(connection.inbox(), taken_by_nobody)
     with stopped(own_server.pid):
-        await connection.unsubscribe(_Impatient(connection._client), drain=True)
+        await connection.unsubscribe(subscription, drain=True)
     async with asyncio.timeout(120):
         await connection._client.flush()
         assert (await connection.api("STREAM.NAMES"))["streams"], "it asks and is answered"
