@@ -54,15 +54,17 @@ class Placement:
         return {"learner": self.learner} | dict(self.servers) | workers | of_pools | evaluating
 
     @property
+    def engines(self) -> dict[str, int]:
+        """How many engines there are on the GPU of each engine that has one, by process name; of several GPUs the
+        most."""
+        its = {name: gpus for name, gpus in self.processes.items() if gpus and name not in ("learner", *self.servers)}
+        on_gpu = Counter(gpu for gpus in its.values() for gpu in gpus)
+        return {name: max(map(on_gpu.__getitem__, gpus)) for name, gpus in its.items()}
+
+    @property
     def beside_learner(self) -> dict[str, int]:
-        """How many engines there are on the GPU of each engine that is on one of the learner's, by process name."""
-        engines = {name: its for name, its in self.processes.items() if name not in ("learner", *self.servers)}
-        on_gpu = Counter(gpu for its in engines.values() for gpu in its if gpu in self.learner)
-        return {
-            name: max(map(on_gpu.__getitem__, its))
-            for name, its in engines.items()
-            if not on_gpu.keys().isdisjoint(its)
-        }
+        """``engines`` that are on a GPU of the learner."""
+        return {name: num for name, num in self.engines.items() if set(self.processes[name]) & set(self.learner)}
 
     def __str__(self) -> str:
         shown = [f"{name} {numbers(gpus)}" for name, gpus in self.processes.items() if gpus]

@@ -45,13 +45,19 @@ def placement(run: RunConfig, *, places: bool = False) -> Placement:
             for name, pool in run.rollout.pools.items()
         },
     )
-    if colocated.is_at_once(run):
-        pools = run.pool_workers
-        for name, engines in placed.beside_learner.items():
-            its = run.of_pool(pools.get(name, ""))
-            if registry.engine_class(its).gpu_bytes(its):
-                _require_no_server(placed, name)
-                colocated.engine_share(its, num_engines=engines)
+    limited = placed.beside_learner if colocated.is_at_once(run) else {}
+    for name, engines in placed.engines.items():
+        its = run.of_pool(run.pool_workers.get(name, ""))
+        if (engines > 1 or name in limited) and registry.engine_class(its).gpu_bytes(its):
+            if name not in limited:
+                shared = numbers(placed.processes[name])
+                raise ConfigError(
+                    f"rollout.gpus: the engine of {name} would share GPU {shared} with another, and each "
+                    "takes all of it; use more GPUs (the learner's may be among them) or fewer workers, or "
+                    "set the engines' shares (mem-fraction-static in SGLang's server_arguments)"
+                )
+            _require_no_server(placed, name)
+            colocated.engine_share(its, num_engines=engines)
     return placed
 
 

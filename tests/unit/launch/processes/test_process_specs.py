@@ -149,6 +149,26 @@ def test_turns_are_offered_where_they_are_possible(
     assert ("turns (run.colocated" in str(refused.value)) == are_offered
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        (["rollout.workers=2"], True),
+        (["rollout.workers=2", "rollout.gpus=[0, 1]"], False),
+        (["rollout.workers=2", "engine.options={server_arguments={mem-fraction-static=0.4}}"], False),
+        (["rollout.workers=2", "rollout.gpus=[0]", "run.colocated=true", "run.mode=sync"], True),
+        (["rollout.workers=2", "rollout.gpus=[0]"], False),  # beside the learner each has half of what it leaves
+    ],
+)
+def test_engines_that_would_each_take_all_of_one_gpu_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], is_refused: bool
+) -> None:
+    """On two GPUs: the second server would find no memory, or start with what the first one left by chance."""
+    run = of_qwen(tmp_path, monkeypatch, *overrides, gib=80, num_gpus=2)
+    problem = pytest.raises(ConfigError, match="rollout.gpus: the engine of w0 would share GPU . with another")
+    with problem if is_refused else contextlib.nullcontext():
+        gpus.placement(run)
+
+
 def test_an_engine_that_takes_all_that_the_learner_leaves_shares_its_gpu_with_no_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
