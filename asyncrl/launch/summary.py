@@ -52,7 +52,7 @@ class Summary:
     evaluation   number of prompts of each data set of [evaluation]
     gpus         the GPUs of each process, as text
     memory       what a rank of the learner needs in each phase, an estimate; empty on a CPU
-    beside_learner  what an engine would have beside the learner on a GPU that is not this machine's; empty otherwise
+    beside_learner  what an engine has beside the learner on this machine's GPU, or would have on another; or empty
     old_tokens   what speaks against training tokens this old at this learning rate, one line; empty: nothing known
     routing_replay  whether the learner routes tokens to the experts that the engine chose
     shared_prefixes  whether the learner computes tokens once that sequences begin with
@@ -132,7 +132,8 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
     data.check_evaluation_rows(run)
     report(f"importing torch and transformers, reading {run.model.path} ...")
     check(run)
-    placed = "found by the launcher" if launcher_class(run).places else str(gpus.placement(run))
+    placed = None if launcher_class(run).places else gpus.placement(run)
+    beside = {} if placed is None or gpu_bytes else placed.beside_learner
     algorithm = registry.algorithm(run)
     rows = data.open_rows(run, found)
     looked = rows.check_first_rows()
@@ -160,21 +161,21 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
             *learner_models.oddities(run, algorithm),
         ),
         evaluation={one.name: len(one.questions) for one in sets},
-        gpus=placed,
+        gpus="found by the launcher" if placed is None else str(placed),
         memory=tuple(registry.backend_class(run).memory(run, algorithm, gpu_bytes=gpu_bytes)),
-        beside_learner=_beside_learner(run, gpu_bytes=gpu_bytes) if gpu_bytes else "",
+        beside_learner=_beside_learner(run, max(beside.values(), default=1), gpu_bytes) if gpu_bytes or beside else "",
         old_tokens=_of_old_tokens(run, algorithm),
         routing_replay=registry.routing_replay(run),
         shared_prefixes=registry.shared_prefixes(run),
     )
 
 
-def _beside_learner(run: RunConfig, *, gpu_bytes: int) -> str:
+def _beside_learner(run: RunConfig, num_engines: int, gpu_bytes: int) -> str:
     is_possible = run.num_workers and colocated.is_at_once(run) and not launcher_class(run).places
     if not is_possible or not (least := registry.engine_class(run).gpu_bytes(run)):
         return ""
     try:
-        share = colocated.engine_share(run, num_engines=1, gpu_bytes=gpu_bytes)
+        share = colocated.engine_share(run, num_engines=num_engines, gpu_bytes=gpu_bytes)
     except ConfigError as error:
         return f"no: {error}"
     return f"an engine has {share / 2**30:.1f} GiB there, and needs {least / 2**30:.1f} at least (estimated)"

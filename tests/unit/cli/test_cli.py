@@ -19,7 +19,9 @@ from asyncrl.audit import run_folder
 from asyncrl.cli import main as cli
 from asyncrl.cli.tap import plain
 from asyncrl.errors import ConfigError, EngineDied, HopelessError, NoAnswer
+from asyncrl.launch import colocated
 from asyncrl.messages.control import ServerAddress
+from asyncrl.tensors.device import GpuMemory
 from tests import ROOT
 from tests.harness.command import asyncrl
 
@@ -134,6 +136,22 @@ def test_check_counts_the_memory_of_gpus_that_are_elsewhere(
     assert re.search(r"learner: a rank needs 0 GiB .*, and its GPU has 0 GiB; use ", err)
     code, _, err = asyncrl("check", *run, "--gpu-gib", "-1", capsys=capsys)
     assert (code, "--gpu-gib -1: must be the memory of a GPU in GiB" in err) == (2, True)
+
+
+def test_check_says_what_an_engine_has_beside_the_learner_on_the_only_gpu(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(colocated, "read_gpu_memory", lambda: GpuMemory(total=80 * 2**30, free=0))
+    engine = ("engine.kind=sglang", "engine.device=auto", "learner.device=auto", "model.dtype=bfloat16")
+    shares = []
+    for workers in (1, 2):
+        words = [word for key in (*engine, f"rollout.workers={workers}") for word in ("--set", key)]
+        _, out, _ = asyncrl("check", run_file, *words, "--set", "learner.backend=megatron", capsys=capsys)
+        (share,) = re.findall(r"^beside a learner  an engine has (\S+) GiB there, and needs", out, re.MULTILINE)
+        shares.append(float(share))
+    assert shares[0] == pytest.approx(2 * shares[1], abs=0.2)
 
 
 @pytest.mark.parametrize(
