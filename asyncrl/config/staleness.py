@@ -24,7 +24,8 @@ class StalenessSection:
     Adapters: 4 (docs/results/old_tokens.md)."""
     admission: Literal["needed", "full"] = "needed"
     """How many groups are outstanding in async. needed: as many as keep the learner fed, so tokens are as young as they
-    can be at no cost. full: always (max_staleness + 1) x groups_per_batch; needed never exceeds that."""
+    can be at no cost. full: always (max_staleness + 1) x groups_per_batch, as with order = "in_order"; needed never
+    exceeds that."""
     eviction: Literal["", "wait", "drop"] = ""
     """What happens to a group that is still being generated and would become too old. wait: the learner waits for it.
     drop: it is dropped. Empty: drop with order = "freshest_first" or one of your own, or with discard = "trajectories"

@@ -42,9 +42,12 @@ class NeededWindow:
 
     @classmethod
     def from_run(cls, run: RunConfig) -> NeededWindow | None:
-        """Return the window of the run; None where it is always full: staleness.admission, modes without slack, and
-        where steps wait for a version that others skip (weights.every_steps)."""
-        if run.run.mode != "async" or run.staleness.admission == "full" or run.weights.every_steps > 1:
+        """Return the window of the run; None where it is always full: staleness.admission, modes without slack, where
+        steps wait for a version that others skip (weights.every_steps), and in the order of the prompts, where groups
+        that are finished wait for one before them and feed no learner."""
+        if run.run.mode != "async" or run.staleness.admission == "full":
+            return None
+        if run.weights.every_steps > 1 or run.staleness.order == "in_order":
             return None
         return cls(groups_per_batch=run.learner.groups_per_batch, largest=run.window)
 

@@ -84,13 +84,13 @@ def test_a_learner_never_starves_and_the_bound_holds(count: int, bound: int, slo
 
 
 def test_only_async_without_a_full_window_has_one() -> None:
-    def size(mode: str, admission: str) -> int | None:
+    def size(mode: str, admission: str, order: str = "oldest_first") -> int | None:
         run = run_file.from_table(
             {
                 "model": {"path": "m"},
                 "data": {"path": "d"},
                 "run": {"mode": mode},
-                "staleness": {"admission": admission, "max_staleness": 4 if mode == "async" else 0},
+                "staleness": {"admission": admission, "max_staleness": 4 if mode == "async" else 0, "order": order},
                 "learner": {"groups_per_batch": 4},
             },
             where="run.toml",
@@ -100,4 +100,5 @@ def test_only_async_without_a_full_window_has_one() -> None:
 
     assert size("async", "needed") == 8
     assert size("async", "full") is None
+    assert size("async", "needed", "in_order") is None  # the learner waits for one group beside many finished ones
     assert size("sync", "needed") is None
