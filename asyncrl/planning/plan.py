@@ -145,6 +145,7 @@ def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
         prompt_tokens=(packed - sum(sampled)) / len(sampled),
         eviction="wait" if run.staleness.waits else "drop",
         discard=run.staleness.discard,
+        opens=run.staleness.admission,
         kept=len(kept) / len(engine.groups),
     )
 
