@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl import config
+from asyncrl.errors import ConfigError
 from benchmarks.old_tokens.guards import GUARDS
 
 RUN_FILE: Final = Path("examples/demo.toml")
@@ -27,6 +28,9 @@ class Cell:
 
     @classmethod
     def of(cls, row: Row) -> Cell:
+        """Raises ConfigError for a row of something else."""
+        if missing := [name for name in cls.__dataclass_fields__ if name not in row]:
+            raise ConfigError(f"a row without {missing[0]!r} is no run of old_tokens: use another file")
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 

@@ -75,6 +75,8 @@ def test_runs_of_other_sizes_or_of_another_model_are_not_added_to_a_file(tmp_pat
         main([*SMALL, "--groups", "3", "--json", str(file)])
     with pytest.raises(ConfigError, match=r"its runs have model tiny, not smollm2"):
         main([*SMALL, "--tasks", "sums", "--model", "smollm2", "--guards", "--json", str(file)])
+    with pytest.raises(ConfigError, match=r"a row without 'task' is no run of old_tokens: use another file"):
+        main([*SMALL, "--json", "docs/results/gpu/learning.jsonl"])
 
 
 def test_a_run_that_was_written_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

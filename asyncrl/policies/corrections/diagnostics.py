@@ -294,8 +294,8 @@ def metrics(totals: Sums) -> dict[str, float]:
     """Return the batch's metrics from its totals; sequence and version metrics only if they were summed.
 
     offpolicy/ess             effective sample size of the correction's token weights, as a fraction of the tokens, in
-                              (0, 1]. It is 1 without a correction, even if the loss itself weights by the ratio; see
-                              sequence_ess and chi2_token for the ratios
+                              [0, 1]; 0 if all are rejected. It is 1 without a correction, even if the loss itself
+                              weights by the ratio; see sequence_ess and chi2_token for the ratios
     offpolicy/k1, k3          estimates of KL(behavior || trainer) per token, nats
     mismatch/*                |trainer - behavior| logprob; fresh_*: sequences sampled only by the learner's version
     kl, teacher_kl            k3 per token to the reference and to the teacher, if there is one
