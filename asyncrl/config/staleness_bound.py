@@ -54,7 +54,7 @@ def beyond_what_was_shown(learning_rate: float, max_staleness: int, *, trains_ad
     loss  name of the algorithm's loss
     """
     if trains_adapters:
-        said = "adapters were compared with synchronous training once, at 1e-4 and up to 4 versions: watch alarm/drift"
+        said = "adapters were compared with synchronous training twice, at 1e-4 and up to 4 versions: watch alarm/drift"
         said += " (docs/results/old_tokens.md)"
         return said if max_staleness else ""
     product, shown = learning_rate * max_staleness, _shown_at(learning_rate)

@@ -10,7 +10,7 @@ Name arms in turn (async sync async sync) to interleave them. An arm is measured
 Arms: async (the engine goes on during the step), sync; with "_files" weights go through a folder in memory, not on
 the device; with "_mps" both processes use the GPU at once (mps.py), not by turns. With --set learner.gpus=[0]
 rollout.gpus=[1] the same arms run on two GPUs. Rows have the used memory of each GPU until the first step is over
-(gpu_memory_of_start) and in the window (gpu_memory).
+(gpu_memory_of_start) and in the window (gpu_memory), and the times at which the arm's steps ended (step_ended).
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -
         print(tail(output) if problem else "", flush=True)
     common = {"arm": arm, "number": number, "shape": options.shape, "command": command("benchmarks.gpu.one_gpu")}
     common |= {"groups": options.groups, "group_size": options.group_size, **of_start, **machine()}
+    common |= {"step_ended": [row["time"] for row in rows]}
     windows_of_arm = [{**common, "window": index, **part} for index, part in enumerate(found)]
     return [*windows_of_arm, {**common, "error": problem}] if problem else windows_of_arm
 

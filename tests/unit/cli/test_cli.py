@@ -165,7 +165,7 @@ def test_check_says_what_an_engine_has_beside_the_learner_on_the_only_gpu(
         (["learner.learning_rate=2e-5", "run.mode=sync", "staleness.max_staleness=0"], ""),
         (
             ["learner.learning_rate=2e-5", "learner.lora={rank = 4}", "learner.backend=megatron"],
-            "adapters were compared with synchronous training once",
+            "adapters were compared with synchronous training twice",
         ),
         (["learner.learning_rate=3e-3", "staleness.max_staleness=4"], ""),  # the demo's
         (
