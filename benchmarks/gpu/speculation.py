@@ -4,9 +4,11 @@
     python -m benchmarks.gpu.speculation --shape 0.6B       random weights: nothing can be foreseen, what it costs
     python -m benchmarks.gpu.speculation --rehearse         the in-process engine, twice
 
-Both servers run on the same GPU and sample in turns. With a model's folder, prompts are chats of the mixed task
+All servers run on the same GPU and sample in turns. With a model's folder, prompts are chats of the mixed task
 (reasoning.py), eight answers to each, which end where the model ends them; with a shape they are random, and every
 answer has --length tokens. NGRAM drafts what followed the same tokens in earlier prompts and answers of this server.
+NGRAM-log has those of another server, too, as a run's log has them of an earlier epoch: answers of plain to the same
+prompts, sampled and fed before the windows (SGLang's /add_external_corpus).
 
 running     answers at once: 1 to 16 are the tail of a batch, 256 a full engine
 accepted    share of the drafted tokens that were sampled
@@ -22,9 +24,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,6 +37,7 @@ from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.engines.port import Engine
 from asyncrl.engines.sglang import engine as sglang
+from asyncrl.errors import EngineError
 from asyncrl.messages import SamplingParams
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.learner import make_model
@@ -44,25 +49,32 @@ from benchmarks.gpu.window import Row
 
 Prompt = NDArray[np.int32]
 
+_NGRAM: Final = {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": 8}
+FED: Final = "NGRAM-log"
 ARMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "plain": {},
-    "NGRAM": {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": 8},
+    "NGRAM": _NGRAM,
+    FED: {**_NGRAM, "speculative-ngram-external-sam-budget": 7},
 }
 SERVER: Final[Mapping[str, Any]] = {
     **GPU_ARGUMENTS,
     "disable-prefill-cuda-graph": True,
-    "mem-fraction-static": 0.3,
+    "mem-fraction-static": 0.25,
     "cuda-graph-max-bs": 256,
     "max-running-requests": 264,
 }
 REHEARSAL: Final[Mapping[str, Any]] = {"shape": "tiny", "running": [1, 4], "length": 16, "windows": 2}
 _OF_GROUP: Final = 8
-HEAD: Final = "model        arm    running     tok/s   of plain  accepted  answers  length"
+_CONTEXT: Final = 64
+"""Last tokens of a prompt that stand before its answer in what is fed."""
+_EARLIER: Final = 10**6
+"""Added to the seeds of those answers."""
+HEAD: Final = "model        arm        running     tok/s   of plain  accepted  answers  length"
 
 
 def line(row: Row) -> str:
     return (
-        f"{row['model']:12s} {row['arm']:6s} {row['running']:7d}  {row['tokens_per_second']:8,.0f}"
+        f"{row['model']:12s} {row['arm']:10s} {row['running']:7d}  {row['tokens_per_second']:8,.0f}"
         f"  {row['of_plain']:9.2f}  {row['accepted']:8.1%}  {row['answers']:7d}  {row['length_mean']:6.1f}"
     )
 
@@ -92,26 +104,46 @@ def made_engine(folder: Path, arm: str, options: argparse.Namespace, log: Path) 
 class Bench:
     """The engines of one model, and the windows measured of each."""
 
-    def __init__(self, engines: Mapping[str, Engine], asked: Sequence[Prompt], options: argparse.Namespace) -> None:
-        self._engines, self._asked, self._options = engines, asked, options
+    def __init__(
+        self, engines: Mapping[str, Engine], asked: Sequence[Prompt], tokenizer: Any, options: argparse.Namespace
+    ) -> None:
+        self._engines, self._asked, self._tokenizer, self._options = engines, asked, tokenizer, options
         self._next = 0
 
     async def windows(self, running: int) -> dict[str, list[tuple[float, list[Generation]]]]:
         """Return seconds and answers of each window, arms in turns; the first window of each arm warms up."""
         found: dict[str, list[tuple[float, list[Generation]]]] = {arm: [] for arm in self._engines}
-        for window in range(self._options.windows + 1):
-            groups = max(1, running // _OF_GROUP)
+        groups = max(1, running // _OF_GROUP)
+        asked: list[list[Prompt]] = []
+        for _ in range(self._options.windows + 1):
             chosen = [self._asked[(self._next + n) % len(self._asked)] for n in range(groups)]
             self._next += groups
-            each = [chosen[n % groups] for n in range(running)]
+            asked.append([chosen[n % groups] for n in range(running)])
+        if FED in self._engines:
+            await self._feed([one for each in asked for one in each], name=f"{running} running")
+        for window, each in enumerate(asked):
             for arm, engine in self._engines.items():
                 began = time.monotonic()
-                answers = await asyncio.gather(
-                    *(engine.generate(one, self._sampling, seed=window * running + n) for n, one in enumerate(each))
-                )
+                answers = await self._answer(engine, each, seed=window * running)
                 if window:
-                    found[arm].append((time.monotonic() - began, list(answers)))
+                    found[arm].append((time.monotonic() - began, answers))
         return found
+
+    async def _answer(self, engine: Engine, asked: Sequence[Prompt], *, seed: int) -> list[Generation]:
+        made = (engine.generate(one, self._sampling, seed=seed + n) for n, one in enumerate(asked))
+        return list(await asyncio.gather(*made))
+
+    async def _feed(self, asked: Sequence[Prompt], *, name: str) -> None:
+        earlier = await self._answer(self._engines["plain"], asked, seed=_EARLIER)
+        pairs = zip(asked, earlier, strict=True)
+        texts = [self._tokenizer.decode([*prompt[-_CONTEXT:], *answer.tokens]) for prompt, answer in pairs]
+        url = f"{self._engines[FED].url}/add_external_corpus"
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(url, json={"corpus_id": name, "documents": texts}) as said,
+        ):
+            if said.status != HTTPStatus.OK:
+                raise EngineError(f"{url}: {await said.text()}")
 
     @property
     def _sampling(self) -> SamplingParams:
@@ -140,7 +172,8 @@ def rows_of(found: Mapping[str, Sequence[tuple[float, Sequence[Generation]]]]) -
 
 async def measure(folder: Path, asked: Sequence[Prompt], options: argparse.Namespace, log: Path) -> int:
     """Print and keep the rows. Return the exit code."""
-    engines = {arm: made_engine(folder, arm, options, log) for arm in ARMS}
+    arms = [arm for arm in ARMS if not (options.rehearse and arm == FED)]  # the in-process engine drafts nothing
+    engines = {arm: made_engine(folder, arm, options, log) for arm in arms}
     about = {"model": options.model.name if options.model else options.shape}
     about |= {"command": command("benchmarks.gpu.speculation"), **machine()}
     try:
@@ -151,7 +184,8 @@ async def measure(folder: Path, asked: Sequence[Prompt], options: argparse.Names
             keep({"arm": arm, "error": f"{type(error).__name__}: {error}"[:2000], **about}, options.json)
         if "plain" in problems:
             return 1
-        bench = Bench({arm: engine for arm, engine in engines.items() if arm not in problems}, asked, options)
+        there = {arm: engine for arm, engine in engines.items() if arm not in problems}
+        bench = Bench(there, asked, load_tokenizer(folder), options)
         print(HEAD, flush=True)
         for running in options.running:
             for arm, row in rows_of(await bench.windows(running)).items():
@@ -176,7 +210,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--running", nargs="+", type=int, default=[1, 4, 16, 256], help="answers at once (default 1 4 16 256)")
     add("--windows", type=int, default=3, help="of each arm and number (default 3)")
     add("--length", type=int, default=96, help="most tokens of an answer (default 96)")
-    add("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of both servers")
+    add("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of all servers")
     add("--json", type=Path, metavar="FILE", help="rows are added there, one object a line")
     add("--out", type=Path, metavar="FOLDER", help="for the servers' logs")
     add("--rehearse", action="store_true", help="tiny, on a CPU")
