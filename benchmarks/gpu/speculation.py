@@ -137,11 +137,10 @@ class Bench:
         earlier = await self._answer(self._engines["plain"], asked, seed=_EARLIER)
         pairs = zip(asked, earlier, strict=True)
         texts = [self._tokenizer.decode([*prompt[-_CONTEXT:], *answer.tokens]) for prompt, answer in pairs]
-        url = f"{self._engines[FED].url}/add_external_corpus"
-        async with (
-            aiohttp.ClientSession() as http,
-            http.post(url, json={"corpus_id": name, "documents": texts}) as said,
-        ):
+        fed = self._engines[FED]
+        assert isinstance(fed, sglang.SGLangEngine)
+        url, corpus = f"{fed.url}/add_external_corpus", {"corpus_id": name, "documents": texts}
+        async with aiohttp.ClientSession() as http, http.post(url, json=corpus) as said:
             if said.status != HTTPStatus.OK:
                 raise EngineError(f"{url}: {await said.text()}")
 
