@@ -31,8 +31,22 @@ _ROUTER_DEVIATION: Final = 0.02
 _WRITERS: Final = 4
 
 
-def grow(dense: Path, folder: Path, *, experts: int, chosen: int = 8, noise: float = 0.01, seed: int = 0) -> Path:
-    """Write the mixture to ``folder``, and return it.  chosen: experts of a token; noise: share of the deviation"""
+def grow(
+    dense: Path,
+    folder: Path,
+    *,
+    experts: int,
+    chosen: int = 8,
+    noise: float = 0.01,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write the mixture to ``folder``, and return it.
+
+    chosen  experts of a token
+    noise   share of the deviation
+    dtype   of its weights; None: that of the dense ones
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in dense.iterdir():
         if path.is_file() and not is_weight_file(path.name):
@@ -41,7 +55,7 @@ def grow(dense: Path, folder: Path, *, experts: int, chosen: int = 8, noise: flo
     (folder / "config.json").write_text(json.dumps(grown_config(config, experts=experts, chosen=chosen), indent=1))
     layers = config["num_hidden_layers"]
     with safe_open(dense / "model.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+        tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118  no mapping
     files: dict[str, str] = {}
 
     def write(number: int) -> list[str]:
@@ -108,7 +122,8 @@ def main() -> int:
     parser.add_argument("--noise", type=float, default=0.01, help="share of the deviation of each matrix (default .01)")
     options = parser.parse_args()
     began = time.monotonic()
-    grow(options.dense, options.folder, experts=options.experts, chosen=options.chosen, noise=options.noise)
+    settings = {"experts": options.experts, "chosen": options.chosen, "noise": options.noise}
+    grow(options.dense, options.folder, **settings, dtype=torch.bfloat16)
     size = sum(path.stat().st_size for path in options.folder.glob("*.safetensors"))
     print(f"{options.folder}: {size / 1e9:.1f} GB in {time.monotonic() - began:.0f} s", flush=True)
     return 0

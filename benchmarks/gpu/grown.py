@@ -185,6 +185,8 @@ def scores(row: Row) -> Row:
 
 def made(options: argparse.Namespace, scratch: Path) -> Path:
     """Return the grown model: the given one, or one that is made from a dense folder (a tiny one in a rehearsal)."""
+    import torch
+
     from benchmarks.gpu.grow import grow
 
     dense = options.dense
@@ -196,7 +198,9 @@ def made(options: argparse.Namespace, scratch: Path) -> Path:
         letters = "".join(sorted({*"".join(map(chr, range(32, 127))), "\n"}))
         dense = make_tiny_model(scratch / "dense", architecture="llama", characters=letters, max_positions=2048)
     began = time.monotonic()
-    folder = grow(dense, scratch / "model", experts=options.experts, chosen=options.chosen, noise=options.noise)
+    settings = {"experts": options.experts, "chosen": options.chosen, "noise": options.noise}
+    dtype = torch.bfloat16 if has_gpu() else None  # a float32 model is twice as large, for nothing there
+    folder = grow(dense, scratch / "model", **settings, dtype=dtype)
     print(f"grown to {options.experts} experts in {time.monotonic() - began:.0f} s", flush=True)
     return folder
 
