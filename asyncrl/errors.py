@@ -11,6 +11,7 @@
     │   └── BusLost        what the run had on the bus was deleted, or is older than the run
     ├── DiskError          a file cannot be written or read now
     ├── BusError           the bus refused a request or the connection is lost
+    │   ├── BusClosed      we closed the connection, so no request has an answer any more
     │   ├── BusFull        a topic is full; retry after consumers have taken messages
     │   ├── ObjectGone     a large object is not, or no longer, in the store
     │   ├── MessageTooLarge  a message exceeds the server's max_payload, or a group exceeds bus.max_group_bytes
@@ -100,6 +101,10 @@ class DiskError(AsyncRLError):
 
 class BusError(AsyncRLError):
     """The bus refused a request or cannot be reached."""
+
+
+class BusClosed(BusError):
+    """Our connection is closed. Commands that read a run's bus raise NoSuchRun instead, once the run has ended."""
 
 
 class Forbidden(BusError):

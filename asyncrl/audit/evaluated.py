@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.actors.base import until_finished
 from asyncrl.actors.learner import sample_files as sample_file
-from asyncrl.audit.run_folder import log_records
+from asyncrl.audit.run_folder import Address, log_records
 from asyncrl.audit.samples import RunSamples, growing
 from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
@@ -45,9 +45,9 @@ class EvaluationSamples(RunSamples):
             yield from {row.identity: row for row in rows if self._is_wanted(row)}.values()
 
     @contextlib.contextmanager
-    def bus_address(self) -> Iterator[RunConfig | None]:
+    def bus_address(self) -> Iterator[Address | None]:
         """None if the folder is available, because it has more than the bus."""
-        yield self.run if self.directory is None else None
+        yield self.address if self.directory is None else None
 
     async def read_log(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
         await self._read_evaluation(bus)

@@ -32,7 +32,7 @@ from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
-from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
+from asyncrl.errors import BusClosed, BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
 from asyncrl.messages.topics import Topic
 from asyncrl.os_process import process_space
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
@@ -48,6 +48,7 @@ LINEAGE_FILE: Final = "lineage.json"
 """Of a branch that `asyncrl regrade` writes: what it is written with; and where it comes from, written last."""
 SILENT_SECONDS = 10.0
 """Time limit for the next record of a log."""
+_LOOK_SECONDS: Final = 0.5
 
 
 _TRACES: Final = ("checkpoints", "metrics.jsonl", "nats", bus_file.BUS_FILE)
@@ -56,10 +57,11 @@ _TRACES: Final = ("checkpoints", "metrics.jsonl", "nats", bus_file.BUS_FILE)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a bus that answers."""
+    """Address of a bus that answers.  of: the run's folder, if the server is that of its `asyncrl run`"""
 
     url: str
     token: str
+    of: Path | None = None
 
 
 def newest_model(run: RunConfig) -> Path | None:
@@ -330,7 +332,7 @@ class RecordedRun:
         A nats-server that was killed is being restarted; starting another one on its store would end the run.
         """
         try:
-            found = Address(*bus_file.read_address(self.directory))
+            found = Address(*bus_file.read_address(self.directory), of=self.directory)
         except ConfigError:
             return None
         if bus_file.answers(found.url):
@@ -358,10 +360,37 @@ def _refuse_devices(directory: Path) -> None:
                 raise ConfigError(f"{path}: is a pipe or a device, which no run has in its folder; remove it")
 
 
-def connect(run: RunConfig, address: Address) -> contextlib.AbstractAsyncContextManager[Bus]:
-    """Connect to the run's bus at this address for reading."""
+@contextlib.asynccontextmanager
+async def connect(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
+    """Connect to the run's bus at this address for reading.
+
+    When its `asyncrl run` ends, the connection is closed: a request would wait for its server for ever. Raises
+    NoSuchRun then, instead of BusClosed.
+    """
     there = dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=address.url))
-    return observing(there, token=address.token)
+    async with observing(there, token=address.token) as bus:
+        ending = asyncio.create_task(_close_with_run(bus, address))
+        try:
+            yield bus
+        except BusClosed:
+            if address.of is None:
+                raise
+            raise NoSuchRun(f"{address.of}: the run has ended meanwhile; give the command again") from None
+        finally:
+            ending.cancel()
+            await asyncio.wait((ending,))
+
+
+async def _close_with_run(bus: Bus, address: Address) -> None:
+    """waits for: the end of `asyncrl run`    woken by: the clock"""
+    if address.of is None:
+        return
+    with contextlib.suppress(NoSuchRun):
+        while True:
+            if bus_file.read_address(address.of) != (address.url, address.token):
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+    await bus.close()
 
 
 @contextlib.asynccontextmanager

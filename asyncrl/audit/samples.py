@@ -25,7 +25,7 @@ from asyncrl.actors.learner import sample_files as sample_file
 from asyncrl.adapters import registry
 from asyncrl.adapters.bus_file import may_be_up
 from asyncrl.audit.recorded_groups import Fate, fates_of
-from asyncrl.audit.run_folder import RecordedRun, log_records, observing
+from asyncrl.audit.run_folder import Address, RecordedRun, connect, log_records
 from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError, NoHistory
@@ -127,13 +127,13 @@ class RunSamples:
         """For evaluations: raise ConfigError for an unknown data set."""
 
     @contextlib.contextmanager
-    def bus_address(self) -> Iterator[RunConfig | None]:
-        """Yield the run file with the address of its bus while the context is open.
+    def bus_address(self) -> Iterator[Address | None]:
+        """Yield the address of the run's bus while the context is open.
 
         Yields None if nothing is left of the bus (see ``why_no_log``). Call this before the event loop runs.
         """
         if self._recorded is None:
-            yield self.run
+            yield self.address
             return
         with contextlib.ExitStack() as stack:
             try:
@@ -144,12 +144,16 @@ class RunSamples:
                 self.why_no_log = self.why_no_log or self._recorded.why_no_log(self.run)
                 yield None
                 return
-            self._token = address.token
-            yield dataclasses.replace(self.run, bus=dataclasses.replace(self.run.bus, url=address.url))
+            yield address
 
-    def connect(self, there: RunConfig) -> contextlib.AbstractAsyncContextManager[Bus]:
-        """Connect to the bus at ``bus_address`` as an observer."""
-        return observing(there, token=self._token)
+    @property
+    def address(self) -> Address:
+        """The address of the bus without the run's folder."""
+        return Address(*registry.bus_address(self.run, token=self._token))
+
+    def connect(self, address: Address) -> contextlib.AbstractAsyncContextManager[Bus]:
+        """Connect to the bus as an observer."""
+        return connect(self.run, address)
 
     async def read_log(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
         """Yield the groups of the log in order; with ``newest``, only those of the last ``newest`` records.

@@ -49,7 +49,7 @@ from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.durable_files import link_or_copy
-from asyncrl.errors import ConfigError
+from asyncrl.errors import BusClosed, ConfigError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.metrics.sinks import JsonLines
@@ -150,17 +150,12 @@ class Shadow:
         *,
         overrides: Sequence[str],
         most_lag: int,
-        is_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """
-        most_lag  a step further behind the run is passed over; 0: none is
-        is_up     whether the run's bus may still answer
-        """
+        """most_lag: a step further behind the run is passed over; 0: none is"""
         self._recorded = recorded
         self._folder = folder
         self._overrides = tuple(overrides)
         self._most_lag = most_lag
-        self._is_up = is_up
         self._skipped = 0
         self._start = folder / ".start"
         folder.mkdir(parents=True, exist_ok=True)
@@ -195,7 +190,7 @@ class Shadow:
         self._has_fallen_back = False
         loop = asyncio.get_running_loop()
         newest_done, done, state = self._starting_point()
-        log = _Log(bus, is_up=self._is_up)
+        log = _Log(bus)
         reader, num_read = HistoryReader(self._recorded.history_file), 0
         with ThreadPoolExecutor(1, thread_name_prefix="backend") as thread:
             on_thread = functools.partial(loop.run_in_executor, thread)
@@ -236,14 +231,15 @@ class Shadow:
                     await asyncio.sleep(LOOK_SECONDS)
             finally:
                 reading.cancel()
-                await asyncio.wait((reading,))
+                await asyncio.gather(reading, return_exceptions=True)
                 await on_thread(trainer.close)
 
     async def _is_over(self, bus: Bus, done: int) -> bool:
         """Whether the run trains no further step."""
-        if not self._is_up():
+        try:
+            progress = (await bus.states(PROGRESS)).get("")
+        except BusClosed:  # with the run
             return True
-        progress = (await bus.states(PROGRESS)).get("")
         return progress is not None and progress.finished and done >= progress.step
 
     def _is_near(self, lag: int, last: int | None) -> bool:
@@ -316,9 +312,8 @@ def _train(
 class _Log:
     """Groups of the run's log that have no fate yet, as they arrive."""
 
-    def __init__(self, bus: Bus, *, is_up: Callable[[], bool]) -> None:
+    def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._is_up = is_up
         self._held: dict[int, dict[int, TrajectoryGroup]] = {}
         """group -> record -> the group; a late worker may add a second record."""
         self._newest = 0
@@ -341,11 +336,14 @@ class _Log:
     async def take(self, entry: HistoryEntry, reading: asyncio.Task[None]) -> list[TrajectoryGroup] | None:
         """Return the groups of a step in its order, once they are read; None if one is no longer on the log."""
         while missing := [one for one in zip(entry.groups, entry.sequences, strict=True) if not self._has(*one)]:
-            is_gone = self._newest >= max(sequence for _, sequence in missing) or not self._is_up()
-            if is_gone or not await self._bus.depth(TRAJECTORIES):
+            is_gone = self._newest >= max(sequence for _, sequence in missing)
+            try:
+                if is_gone or not await self._bus.depth(TRAJECTORIES):
+                    return None
+                if reading.done():
+                    reading.result()
+            except BusClosed:  # with the run
                 return None
-            if reading.done():
-                reading.result()
             self._news.clear()
             with contextlib.suppress(TimeoutError):  # a log that was trimmed meanwhile brings no news
                 await asyncio.wait_for(self._news.wait(), LOOK_SECONDS)

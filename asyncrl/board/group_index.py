@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from asyncrl.actors.learner import history
 from asyncrl.actors.learner import sample_files as samples
+from asyncrl.audit.run_folder import Address
 from asyncrl.audit.samples import RunSamples
 from asyncrl.board.file_tail import FileTail
 from asyncrl.config import RunConfig
@@ -298,9 +299,9 @@ class GroupIndex:
         """Return (group, path of its model)."""
         source = RunSamples(settings, self._directory, token=self._token)
         try:
-            with source.bus_address() as there:
-                if there is not None:
-                    found = asyncio.run(self._read(source, there, group_id, row))
+            with source.bus_address() as address:
+                if address is not None:
+                    found = asyncio.run(self._read(source, address, group_id, row))
                     if found is not None:
                         return found
         except (AsyncRLError, OSError, TimeoutError) as error:
@@ -312,15 +313,15 @@ class GroupIndex:
         )
 
     async def _read(
-        self, source: RunSamples, there: RunConfig, group_id: int, row: GroupRow | None
+        self, source: RunSamples, address: Address, group_id: int, row: GroupRow | None
     ) -> tuple[GroupSample, str] | None:
-        async with source.connect(there) as bus:
+        async with source.connect(address) as bus:
             last = await bus.last_sequence(TRAJECTORIES)
             newest = last - row.sequence + 1 if row is not None and row.sequence else MOST_SCANNED
             async with contextlib.aclosing(source.read_log(bus, newest=newest)) as groups:
                 async for sample in groups:
                     if sample.group_id == group_id:
-                        return sample, there.model.path
+                        return sample, source.run.model.path
                     if row is not None and row.sequence:  # the record was trimmed, and this is a later one
                         return None
         return None

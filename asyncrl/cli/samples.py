@@ -177,13 +177,13 @@ def _make_filter(
 def _collect(source: RunSamples, shown: _Printer, best: _Best, *, newest: int) -> None:
     for group in source.read_file():
         best.offer(group)
-    with source.bus_address() as there:
-        if there is None:
+    with source.bus_address() as address:
+        if address is None:
             return
 
         async def read() -> None:
             async with (
-                source.connect(there) as bus,
+                source.connect(address) as bus,
                 contextlib.aclosing(source.read_log(bus, newest=newest)) as groups,
             ):
                 async for group in groups:
@@ -220,7 +220,7 @@ def _follow(
 
     async def read() -> None:
         count = 0
-        async with source.connect(source.run) as bus, contextlib.aclosing(source.follow_log(bus)) as groups:
+        async with source.connect(source.address) as bus, contextlib.aclosing(source.follow_log(bus)) as groups:
             async for group in groups:
                 if is_wanted(group):
                     shown.show(group)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncrl.adapters.bus_file import BUS_FILE
+from asyncrl.adapters.bus_file import may_be_up
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.errors import ConfigError
@@ -65,18 +65,16 @@ def run(options: argparse.Namespace) -> int:
     settings = recorded.newest_settings()
     changed_settings(recorded.last_start(), options.overrides)
 
-    def is_up() -> bool:
-        return bool(settings.bus.url) or (recorded.directory / BUS_FILE).exists()
-
     async def work(bus: Bus) -> None:
-        shadow = Shadow(recorded, folder, overrides=options.overrides, most_lag=options.most_lag, is_up=is_up)
+        shadow = Shadow(recorded, folder, overrides=options.overrides, most_lag=options.most_lag)
         print("  step" + "".join(f"  {name.rpartition('/')[2] + ' of run':>16} {'shadow':>12}" for name in SHOWN))
         async with contextlib.aclosing(shadow.follow(bus)) as trained:
             async for one in trained:
                 print(_line(one, recorded), flush=True)
 
     with claim(folder, options.overrides):
-        recorded.on_bus(settings, work, token=arguments.bus_token())
+        if settings.bus.url or may_be_up(recorded.directory):
+            recorded.on_bus(settings, work, token=arguments.bus_token())
     if not (folder / "weights").exists():
         raise ConfigError(
             f"{options.run_directory}: the run is over, and none of its steps was trained; start it while the run is up"

@@ -34,7 +34,7 @@ from nats.aio.client import Client
 
 from asyncrl.bus.jetstream.credentials import Credentials, answers, inbox
 from asyncrl.config.addresses import servers, without_secrets
-from asyncrl.errors import BusError, ConfigError, Forbidden, NoAnswer, Unanswered
+from asyncrl.errors import BusClosed, BusError, ConfigError, Forbidden, NoAnswer, Unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +251,9 @@ class Connection:
         # TypeError: asyncio of Python 3.12 writes to a transport while the server closes its end
         with contextlib.suppress(nats.errors.Error, OSError, TypeError):
             await guarded(self._client.close())
+        if not self._over.is_set():  # nats-py tells nobody if the server closes its end meanwhile
+            await self._on_disconnect()
+            await self._on_close()
         # A drain in progress waits for messages that no task takes any more. No read loop is left to harm.
         if leaving := tuple(self._leaving):
             for task in leaving:
@@ -472,7 +475,7 @@ class Connection:
     async def online(self) -> None:
         await self._online.wait()
         if self._over.is_set():
-            raise BusError(f"bus {self.name}: the connection is closed ({self._client.last_error or 'by us'})")
+            raise BusClosed(f"bus {self.name}: the connection is closed ({self._client.last_error or 'by us'})")
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         self._listeners.add(on_change)
