@@ -109,10 +109,14 @@ class NearestReceiver:
         try:
             await self._ipc.join(ask)
             return self._ipc
-        except WeightsError:
+        except WeightsError as error:
             if self._collective is None:
                 raise
-        await self._collective.join(ask)
+            reason = error
+        try:
+            await self._collective.join(ask)
+        except WeightsError as error:
+            raise WeightsError(f"{error} (nor can its memory be mapped: {reason})") from error
         return self._collective
 
 

@@ -368,7 +368,7 @@ async def test_a_learner_that_could_not_answer_is_asked_for_its_memory_again(
 
     ipc_receiver = IPCReceiver(engine.weight_updater, engine="w0")
     receiver = NearestReceiver(ipc_receiver, Unreachable(cast(Any, None), engine="w0"))
-    with pytest.raises(WeightsError, match="duplicate GPU"):
+    with pytest.raises(WeightsError, match="duplicate GPU .nor can its memory be mapped: no learner answers"):
         await receiver.join(nobody)
     await join(receiver, channel.sender)
     await receive(receiver, channel.sender)
