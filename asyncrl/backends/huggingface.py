@@ -97,7 +97,7 @@ def _refuse_unreadable(folder: Path, where: str) -> None:
     model_type, quantized = settings.get("model_type", ""), settings.get("quantization_config")
     mend = f"`asyncrl import-model {folder} NEW_FOLDER` writes one that can be trained"
     if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        method = quantized.get("quant_method")
         raise ConfigError(f"{where}: {folder} holds quantized weights (quantization_config: {method}); {mend}")
     if model_type in PUBLISHED and (why := PUBLISHED[model_type].why):
         raise ConfigError(f"{where}: {folder} {why}; {mend}")

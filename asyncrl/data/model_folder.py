@@ -93,6 +93,8 @@ _OWN_TOKENIZER = "tiktoken.model"
 """Kimi-K2's tokenizer. transformers reads it only with the model's own code."""
 _FURTHER_TABLES = ("generation_config.json", "tokenizer_config.json")
 """Optional files. They must parse, because transformers and engines silently use defaults for one that does not."""
+_PARTS: Final = ("text_config", "vision_config", "quantization_config", "rope_parameters", "rope_scaling")
+"""Entries of config.json that are objects themselves."""
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20
@@ -242,6 +244,10 @@ def _read_table(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: must be a JSON object, is {type(table).__name__}")
+    for name in _PARTS:  # text_config first: it may hold the others
+        for part in (table, table.get("text_config") or {}):
+            if part.get(name) is not None and not isinstance(part[name], dict):
+                raise ConfigError(f"{file}: {name} must be a JSON object, is {type(part[name]).__name__}")
     return table
 
 

@@ -117,6 +117,8 @@ def test_an_architecture_of_no_family_is_refused_in_one_line(folder: Path, archi
         (lambda f: (f / "config.json").write_text("{"), "config.json: Expecting"),
         (lambda f: _rewrite(f, architectures=None), "names no architecture"),
         (lambda f: _rewrite(f, vocab_size="many"), "vocab_size must be a whole number"),
+        (lambda f: _rewrite(f, quantization_config="fp8"), "config.json: quantization_config must be a JSON object"),
+        (lambda f: _rewrite(f, text_config={"rope_scaling": "yarn"}), "config.json: rope_scaling must be a JSON"),
         (lambda f: _rewrite(f, vocab_size=9), "vocab_size is 9, and model.embed_tokens.weight has the shape .8, 64."),
         (
             lambda f: _rewrite(f, hidden_size=None),
