@@ -42,7 +42,8 @@ class EvaluationDataset:
     image_key: str = ""
     """As data.image_key."""
     tag_key: str = ""
-    """Column with a tag or a list of tags. Every metric is also reported for the prompts of each tag."""
+    """Column with a tag or a list of tags, or a key in a column's table: "metadata.topic". Every metric is also
+    reported for the prompts of each tag."""
     chat_template: bool = False
     """As data.chat_template."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from asyncrl.config.secret_values import hide_secrets
 from asyncrl.data import row_files
 from asyncrl.data.model_folder import check_model_at
 from asyncrl.data.prompts import PromptDataset, PromptRow, open_checked
-from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward, message_bytes
+from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward, message_bytes, value_at
 from asyncrl.data.row_images import RowImages
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments import load as rollout_functions
@@ -376,7 +376,8 @@ def _tags(dataset: EvaluationDataset, count: int) -> tuple[tuple[str, ...], ...]
     if not dataset.tag_key:
         return ((),) * count
     rows = row_files.open_rows(Path(dataset.path), check=lambda row, where: None)
-    tags = tuple(_row_tags(rows.row(index).get(dataset.tag_key), rows.where(index), dataset) for index in range(count))
+    values = ((value_at(rows.row(index), dataset.tag_key), rows.where(index)) for index in range(count))
+    tags = tuple(_row_tags(value, where, dataset) for value, where in values)
     if count and not any(tags):
         keys = ", ".join(sorted(rows.row(0)))
         raise ConfigError(f"tag_key = {dataset.tag_key!r}: no prompt has such a tag; the first row has: {keys}")

@@ -56,6 +56,11 @@ def test_keeps_prompts_in_order_with_labels_and_tags(tmp_path: Path) -> None:
     assert made.sampling.max_new_tokens == 8
 
 
+def test_a_tag_may_stand_in_a_table_of_the_row(tmp_path: Path) -> None:
+    made = opened(tmp_path, [{"prompt": "1", "label": "2", "metadata": {"topic": "hard"}}], tag_key="metadata.topic")
+    assert made.measured.tags == {"hard": 1}
+
+
 def test_puts_the_system_prompt_before_every_prompt(tmp_path: Path) -> None:
     made = opened(tmp_path, context=1000, chat_template=True, system_prompt="0 0")
     for question, row in zip(made.questions, ROWS, strict=True):
