@@ -237,7 +237,8 @@ def gains_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         for name, value in row.items():
-            if name.startswith("evaluation/") and "/mean@" in name and isinstance(value, int | float):
+            last = name.rpartition("/")[2]  # not mean@n/low, the lower end of its interval
+            if name.startswith("evaluation/") and last.startswith("mean@") and isinstance(value, int | float):
                 found[name].append(float(value))
     return {name: (values[0], values[-1]) for name, values in found.items() if len(values) > 1}
 

@@ -82,5 +82,6 @@ def test_a_price_is_that_of_the_worker_or_else_of_its_role_or_else_of_all() -> N
 
 
 def test_a_gain_is_from_the_first_evaluation_to_the_last() -> None:
-    rows = [{"step": 0, "evaluation/held_out/mean@4": 0.1}, {"step": 4, "evaluation/held_out/mean@4": 0.3}]
-    assert gains_of([*rows, {"evaluation/other/mean@1": 1.0}]) == {"evaluation/held_out/mean@4": (0.1, 0.3)}
+    name = "evaluation/held_out/mean@4"
+    rows = [{"step": 0, name: 0.1, f"{name}/low": 0.0}, {"step": 4, name: 0.3, f"{name}/low": 0.2}]
+    assert gains_of([*rows, {"evaluation/other/mean@1": 1.0}]) == {name: (0.1, 0.3)}
