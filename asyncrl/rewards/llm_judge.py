@@ -196,7 +196,7 @@ class JudgeReward:
         found = list(self._pattern.finditer(after_thinking(said)))
         grade = grade_of(found[-1], highest=self._options.highest) if found else math.nan
         if not self._options.lowest <= grade <= self._options.highest:
-            raise AskAgain(f"no grade in what it says: {ends}", seconds=0.0)
+            raise AskAgain(f"no grade in what it says (reward.options.pattern): {ends}", seconds=0.0)
         return grade
 
 

@@ -176,7 +176,7 @@ async def test_grades_in_reasoning_or_in_cut_replies_do_not_count(server: Server
     [
         ([500], "after 3 tries: HTTP 500"),
         (["Score: 1[cut]"], "after 3 tries: its reply reached reward.options.max_tokens = 512: 'Score: 1'"),
-        (["fine"], "after 3 tries: no grade in what it says: 'fine'"),
+        (["fine"], "after 3 tries: no grade in what it says \\(reward.options.pattern\\): 'fine'"),
         ([404], "HTTP 404 Not Found: no such model$"),
     ],
 )
