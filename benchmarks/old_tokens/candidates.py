@@ -34,7 +34,6 @@ class SequenceGate(Loss):
 
     name = "sequence_gate"
     paper = "FlashREINFORCE"
-    is_coupled = True
 
     delta: Positive = 5e-3
 
@@ -60,7 +59,6 @@ class ESTR(Loss):
 
     name = "estr"
     paper = "arXiv:2607.22186"
-    is_coupled = True
 
     tau: Positive = 0.25
     eps: Positive = 0.01
@@ -89,7 +87,6 @@ class SAT(Loss):
 
     name = "sat"
     paper = "arXiv:2607.18722"
-    is_coupled = True
 
     quantile: Share = 0.9
     clip: ClipWidth = 0.2

@@ -23,7 +23,6 @@ class AIPO(Loss):
 
     name = "aipo"
     paper = "LlamaRL, arXiv:2505.24034"
-    is_coupled = True
 
     cap: Cap = 5.0
     form: Literal["weight", "surrogate"] = "weight"

@@ -23,7 +23,6 @@ class ASPO(Loss):
 
     name = "aspo"
     paper = "arXiv:2510.06062 section 3"
-    is_coupled = True
 
     clip_low: ClipWidth = 0.2
     clip_high: ClipWidth = 0.2

@@ -23,7 +23,6 @@ class P3O(Loss):
 
     name = "p3o"
     paper = "arXiv:2605.12380"
-    is_coupled = True
 
     def formula(
         self, logprobs: Array, behavior_logprobs: Array, advantages: Array, effective_fraction: float | torch.Tensor

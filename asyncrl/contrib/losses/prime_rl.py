@@ -25,7 +25,6 @@ class PrimeRL(Loss):
 
     name = "prime_rl"
     paper = "prime-rl; the mask is arXiv:2602.04879"
-    is_coupled = True
 
     mask: Literal["dppo", "ipo"] = "dppo"
     delta_low: Positive = 0.2

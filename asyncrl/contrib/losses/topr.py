@@ -22,7 +22,6 @@ class TOPR(Loss):
 
     name = "topr"
     paper = "arXiv:2503.14286 eq. 8"
-    is_coupled = True
 
     level: Literal["sequence", "token"] = "sequence"
 

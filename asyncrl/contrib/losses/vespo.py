@@ -22,7 +22,6 @@ class VESPO(Loss):
 
     name = "vespo"
     paper = "arXiv:2602.10693"
-    is_coupled = True
 
     k_positive: Positive = 2.0
     lambda_positive: NonNegative = 3.0

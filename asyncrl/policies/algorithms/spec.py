@@ -132,7 +132,7 @@ def refuse_wrong_combinations(made: Algorithm) -> None:
     if made.loss.is_around_behavior and ratios:
         raise ConfigError(
             f"algorithm: loss {made.loss.name} weights by pi / behavior itself; correction {ratios[0]} would count "
-            'that ratio twice. Use correction = "none", or a loss around the learner such as ppo_clip'
+            'that ratio twice. Use correction = "none", or a loss around the proximal policy, such as ppo_clip'
         )
     _refuse_what_teaches_nothing(made)
     _refuse_wrong_whitening(made)

@@ -27,7 +27,6 @@ class ScoreCentered(Loss):
 
     name = "score_centered"
     paper = "arXiv:2609.20807, as slime's --use-score-centering"
-    is_coupled = True
 
     cap: Cap = 2.0
 

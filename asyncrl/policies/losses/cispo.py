@@ -26,7 +26,6 @@ class Cispo(Loss):
 
     name = "cispo"
     paper = "MiniMax-M1, arXiv:2506.13585 eq. 4"
-    is_coupled = True
 
     cap_mode: Literal["one_plus", "absolute"] = "one_plus"
     clip_low: ClipWidth = 1.0

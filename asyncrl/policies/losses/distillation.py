@@ -59,7 +59,6 @@ class OPD(Loss):
 
     name = "opd"
     paper = "prime-rl"
-    is_coupled = True
 
     max_drop: Positive = 0.2
     kl_coef: NonNegative = 1e-3

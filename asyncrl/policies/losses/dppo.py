@@ -27,7 +27,6 @@ class DPPO(Loss):
 
     name = "dppo"
     paper = "arXiv:2602.04879"
-    is_coupled = True
 
     divergence: Literal["tv", "kl"] = "tv"
     delta_low: Positive = 0.2

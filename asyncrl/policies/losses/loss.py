@@ -86,11 +86,9 @@ class Loss(Component):
     ``formula`` returns the loss f32[M] and ``clipped`` bool[M]. A token is clipped if a rule limits its gradient: an
     active clip, a cap, a mask.
 
-    is_coupled     the loss itself weights or bounds policy / behavior, so no correction may weight by that ratio again
     is_supervised  the data need not come from the policy, so staleness does not matter
     """
 
-    is_coupled: ClassVar[bool] = False
     is_supervised: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,8 +128,9 @@ class Loss(Component):
 
     @property
     def is_around_behavior(self) -> bool:
-        """Whether, with these options, the loss contains the ratio to the behavior policy."""
-        return self.is_coupled
+        """Whether, with these options, the loss itself weights or bounds policy / behavior. No correction may weight by
+        that ratio again."""
+        return "behavior_logprobs" in self.inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,6 @@ class CoupledPPO(Clip):
 
     name = "coupled_ppo"
     paper = "arXiv:1707.06347 eq. 7"
-    is_coupled = True
 
     def formula(
         self, logprobs: Array, behavior_logprobs: Array, advantages: Array

@@ -204,3 +204,14 @@ def test_a_formula_that_asks_for_what_is_no_input_is_refused(tmp_path: Path) -> 
         ConfigError, match=r"Misspelt takes 'advantage', which is no input; did you mean 'advantages'\?"
     ):
         registry.algorithm(made)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behavioral(Loss):
+    def formula(self, logprobs: torch.Tensor, behavior_logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return -(logprobs - behavior_logprobs).exp(), logprobs > 0
+
+
+def test_a_formula_with_behavior_logprobs_is_refused_a_weight_by_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="correction tis_token would count that ratio twice"):
+        registry.algorithm(run(tmp_path, f"algorithm.loss={__name__}:Behavioral"))
