@@ -503,7 +503,8 @@ class RunConfig:
         """staleness.max_staleness as a number."""
         bound, learner = self.staleness.max_staleness, self.learner
         if bound == "auto":
-            return bound_for(learner.learning_rate, trains_adapters=learner.lora.rank > 0)
+            adapters = learner.lora.rank > 0
+            return bound_for(learner.learning_rate, steps=learner.steps_per_batch, trains_adapters=adapters)
         return bound
 
     @property
@@ -511,7 +512,9 @@ class RunConfig:
         """What the bound follows, "for learning_rate 1e-06"; "" if the run file or the mode says the bound."""
         if self.run.mode != "async" or self.staleness.max_staleness != "auto":
             return ""
-        return "for adapters" if self.learner.lora.rank > 0 else f"for learning_rate {self.learner.learning_rate:g}"
+        steps = f" x {self.learner.steps_per_batch} steps" if self.learner.steps_per_batch > 1 else ""
+        rate = f"learning_rate {self.learner.learning_rate:g}{steps}"
+        return "for adapters" if self.learner.lora.rank > 0 else f"for {rate}"
 
     @property
     def window(self) -> int:

@@ -4,7 +4,7 @@ The bias of a step grows with staleness x learning rate (arXiv:2607.01083), and 
 (docs/results/old_tokens.md): SmolLM2-135M with TIS loses nothing that is shown at 5e-6 with tokens of 4 versions and at
 2e-5 with tokens of 1. It loses on an agent's task at 1e-5 with tokens of 4 or 8, on sums at 2e-5 with tokens of 2, and
 everywhere from a product of 1.6e-4 on. There the loss "topr" loses at most a tenth; at 1e-5 with tokens of 8 it loses
-more than TIS.
+more than TIS. Those versions are one optimizer step apart; with learner.steps_per_batch the rate counts for each step.
 
 Within that, a larger bound is faster and its tokens are no older, because the learner waits less for slow groups and
 only as many groups are outstanding as it needs (docs/results/performance.md).
@@ -37,31 +37,36 @@ _OF_RANDOM_WEIGHTS: Final = 1e-3
 _ROUNDING: Final = 1 + 1e-9
 
 
-def bound_for(learning_rate: float, *, trains_adapters: bool) -> int:
-    """Return the default of staleness.max_staleness: 1 to 8 versions.
+def bound_for(learning_rate: float, *, steps: int, trains_adapters: bool) -> int:
+    """Return the default of staleness.max_staleness: 1 to 8 versions.  steps: optimizer steps that a version is
 
     1e-6 to 2.5e-6: 8    5e-6: 4    1e-5: 2    2e-5 and more: 1    from 1e-3 to 5e-3: 4    1e-2: 2    adapters: 4
     """
     if trains_adapters:
         return _FEW_ROWS
     largest = _FEW_ROWS if learning_rate >= _OF_RANDOM_WEIGHTS else _LARGEST
-    return int(max(1, min(largest, _shown_at(learning_rate) * _ROUNDING / learning_rate)))
+    return int(max(1, min(largest, _shown_at(learning_rate) * _ROUNDING / (learning_rate * steps))))
 
 
-def beyond_what_was_shown(learning_rate: float, max_staleness: int, *, trains_adapters: bool, loss: str) -> str:
+def beyond_what_was_shown(
+    learning_rate: float, max_staleness: int, *, steps: int, trains_adapters: bool, loss: str
+) -> str:
     """Return one line if nothing shows that such a run learns as a synchronous one does; else "".
 
-    loss  name of the algorithm's loss
+    steps  optimizer steps that a version is
+    loss   name of the algorithm's loss
     """
     if trains_adapters:
         said = "adapters were compared with synchronous training twice, at 1e-4 and up to 4 versions: watch alarm/drift"
         said += " (docs/results/old_tokens.md)"
         return said if max_staleness else ""
-    product, shown = learning_rate * max_staleness, _shown_at(learning_rate)
+    product, shown = learning_rate * steps * max_staleness, _shown_at(learning_rate)
     if product <= shown * _ROUNDING:
         return ""
-    mend = "learner.learning_rate or staleness.max_staleness" if max_staleness > 1 else "learner.learning_rate"
-    versions = "1 version" if max_staleness == 1 else f"{max_staleness} versions"
+    mend, versions = "learner.learning_rate", "1 version" if max_staleness == 1 else f"{max_staleness} versions"
+    if steps > 1:
+        mend, versions = f"{mend} or learner.steps_per_batch", f"{versions} of {steps} steps"
+    mend += " or staleness.max_staleness" if max_staleness > 1 else ""
     said = f"learning rate {learning_rate:g} x {versions} is {product:.2g}, over {shown:g}: "
     if learning_rate >= _OF_RANDOM_WEIGHTS:
         return f"{said}some runs there learned less than synchronous ones; lower {mend} (docs/results/old_tokens.md)"

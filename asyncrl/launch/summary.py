@@ -185,9 +185,12 @@ def _of_old_tokens(run: RunConfig, algorithm: Algorithm) -> str:
     """What is not sampled by the policy has no age that matters."""
     if algorithm.loss.is_supervised:
         return ""
-    adapters = run.learner.lora.rank > 0
     return beyond_what_was_shown(
-        run.learner.learning_rate, run.max_staleness, trains_adapters=adapters, loss=algorithm.loss.name
+        run.learner.learning_rate,
+        run.max_staleness,
+        steps=run.learner.steps_per_batch,
+        trains_adapters=run.learner.lora.rank > 0,
+        loss=algorithm.loss.name,
     )
 
 

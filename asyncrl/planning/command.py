@@ -146,7 +146,13 @@ def _beyond(run_config: RunConfig, max_staleness: int) -> str:
     from asyncrl.adapters import registry  # imports torch
 
     learner, loss = run_config.learner, registry.algorithm(run_config).loss.name
-    return beyond_what_was_shown(learner.learning_rate, max_staleness, trains_adapters=learner.lora.rank > 0, loss=loss)
+    return beyond_what_was_shown(
+        learner.learning_rate,
+        max_staleness,
+        steps=learner.steps_per_batch,
+        trains_adapters=learner.lora.rank > 0,
+        loss=loss,
+    )
 
 
 def few_running(run_config: RunConfig, most_running: float) -> str:

@@ -99,6 +99,8 @@ def test_wait_eviction_is_the_default_unless_old_groups_are_handled_otherwise(
         (["learner.learning_rate=1e-5", "learner.lora={rank = 4}"], 4),  # adapters have rates of their own
         (["learner.learning_rate=1e-4", "staleness.max_staleness=6"], 6),
         (["run.mode=one_step_off"], 1),
+        (["learner.learning_rate=1e-6", "learner.steps_per_batch=4"], 5),  # 4e-6 a version
+        (["learner.learning_rate=1e-3", "learner.steps_per_batch=8"], 2),
     ],
 )
 def test_the_bound_is_as_the_learning_rate_allows_unless_it_is_a_number(overrides: list[str], bound: int) -> None:
@@ -115,8 +117,8 @@ def test_the_bound_is_as_the_learning_rate_allows_unless_it_is_a_number(override
     "rate", [1e-320, 1e-7, 1e-6, 2.5e-6, 3e-6, 7e-6, 1e-5, 2e-5, 4e-5, 9e-4, 1e-3, 3e-3, 5e-3, 1e-2, 3e-2]
 )
 def test_nothing_speaks_against_the_default_bound_unless_one_version_is_too_many(rate: float) -> None:
-    bound = bound_for(rate, trains_adapters=False)
-    said = beyond_what_was_shown(rate, bound, trains_adapters=False, loss="ppo_clip")
+    bound = bound_for(rate, steps=1, trains_adapters=False)
+    said = beyond_what_was_shown(rate, bound, steps=1, trains_adapters=False, loss="ppo_clip")
     assert bound == 1 or not said
     if said:
         assert "x 1 version is" in said and "lower learner.learning_rate" in said and "max_staleness" not in said
@@ -135,8 +137,13 @@ def test_nothing_speaks_against_the_default_bound_unless_one_version_is_too_many
     ],
 )
 def test_what_was_lost_at_a_product_is_said_and_what_loses_less(rate: float, loss: str, wanted: str) -> None:
-    said = beyond_what_was_shown(rate, 32 if rate >= 1e-3 else 8, trains_adapters=False, loss=loss)
+    said = beyond_what_was_shown(rate, 32 if rate >= 1e-3 else 8, steps=1, trains_adapters=False, loss=loss)
     assert wanted in said and "\n" not in said
+
+
+def test_every_optimizer_step_of_a_version_counts() -> None:
+    said = beyond_what_was_shown(5e-6, 2, steps=4, trains_adapters=False, loss="ppo_clip")
+    assert said.startswith("learning rate 5e-06 x 2 versions of 4 steps is 4e-05, over 2e-05: ")
 
 
 def test_the_algorithm_knows_the_rule_of_the_learning_rate() -> None:
