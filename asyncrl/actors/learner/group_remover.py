@@ -65,7 +65,7 @@ class GroupRemover:
             error = problem[:LONGEST_ERROR]
             if is_of_workers:
                 log.error("group %d of worker %s is not trained: %s", group_id, one.group.worker or "?", error)
-            await self._lose(self._table.reject(group_id, error=error))
+            await self._lose(self._table.fail_buffered(group_id, error=error))
         self._changed.set()
 
     async def quarantine(self, worker: str, reason: str) -> None:
@@ -102,7 +102,7 @@ class GroupRemover:
         elif checked.filter_error:
             error = checked.filter_error[:LONGEST_ERROR]
             log.warning("group %d failed: %s", group.group_id, error, extra={REASON: error})
-            await self._lose(self._table.reject(group.group_id, error=error))
+            await self._lose(self._table.fail_buffered(group.group_id, error=error))
 
     async def announce_failed(
         self, outcome: Outcome, *, worker: str, error: str, is_counted: bool, is_inherited: bool

@@ -39,6 +39,7 @@ from asyncrl.messages import Heartbeat, replace
 from asyncrl.messages.roles import WORKER
 from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.topics import PROGRESS
+from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.skipped_steps import SkippedSteps
@@ -227,16 +228,16 @@ class Learner(Actor):
                 return  # the data has ended, or the learner is drained
             try:
                 with self._failed_batches.attempt(groups):
-                    batch = await self._batcher.prepare(groups, owner=self._tasks)  # prepared while the last step ran
-                    if await self._remove_suspects(groups, batch):
+                    prepared = await self._batcher.prepare(groups, owner=self._tasks)  # while the last step ran
+                    if await self._remove_suspects(groups, prepared):
                         continue  # take another batch
-                    result = await self._step(batch)
+                    result = await self._step(prepared)
             except StepFailed as error:  # nothing has changed
                 await self._fail(groups, error)
                 continue
-            await self._record(batch, result)  # history: the groups have left the window
+            await self._record(prepared.batch, result)  # history: the groups have left the window
             await self._publish_weights_if_due()  # returns at once; engines follow
-            await self._report(groups, batch, result)  # progress, which admits prompts; metrics
+            await self._report(groups, prepared.batch, result)  # progress, which admits prompts; metrics
             await self._checkpoint_if_due()
 
     async def _take(self) -> list[BufferedGroup] | None:
@@ -251,32 +252,31 @@ class Learner(Actor):
             await self._progress.publish_progress()
         return groups
 
-    async def _step(self, batch: PreparedBatch) -> StepResult:
+    async def _step(self, prepared: PreparedBatch) -> StepResult:
         """Do one step while the next batch is prepared."""
         assert self._wait_began is not None
         began = time.monotonic()
         ahead = self._tasks.create_task(self._batcher.prepare_ahead(owner=self._tasks))
         try:
-            result = await self._trainer.step(batch, step=self.step)
+            result = await self._trainer.step(prepared, step=self.step)
         finally:
             ahead.cancel()
         self._seconds = {
             "learner/wait_seconds": began - self._wait_began,
             "learner/straggler_wait_seconds": self._straggler_wait_seconds,
             "learner/step_seconds": time.monotonic() - began,
-            "learner/prepare_seconds": batch.seconds,
+            "learner/prepare_seconds": prepared.seconds,
         }
         self._wait_began = None
         return result
 
-    async def _record(self, batch: PreparedBatch, result: StepResult) -> None:
+    async def _record(self, batch: Batch, result: StepResult) -> None:
         """Write to the history that the batch is trained. Its effects become visible only afterwards."""
         self._has_failed = False
-        made = batch.batch
         outcome = self.table.trained(
-            max_staleness=made.max_staleness, old_trajectories=made.old_trajectories, old_tokens=made.old_tokens
+            max_staleness=batch.max_staleness, old_trajectories=batch.old_trajectories, old_tokens=batch.old_tokens
         )
-        self._progress.record(outcome, batch=made, tokens=result.tokens)
+        self._progress.record(outcome, batch=batch, tokens=result.tokens)
         await self._progress.flush()
 
     async def _publish_weights_if_due(self) -> None:
@@ -294,7 +294,7 @@ class Learner(Actor):
             is_kept=any(map(self._checkpointer.is_due, until_next)),  # a checkpoint comes with the model engines have
         )
 
-    async def _report(self, groups: Sequence[BufferedGroup], batch: PreparedBatch, result: StepResult) -> None:
+    async def _report(self, groups: Sequence[BufferedGroup], batch: Batch, result: StepResult) -> None:
         """Report a step: first_trained events, progress, metrics. Raises HopelessError after too many skipped steps."""
         at = time.time()
         for worker in sorted({one.group.worker for one in groups} - self._trained_of):
@@ -304,7 +304,7 @@ class Learner(Actor):
         elapsed = max(time.monotonic() - self._last_end, 1e-9)
         self._last_end = time.monotonic()
         metrics = {
-            **batch.batch.metrics,
+            **batch.metrics,
             **result.metrics,
             **self._seconds,
             **self._own_metrics(),
@@ -312,7 +312,7 @@ class Learner(Actor):
             "data/epoch": float(max(one.group.epoch for one in groups)),
             "learner/elapsed_seconds": elapsed,
             "learner/idle_ratio": self._seconds["learner/wait_seconds"] / elapsed,
-            "learner/tokens_per_second": batch.batch.num_tokens / elapsed,
+            "learner/tokens_per_second": batch.num_tokens / elapsed,
         }
         await self._wait_for_report()  # steps are reported in order
         step, cursor = self.table.step, self.table.cursor
@@ -325,11 +325,11 @@ class Learner(Actor):
 
     # -- what is rare --------------------------------------------------------------------------------------------------
 
-    async def _fail(self, batch: Sequence[BufferedGroup], error: StepFailed) -> None:
+    async def _fail(self, groups: Sequence[BufferedGroup], error: StepFailed) -> None:
         """Keep a batch that raised on disk and fail its groups. Raises HopelessError at the second in a row."""
         self._wait_began = None
-        groups = [one.group for one in batch]
-        folder = await asyncio.to_thread(self._failed_batches.keep, groups, step=self.step + 1, error=error)
+        batch = [one.group for one in groups]
+        folder = await asyncio.to_thread(self._failed_batches.keep, batch, step=self.step + 1, error=error)
         kept = f"; its batch is in {folder}" if folder is not None else ""
         self.log.error("step %d failed: %s%s", self.step + 1, error, kept)
         if error.__cause__ is not None:  # in the log file alone
@@ -341,13 +341,13 @@ class Learner(Actor):
             raise HopelessError(f"two batches in a row could not be trained; the last: {error}{kept}")
         self._has_failed = True
 
-    async def _remove_suspects(self, batch: Sequence[BufferedGroup], prepared: PreparedBatch) -> bool:
+    async def _remove_suspects(self, taken: Sequence[BufferedGroup], prepared: PreparedBatch) -> bool:
         """Return whether the batch has answers that must not be trained; then it is put back without them.
 
         The trainer computes the logprobs of a few answers again (logprob_mismatch.py). Those of a worker whose logprobs
         are not the policy's are dropped, and so are those of a worker that was quarantined since they were buffered. A
         group with taken-over tokens that are not the policy's is failed."""
-        groups = [one.group for one in batch]
+        groups = [one.group for one in taken]
         suspects = Suspects()
         if (to_check := self._validator.choose(prepared.batch.sequences, groups, step=self.step)) is not None:
             logprobs = await self._trainer.compute_logprobs(to_check.sequences)

@@ -193,7 +193,7 @@ class Trainer:
 
     async def call(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
         """Run a blocking function in the backend's thread and report the wait for ``what``."""
-        with self.waits.waiting(what, on=on, note=""):
+        with self.waits.waiting(what, on=on):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def between_steps(self, function: Callable[[], T]) -> T:

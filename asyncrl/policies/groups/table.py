@@ -214,7 +214,7 @@ class GroupTable:
             events[one.group_id] = {"reason": reason, "staleness": self.step - one.oldest_version, "lengths": lengths}
         return self._lose("dropped", events, [one.group for one in groups])
 
-    def reject(self, group_id: int, *, error: str) -> Outcome:
+    def fail_buffered(self, group_id: int, *, error: str) -> Outcome:
         """A buffered group cannot be trained, because a step with it fails."""
         found = self.buffered.pop(group_id)
         self._finish(found)

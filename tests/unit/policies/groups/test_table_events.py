@@ -138,7 +138,7 @@ class Run:
         if how == "filter":
             self.tell(self.table.filter(self.dice.choice(group_ids)))
         elif how == "reject":
-            self.tell(self.table.reject(self.dice.choice(group_ids), error="a step with it fails"))
+            self.tell(self.table.fail_buffered(self.dice.choice(group_ids), error="a step with it fails"))
         else:
             chosen = self.dice.sample(group_ids, self.dice.randint(1, len(group_ids)))
             self.tell(self.table.drop([self.table.buffered[one] for one in chosen], reason="quarantined"))
