@@ -44,7 +44,8 @@ class DriftAlarm(Alarm):
         if self._begins(bool(self._threshold) and median > limit):
             self._warn(
                 "in the last %d steps the policy was %.2g times its entropy away from what sampled its tokens (median; "
-                "in the last one k3 %.2g at an entropy of %.2g nats), over metrics.drift_alarm = %g, at staleness %.3g and learning rate %.3g",
+                "in the last one k3 %.2g at an entropy of %.2g nats), over metrics.drift_alarm = %g, at staleness %.3g "
+                "and learning rate %.3g",
                 LEAST_STEPS,
                 median,
                 k3,
