@@ -20,8 +20,8 @@ class StalenessSection:
     max_staleness: int | Literal["auto"] = "auto"
     """Maximum age of a trained token, in policy versions. 0 is synchronous RL. auto: the largest from 1 to 8 at which
     learner.learning_rate x age is at most 2e-5, up to which nothing lost where it was measured: 8 up to 2.5e-6, 4 at
-    5e-6, 2 at 1e-5, 1 above. Rates from 1e-3 on, of small models with random weights: 4 up to 5e-3, 2 at 1e-2, 1 above.
-    The rate counts learner.steps_per_batch times. Adapters: 4 (docs/results/old_tokens.md)."""
+    5e-6, 2 at 1e-5, 1 above. Rates from 1e-3 on, of small models with random weights: 4 up to 3e-3, 2 at 5e-3, 1 at
+    1e-2. The rate counts learner.steps_per_batch times. Adapters: 4 (docs/results/old_tokens.md)."""
     admission: Literal["needed", "full"] = "needed"
     """How many groups are outstanding in async. needed: as many as keep the learner fed, so tokens are as young as they
     can be at no cost. full: always (max_staleness + 1) x groups_per_batch, as with order = "in_order"; needed never

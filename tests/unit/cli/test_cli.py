@@ -170,7 +170,7 @@ def test_check_says_what_an_engine_has_beside_the_learner_on_the_only_gpu(
         (["learner.learning_rate=3e-3", "staleness.max_staleness=4"], ""),  # the demo's
         (
             ["learner.learning_rate=1e-2", "staleness.max_staleness=4"],
-            "is 0.04, over 0.02: some runs there learned less",
+            "is 0.04, over 0.012: some runs there learned less",
         ),
         (
             [

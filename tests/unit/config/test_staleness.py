@@ -95,12 +95,12 @@ def test_wait_eviction_is_the_default_unless_old_groups_are_handled_otherwise(
         (["learner.learning_rate=1e-4"], 1),
         (["learner.learning_rate=1e-5"], 2),
         (["learner.learning_rate=3e-3"], 4),  # a small model with random weights
-        (["learner.learning_rate=1e-2"], 2),
+        (["learner.learning_rate=5e-3"], 2),
         (["learner.learning_rate=1e-5", "learner.lora={rank = 4}"], 4),  # adapters have rates of their own
         (["learner.learning_rate=1e-4", "staleness.max_staleness=6"], 6),
         (["run.mode=one_step_off"], 1),
         (["learner.learning_rate=1e-6", "learner.steps_per_batch=4"], 5),  # 4e-6 a version
-        (["learner.learning_rate=1e-3", "learner.steps_per_batch=8"], 2),
+        (["learner.learning_rate=1e-3", "learner.steps_per_batch=4"], 3),
     ],
 )
 def test_the_bound_is_as_the_learning_rate_allows_unless_it_is_a_number(overrides: list[str], bound: int) -> None:

@@ -199,8 +199,8 @@ def test_says_that_a_bound_follows_the_learning_rate_and_how_to_keep_the_one_bef
     run: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     begin(run)  # 4 versions: of the run file, or the default of an older release
-    resume(set_to(run, "staleness.max_staleness=auto", "learner.learning_rate=1e-2"))
-    line = 'staleness.max_staleness 4 -> 2 ("auto", for learning_rate 0.01; set 4 to keep it)'
+    resume(set_to(run, "staleness.max_staleness=auto", "learner.learning_rate=5e-3"))
+    line = 'staleness.max_staleness 4 -> 2 ("auto", for learning_rate 0.005; set 4 to keep it)'
     assert f"resumed with another setting: {line}" in caplog.messages
     caplog.clear()
     resume(set_to(run, "staleness.max_staleness=2"))
