@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks.peers.learner import TimedLearner, as_ints, jobs_of, prompt_of, response_of, versions_of
 from benchmarks.peers.scene import Job
 
-REQUIREMENTS: Final = ("trl==1.16.0", "accelerate==1.15.0")
+REQUIREMENTS: Final = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "multiprocess==0.70.19")
 """Installed without dependencies; our environment has everything else that they import."""
 
 ADAPTATIONS: Final = (
