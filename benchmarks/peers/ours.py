@@ -63,6 +63,7 @@ def run_ours(
     row = uvloop.run(run_arm(plan, timing=timing_of(scene), lengths=lengths_of(scene)))
     trained_groups = row["steps"] * scene.groups_per_batch
     return {
+        "max_staleness": plan.bound,
         "samples_per_second": row["tokens_per_second"] / row["length_mean"],
         "tokens_per_second": row["tokens_per_second"],
         "learner_idle": row["learner_idle"],
