@@ -207,8 +207,7 @@ def learner_bytes(run: RunConfig, plan: MemoryPlan) -> int:
     handed_over = 0.0  # an engine beside it maps a whole version
     if _is_kept(run) or (plan.exports_to == "host" and not run.learner.lora.rank and not run.run.colocated):
         models = _models(run, _read_policy(run))
-        widened = models.version_width / (2 if run.model.dtype == "bfloat16" else 4)
-        handed_over = widened * max(state.weights for state in _states(run, models, run.learner))
+        handed_over = max(state.weights for state in _states(run, models, run.learner))
     return int(max(phase.device for phase in phases(run, plan)) + handed_over)
 
 
@@ -389,14 +388,12 @@ _Sizes = Mapping[tuple[_Divided, int], _Numbers]
 class _Models:
     """Sizes of the run's models, whatever the layout.
 
-    frozen         of reference and teacher
-    version_width  bytes of a number in a version, which has the dtype of the policy's folder
+    frozen  of reference and teacher
     """
 
     policy: _Sizes
     critic: _Sizes | None
     frozen: Sequence[_Sizes]
-    version_width: int
 
 
 def _read(folder: Path) -> Shapes:
@@ -425,14 +422,7 @@ def _models(run: RunConfig, shapes: Shapes) -> _Models:
         policy=_sizes(run, shapes, lora=run.learner.lora),
         critic=critic,
         frozen=_frozen(run),
-        version_width=_width_of(Path(run.model.path)),
     )
-
-
-def _width_of(folder: Path) -> int:
-    """Return the bytes of a number in the dtype that config.json names, float32 if it names none."""
-    config = decoder_config(json.loads((folder / "config.json").read_text()))
-    return 2 if (config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16") else 4
 
 
 def _states(run: RunConfig, models: _Models, learner: LearnerSection) -> list[_State]:
@@ -444,10 +434,10 @@ def _states(run: RunConfig, models: _Models, learner: LearnerSection) -> list[_S
     found = []
     for stage, sizes in enumerate(_by_stage(models.policy, learner)):
         others = width * sum(of.whole / _parts(kind, layout) for model in frozen for kind, of in model[stage].items())
-        state = _state_of(run, sizes, layout, lora=run.learner.lora, version_width=models.version_width)
+        state = _state_of(run, sizes, layout, lora=run.learner.lora, is_exported=True)
         state = dataclasses.replace(state, others=others)
         if critics is not None:
-            state = state.with_critic(_state_of(run, critics[stage], layout, lora=LoraSection(), version_width=0))
+            state = state.with_critic(_state_of(run, critics[stage], layout, lora=LoraSection(), is_exported=False))
         found.append(state)
     return found
 
@@ -525,9 +515,9 @@ def _of_adapter(kind: _Divided, shape: tuple[int, ...], module: str, rank: int) 
 
 
 def _state_of(
-    run: RunConfig, sizes: Mapping[_Divided, _Numbers], layout: Layout, *, lora: LoraSection, version_width: int
+    run: RunConfig, sizes: Mapping[_Divided, _Numbers], layout: Layout, *, lora: LoraSection, is_exported: bool
 ) -> _State:
-    """Return the state of one trained model on a stage.  version_width: 0 if nothing exports it"""
+    """Return the state of one trained model on a stage."""
     width = 2 if run.model.dtype == "bfloat16" else 4
     main = 4 if width == 2 else 0
     has_small_gradients = width == 2 and run.learner.options.get("gradients_dtype") == "bfloat16"
@@ -557,7 +547,8 @@ def _state_of(
             kept += trained * exported
         else:
             is_whole = is_gathered and not (lora.rank and lora.publish == "adapter")
-            copied += _version_bytes(run, kind, width=version_width) * (numbers if is_whole else trained) * exported
+            held = (numbers if is_whole else trained) * is_exported
+            copied += _version_bytes(run, kind, width=width) * held * exported
     return _State(
         weights=width * (own + adapters),
         gradients=gradients,

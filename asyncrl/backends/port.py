@@ -66,7 +66,7 @@ class Backend(Protocol):
         ...
 
     def export(self) -> Snapshot:
-        """Return the policy's weights with Hugging Face names, in the dtype of its folder, on the training device.
+        """Return the policy's weights with Hugging Face names, in the run's dtype, on the training device.
 
         With several ranks, each rank may keep a part (Snapshot.others): no rank needs to hold the whole model.
         """

@@ -136,7 +136,7 @@ class ReferenceBackend(BackendAdapter):
     def export(self) -> Snapshot:
         policy = self._trained[POLICY]
         tensors = by_names_in_files({**policy.parameters, **policy.buffers}, model_type=policy.model_type)
-        return Snapshot.from_tensors(tensors.items(), dtype=policy.folder_dtype, kept=policy.buffers)
+        return Snapshot.from_tensors(tensors.items(), dtype=self._dtype, kept=policy.buffers)
 
     def save(self, folder: Path) -> None:
         for name, model in self._saved.items():
@@ -193,14 +193,12 @@ class LoadedModel:
         dtype: torch.dtype,
         exact_ranks: int,
     ) -> None:
-        from transformers import AutoConfig
-
         self._temperature = temperature
         self._device = device
         self._is_exact_on_gpu = exact_ranks > 0 and device.type == "cuda"
+        self._of_run = dtype
         dtype = torch.float32 if self._is_exact_on_gpu else dtype  # values of 16 bits in tensors of 32
         try:
-            self.folder_dtype: torch.dtype = AutoConfig.from_pretrained(model.path).dtype or torch.float32
             causal: Any = load_model(model.path, dtype=dtype).to(device)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
@@ -469,7 +467,7 @@ class TrainedModel(LoadedModel):
         for name, parameter in self._trained.items():
             if parameter is not self._weights[name]:
                 weight = self._weights[name]
-                parameter.copy_(weight.to(self.folder_dtype) if self._is_exact_on_gpu else weight)
+                parameter.copy_(weight.to(self._of_run) if self._is_exact_on_gpu else weight)
 
     def forget_moments(self) -> None:
         """See ResetsOptimizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -217,6 +218,19 @@ def test_export_gives_back_the_folder_bit_for_bit(kind: str, folder: Path) -> No
     for name, tensor in original.items():
         assert torch.equal(exported[name], tensor), name
         assert exported[name].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_an_export_has_the_run_s_dtype(kind: str, tmp_path: Path, stored: str, dtype: str) -> None:
+    """Engines of a float32 run would sample from rounded weights, and those of a bfloat16 run get twice the bytes."""
+    tensors = load_file(tiny_model(tmp_path) / "model.safetensors").items()
+    save_file({name: one.to(getattr(torch, stored)) for name, one in tensors}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+    with started(kind, tmp_path, dtype=dtype) as backend:
+        backend.step(shares(kind, sequences(0)), learning_rate=LEARNING_RATE)
+        assert {entry.dtype for entry in backend.export().entries} == {getattr(torch, dtype)}
 
 
 def test_an_export_is_a_snapshot_that_hugging_face_loads(kind: str, folder: Path, tmp_path: Path) -> None:

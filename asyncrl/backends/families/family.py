@@ -85,7 +85,6 @@ def decoder_shape(
         is_tied=config.tie_word_embeddings,
         has_qkv_bias=has_qkv_bias,
         has_qk_norm=has_qk_norm,
-        dtype=config.dtype or torch.float32,
         rope_frequencies=frequencies,
         rope_scale=rope_scale,
         experts=experts,

@@ -185,7 +185,6 @@ class ModelShape:
     is_tied: bool
     has_qkv_bias: bool
     has_qk_norm: bool
-    dtype: torch.dtype
     rope_frequencies: torch.Tensor
     """f32[size / 2]: radians per position, for the first ``size`` numbers of a head."""
     rope_scale: float = 1.0

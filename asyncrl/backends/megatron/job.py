@@ -89,7 +89,7 @@ class Job:
     """Everything a rank needs to build the same models and optimizers as the others.
 
     transformer   extra fields of Megatron's TransformerConfig, for all models
-    quantization  format of exports (tensors/quantized_model.py); empty: the folder's dtype
+    quantization  format of exports (tensors/quantized_model.py); empty: dtype
     family        the run's own family of models (model.family)
     takes_turns   the models leave the device while engines read an export, which is then a copy of everything
     exports_to    memory for copies of exports: device or host

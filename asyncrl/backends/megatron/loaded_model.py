@@ -273,7 +273,7 @@ class LoadedModel:
         self._host_copies.fence()
 
     def _exported(self, *, keeps: bool, until_update: bool = False) -> Iterator[tuple[str, torch.Tensor | Kept]]:
-        """Yield (Hugging Face name, tensor in the folder's dtype) of what this rank exports, one parameter at a time.
+        """Yield (Hugging Face name, tensor in the run's dtype) of what this rank exports, one parameter at a time.
 
         keeps         frozen parameters as they are
         until_update  others as well: the next update changes them
@@ -291,7 +291,7 @@ class LoadedModel:
                 continue
             shards = self._gather_shards(entry, name, exporter)
             if shards:
-                dtype = torch.float32 if entry.is_router_bias else self._shape.dtype
+                dtype = torch.float32 if entry.is_router_bias else self._dtype
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
                 del shards
                 yield from ((theirs, one.to(dtype)) for theirs, one in zip(entry.huggingface, tensors, strict=True))
@@ -397,7 +397,7 @@ class LoadedModel:
     ) -> Kept:
         return Kept(
             shape=tuple(shape),
-            dtype=self._shape.dtype,
+            dtype=self._dtype,
             device=parameter.device,
             source=source,
             until_update=is_trained,
