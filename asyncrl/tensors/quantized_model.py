@@ -82,14 +82,6 @@ def find_scale(model: Path) -> str:
     return ""
 
 
-def describe_quantization(config: Path, about: dict[str, Any]) -> None:
-    """Add quantization_config to a config.json, to say that its weights are quantized."""
-    settings = json.loads(config.read_text())
-    text = json.dumps(settings | {"quantization_config": about}, indent=2)
-    config.unlink()  # it may be a link to the file of another version
-    config.write_text(text)
-
-
 def model_folder(model: Path, into: Path, quantization: str) -> Path:
     """Quantize the model into a folder whose name begins as ``into``, unless that was done before. Returns the folder.
 
@@ -139,7 +131,8 @@ def write_folder(
     if files[0].name != weight_files.WEIGHTS_FILE:
         text = json.dumps({"metadata": {}, "weight_map": index})
         (folder / weight_files.INDEX_FILE).write_text(text)
-    describe_quantization(folder / "config.json", describe([name.removesuffix(".weight") for name in kept]))
+    about = describe([name.removesuffix(".weight") for name in kept])
+    weight_files.describe(folder, {"quantization_config": about})
 
 
 def _is_linear(name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +127,15 @@ def fingerprint(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{folder}: cannot read its weights: {error}") from error
     return digest.hexdigest()
+
+
+def describe(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Set entries of the folder's config.json that say how its weights are stored."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    if settings | entries != settings:
+        path.unlink()  # it may be a link to the file of another version
+        path.write_text(json.dumps(settings | entries, indent=2))
 
 
 def verify(folder: Path, *, sha256: str, num_bytes: int) -> None:

@@ -16,9 +16,11 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -103,9 +105,11 @@ class FilesChannel(ChannelAdapter):
             add_companions(temporary, self._model_path)
             if adapters is not None:
                 (temporary / CONFIG_FILE).write_text(json.dumps(adapters, indent=1))
-            if quantized_model.are_quantized(name for one in files for name in one.names):
+            elif quantized_model.are_quantized(name for one in files for name in one.names):
                 about = quantized_model.config(self._quantization)
-                quantized_model.describe_quantization(temporary / "config.json", about)
+                weight_files.describe(temporary, {"quantization_config": about})
+            elif (temporary / "config.json").exists():  # the folder at model.path may have another dtype
+                weight_files.describe(temporary, {"dtype": _dtype_of(snapshot)})
             num_bytes = sum(one.num_bytes for one in files)
             sha256 = _complete(temporary, files)
             if os.path.lexists(folder):  # published by an earlier process that crashed before its checkpoint
@@ -307,6 +311,14 @@ class PartReader(PartWorker):
     def __call__(self, snapshot: Snapshot, command: bytes) -> bytes:
         data: bytes = safetensors.torch.save({name: tensor.cpu() for name, tensor in snapshot.tensors()})
         return data
+
+
+def _dtype_of(snapshot: Snapshot) -> str:
+    """Return the dtype that most numbers of a version have."""
+    numbers = Counter[torch.dtype]()
+    for entry in snapshot.entries:
+        numbers[entry.dtype] += math.prod(entry.shape)
+    return str(max(numbers, key=lambda dtype: numbers[dtype])).removeprefix("torch.")
 
 
 def _collect_adapters(snapshot: Snapshot) -> Snapshot:

@@ -110,6 +110,15 @@ def test_quantized_versions_say_their_format(tmp_path: Path, model_path: Path, q
         assert set(read_shapes(folder)) == {entry.name for entry in exported.entries}
 
 
+def test_a_version_says_its_own_dtype(tmp_path: Path, model_path: Path) -> None:
+    """Hugging Face loads a folder in the dtype that it says, and the model that was trained may have another one."""
+    channel = FilesChannel(tmp_path / "weights", keep=2, model_path=model_path)
+    for version, dtype in enumerate((torch.bfloat16, torch.float32)):
+        exported = Snapshot.from_tensors([("model.norm.weight", torch.ones(8, dtype=dtype))])
+        folder = channel.verify(channel.publish(exported, incarnation=0, policy_version=version))
+        assert transformers.AutoConfig.from_pretrained(folder).dtype == dtype
+
+
 def test_version_describes_what_was_published(files_channel: FilesChannel) -> None:
     weights = files_channel.publish(tensors(), incarnation=3, policy_version=7)
     assert weights.version == (3, 7)
