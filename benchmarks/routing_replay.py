@@ -36,7 +36,6 @@ from asyncrl.backends.megatron.job import Options as MegatronOptions
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout
-from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.engines.port import Engine
@@ -46,6 +45,7 @@ from asyncrl.messages.routing import NO_EXPERTS, unrouted
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence
+from tests.harness.families import make_tiny_family
 from tests.harness.packing import pack
 
 ARMS: Final = (
@@ -73,8 +73,8 @@ def main() -> None:
                     file.write(json.dumps(row) + "\n")
 
 
-def rows(scratch: Path, architecture: Architecture, engine: str) -> Iterator[dict[str, Any]]:
-    folder = make_tiny_model(scratch / "model", architecture=architecture, num_layers=4, initializer_range=0.15)
+def rows(scratch: Path, architecture: str, engine: str) -> Iterator[dict[str, Any]]:
+    folder = make_tiny_family(scratch / "model", architecture=architecture, num_layers=4, initializer_range=0.15)
     sampled = asyncio.run(_sampled(engine, folder, scratch))
     for of_engine, of_trainer, noise in ARMS:
         packed = sampled[of_engine]

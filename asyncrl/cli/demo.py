@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from asyncrl import config
 from asyncrl.data import demo_task
@@ -24,11 +24,8 @@ from asyncrl.launch.processes.gpus import num_gpus
 from asyncrl.launch.processes.launch import launch
 from asyncrl.os_process import own_command
 
-if TYPE_CHECKING:
-    from asyncrl.data.tiny_model import Architecture
-
 RUN_FILE: Final = Path("examples/demo.toml")
-MODELS: Final[dict[str, Architecture]] = {"dense": "qwen3", "moe": "qwen3_moe"}
+MODELS: Final = {"dense": "qwen3", "moe": "qwen3_moe"}
 ADAPTERS: Final = (
     "learner.lora={rank = 16, alpha = 32.0}",
     "learner.learning_rate=5e-3",

@@ -12,12 +12,8 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.rewards.port import Reward, Sample
-
-if TYPE_CHECKING:
-    from asyncrl.data.tiny_model import Architecture
 
 DIGITS = "01234567"
 ANSWER_LENGTH = 4
@@ -66,9 +62,7 @@ def _counts(lengths: Iterable[int]) -> list[dict[str, str]]:
     return rows
 
 
-def write(
-    folder: Path, *, seed: int = 0, architecture: Architecture = "qwen3", initializer_range: float = 0.05
-) -> None:
+def write(folder: Path, *, seed: int = 0, architecture: str = "qwen3", initializer_range: float = 0.05) -> None:
     """Write prompts.jsonl, held_out.jsonl and model, a tiny model with random weights, to ``folder``.
 
     initializer_range  standard deviation of the weights

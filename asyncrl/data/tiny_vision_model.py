@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import safetensors.torch
 import torch
 import transformers
 
-from asyncrl.data.tiny_model import CHARACTERS, family_entries, make_tokenizer
-from asyncrl.tensors.transformers_models import by_names_in_files
+from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer, mixture_entries, write_folder
 
 VisionArchitecture = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
@@ -36,15 +34,6 @@ CHAT_TEMPLATE: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-def write_weights(model: Any, folder: Path) -> None:
-    """Write weights as published files hold them: save_pretrained turns the matrices of Qwen3-VL's experts."""
-    named = by_names_in_files(model.state_dict(), model_type=model.config.model_type)
-    if model.config.tie_word_embeddings:
-        del named["lm_head.weight"]
-    weights = {name: tensor.contiguous() for name, tensor in named.items()}
-    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_tiny_vision_model(
@@ -117,10 +106,12 @@ def make_tiny_vision_model(
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 4}
         config_type = transformers.Qwen3VLMoeConfig
     if is_hybrid:  # half of every head is rotated
-        text |= family_entries(architecture, hidden_size, num_heads) | {"partial_rotary_factor": 0.5}
+        text |= hybrid_entries(hidden_size) | {"partial_rotary_factor": 0.5}
         text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
-        is_mixture = architecture == "qwen3_5_moe"
-        config_type = transformers.Qwen3_5MoeConfig if is_mixture else transformers.Qwen3_5Config
+        config_type = transformers.Qwen3_5Config
+    if architecture == "qwen3_5_moe":
+        text |= mixture_entries(hidden_size) | {"shared_expert_intermediate_size": hidden_size}
+        config_type = transformers.Qwen3_5MoeConfig
     text |= entries or {}
     config = config_type(
         architectures=[config_type.__name__.removesuffix("Config") + "ForConditionalGeneration"],
@@ -133,22 +124,11 @@ def make_tiny_vision_model(
         tie_word_embeddings=tie_word_embeddings,
         dtype=torch.float32,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        with torch.no_grad():  # as in tiny_model.py
-            model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=initializer_range)
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
+    write_folder(folder, config, tokenizer, seed=seed)
     if is_hybrid:  # published ones have it, and SGLang reads it
         written = json.loads((folder / "config.json").read_text())
         written["text_config"]["full_attention_interval"] = text["full_attention_interval"]
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    write_weights(model, folder)
-    transformers.GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,
@@ -160,3 +140,15 @@ def make_tiny_vision_model(
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
     return folder
+
+
+def hybrid_entries(hidden_size: int) -> dict[str, Any]:
+    """Return entries of config.json for linear attention in every second layer, two values for each of two keys."""
+    return {
+        "rms_norm_eps": 1e-3,  # the DeltaNet's norm amplifies rounding errors where a token reads next to nothing
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": hidden_size // 4,
+        "linear_value_head_dim": hidden_size // 2,
+    }

@@ -60,8 +60,8 @@ def make_vision_model(name: str, folder: Path, *, dtype: str = "bfloat16") -> Pa
     import torch
     import transformers
 
-    from asyncrl.data.tiny_model import make_tokenizer
-    from asyncrl.data.tiny_vision_model import CHAT_TEMPLATE, VISION_TOKENS, write_weights
+    from asyncrl.data.tiny_model import make_tokenizer, write_weights
+    from asyncrl.data.tiny_vision_model import CHAT_TEMPLATE, VISION_TOKENS
 
     kind, text, vision = VISION_SHAPES[name]
     tokenizer = make_tokenizer(max_positions=text["max_position_embeddings"])

@@ -24,7 +24,6 @@ from asyncrl.backends.models import AuxiliaryModel, with_policy
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.port import Backend
 from asyncrl.config.layout import Layout
-from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.messages.support import Support
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.algorithms.spec import resolve
@@ -33,6 +32,7 @@ from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, pack
 from asyncrl.policies.corrections.diagnostics import Sums
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from tests.harness import contract_adapters
+from tests.harness.families import make_tiny_family
 
 # Where flash-linear-attention is installed, transformers would run its CUDA kernels for models on the CPU as well.
 transformers.utils.import_utils.is_flash_linear_attention_available = lambda: False
@@ -100,9 +100,9 @@ def tiny_model(
     transformers initializes the pad embedding to 0. There the gradient of RMSNorm is 1 / sqrt(eps), a thousand times
     larger than for other tokens.
     """
-    make_tiny_model(
+    make_tiny_family(
         folder,
-        architecture=architecture,  # type: ignore[arg-type]
+        architecture=architecture,
         initializer_range=initializer_range,
         tie_word_embeddings=tied,
         num_layers=num_layers,

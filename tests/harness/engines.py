@@ -11,10 +11,10 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.messages import SamplingParams, WeightVersion
+from tests.harness.families import make_tiny_family
 
 PROMPT = np.array([5, 9, 12, 7, 30], dtype=np.int32)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
@@ -26,9 +26,9 @@ class Model:
     """A random model in a folder, and the same model loaded by Hugging Face."""
 
     def __init__(
-        self, folder: Path, *, seed: int, architecture: Architecture = "qwen3", tie_word_embeddings: bool = False
+        self, folder: Path, *, seed: int, architecture: str = "qwen3", tie_word_embeddings: bool = False
     ) -> None:
-        self.folder = make_tiny_model(
+        self.folder = make_tiny_family(
             folder,
             architecture=architecture,
             seed=seed,

@@ -12,7 +12,8 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from asyncrl.data.tiny_vision_model import make_tiny_vision_model, write_weights
+from asyncrl.data.tiny_model import write_weights
+from asyncrl.data.tiny_vision_model import make_tiny_vision_model
 from asyncrl.messages.images import ImageRef
 from asyncrl.policies.batching.images import ImagePatches
 from asyncrl.policies.batching.packing import TrainingSequence

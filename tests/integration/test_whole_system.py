@@ -14,6 +14,8 @@ from statistics import median
 import numpy as np
 import pytest
 
+from tests.harness.families import make_tiny_family
+
 pytest.importorskip("ray")
 
 from asyncrl.data import demo_task
@@ -105,7 +107,9 @@ asyncio.run(main())
 @pytest.fixture
 async def owner(tmp_path: Path) -> AsyncIterator[Process]:
     """The process that owns the server."""
-    demo_task.write(tmp_path, architecture="glm4_moe")
+    demo_task.write(tmp_path)
+    sizes = {"characters": demo_task.DIGITS, "max_positions": 64, "initializer_range": 0.05}
+    make_tiny_family(tmp_path / "model", architecture="glm4_moe", **sizes)
     owner = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

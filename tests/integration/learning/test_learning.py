@@ -12,7 +12,7 @@ import torch
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
-from asyncrl.data.tiny_model import Architecture
+from tests.harness.families import make_tiny_family
 from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
 
 pytestmark = pytest.mark.slow
@@ -118,11 +118,18 @@ async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, n
 
 @pytest.mark.parametrize(("backend", "architecture"), [("reference", "qwen3_moe"), ("megatron", "gpt_oss")])
 async def test_engines_of_a_mixture_sample_from_the_weights_that_are_trained(
-    tmp_path: Path, backend: str, architecture: Architecture
+    tmp_path: Path, backend: str, architecture: str
 ) -> None:
     """Four steps of each backend: the engine's logprobs equal the trainer's, up to rounding. Megatron computes a prompt
     once for its samples."""
-    demo_task.write(tmp_path, architecture=architecture)
+    demo_task.write(tmp_path)
+    make_tiny_family(
+        tmp_path / "model",
+        architecture=architecture,
+        characters=demo_task.DIGITS,
+        max_positions=64,
+        initializer_range=0.05,
+    )
     run = demo_run(tmp_path)
     synchronous = changed(changed(run, "run", mode="sync", name="mixture"), "learner", backend=backend)
     rows = await train(synchronous, memory_bus())

@@ -17,6 +17,7 @@ from asyncrl.engines.sglang.checks import numbers
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.summary import summarize
+from tests.harness.families import make_tiny_family
 from tests.unit.launch.checks.test_run_file import RUN_FILE
 
 GROUP_BYTES = 8 * (1024 + 8) * 2 * 2
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     demo_task.write(path)
     make_tiny_model(path / "model", architecture="qwen3_moe")
     make_tiny_model(path / "dense")
-    make_tiny_model(path / "mixtral", architecture="mixtral")
+    make_tiny_family(path / "mixtral", architecture="mixtral")
     (path / "run.toml").write_text(RUN_FILE.format(folder=path))
     return path
 

@@ -13,6 +13,7 @@ from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch.summary import summarize
+from tests.harness.families import make_tiny_family
 from tests.unit.launch.checks.test_run_file import RUN_FILE
 
 
@@ -21,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     demo_task.write(path)
     make_tiny_model(path / "model")
-    make_tiny_model(path / "linear", architecture="qwen3_next")
+    make_tiny_family(path / "linear", architecture="qwen3_next")
     (path / "run.toml").write_text(RUN_FILE.format(folder=path))
     return path
 

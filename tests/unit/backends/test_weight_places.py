@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.backends import huggingface, weight_cuts, weight_places
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.weight_map import Part, weight_map
-from asyncrl.data.tiny_model import make_tiny_model
+from tests.harness.families import make_tiny_family
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
@@ -29,7 +29,7 @@ def test_flat_range_is_covered_by_few_rectangles(sizes: list[int], data: st.Data
 
 
 def shape_of(folder: Path, architecture: str) -> ModelShape:
-    make_tiny_model(folder, architecture=architecture)  # type: ignore[arg-type]
+    make_tiny_family(folder, architecture=architecture)
     return huggingface.read_shape(folder)
 
 

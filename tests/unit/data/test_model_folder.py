@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +19,11 @@ from asyncrl import config
 from asyncrl.data import demo_task
 from asyncrl.data.model_folder import REFUSED_ARCHITECTURES, check_model, require_supported
 from asyncrl.data.prompts import PromptDataset
-from asyncrl.data.tiny_model import CHARACTERS, Architecture, make_tiny_model
+from asyncrl.data.tiny_model import CHARACTERS, make_tiny_model
 from asyncrl.data.tokenizer import is_generic, load_tokenizer
 from asyncrl.errors import ConfigError
 from tests import ROOT
+from tests.harness.families import ARCHITECTURES, make_tiny_family
 
 
 @pytest.fixture
@@ -52,9 +53,9 @@ def test_a_tiny_model_of_each_architecture_loads_and_speaks(
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
 
 
-@pytest.mark.parametrize("architecture", get_args(Architecture))
-def test_the_sizes_of_every_architecture_go_with_its_weights(tmp_path: Path, architecture: Any) -> None:
-    folder = make_tiny_model(tmp_path, architecture=architecture)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_sizes_of_every_architecture_go_with_its_weights(tmp_path: Path, architecture: str) -> None:
+    folder = make_tiny_family(tmp_path, architecture=architecture)
     checked = check_model(folder)
     assert (checked.architecture, checked.vocab_size) == (
         json.loads((folder / "config.json").read_text())["architectures"][0],
@@ -176,7 +177,7 @@ TEXT = "12+3=15? yes <eos>"
 CHAT = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
 
 
-def write(folder: Path, architecture: Architecture, **said: object) -> Path:
+def write(folder: Path, architecture: str, **said: object) -> Path:
     """A tiny model with additional entries in its tokenizer_config.json."""
     make_tiny_model(folder, architecture=architecture)
     file = folder / "tokenizer_config.json"
@@ -187,7 +188,7 @@ def write(folder: Path, architecture: Architecture, **said: object) -> Path:
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_it_is_of_the_class_and_says_the_words_that_transformers_finds(
-    tmp_path: Path, architecture: Architecture, kind: str
+    tmp_path: Path, architecture: str, kind: str
 ) -> None:
     folder = write(tmp_path, architecture, tokenizer_class=kind)
     ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

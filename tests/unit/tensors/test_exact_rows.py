@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
-from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.transformers_models import LOADING
 
 
-def model(folder: Path, architecture: Architecture = "qwen3", dtype: torch.dtype = torch.float32) -> Any:
+def model(folder: Path, architecture: str = "qwen3", dtype: torch.dtype = torch.float32) -> Any:
     make_tiny_model(folder, architecture=architecture, initializer_range=0.2)
     with LOADING:
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -27,7 +27,7 @@ TOKENS = torch.randint(4, 40, (5, 33), generator=torch.Generator().manual_seed(0
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 @torch.no_grad()
 def test_a_token_s_logits_do_not_depend_on_its_neighbours(
-    architecture: Architecture, dtype: torch.dtype, tmp_path: Path
+    architecture: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     made = model(tmp_path, architecture, dtype)
     ordinary = made(TOKENS).logits

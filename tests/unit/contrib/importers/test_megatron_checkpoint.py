@@ -18,18 +18,16 @@ from asyncrl.backends.families.table import FAMILIES
 from asyncrl.cli.main import main
 from asyncrl.contrib.importers import megatron_checkpoint
 from asyncrl.contrib.importers.megatron_checkpoint import convert
-from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.data.tiny_vision_model import VisionArchitecture
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
-
-ARCHITECTURES = get_args(Architecture)
+from tests.harness.families import ARCHITECTURES, make_tiny_family
 
 
 def made(folder: Path, architecture: str = "qwen3_moe", *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A model in bfloat16, with the router's bias in float32."""
-    make_tiny_model(folder, architecture=architecture, tie_word_embeddings=architecture == "qwen2")  # type: ignore[arg-type]
+    make_tiny_family(folder, architecture=architecture, tie_word_embeddings=architecture == "qwen2")
     path = folder / "model.safetensors"
     tensors = {
         name: one if name.endswith("e_score_correction_bias") else one.to(dtype)

@@ -19,15 +19,15 @@ from asyncrl.cli.main import main
 from asyncrl.contrib.importers import mxfp4
 from asyncrl.contrib.importers.quantized_folder import import_folder
 from asyncrl.data.model_folder import copy_all_but_weights, require_supported
-from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import fp8, quantized_model
+from tests.harness.families import make_tiny_family
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    make_tiny_model(folder, architecture="deepseek_v3")
+    make_tiny_family(folder, architecture="deepseek_v3")
     return folder
 
 
@@ -83,7 +83,7 @@ def test_a_model_type_of_its_own_code_is_refused_with_what_mends_it_and_imported
 
 def mimo(folder: Path) -> Path:
     """A tiny MiMo-7B as it is published: Qwen2 with a layer that predicts further tokens. Returns what it becomes."""
-    text = make_tiny_model(folder / "text", architecture="qwen2")
+    text = make_tiny_family(folder / "text", architecture="qwen2")
     config = json.loads((text / "config.json").read_text())
     changes = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     further = {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 128)}
@@ -93,7 +93,7 @@ def mimo(folder: Path) -> Path:
 
 def qwen3_5(folder: Path) -> Path:
     """A tiny Qwen3.5 as it is published: with eyes, and a layer's experts in two tensors. Returns its text part."""
-    text = make_tiny_model(folder / "text", architecture="qwen3_5_moe")
+    text = make_tiny_family(folder / "text", architecture="qwen3_5_moe")
     config, tensors = json.loads((text / "config.json").read_text()), load_file(text / "model.safetensors")
     inner = {key: value for key, value in config.items() if key not in ("architectures", "tie_word_embeddings")}
     inner["rope_parameters"]["mrope_section"] = [2, 0, 0]
@@ -112,7 +112,7 @@ def qwen3_5(folder: Path) -> Path:
 
 def minimax_m2(folder: Path) -> Path:
     """A tiny MiniMax-M2 whose config.json has the rotated part of a head only under its engines' name."""
-    text = make_tiny_model(folder / "text", architecture="minimax_m2")
+    text = make_tiny_family(folder / "text", architecture="minimax_m2")
     config = json.loads((text / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     save(folder / "published", config, load_file(text / "model.safetensors"), like=text)
@@ -144,7 +144,7 @@ def test_a_published_model_is_imported_as_the_one_that_transformers_reads(
 @pytest.fixture
 def in_four_bits(tmp_path: Path) -> Path:
     """A tiny gpt-oss as it is published: 4-bit experts, no dtype in config.json, scales in a file of their own."""
-    folder = make_tiny_model(tmp_path / "gpt-oss", architecture="gpt_oss")
+    folder = make_tiny_family(tmp_path / "gpt-oss", architecture="gpt_oss")
     config = json.loads((folder / "config.json").read_text())
     del config["dtype"]
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))

@@ -14,7 +14,6 @@ from asyncrl import config
 from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
-from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.data.tiny_vision_model import make_tiny_vision_model
 from asyncrl.engines.sglang import options as sglang_options
 from asyncrl.environments.builtin import given
@@ -24,6 +23,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.summary import summarize
 from asyncrl.messages import PromptGroup, Trajectory
+from tests.harness.families import make_tiny_family
 
 RUN_FILE = """
 [run]
@@ -67,7 +67,7 @@ def make_run(folder: Path, tmp_path: Path) -> RunMaker:
 
 
 def changed_model(folder: Path, architecture: Any, **changes: Any) -> Path:
-    make_tiny_model(folder, architecture=architecture)
+    make_tiny_family(folder, architecture=architecture)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder

@@ -14,11 +14,12 @@ from asyncrl.backends import lora
 from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.shared_settings import digests, shared_settings
 from asyncrl.data.demo_task import DIGITS
-from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.data.tiny_vision_model import make_tiny_vision_model
 from asyncrl.engines.inprocess.engine import InProcessEngine
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.run_file import check
+from tests.harness.families import make_tiny_family
 
 SERVER = ["engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"]
 
@@ -226,9 +227,9 @@ def test_trained_parts_can_be_chosen(run_file: Path) -> None:
     ],
 )
 def test_adapters_are_published_alone_where_engines_take_the_adapted_matrices(
-    architecture: Architecture, modules: list[str], problem: str | None, run_file: Path, tmp_path: Path
+    architecture: str, modules: list[str], problem: str | None, run_file: Path, tmp_path: Path
 ) -> None:
-    model = make_tiny_model(tmp_path / "model", architecture=architecture)
+    model = make_tiny_family(tmp_path / "model", architecture=architecture)
     overrides = [f"model.path={json.dumps(str(model))}", "engine.kind=sglang"]
     for publish in ("merged", "adapter"):
         run = config.load(run_file, [*overrides, f"learner.lora={{rank=8, modules={modules}, publish='{publish}'}}"])
