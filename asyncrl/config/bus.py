@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from asyncrl.config.checks import positive, require
+from asyncrl.config.checks import NonNegative, Positive, Range, require
 
 _LARGEST_MESSAGE: Final = 2**30
 """nats-server counts the bytes of a message, including headers, in 31 bits."""
@@ -40,37 +40,29 @@ class BusSection:
     """PEM file of the client certificate, for a server that requires one; {role} works as in credentials."""
     tls_key: str = ""
     """PEM file with the private key of tls_certificate."""
-    port: int = 0
+    port: Annotated[int, Range(low=0, high=65_535)] = 0
     """Port of the server that is started for this run; 0: a free port."""
     store: Literal["file", "memory"] = "file"
     """Where JetStream keeps messages. file survives a restart of the server; memory does not."""
-    sync_seconds: float = 1.0
+    sync_seconds: NonNegative[float] = 1.0
     """Seconds between syncs of the server's files to disk, for the server started for this run: what a power failure
     may cost. 0: sync each message before it is acknowledged."""
-    max_message_bytes: int = 8 * 2**20
+    max_message_bytes: Annotated[int, Range(low=1, high=_LARGEST_MESSAGE)] = 8 * 2**20
     """Maximum message size (max_payload) of the server started for this run."""
-    max_group_bytes: int = 2**30
+    max_group_bytes: Positive[int] = 2**30
     """Maximum size of a trajectory group, at most half of max_log_bytes. A larger group fails. A group larger than
     max_message_bytes is stored in pieces."""
-    max_log_bytes: int = 4 * 2**30
+    max_log_bytes: Positive[int] = 4 * 2**30
     """Maximum size of the trajectory log. The log is trimmed up to the second newest checkpoint. Workers wait while it
     is full."""
-    connect_seconds: float = 10.0
+    connect_seconds: Positive[float] = 10.0
     """How long a starting process tries to reach a server that does not answer before it exits with code 1."""
-    ack_seconds: float = 30.0
+    ack_seconds: Annotated[float, Range(low=0.1)] = 30.0
     """A prompt is redelivered to another worker after its worker was silent for this many seconds."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of your own bus class; nats and memory take none."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
-        positive(self, "max_message_bytes", "max_group_bytes", "max_log_bytes", "connect_seconds")
-        require(
-            self.max_message_bytes <= _LARGEST_MESSAGE,
-            f"max_message_bytes must be at most {_LARGEST_MESSAGE:,}, got {self.max_message_bytes:,}",
-        )
-        require(self.ack_seconds >= 0.1, f"ack_seconds must be >= 0.1, got {self.ack_seconds}")
-        require(self.sync_seconds >= 0, f"sync_seconds must be 0 or more, got {self.sync_seconds}")
         require(
             not self.url or "://" in self.url,
             f"url must start with nats:// or tls://, got {self.url.partition(':')[0]}:...",

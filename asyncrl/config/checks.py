@@ -5,8 +5,10 @@ Errors name the key; the caller that builds the section adds its name.
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Final, TypeVar
 from urllib.parse import urlsplit
 
 from asyncrl.config.secret_values import hide_credentials
@@ -23,14 +25,45 @@ MOST_STOPS: Final = 32
 """Limit of SGLang for the stop texts of a request."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The numbers that a key allows: low <= value <= high, or low < value where ``is_open``.
+
+    Infinity is allowed unless ``is_finite``; it turns a bound off. Error messages append ``why``.
+    """
+
+    low: float
+    high: float = math.inf
+    is_open: bool = False
+    is_finite: bool = False
+    why: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        is_above = self.low < value if self.is_open else self.low <= value
+        return is_above and value <= self.high and (math.isfinite(value) or not self.is_finite)
+
+    def __str__(self) -> str:
+        low, high = (f"{one:,}" if isinstance(one, int) else f"{one:g}" for one in (self.low, self.high))
+        bounds = [f"{'>' if self.is_open else '>='} {low}"]
+        bounds += [f"<= {high}"] if self.high < math.inf else ["finite"] if self.is_finite else []
+        return " and ".join(bounds) + self.why
+
+
+_OFF: Final = " (0 is off)"
+N = TypeVar("N", int, float)
+Positive = Annotated[N, Range(low=0, is_open=True)]
+NonNegative = Annotated[N, Range(low=0)]
+OrOff = Annotated[N, Range(low=0, why=_OFF)]
+OrNoLimit = Annotated[N, Range(low=0, why=" (0 is no limit)")]
+ShareOrOff = Annotated[float, Range(low=0, high=1, why=_OFF)]
+PositiveShare = Annotated[float, Range(low=0, high=1, is_open=True)]
+NumKept = Annotated[int, Range(low=0, high=MOST_KEPT)]
+"""Ranges of keys, which tables.py checks."""
+
+
 def require(condition: bool, problem: str) -> None:
     if not condition:
         raise ConfigError(problem)
-
-
-def positive(section: Any, *names: str) -> None:
-    for name in names:
-        require(getattr(section, name) > 0, f"{name} must be > 0, got {getattr(section, name)}")
 
 
 def require_http(url: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asyncrl.config.checks import positive, require
+from asyncrl.config.checks import NonNegative, Positive, require
 
 _TEMPLATES_OWN: Final = frozenset(
     ("tokenize", "add_generation_prompt", "conversation", "messages", "tools", "continue_final_message")
@@ -22,7 +22,7 @@ class DataFile:
     """File, as in data.path."""
     name: str = ""
     """Value of Sample.dataset for these prompts; empty: the name of the file."""
-    weight: float = 0.0
+    weight: NonNegative[float] = 0.0
     """Share of prompts drawn from this file, relative to the sum of all weights, in whole rows of an epoch and at least
     one. 0 in all files: every row once per epoch."""
     weights: tuple[float, ...] = ()
@@ -35,7 +35,6 @@ class DataFile:
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path is empty; name a file")
-        require(self.weight >= 0, f"weight must be >= 0, got {self.weight:g}")
         require(not (self.weight and self.weights), "weight and weights are both there; keep one")
         require(
             not self.weights or (min(self.weights) >= 0 and max(self.weights) > 0),
@@ -99,15 +98,13 @@ class DataSection:
     """Message put before every prompt, with the role "system"; needs chat_template."""
     shuffle: bool = True
     """Shuffle the rows in every epoch, with run.seed."""
-    epochs: int = 0
+    epochs: NonNegative[int] = 0
     """Passes over the data; 0: repeat it until run.steps."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Positive[int] = 1024
     """Prompts longer than this many tokens are skipped and counted. So are prompts that leave less than
     rollout.max_new_tokens of the engine's context, which is the model's; SGLang's is 6 tokens shorter."""
 
     def __post_init__(self) -> None:
-        positive(self, "max_prompt_tokens")
-        require(self.epochs >= 0, f"epochs must be >= 0, got {self.epochs}")
         given = [key for key in ("path", "files", "source") if getattr(self, key)]
         require(len(given) <= 1, f"{' and '.join(given)} are both there; say where the prompts are once")
         require(not self.options or bool(self.source), "options are of a source, and there is none")

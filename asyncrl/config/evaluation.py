@@ -12,9 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from asyncrl.config.checks import MOST_STOPS, MOST_WORKERS, positive, require
+from asyncrl.config.checks import (
+    MOST_STOPS,
+    MOST_WORKERS,
+    NonNegative,
+    OrNoLimit,
+    OrOff,
+    Positive,
+    PositiveShare,
+    Range,
+    require,
+)
 from asyncrl.config.data import require_template
 from asyncrl.config.reward import RewardSection
 
@@ -50,38 +60,38 @@ class EvaluationDataset:
     """As data.chat_template_options."""
     system_prompt: str = ""
     """As data.system_prompt."""
-    limit: int = 0
+    limit: NonNegative[int] = 0
     """Evaluate only the first prompts, up to this number; 0: all."""
-    max_prompt_tokens: int = 0
+    max_prompt_tokens: NonNegative[int] = 0
     """Maximum prompt length. A longer prompt is refused, not skipped: an evaluation covers every prompt. 0: what
     max_new_tokens leaves of the engine's context."""
-    samples: int = 1
+    samples: Positive[int] = 1
     """Number of answers per prompt, n."""
     k: tuple[int, ...] = ()
     """Values of k for pass@k and pass^k; empty: 1, 2, 4, ... and n."""
     solved_at: float = 1.0
     """An answer with at least this reward counts as solved in pass@k, pass^k and majority@n."""
-    max_new_tokens: int = 0
+    max_new_tokens: NonNegative[int] = 0
     """Maximum length of an answer, in tokens; 0: rollout.max_new_tokens."""
-    temperature: float = 1.0
+    temperature: NonNegative[float] = 1.0
     """Sampling temperature. 0: always the likeliest token; then one answer per prompt is enough."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Nucleus sampling; 1 is off."""
-    top_k: int = 0
+    top_k: NonNegative[int] = 0
     """Top-k sampling; 0 is off."""
-    max_context_tokens: int = 0
+    max_context_tokens: NonNegative[int] = 0
     """As rollout.max_context_tokens."""
-    min_new_tokens: int = 0
+    min_new_tokens: NonNegative[int] = 0
     """As rollout.min_new_tokens."""
     stop: tuple[str, ...] = ()
     """As rollout.stop."""
     stop_token_ids: tuple[int, ...] = ()
     """As rollout.stop_token_ids."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Range(low=0, high=2, is_open=True)] = 1.0
     """Penalty for repeated tokens; 1 is off. Only here, because evaluation answers are not trained."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Range(low=-2, high=2)] = 0.0
     """Penalty for tokens that are already present; 0 is off."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, Range(low=-2, high=2)] = 0.0
     """Penalty for tokens by how often they occurred; 0 is off."""
     metrics: str = ""
     """"package.module:function" of your own that takes all answers (Answered of policies/evaluation/results.py) and
@@ -96,20 +106,10 @@ class EvaluationDataset:
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
         require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
-        positive(self, "samples")
-        lengths = ("max_prompt_tokens", "max_new_tokens", "min_new_tokens", "max_context_tokens")
-        for key in ("limit", "top_k", "temperature", *lengths):
-            require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")
-        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(
             not self.max_new_tokens or self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens must be <= max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",
         )
-        require(
-            0 < self.repetition_penalty <= 2, f"repetition_penalty must be in (0, 2], got {self.repetition_penalty:g}"
-        )
-        for key in ("presence_penalty", "frequency_penalty"):
-            require(-2 <= getattr(self, key) <= 2, f"{key} must be in [-2, 2], got {getattr(self, key):g}")
         require(
             all(0 <= token < 2**31 for token in self.stop_token_ids),
             f"stop_token_ids must be token ids, >= 0, got {list(self.stop_token_ids)}",
@@ -135,7 +135,7 @@ class EvaluationDataset:
 class EvaluationSection:
     """When and where the data sets are evaluated. Without ``datasets`` nothing is evaluated."""
 
-    every_steps: int = 0
+    every_steps: OrOff[int] = 0
     """Steps between evaluations; 0: only ``at_start`` and ``at_end``."""
     at_start: bool = True
     """Evaluate before the first step."""
@@ -151,18 +151,15 @@ class EvaluationSection:
     """dedicated: number of workers that `asyncrl run` starts only for evaluations."""
     gpus: tuple[int, ...] = ()
     """dedicated: GPUs for these workers; empty: the GPUs after those of the rollout workers."""
-    timeout_seconds: float = 3600.0
+    timeout_seconds: OrNoLimit[float] = 3600.0
     """An evaluation that takes longer is reported as incomplete; 0: no limit."""
-    enough: float = 1.0
+    enough: PositiveShare = 1.0
     """Share of all prompts whose answers end an evaluation. Below 1 it is reported as incomplete, and its means leave
     the slowest prompts out, which are usually those with the longest answers. `asyncrl evaluate` takes them all."""
     datasets: tuple[EvaluationDataset, ...] = ()
     """The data sets: one table [[evaluation.datasets]] each."""
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 0, f"every_steps must be >= 0 (0 is off), got {self.every_steps}")
-        require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is off), got {self.timeout_seconds}")
-        require(0 < self.enough <= 1, f"enough must be in (0, 1], got {self.enough}")
         names = [dataset.name for dataset in self.datasets]
         for name in names:
             require(names.count(name) == 1, f"datasets: two are called {name!r}; metrics need a name for each")

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.checks import positive, require
+from asyncrl.config.checks import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,6 @@ class Layout:
     is_sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        positive(self, "ranks")
-        for size, key in _KEYS.items():
-            require(getattr(self, size) > 0, f"{key} must be > 0, got {getattr(self, size)}")
         self._require_multiple("tensor", "context", "pipeline")
         self._require_multiple("expert_tensor", "expert", "pipeline")
         require(

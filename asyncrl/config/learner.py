@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from asyncrl.config.checks import MOST_THREADS, compile_pattern, positive, require
+from asyncrl.config.checks import MOST_THREADS, NonNegative, OrOff, Positive, Range, compile_pattern, require
 from asyncrl.config.layout import Layout
 
 VISION_TOWER: Final = r"^(model\.)?visual\."
@@ -17,9 +17,9 @@ VISION_TOWER: Final = r"^(model\.)?visual\."
 class LoraSection:
     """Train low-rank adapters (arXiv:2106.09685) of the policy instead of its own weights."""
 
-    rank: int = 0
+    rank: OrOff[int] = 0
     """Rank of the adapters; 0: train the model itself."""
-    alpha: float = 32.0
+    alpha: Positive[float] = 32.0
     """The output of an adapter is multiplied by alpha / rank."""
     modules: tuple[str, ...] = ("all-linear",)
     """Matrices of the layers that get an adapter, by the last part of their Hugging Face names, such as ["q_proj",
@@ -30,8 +30,6 @@ class LoraSection:
     adapter: only the adapters; generation does not pause, and each answer is of the version with which it began."""
 
     def __post_init__(self) -> None:
-        require(self.rank >= 0, f"rank must be >= 0 (0 is off), got {self.rank}")
-        positive(self, "alpha")
         require(bool(self.modules), 'modules is empty; "all-linear" selects all')
         require(
             self.rank > 0 or self.publish == "merged", 'publish = "adapter" needs a rank > 0: rank 0 trains no adapters'
@@ -44,71 +42,71 @@ class LearnerSection:
     """Training backend: a name, or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs if there are any."""
-    ranks: int = 1
+    ranks: Positive[int] = 1
     """Number of learner processes. tensor_parallel x context_parallel x pipeline_parallel ranks hold one copy of the
     model; each copy trains different data."""
-    machines: int = 1
+    machines: Positive[int] = 1
     """1: the learner process starts its other ranks itself. More: `asyncrl run` starts them in this many groups of
     equal size, with launcher "ray" each on its own machine. Without Ray, start `asyncrl learner` with torchrun on
     each machine."""
-    tensor_parallel: int = 1
+    tensor_parallel: Positive[int] = 1
     """Ranks that share every layer; each holds a part of its matrices."""
     sequence_parallel: Literal["auto", "on", "off"] = "auto"
     """on: tensor-parallel ranks also split the tokens where they do not split matrices, which saves memory. auto: on if
     there are tensor-parallel ranks."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: Positive[int] = 1
     """Pipeline stages. Each stage holds some consecutive layers. Stages idle at both ends of a step; more micro-batches
     per step for each copy of the model reduce that idle time."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: Positive[int] = 1
     """Parts of the layers on each stage, interleaved with those of the other stages. More parts reduce idle time and
     increase communication."""
-    context_parallel: int = 1
+    context_parallel: Positive[int] = 1
     """Ranks that share every packed row, for sequences that do not fit on one rank. In layers with linear attention
     they share its key heads, those of a tensor-parallel rank."""
-    expert_parallel: int = 1
+    expert_parallel: Positive[int] = 1
     """Ranks over which the experts of each layer are distributed, in a mixture of experts."""
-    expert_tensor_parallel: int = 1
+    expert_tensor_parallel: Positive[int] = 1
     """Ranks that share every expert, each with a part of its intermediate size; all of them get its tokens. For experts
     too large for one rank: expert_parallel, which distributes whole experts, exchanges less."""
     gpus: tuple[int, ...] = ()
     """GPU of each rank, counted from 0, when `asyncrl run` starts the ranks; empty: the first GPUs."""
-    threads: int = 0
+    threads: Annotated[int, Range(low=0, high=MOST_THREADS)] = 0
     """CPU threads of each rank; 0: PyTorch's default."""
-    profile_steps: tuple[int, ...] = ()
+    profile_steps: tuple[Positive[int], ...] = ()
     """Steps to profile on the learner's first rank, such as [10, 11]. Traces (and memory snapshots on a GPU) go to
     profile/ of the run's folder."""
-    groups_per_batch: int = 16
+    groups_per_batch: Positive[int] = 16
     """Prompt groups per step of the run. A step trains one batch and makes one policy version."""
-    steps_per_batch: int = 1
+    steps_per_batch: Positive[int] = 1
     """Optimizer steps on each batch, each on a mini-batch of whole groups. Clipping has an effect from the second
     on. Staleness, run.steps, schedules, checkpoints and metrics count batches."""
-    micro_batch_tokens: int = 16_384
+    micro_batch_tokens: Positive[int] = 16_384
     """Packed tokens per forward pass. A longer trajectory gets its own micro-batch."""
     shared_prefixes: Literal["auto", "on", "off"] = "auto"
     """Compute tokens once that several sequences of a batch begin with, with the numbers of whole sequences up to
     rounding. auto: where backend and models can, for batches in which it costs less. on: the same, and refused where
     they cannot."""
-    learning_rate: float = 1e-6
+    learning_rate: Positive[float] = 1e-6
     """Peak learning rate of AdamW."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegative[int] = 0
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the policy's learning rate after the warm-up."""
     min_learning_rate: float = 0.0
     """Final learning rate of the decay."""
-    decay_steps: int = 0
+    decay_steps: NonNegative[int] = 0
     """Step at which the decay ends, counted from the start of the warm-up; 0: run.steps. If you plan to resume with
     more steps, set this to the total number of steps."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative[float] = 0.0
     """Weight decay of AdamW."""
     betas: tuple[float, ...] = (0.9, 0.95)
     """Betas of AdamW."""
-    eps: float = 1e-8
+    eps: Positive[float] = 1e-8
     """Epsilon of AdamW."""
     reset_optimizer: bool = False
     """Start AdamW anew for every batch: moments and step counts of 0. With steps_per_batch = 1 its moments are never
     kept, which saves 8 bytes a parameter, and every update is about learning_rate x the sign of the gradient."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive[float] = 1.0
     """Gradients are clipped to this norm."""
     freeze: tuple[str, ...] = ()
     """Regular expressions, such as "embed_tokens" or "layers\\.[0-9]\\.". Parameters of the policy whose Hugging Face
@@ -126,28 +124,21 @@ class LearnerSection:
     experts_directory: str = ""
     """Folder on a local disk for the experts (rollout.routing_replay) of groups that wait to be trained: hundreds of
     bytes a token for large mixtures. Their files are mapped and deleted at once. Empty: they stay in memory."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: NonNegative[int] = 10
     """The run ends after this many consecutive steps with a non-finite loss or gradient; 0: never."""
-    quarantine_mismatch: float = 0.5
+    quarantine_mismatch: NonNegative[float] = 0.5
     """Quarantine a worker whose fresh answers differ from the trainer's logprobs by more than this (mean
     |difference| in nats per token): its groups are no longer trained. 0 is off. Typical: bfloat16 0.02, a wrong
     temperature 0.3 or more, wrong weights several nats."""
-    logprob_check_every: int = 10
+    logprob_check_every: Positive[int] = 10
     """Steps between these comparisons. Each takes two answers per worker and one forward pass."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the backend."""
 
     def __post_init__(self) -> None:
-        positive(self, "groups_per_batch", "micro_batch_tokens")
-        positive(self, "learning_rate", "max_grad_norm", "eps", "logprob_check_every")
-        positive(self, "steps_per_batch", "machines")
         _ = self.layout  # raises ConfigError if the sizes do not fit
         require(
             self.ranks % self.machines == 0, f"ranks must be a multiple of machines ({self.machines}), got {self.ranks}"
-        )
-        require(
-            all(step >= 1 for step in self.profile_steps),
-            f"profile_steps must be numbers of steps, from 1, got {list(self.profile_steps)}",
         )
         for key in ("freeze", "train_only"):
             for pattern in getattr(self, key):
@@ -171,15 +162,6 @@ class LearnerSection:
             self.decay_steps == 0 or self.decay_steps > self.warmup_steps,
             f"decay_steps must be > warmup_steps ({self.warmup_steps}), got {self.decay_steps}",
         )
-        require(0 <= self.threads <= MOST_THREADS, f"threads must be in 0..{MOST_THREADS}, got {self.threads}")
-        for name in (
-            "warmup_steps",
-            "decay_steps",
-            "weight_decay",
-            "max_skipped_steps",
-            "quarantine_mismatch",
-        ):
-            require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas must be two numbers in [0, 1), got {list(self.betas)}",

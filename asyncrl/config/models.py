@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.checks import MOST_KEPT, require
+from asyncrl.config.checks import NonNegative, NumKept, OrOff, Positive, require
 from asyncrl.errors import ConfigError
 
 
@@ -19,45 +19,38 @@ class CriticSection:
 
     path: str = ""
     """Hugging Face folder of the initial weights, without the output layer: values start at 0. Empty: model.path."""
-    learning_rate: float = 0.0
+    learning_rate: NonNegative[float] = 0.0
     """Learning rate, often ten times that of the policy; 0: learner.learning_rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the critic's learning rate, until the run's last step."""
-    min_learning_rate: float = 0.0
+    min_learning_rate: NonNegative[float] = 0.0
     """Final learning rate of the decay."""
-    rate_warmup_steps: int = 0
+    rate_warmup_steps: NonNegative[int] = 0
     """Steps over which the critic's learning rate rises linearly from 0."""
-    weight_decay: float | None = None
+    weight_decay: NonNegative[float] | None = None
     """Weight decay of the critic's AdamW; not set: learner.weight_decay."""
     betas: tuple[float, ...] = ()
     """Betas of the critic's AdamW; empty: learner.betas."""
-    eps: float = 0.0
+    eps: NonNegative[float] = 0.0
     """Epsilon of the critic's AdamW; 0: learner.eps."""
-    max_grad_norm: float = 0.0
+    max_grad_norm: NonNegative[float] = 0.0
     """The critic's gradients are clipped to this norm; 0: learner.max_grad_norm."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig for the critic, over those of learner.megatron: the layers of its first
     stage, if it has others than the policy."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegative[int] = 0
     """Number of first steps that train only the critic. Policy versions still count up, but the policy does not
     change."""
     loss: Literal["mse", "huber"] = "mse"
     """Mean squared error, or the Huber loss."""
-    huber_delta: float = 10.0
+    huber_delta: Positive[float] = 10.0
     """Error above which the Huber loss is linear."""
-    scale: float = 0.5
+    scale: Positive[float] = 0.5
     """Factor of the squared error: 0.5 in most frameworks, 1 in slime."""
-    clip: float = 0.5
+    clip: NonNegative[float] = 0.5
     """Maximum change of a value from its old value, as in PPO; 0 is off."""
 
     def __post_init__(self) -> None:
-        for name in ("huber_delta", "scale"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
-        rates = ("learning_rate", "min_learning_rate", "eps", "max_grad_norm")
-        for name in (*rates, "clip", "warmup_steps", "rate_warmup_steps"):
-            require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
-        require((self.weight_decay or 0) >= 0, f"weight_decay must be >= 0, got {self.weight_decay}")
         require(
             not self.betas or (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)),
             f"betas must be two numbers in [0, 1), got {list(self.betas)}",
@@ -74,7 +67,7 @@ class ReferenceSection:
 
     path: str = ""
     """Hugging Face folder; empty: model.path, the initial policy."""
-    kl_coef: float = 0.0
+    kl_coef: OrOff[float] = 0.0
     """Penalty per nat of KL(policy || reference), per token; 0 is off, and no reference is loaded."""
     kl: Literal["", "k1", "k2", "k3", "absolute", "low_variance", "unbiased", "k3_weighted"] = ""
     """Estimator (policies/losses/kl.py). Empty: unbiased in the loss (correct on stale data), k1 in the reward (exact
@@ -83,16 +76,12 @@ class ReferenceSection:
     """Where the penalty applies: in the loss, or subtracted from the reward of each token, for advantages with token
     rewards (gae, reinforce, reinforce_pp)."""
 
-    refresh_steps: int = 0
+    refresh_steps: OrOff[int] = 0
     """Every so many steps the reference becomes the policy as it is then, and checkpoints hold it; 0: never."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig for the reference, over those of learner.megatron."""
 
     def __post_init__(self) -> None:
-        if self.kl_coef < 0:
-            raise ConfigError(f"kl_coef must be >= 0 (0 is off), got {self.kl_coef}")
-        if self.refresh_steps < 0:
-            raise ConfigError(f"refresh_steps must be >= 0 (0: never), got {self.refresh_steps}")
         if self.refresh_steps and not self.kl_coef:
             raise ConfigError(
                 "refresh_steps refreshes a reference that kl_coef = 0 does not load; set kl_coef, or remove it"
@@ -116,7 +105,7 @@ class TeacherSection:
     """Key in a row's metadata (data.metadata_key, data.metadata_columns) with the name of its own teacher, a server of
     [servers]; rows without it have ``server``. Empty: all rows have ``server``."""
 
-    top_logprobs: int = 0
+    top_logprobs: NumKept = 0
     """Number of likeliest tokens that a served teacher names at each place with their logprobs, at most 1,024, for the
     loss distill; 8 bytes each in an answer. SGLang and vLLM can. 0: the logprobs of the answer's tokens alone."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -132,8 +121,6 @@ class TeacherSection:
                 "set either path, a folder that the learner loads, or server (and key), the name of one of [servers]"
             )
         require(not (self.megatron and self.is_served), "megatron is for a teacher that the learner loads; remove it")
-        if not 0 <= self.top_logprobs <= MOST_KEPT:
-            raise ConfigError(f"top_logprobs must be 0 to {MOST_KEPT:,}, got {self.top_logprobs}")
         if self.top_logprobs and not self.is_served:
             raise ConfigError(
                 "top_logprobs are of a teacher on a server: the learner would have to hold the logits of two models; "

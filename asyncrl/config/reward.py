@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from asyncrl.config.checks import positive, require
+from asyncrl.config.checks import Positive, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,10 @@ class RewardPart:
 class RewardSection:
     kind: str = "math"
     """Judges answers: a name, or "package.module:function" of your own."""
-    timeout_seconds: float = 30.0
+    timeout_seconds: Positive[float] = 30.0
     """Time limit for the reward of one group. A group that takes longer fails. math, deepscaler, json_schema and code
     count from when they begin to judge the group, and give 0 to the answers that need more than their share of it."""
-    largest: float = 1e6
+    largest: Annotated[float, Range(low=0, high=1e12, is_open=True)] = 1e6
     """Maximum magnitude of a reward and of each of its parts. A group with a larger value fails: advantages, and the
     squares that metrics sum up, must stay far below the limit of float32."""
     keep_special_tokens: bool = True
@@ -63,7 +63,3 @@ class RewardSection:
             name: replace(self, kind=part.kind, options=part.options, rows={}, parts={})
             for name, part in self.parts.items()
         }
-
-    def __post_init__(self) -> None:
-        positive(self, "timeout_seconds", "largest")
-        require(self.largest <= 1e12, f"largest must be <= 1e12, got {self.largest:g}")

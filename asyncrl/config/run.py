@@ -9,10 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from asyncrl.config.bus import BusSection
-from asyncrl.config.checks import MOST_KEPT, MOST_STOPS, MOST_WORKERS, positive, require
+from asyncrl.config.checks import (
+    MOST_KEPT,
+    MOST_STOPS,
+    MOST_WORKERS,
+    NonNegative,
+    NumKept,
+    OrNoLimit,
+    OrOff,
+    Positive,
+    PositiveShare,
+    Range,
+    require,
+)
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
 from asyncrl.config.images import ImagesSection
@@ -25,6 +37,7 @@ from asyncrl.config.staleness import StalenessSection
 from asyncrl.config.staleness_bound import bound_for
 
 _LONGEST_NAME: Final = 128
+_FLOAT32: Final = " (logits divided by it are float32)"
 _MEAN_KEPT: Final = 64
 """Tokens that top_p leaves on average, at most. One token may have up to MOST_KEPT."""
 
@@ -37,9 +50,9 @@ class RunSection:
     """Name of the run on the bus and in W&B: letters, digits, - and _. Runs that share a bus need different names."""
     directory: str = "runs"
     """Parent of the run's folder. DIRECTORY/NAME holds logs, metrics, weights, checkpoints and the bus's store."""
-    seed: int = 0
+    seed: NonNegative[int] = 0
     """Seed of the data order and of sampling."""
-    steps: int = 100
+    steps: Positive[int] = 100
     """Number of batches to train. Step n trains one batch and makes policy version n."""
     mode: Mode = "async"
     """sync: generate, train, load weights, repeat. one_step_off: generate the next batch while training. async: no
@@ -53,10 +66,10 @@ class RunSection:
     exact: bool = False
     """The learner's logprobs of the policy equal the engines' to the bit (docs/guides/scaling.md). For dense models on
     the reference backend, with in-process engines on a CPU, or for Qwen3 with SGLang on a GPU."""
-    restarts: int = 3
+    restarts: NonNegative[int] = 3
     """How often `asyncrl run` restarts a process before it ends the run. The count resets after the process was up for
     ten minutes."""
-    stall_seconds: float = 60.0
+    stall_seconds: Annotated[float, Range(low=1)] = 60.0
     """`asyncrl run` restarts a process that sends no heartbeat for this many seconds. It also restarts a process that
     is stuck for this long and for ten times its usual wait."""
 
@@ -66,14 +79,10 @@ class RunSection:
         require(
             len(self.name) <= _LONGEST_NAME, f"name must have at most {_LONGEST_NAME} characters, got {len(self.name)}"
         )
-        positive(self, "steps")
         require(
             self.colocated or self.offload == "both",
             f'offload = "{self.offload}" is for sides that take turns on the GPUs: set colocated = true, or remove it',
         )
-        require(self.stall_seconds >= 1, f"stall_seconds must be >= 1, got {self.stall_seconds}")
-        require(self.restarts >= 0, f"restarts must be >= 0, got {self.restarts}")
-        require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +104,7 @@ class ModelSection:
 class PoolSection:
     """Rollout workers whose engines are of another size or have other settings than those of [engine]."""
 
-    workers: int = 1
+    workers: Annotated[int, Range(low=1, high=MOST_WORKERS)] = 1
     """Number of these workers, in addition to rollout.workers. `asyncrl scale` leaves them as they are."""
     gpus: tuple[int, ...] = ()
     """GPUs for these workers, assigned round-robin; empty: GPUs that nothing else of the run has."""
@@ -104,13 +113,10 @@ class PoolSection:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the engine that replace those of [engine.options]; tables such as server_arguments are merged."""
 
-    def __post_init__(self) -> None:
-        require(1 <= self.workers <= MOST_WORKERS, f"workers must be in 1..{MOST_WORKERS}, got {self.workers}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
-    workers: int = 1
+    workers: Annotated[int, Range(low=0, high=MOST_WORKERS, why=" (a nats-server takes no more connections)")] = 1
     """Number of rollout workers that `asyncrl run` starts. More workers can join at any time."""
     most_workers: int = 0
     """Upper limit for automatic scaling; 0: same as ``workers``. The run adds workers while engines are busy and the
@@ -119,22 +125,22 @@ class RolloutSection:
     """GPUs for these workers, assigned round-robin; empty: the GPUs after the learner's."""
     pools: Mapping[str, PoolSection] = field(default_factory=dict)
     """More workers, whose engines are of another size or have other settings, by name."""
-    group_size: int = 8
+    group_size: Positive[int] = 8
     """Number of samples per prompt."""
-    max_new_tokens: int = 256
+    max_new_tokens: Positive[int] = 256
     """Maximum length of an answer, in tokens."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(low=1e-3, high=1e3, why=_FLOAT32)] = 1.0
     """Sampling temperature: the logits are divided by it. The behavior logprobs include it. A row may have its own
     (data.sampling_key), and the trainer divides that row's logits by it."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Nucleus sampling; 1 is off. The trainer normalises over the tokens that were left, at most 1,024
     (rollout/support_mean). SGLang from 0.5.23 on."""
     top_k: int = 0
     """Top-k sampling, 2 to 1,024; 0 is off. Replayed as top_p is."""
-    top_logprobs: int = 0
+    top_logprobs: NumKept = 0
     """Number of likeliest tokens whose behavior logprobs each sampled token carries, at most 1,024, for losses that
     compare distributions (score_centered); 8 bytes each: 1 KB a token for 128. 0: none."""
-    max_context_tokens: int = 0
+    max_context_tokens: NonNegative[int] = 0
     """Most tokens of prompt and answer together, over all turns: an answer ends there with finish_reason "length".
     0: the engine's context, which a longer prompt or answer must fit."""
     ignore_eos: bool = False
@@ -144,12 +150,12 @@ class RolloutSection:
     the token that completes it. The reward's sample.completion includes it too."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer, in addition to the model's end tokens. The answer includes them."""
-    min_new_tokens: int = 0
+    min_new_tokens: NonNegative[int] = 0
     """The first min_new_tokens tokens of an answer are never an end token or one of stop_token_ids, which shows as
     mismatch there. A text of ``stop`` can still end a shorter answer."""
-    max_running: int = 128
+    max_running: Positive[int] = 128
     """A worker takes another prompt group while it has fewer samples in progress; that group may exceed the number."""
-    max_attempts: int = 3
+    max_attempts: Positive[int] = 3
     """A group that has failed this many times is marked as failed: it is counted and reported, but never trained."""
     partial_save_seconds: float = 3.0
     """Seconds between saves of partial rollouts to the bus; 0 disables them. If a worker dies, another worker resumes
@@ -159,22 +165,22 @@ class RolloutSection:
     turns, tools)."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of a rollout class; its Options dataclass lists them."""
-    timeout_seconds: float = 0.0
+    timeout_seconds: OrNoLimit[float] = 0.0
     """Time limit of the rollout function for one sample, not counting the time it waits for the engine. If a sample
     takes longer, its group fails. 0: no limit."""
     min_group: int = 0
     """Train a group without the samples whose rollout function failed or took too long, if at least this many remain.
     The missing samples are counted (staleness/failed_samples). 0: one failed sample fails the group."""
-    extra_samples: int = 0
+    extra_samples: NonNegative[int] = 0
     """Samples to start per group in addition to group_size. The first group_size to finish form the group; the others,
     the longest, are cancelled, so lengths are biased (rollout/extra_samples counts them)."""
-    group_seconds: float = 0.0
+    group_seconds: OrNoLimit[float] = 0.0
     """Deadline of a group, in seconds after it was started. After it, the group is delivered as soon as ``min_group``
     samples are finished; the others are cancelled and counted (staleness/cancelled). 0: no deadline."""
     reissue_seconds: float = 60.0
     """If no group was answered for this many seconds while every worker waits for prompts, all outstanding prompts are
     issued again, and again after each further interval; the first answer counts. 0: never."""
-    max_parts: int = 0
+    max_parts: OrNoLimit[int] = 0
     """Maximum number of trajectories per rollout; a rollout function that returns more fails the group. 0: no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
     """For mixtures of experts: the learner routes each token to the experts that the engine chose (layers x experts
@@ -186,11 +192,6 @@ class RolloutSection:
     run.mode."""
 
     def __post_init__(self) -> None:
-        positive(self, "group_size", "max_new_tokens", "max_running", "max_attempts")
-        require(
-            1e-3 <= self.temperature <= 1e3,
-            f"temperature must be in 0.001..1000 (logits divided by it are float32), got {self.temperature:g}",
-        )
         require(
             self.partial_save_seconds == 0 or self.partial_save_seconds >= 0.01,
             f"partial_save_seconds must be >= 0.01, or 0 (off), got {self.partial_save_seconds:g}",
@@ -200,46 +201,33 @@ class RolloutSection:
             f"min_group must be 0 (a sample that fails fails its group), or from 2 (one answer has nothing to compare "
             f"with) to group_size ({self.group_size}), got {self.min_group}",
         )
-        require(self.extra_samples >= 0, f"extra_samples must be >= 0, got {self.extra_samples}")
-        require(self.group_seconds >= 0, f"group_seconds must be >= 0 (0 is no deadline), got {self.group_seconds}")
         require(
             not self.group_seconds or self.min_group > 0,
             "group_seconds delivers a group with its finished samples: min_group must say how many at least",
         )
-        require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(
             self.reissue_seconds == 0 or self.reissue_seconds >= 1,
             f"reissue_seconds must be >= 1, or 0 (never), got {self.reissue_seconds:g}",
-        )
-        require(self.max_parts >= 0, f"max_parts must be >= 0 (0 is no limit), got {self.max_parts}")
-        require(
-            0 <= self.workers <= MOST_WORKERS,
-            f"workers must be in 0..{MOST_WORKERS} (a nats-server takes no more connections), got {self.workers}",
         )
         require(
             self.most_workers == 0 or self.workers <= self.most_workers <= MOST_WORKERS,
             f"most_workers must be 0 (as many as workers) or in {self.workers}..{MOST_WORKERS}, got "
             f"{self.most_workers}",
         )
-        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(
             self.top_k == 0 or 2 <= self.top_k <= MOST_KEPT,
             f"top_k must be 0 (off) or 2 to {MOST_KEPT:,} (1 leaves nothing to choose, and each token that is left "
             f"travels with the answer), got {self.top_k}",
         )
         require(
-            0 <= self.top_logprobs <= MOST_KEPT, f"top_logprobs must be 0 to {MOST_KEPT:,}, got {self.top_logprobs}"
-        )
-        require(
             not self.top_logprobs or (self.top_p == 1 and self.top_k == 0),
             "top_logprobs are over all tokens, and top_p or top_k leave some out; use top_p = 1 and top_k = 0",
         )
-        require(self.max_context_tokens >= 0, f"max_context_tokens must be >= 0, got {self.max_context_tokens}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
         require(len(self.stop) <= MOST_STOPS, f"stop may hold {MOST_STOPS} texts, got {len(self.stop)}")
         require(
-            0 <= self.min_new_tokens <= self.max_new_tokens,
-            f"min_new_tokens must be >= 0 and <= max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",
+            self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens must be <= max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",
         )
         require(
             not (self.ignore_eos and (self.stop or self.stop_token_ids or self.min_new_tokens)),
@@ -285,23 +273,23 @@ class AlgorithmSection:
     """Your own classes, "package.module:Class", that see and change what is trained and logged: group(group) every
     group that arrives, also those that filters reject; batch(batch, groups) the sequences of a step; row(step, metrics)
     the metrics of a step. Each may return what it changed."""
-    filter_cap: int = 0
+    filter_cap: NonNegative[int] = 0
     """Maximum number of groups that may be filtered between two steps; see filter_cap_action. 0: the run ends only when
     1,000 consecutive groups (or 20 windows, if that is more) were filtered."""
     filter_cap_action: Literal["end", "keep"] = "end"
     """What happens at the cap. end: end the run with the reason. keep: train the groups that the filters reject until
     the step has its groups (staleness/kept_at_cap counts them)."""
-    overlong_tokens: int = 0
+    overlong_tokens: NonNegative[int] = 0
     """DAPO's soft overlong punishment: over the last overlong_tokens tokens before max_new_tokens, the reward falls by
     overlong_factor."""
-    overlong_factor: float = 1.0
+    overlong_factor: NonNegative[float] = 1.0
     """Size of the penalty at max_new_tokens."""
     overlong_floor: bool = True
     """The penalty grows no further beyond max_new_tokens, as in the paper. false: it keeps growing for multi-turn
     answers (verl, AReaL)."""
     mask_truncated: bool = False
     """DAPO's overlong filtering: a truncated answer is not trained, but it counts in its group's baseline."""
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegative[float] = 0.0
     """Coefficient of the entropy bonus (in nats) in the objective."""
     allow_uncorrected: bool = False
     """Allow training on stale data without a correction. Such training collapses; for experiments only."""
@@ -311,8 +299,6 @@ class AlgorithmSection:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _flatten(self.options))
-        for name in ("entropy_coef", "overlong_tokens", "overlong_factor", "filter_cap"):
-            require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         require(bool(self.filters) or not self.filter_cap, "filter_cap is for filters, and there are none")
 
 
@@ -335,10 +321,10 @@ class WeightsSection:
     """Options of the channel."""
     directory: str = ""
     """Shared folder for weight versions, such as /dev/shm/... on one host; empty: weights/ in the run's folder."""
-    keep: int = 4
+    keep: Annotated[int, Range(low=2, why=" (one to load while the next is written)")] = 4
     """Number of stored versions to keep. A worker that falls behind skips to a newer version. The channel nccl stores
     only those that somebody reads: evaluated ones, those of checkpoints, the last one."""
-    models_every: int = 0
+    models_every: OrOff[int] = 0
     """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
     keeps none."""
     quantization: Literal["", "fp8", "fp8_ue8m0", "int4", "int4_group32"] = ""
@@ -350,21 +336,16 @@ class WeightsSection:
     """"package.module:function" that is called as function(version) in the learner, beside its steps, when a version
     is stored and before engines are told of it: version.uri is its folder (with "objects" its key),
     version.policy_version its number, which may come again after a resume. What it raises ends the learner."""
-    every_steps: int = 1
+    every_steps: Positive[int] = 1
     """Steps between published versions, at most the staleness bound + 1 unless nothing is sampled: tokens get up to
     every_steps - 1 versions older."""
-
-    def __post_init__(self) -> None:
-        positive(self, "every_steps")
-        require(self.models_every >= 0, f"models_every must be >= 0 (0 keeps none), got {self.models_every}")
-        require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
-    every_steps: int = 50
+    every_steps: NonNegative[int] = 50
     """Steps between checkpoints; 0: only one at the end."""
-    keep: int = 2
+    keep: Positive[int] = 2
     """Number of checkpoints to keep. With 1, there is no older checkpoint to resume from if it is damaged."""
     optimizer: bool = True
     """Keep AdamW's moments in checkpoints. false saves 8 bytes a parameter, and a resumed run starts them from 0: it is
@@ -375,10 +356,6 @@ class CheckpointSection:
     best: str = ""
     """DATASET/METRIC of an evaluation, such as "aime/mean@8". The model with the best value so far is kept in best/ of
     the run's folder. Empty keeps none."""
-
-    def __post_init__(self) -> None:
-        require(self.every_steps >= 0, f"every_steps must be >= 0, got {self.every_steps}")
-        positive(self, "keep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from asyncrl.config.checks import require
+from asyncrl.config.checks import OrNoLimit, Positive, require
 
 Discard = Literal["groups", "trajectories", "tokens"]
 """What is not trained because a token is too old: its group, its trajectory, or only the token."""
@@ -30,7 +30,7 @@ class StalenessSection:
     """What happens to a group that is still being generated and would become too old. wait: the learner waits for it.
     drop: it is dropped. Empty: drop with order = "freshest_first" or one of your own, or with discard = "trajectories"
     or "tokens"; otherwise wait."""
-    wait_seconds: float = 300.0
+    wait_seconds: OrNoLimit[float] = 300.0
     """Maximum time that a step waits for such groups; then it trains without them. 0: no limit."""
     order: str = "oldest_first"
     """Order in which buffered groups are trained. oldest_first; freshest_first: lowest staleness, but slow groups
@@ -43,7 +43,7 @@ class StalenessSection:
     weight: Literal["", "exponential", "inverse", "linear"] = ""
     """Loss weight of a token that is s versions old. exponential: exp(-weight_rate s). inverse: 1 / (1 + s). linear: 1
     - s / (max_staleness + 1). It does not replace a correction (algorithm.correction)."""
-    weight_rate: float = 0.2
+    weight_rate: Positive[float] = 0.2
     """Rate of weight = "exponential"."""
     learning_rate: Literal["", "ess_sqrt", "ess_linear"] = ""
     """VCPO: scale the learning rate by the effective sample size (ESS) of the batch, or by its square root. The ESS is
@@ -62,8 +62,6 @@ class StalenessSection:
             self.discard == "groups" or self.eviction != "wait",
             f'discard = "{self.discard}" leaves out what eviction = "wait" waits for; use "drop"',
         )
-        require(self.wait_seconds >= 0, f"wait_seconds must be >= 0 (0 is no limit), got {self.wait_seconds}")
-        require(self.weight_rate > 0, f"weight_rate must be > 0, got {self.weight_rate}")
 
     @property
     def waits(self) -> bool:

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from datetime import date, time
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from asyncrl.config.secret_values import HIDDEN, hide_secrets
 from asyncrl.errors import ConfigError
@@ -35,7 +35,9 @@ _OF_OTHERS: Final = {
 }
 """Names in TRL and verl -> the key, in the section that has it. docs/start/from_trl_and_verl.md has all."""
 
-_hints: Callable[[type], Mapping[str, Any]] = functools.cache(typing.get_type_hints)
+hints_of: Callable[[type], Mapping[str, Any]] = functools.cache(
+    functools.partial(typing.get_type_hints, include_extras=True)
+)
 """Kept, as each annotation is text that Python would compile anew: half of the time of reading a run file."""
 
 
@@ -44,7 +46,7 @@ def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
 
     Raises ConfigError naming ``where`` and the key for an unknown key or a wrong type.
     """
-    hints = _hints(kind)
+    hints = hints_of(kind)
     for key in table:
         if key not in hints:
             meant = _OF_OTHERS.get(key)
@@ -67,6 +69,11 @@ def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
 def _value(value: Any, hint: Any, where: str, key: str) -> Any:
     """Convert ``value`` to ``hint``, with the few conversions that TOML needs (int to float, list to tuple)."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        made = _value(value, arguments[0], where, key)
+        for allowed in arguments[1:]:
+            _require_type(made in allowed, where, key, str(allowed), value, is_number=True)
+        return made
     if dataclasses.is_dataclass(hint):
         _require_type(isinstance(value, dict), where, key, "a table", value)
         return build(typing.cast(type, hint), value, f"{where}: {key}")
@@ -76,7 +83,7 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
             raise ConfigError(f"{where}: {key} must be one of {known}, got {value!r}")
         return value
     if origin is tuple:
-        _require_type(isinstance(value, list), where, key, "a list", value, is_number=arguments[0] in _NUMBERS)
+        _require_type(isinstance(value, list), where, key, "a list", value, is_number=_is_number(arguments[0]))
         return tuple(
             _value(item, arguments[0], where, _item_path(key, item, place)) for place, item in enumerate(value, 1)
         )
@@ -134,6 +141,12 @@ def _item_path(key: str, item: Any, place: int) -> str:
 
 
 _NUMBERS = (int, float, bool)
+
+
+def _is_number(hint: Any) -> bool:
+    return (typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint) in _NUMBERS
+
+
 _TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
 
 

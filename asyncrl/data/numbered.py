@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.checks import NonNegative, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    count: int
+    count: Positive[int]
     """Number of tasks. They come in order, repeated without end."""
-    first: int = 0
+    first: NonNegative[int] = 0
     """Number of the first task."""
-
-    def __post_init__(self) -> None:
-        if self.count < 1 or self.first < 0:
-            raise ConfigError("count must be >= 1 and first >= 0")
 
 
 class Tasks:

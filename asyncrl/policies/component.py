@@ -16,56 +16,30 @@ several words (a ``Literal``). The run file sets options in [algorithm.options].
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from asyncrl.config import plugins
+from asyncrl.config.checks import Range
+from asyncrl.config.tables import hints_of
 from asyncrl.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The values that an option allows: low <= value <= high, or low < value where ``is_open``.
-
-    Infinity is allowed unless ``is_finite``; it turns a bound off. Error messages append ``why``.
-    """
-
-    low: float
-    high: float = math.inf
-    is_open: bool = False
-    is_finite: bool = True
-    why: str = ""
-
-    def __contains__(self, value: float) -> bool:
-        is_above = self.low < value if self.is_open else self.low <= value
-        return is_above and value <= self.high and (math.isfinite(value) or not self.is_finite)
-
-    def __str__(self) -> str:
-        bounds = [f"{'>' if self.is_open else '>='} {self.low:g}"]
-        bounds += [f"<= {self.high:g}"] if self.high < math.inf else ["finite"] if self.is_finite else []
-        return " and ".join(bounds) + self.why
-
 
 FRESH: Final = " (the ratio of a fresh token is 1)"
 
-Positive = Annotated[float, Range(low=0.0, is_open=True)]
-NonNegative = Annotated[float, Range(low=0.0)]
+Positive = Annotated[float, Range(low=0.0, is_open=True, is_finite=True)]
+NonNegative = Annotated[float, Range(low=0.0, is_finite=True)]
 Share = Annotated[float, Range(low=0.0, high=1.0)]
-Number = Annotated[float, Range(low=-math.inf, is_finite=False)]
-ClipWidth = Annotated[float, Range(low=0.0, is_finite=False)]
+Number = Annotated[float, Range(low=-math.inf)]
+ClipWidth = Annotated[float, Range(low=0.0)]
 """How far a ratio may move from 1."""
-Cap = Annotated[float, Range(low=1.0, is_finite=False, why=FRESH)]
+Cap = Annotated[float, Range(low=1.0, why=FRESH)]
 """Upper bound of a ratio."""
 Floor = Annotated[float, Range(low=0.0, high=1.0, why=FRESH)]
 """Lower bound of a ratio."""
-_hints: Callable[[type], Mapping[str, Any]] = functools.cache(
-    functools.partial(typing.get_type_hints, include_extras=True)
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +79,12 @@ class Component:
 
     def with_options(self, changes: Mapping[str, Any]) -> Self:
         """Return a copy with other options. Raises ConfigError for a value of the wrong type, but checks no ranges."""
-        typed = {key: _typed(value, _hints(type(self))[key], key) for key, value in changes.items()}
+        typed = {key: _typed(value, hints_of(type(self))[key], key) for key, value in changes.items()}
         return replace(self, **{**self.defaults_for(typed), **typed})
 
     def check(self) -> None:
         """Raise ConfigError for the first option that is out of range."""
-        hints = _hints(type(self))
+        hints = hints_of(type(self))
         for option, value in self.options.items():
             _typed(value, hints[option], f"{option} of {self.name}")
             allowed = allowed_range(type(self), option)
@@ -122,7 +96,7 @@ class Component:
 
 def allowed_range(kind: type[Component], option: str) -> Range | None:
     """Return the range of a numeric option of ``kind``; None if the option is a word."""
-    found = [item for item in getattr(_hints(kind)[option], "__metadata__", ()) if isinstance(item, Range)]
+    found = [item for item in getattr(hints_of(kind)[option], "__metadata__", ()) if isinstance(item, Range)]
     return found[0] if found else None
 
 

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from asyncrl.config.checks import Positive
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import last_block
 from asyncrl.rewards.guard import in_thread
@@ -60,20 +61,20 @@ class Options:
     """bwrap: bubblewrap, which must be installed. none: no isolation, only limits, for trusted programs."""
     score: Literal["all", "share"] = "all"
     """all: 1 if every test passes, else 0. share: the share of tests that pass."""
-    seconds: float = 6.0
+    seconds: Positive[float] = 6.0
     """Time limit of one test."""
-    total_seconds: float = 25.0
+    total_seconds: Positive[float] = 25.0
     """Time limit of all tests of an answer, or its share of at_once * reward.timeout_seconds, the time of its group, if
     that is less; tests that do not run in time fail."""
-    memory_mib: int = 512
+    memory_mib: Positive[int] = 512
     """Memory limit of one test."""
-    disk_mib: int = 16
+    disk_mib: Positive[int] = 16
     """Limit for the files of one test."""
-    output_kib: int = 1024
+    output_kib: Positive[int] = 1024
     """Limit for the output of one test, the result of a call included."""
-    processes: int = 16
+    processes: Positive[int] = 16
     """Limit for the number of processes of one test."""
-    at_once: int = 2
+    at_once: Positive[int] = 2
     """Number of tests that a worker runs at the same time."""
     python: str = ""
     """Interpreter for the programs, for example from a virtual environment with packages. Empty: asyncrl's interpreter,
@@ -84,9 +85,6 @@ class Options:
     """Whether programs may use the network, including servers on the worker's machine."""
 
     def __post_init__(self) -> None:
-        self.limits(self.seconds)
-        if self.at_once < 1 or self.total_seconds <= 0:
-            raise ConfigError("at_once must be >= 1 and total_seconds > 0")
         for path in (self.python, *self.readable):
             if path and not os.path.exists(path):
                 raise ConfigError(f"python, readable: {path} is not there")

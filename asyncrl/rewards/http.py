@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 
-from asyncrl.config.checks import require_http
+from asyncrl.config.checks import NonNegative, Positive, require_http
 from asyncrl.config.secret_values import hide_credentials
 from asyncrl.errors import OUTAGES, ConfigError, Outage, RewardError
 from asyncrl.logs import printable
@@ -32,11 +32,11 @@ class HttpOptions:
     """Address of the server, http://HOST:PORT/PATH."""
     server: str = ""
     """Name of a server of [servers], in place of url."""
-    retries: int = 3
+    retries: NonNegative[int] = 3
     """Number of retries if the server is unreachable, too slow or busy (429, 5xx)."""
-    backoff_seconds: float = 0.5
+    backoff_seconds: NonNegative[float] = 0.5
     """Wait before the first retry; doubles each time. A longer Retry-After of the server takes precedence."""
-    request_timeout_seconds: float = 10.0
+    request_timeout_seconds: Positive[float] = 10.0
     """Time limit of one try; all tries of a group must fit into reward.timeout_seconds."""
     headers: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Headers of each request, such as {Authorization = "Bearer ..."}."""
@@ -46,8 +46,6 @@ class HttpOptions:
             raise ConfigError("set either url, the address of a server, or server, the name of one of [servers]")
         if self.url:
             require_http(self.url)
-        if self.retries < 0 or self.backoff_seconds < 0 or self.request_timeout_seconds <= 0:
-            raise ConfigError("retries and backoff_seconds must be >= 0, request_timeout_seconds > 0")
 
 
 class AskAgain(Exception):

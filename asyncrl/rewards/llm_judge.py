@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from asyncrl.config.checks import compile_pattern
+from asyncrl.config.checks import NonNegative, Positive, compile_pattern
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages.control import ServerAddress
 from asyncrl.outage import status_kind
@@ -60,21 +60,21 @@ class Options(HttpOptions):
     """Grade that becomes a reward of 0."""
     highest: float = 10.0
     """Grade that becomes a reward of 1."""
-    temperature: float = 0.0
+    temperature: NonNegative[float] = 0.0
     """Sampling temperature of the judge."""
-    max_tokens: int = 512
+    max_tokens: Positive[int] = 512
     """Token limit of the judge's reply, reasoning included. A reply that reaches it has no grade."""
-    retries: int = 4
+    retries: NonNegative[int] = 4
     """Number of retries if the server is unreachable, too slow or busy (429, 5xx), or its reply has no grade."""
-    request_timeout_seconds: float = 20.0
+    request_timeout_seconds: Positive[float] = 20.0
     """Time limit of one request; all requests of a group must fit into reward.timeout_seconds."""
-    at_once: int = 8
+    at_once: Positive[int] = 8
     """Number of concurrent requests per worker."""
-    max_requests: int = 0
+    max_requests: NonNegative[int] = 0
     """Request budget of a worker process; groups that would need more requests fail. 0: no limit."""
-    max_total_tokens: int = 0
+    max_total_tokens: NonNegative[int] = 0
     """Token budget of a worker process, as counted by the server (usage). 0: no limit."""
-    cache: int = 10_000
+    cache: NonNegative[int] = 10_000
     """Number of grades to remember."""
 
     def __post_init__(self) -> None:
@@ -83,12 +83,6 @@ class Options(HttpOptions):
             raise ConfigError("model is missing: the name of the judge's model at url")
         if self.highest <= self.lowest:
             raise ConfigError(f"highest must be above lowest, got {self.highest:g} and {self.lowest:g}")
-        for name in ("temperature", "max_requests", "max_total_tokens", "cache"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
-        for name in ("max_tokens", "at_once"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
         try:
             named = {name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None}
         except ValueError as error:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from asyncrl.config.checks import Positive
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import OPEN_BOX, after_thinking, bare, last_boxed, marked, without_settings
 from asyncrl.rewards.judge_pool import BadLabel, JudgePool, serve
@@ -53,15 +54,13 @@ _NUMBER: Final = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    processes: int = 1
+    processes: Positive[int] = 1
     """Number of judge processes per rollout worker, about 150 MB each."""
-    timeout_seconds: int = 2
+    timeout_seconds: Positive[int] = 2
     """Time limit for parsing one answer, and again for comparing it; an answer that takes longer is wrong. So is
     one that takes more than its share of reward.timeout_seconds."""
 
     def __post_init__(self) -> None:
-        if self.processes < 1 or self.timeout_seconds < 1:
-            raise ConfigError("processes and timeout_seconds must be >= 1")
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("reward.kind = \"math\" needs math-verify: pip install 'asyncrl[math]'")
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Literal
 
-from asyncrl.errors import ConfigError
-
 MIB: Final = 2**20
 
 Stopped = Literal["", "time", "output", "processes", "memory"]
@@ -43,11 +41,6 @@ class Limits:
     disk_mib: int = 64
     output_kib: int = 1024
     processes: int = 32
-
-    def __post_init__(self) -> None:
-        for name in ("seconds", "memory_mib", "disk_mib", "output_kib", "processes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,12 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from asyncrl.bus.port import Bus
 from asyncrl.config.adapter import RunConfig
-from asyncrl.errors import ConfigError, MessageError, WeightsError
+from asyncrl.config.checks import Range
+from asyncrl.errors import MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.weights.files import FilesChannel
@@ -33,13 +34,9 @@ class Options:
 
     host: str = ""
     """The learner's address as seen by engines; empty: the one it uses to reach the bus."""
-    bucket_megabytes: int = 2048
+    bucket_megabytes: Annotated[int, Range(low=1, high=2048)] = 2048
     """MiB that an engine needs besides its weights while it receives; more only for a tensor that is larger. Smaller
     values lengthen the pause."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.bucket_megabytes <= 2048:
-            raise ConfigError(f"bucket_megabytes must be 1 to 2048, got {self.bucket_megabytes}")
 
 
 class NCCLChannel(FilesChannel):

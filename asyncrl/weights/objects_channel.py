@@ -12,13 +12,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Annotated, Final
 
 import numpy as np
 
 from asyncrl.bus.port import Bus, ObjectStore
 from asyncrl.config.adapter import RunConfig
-from asyncrl.errors import BusError, ConfigError, WeightsError
+from asyncrl.config.checks import Positive, Range
+from asyncrl.errors import BusError, WeightsError
 from asyncrl.images.store import PREFIX as OF_IMAGES
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.tensors import safetensors_file, weight_files
@@ -37,16 +38,10 @@ _BLOCK_BYTES: Final = 2**20
 class Options:
     """[weights.options] of the objects channel."""
 
-    full_every: int = 16
+    full_every: Positive[int] = 16
     """Versions are stored as deltas from the previous one; every N-th is also stored in full."""
-    delta_share: float = 0.5
+    delta_share: Annotated[float, Range(low=0, high=1)] = 0.5
     """A delta larger than this fraction of the full version is not stored; 0 stores only full versions."""
-
-    def __post_init__(self) -> None:
-        if self.full_every < 1:
-            raise ConfigError(f"full_every must be > 0, got {self.full_every}")
-        if not 0 <= self.delta_share <= 1:
-            raise ConfigError(f"delta_share must be in [0, 1], got {self.delta_share}")
 
 
 class ObjectsChannel(ChannelAdapter):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from numpy import float32
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.backends.families.family import Family
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.config.adapter import Layout
+from asyncrl.config.checks import NonNegative, Range
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.tensors import int4
@@ -48,10 +48,10 @@ class Options:
     of the bus. auto: device, if a copy fits there."""
     overlap_tensor_parallel: bool = True
     """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
-    aux_loss_coefficient: float = 0.0
+    aux_loss_coefficient: NonNegative[float] = 0.0
     """Coefficient of the load-balancing loss of mixtures of experts (Switch Transformer, arXiv:2101.03961), averaged
     over the batch by tokens, prompts included, and summed over layers. 0, usual for reinforcement learning, is off."""
-    draft_coefficient: float = 0.0
+    draft_coefficient: NonNegative[float] = 0.0
     """Train the model's multi-token-prediction layers, with which engines speculate, on the policy's tokens: this
     factor of their mean negative log likelihood. slime's --mtp-loss-scaling-factor is 0.2. The policy itself gets no
     gradient of it. 0: they are left out of the model."""
@@ -69,19 +69,13 @@ class Options:
     hooks: str = ""
     """"package.module:Class", derived from asyncrl.backends.megatron.hooks.MegatronHooks: your code on every rank after
     the start, before logprobs are computed, and before an optimizer step. Empty: none."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: Annotated[float, Range(low=1, high=1_000_000)] = 600.0
     """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. A rank that makes no progress for so long
     ends the learner; one that dies does so at once."""
 
     def __post_init__(self) -> None:
         if self.optimizer_device == "cpu" and self.offload_optimizer:
             raise ConfigError('offload_optimizer: with optimizer_device = "cpu" no moments are on the GPU; remove it')
-        if not 0 <= self.aux_loss_coefficient < math.inf:
-            raise ConfigError(f"aux_loss_coefficient must be 0 or more, got {self.aux_loss_coefficient:g}")
-        if not 0 <= self.draft_coefficient < math.inf:
-            raise ConfigError(f"draft_coefficient must be 0 or more, got {self.draft_coefficient:g}")
-        if not 1 <= self.timeout_seconds <= 1_000_000:
-            raise ConfigError(f"timeout_seconds must be 1 to 1000000, got {self.timeout_seconds:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from asyncrl.config.checks import Positive, Range
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import last_block, marked
 from asyncrl.rewards.judge_pool import BadLabel, JudgePool, serve
@@ -26,15 +27,13 @@ from asyncrl.rewards.port import Reward, Sample
 class Options:
     schema: str = ""
     """JSON file with the schema of all rows; empty: each label is a schema."""
-    processes: int = 1
+    processes: Positive[int] = 1
     """Number of judge processes per rollout worker."""
-    timeout_seconds: int = 2
+    timeout_seconds: Annotated[int, Range(low=1)] = 2
     """Time limit of one answer; an answer that takes longer is wrong. So is one that takes more than its share of
     reward.timeout_seconds."""
 
     def __post_init__(self) -> None:
-        if self.processes < 1 or self.timeout_seconds < 1:
-            raise ConfigError("processes and timeout_seconds must be >= 1")
         if importlib.util.find_spec("jsonschema") is None:
             raise ConfigError("reward.kind = \"json_schema\" needs jsonschema: pip install 'asyncrl[jsonschema]'")
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.checks import Range
 from asyncrl.rewards.port import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    probability: float = 0.5
+    probability: Annotated[float, Range(low=0, high=1)] = 0.5
     """Probability of a reward of 1."""
     seed: int = 0
     """Seed of the rewards. The same answer to the same prompt gets the same reward in every worker."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.probability <= 1:
-            raise ConfigError(f"probability must be in 0..1, got {self.probability}")
 
 
 class RandomReward:

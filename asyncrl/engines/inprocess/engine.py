@@ -23,13 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.config.adapter import RunConfig
+from asyncrl.config.checks import NonNegative, Positive
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration, RequestReport, Version
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence, check_attention
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
-from asyncrl.errors import ConfigError, EngineDied, EngineError, ImageError, PromptError, WeightsError
+from asyncrl.errors import EngineDied, EngineError, ImageError, PromptError, WeightsError
 from asyncrl.images.processor import ImageProcessor
 from asyncrl.images.store import ImageFile
 from asyncrl.messages import SamplingParams, WeightVersion
@@ -53,15 +54,10 @@ _PASSED_OVER_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    max_batch_size: int = 64
+    max_batch_size: Positive[int] = 64
     """Sequences decoded at once. With 1 the same seed and weights give the same tokens, bit for bit."""
-    threads: int = 0
+    threads: NonNegative[int] = 0
     """CPU threads of the model; 0 uses torch's default. 1 is fastest for tiny models."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_batch_size", 1), ("threads", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}")
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config import RunConfig, ServerSection
+from asyncrl.config.checks import Positive
 from asyncrl.engines.port import ServedTo
 from asyncrl.engines.sglang import server
 from asyncrl.engines.sglang.checks import check_architecture, check_dtype, check_installed, check_on_cpu
@@ -31,18 +32,15 @@ _PROBE_SECONDS: Final = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    tensor_parallel: int = 1
+    tensor_parallel: Positive[int] = 1
     """GPUs of the server."""
     server_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Any options of `python -m sglang.launch_server`, such as {mem-fraction-static = 0.4}; true sets a flag."""
-    start_seconds: float = 600.0
+    start_seconds: Positive[float] = 600.0
     """Timeout for the server to become healthy."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "server_arguments", by_name(self.server_arguments))
-        for name in ("tensor_parallel", "start_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
 class SGLangModelServer:

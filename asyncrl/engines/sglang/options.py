@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl.config.adapter import RunConfig
-from asyncrl.config.checks import require_http
+from asyncrl.config.checks import Positive, require_http
 from asyncrl.data.model_folder import read_if_valid
 from asyncrl.errors import ConfigError
 from asyncrl.tensors import int4
@@ -56,22 +56,22 @@ class Options:
     url: str = ""
     """http://HOST:PORT of a running server, for one worker; a worker that joins needs another one. If its weights
     are others, it first loads model.path. Empty: asyncrl launches a server on a free port."""
-    tensor_parallel: int = 1
+    tensor_parallel: Positive[int] = 1
     """GPUs of the launched server."""
-    machines: int = 1
+    machines: Positive[int] = 1
     """Machines of the launched server, which tensor_parallel is divided among. With launcher "ray" each part runs on
     another machine, with "local" all on this one. By hand: `asyncrl engine-node`."""
     server_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Any options of `python -m sglang.launch_server`, such as {mem-fraction-static = 0.85}; true sets a flag."""
-    start_seconds: float = 600.0
+    start_seconds: Positive[float] = 600.0
     """Timeout for the server to become healthy."""
-    request_seconds: float = 3600.0
+    request_seconds: Positive[float] = 3600.0
     """Timeout of one generation or one load."""
     pause: Literal["in_place", "retract"] = "in_place"
     """Generations in progress during a load: keep their KV cache, or recompute it with the new weights."""
     version_source: Literal["auto", "spans", "stream"] = "auto"
     """Source of each token's version: the server's version spans (0.5.23) or streamed chunks."""
-    stream_interval: int = 16
+    stream_interval: Positive[int] = 16
     """Tokens per streamed chunk. Version labels lag by up to this many tokens; smaller chunks reduce throughput."""
 
     @property
@@ -85,9 +85,6 @@ class Options:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "server_arguments", by_name(self.server_arguments))
-        for name in ("tensor_parallel", "machines", "start_seconds", "request_seconds", "stream_interval"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
         if self.url:
             require_http(self.url)
         if self.machines > 1:

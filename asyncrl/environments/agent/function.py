@@ -18,10 +18,11 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 
+from asyncrl.config.checks import Positive, Range
 from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
 from asyncrl.environments.agent.endpoint.images import as_data_urls
 from asyncrl.environments.agent.endpoint.parsers import SGLangParser
@@ -47,7 +48,7 @@ class Options:
     """command, verifiers, outside, or your own "package.module:Harness"."""
     harness_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the harness."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: Positive[float] = 600.0
     """Time limit of a sample, including the model's answers."""
     on_timeout: Literal["fail", "truncate"] = "fail"
     """What to do with a sample over the limit. fail: it has no reward and is left out of its group
@@ -80,14 +81,10 @@ class Options:
     host: str = "127.0.0.1"
     """Address to listen on. Use a non-loopback address only for harnesses on other machines: anyone who can reach it
     with a sample's key can sample, and those tokens are trained."""
-    port: int = 0
+    port: Annotated[int, Range(low=0, high=65_535)] = 0
     """Port to listen on; 0: any free port."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port must be from 0 to {2**16 - 1}, got {self.port}")
-        if self.timeout_seconds <= 0:
-            raise ConfigError(f"timeout_seconds must be > 0, got {self.timeout_seconds:g}")
         if self.on_timeout == "fail" and self.timeout_reward is not None:
             raise ConfigError(
                 "timeout_reward: a sample that took too long has no reward; leave this out, or set "

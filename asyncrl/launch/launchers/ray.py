@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.adapter import RunConfig
+from asyncrl.config.checks import Positive
 from asyncrl.errors import ConfigError, LaunchError, NoRoom
 from asyncrl.launch.launchers import ray_placement
 from asyncrl.launch.launchers.adapter import LauncherAdapter
@@ -54,7 +55,7 @@ _ANSWER_SECONDS: Final = 5.0
 class Role:
     """Resources that each process of a role takes of its machine."""
 
-    cpus: float = 1.0
+    cpus: Positive[float] = 1.0
     """CPUs to reserve; Ray also sets OMP_NUM_THREADS to this number."""
     gpus: float = -1.0
     """-1: a GPU for each rank of the learner (tensor_parallel for each worker), none if the cluster has none or the
@@ -65,8 +66,6 @@ class Role:
     """Custom resources that it takes; {"node:10.0.0.7" = 0.001} puts it on that machine."""
 
     def __post_init__(self) -> None:
-        if not self.cpus > 0:
-            raise ConfigError(f"cpus must be > 0, got {self.cpus}")
         if self.gpus < 0 and self.gpus != -1:
             raise ConfigError(f"gpus must be >= 0, or -1 for what the run file says, got {self.gpus}")
 

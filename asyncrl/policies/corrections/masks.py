@@ -8,7 +8,8 @@ from typing import Annotated
 
 import torch
 
-from asyncrl.policies.component import FRESH, Cap, Floor, Range
+from asyncrl.config.checks import Range
+from asyncrl.policies.component import FRESH, Cap, Floor
 from asyncrl.policies.corrections.correction import Bounded, Correction, geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.segments import Array, segment_sum, spread
 

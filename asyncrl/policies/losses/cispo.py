@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from asyncrl.policies.component import ClipWidth, Range
+from asyncrl.config.checks import Range
+from asyncrl.policies.component import ClipWidth
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ratios import finite, ratio
 from asyncrl.policies.losses.segments import Array, as_floats
@@ -29,7 +30,7 @@ class Cispo(Loss):
 
     cap_mode: Literal["one_plus", "absolute"] = "one_plus"
     clip_low: ClipWidth = 1.0
-    clip_high: Annotated[float, Range(low=0.0, is_open=True, is_finite=False)] = 4.0
+    clip_high: Annotated[float, Range(low=0.0, is_open=True)] = 4.0
 
     @classmethod
     def defaults_for(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.actors.learner import disk
 from asyncrl.actors.learner.weight_publisher import WeightPublisher, WeightSender
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.config import WeightsSection
+from asyncrl.config import WeightsSection, tables
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import TRANSFERS, WEIGHTS
@@ -369,4 +369,4 @@ def test_a_function_that_cannot_be_called_with_a_version_is_refused(name: str, p
 
 def test_there_is_no_version_between_two_steps() -> None:
     with pytest.raises(ConfigError, match="every_steps must be"):
-        WeightsSection(every_steps=0)
+        tables.build(WeightsSection, {"every_steps": 0}, "weights")

@@ -331,12 +331,12 @@ MISTAKES = {
     "bad url": ("bus.url=localhost", "url must start with nats://"),
     "bad port": ("bus.url=nats://me:secret@host:99999", "url nats://host:99999: the port must be in 1..65535"),
     "more than the disk": (f"bus.max_log_bytes={2**62}", "three quarters of what is free at"),
-    "message beyond nats-server's": ("bus.max_message_bytes=2000000000", "must be at most 1,073,741,824"),
+    "message beyond nats-server's": ("bus.max_message_bytes=2000000000", "must be >= 1 and <= 1,073,741,824"),
     "years of waiting": ("bus.ack_seconds=1e300", "ack_seconds must be "),
     "always redelivered": ("bus.ack_seconds=1e-9", "ack_seconds must be >= 0.1"),
     "always stalled": ("run.stall_seconds=1e-9", "stall_seconds must be >= 1"),
     "centuries": ("bus.connect_seconds=1e10", "connect_seconds must be at most 1e9"),
-    "logits beyond float32": ("rollout.temperature=1e-30", "temperature must be in 0.001..1000"),
+    "logits beyond float32": ("rollout.temperature=1e-30", "temperature must be >= 0.001 and <= 1000 "),
     "beyond float32": ("learner.learning_rate=1e300", "learning_rate must be within float32"),
     "profiled after the end": ("learner.profile_steps=[101]", "step [101] is behind the last, run.steps = 100"),
     "no host": ("bus.url=nats://", "url nats://: names no host"),
@@ -352,9 +352,9 @@ MISTAKES = {
     "engine that is no class": ("engine.kind=os:sep", "engine.kind: 'os:sep' is a str"),
     "algorithm that is none": ("algorithm.name=os:path", "'os:path' is a module, not an AlgorithmSpec"),
     "negative clip": ("algorithm.options={clip_low=-0.2}", "clip_low of ppo_clip must be >= 0, got -0.2"),
-    "alarm over all": ("metrics.drop_alarm=5", "drop_alarm must be a share, 0 to 1 (0 is off), got 5.0"),
-    "reward beyond float32": ("reward.largest=1e30", "largest must be <= 1e12, got 1e+30"),
-    "negative alarm": ("metrics.mismatch_alarm=-1", "mismatch_alarm must be >= 0 (0 is off), got -1.0"),
+    "alarm over all": ("metrics.drop_alarm=5", "drop_alarm must be >= 0 and <= 1 (0 is off), got 5"),
+    "reward beyond float32": ("reward.largest=1e30", "largest must be > 0 and <= 1e+12, got 1e+30"),
+    "negative alarm": ("metrics.mismatch_alarm=-1", "mismatch_alarm must be >= 0 (0 is off), got -1"),
 }
 
 

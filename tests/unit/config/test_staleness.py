@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.adapters import registry
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.config import RunConfig, override, record, run_file, tables
+from asyncrl.config import LearnerSection, RunConfig, override, record, run_file, tables
 from asyncrl.config.layout import Layout
 from asyncrl.config.staleness_bound import beyond_what_was_shown, bound_for
 from asyncrl.data import demo_task
@@ -200,8 +200,6 @@ def test_row_length_divides_among_ranks(sizes: dict[str, Any], multiple: int) ->
 
 
 WRONG = {
-    "no ranks": ({"ranks": 0}, "ranks must be > 0, got 0"),
-    "no stages": ({"pipeline": 0}, "pipeline_parallel must be > 0, got 0"),
     "ranks": (
         {"ranks": 6, "tensor": 2, "pipeline": 2},
         "ranks must be a multiple of tensor_parallel x pipeline_parallel (4), got 6",
@@ -216,6 +214,12 @@ WRONG = {
 def test_incompatible_layout_sizes_are_refused(sizes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         Layout(**sizes)
+
+
+@pytest.mark.parametrize("key", ["ranks", "pipeline_parallel"])
+def test_a_layout_of_nothing_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^learner: {key} must be > 0, got 0$"):
+        tables.build(LearnerSection, {key: 0}, "learner")
 
 
 def test_a_bound_that_the_run_chose_says_what_it_follows() -> None:

@@ -223,7 +223,7 @@ def test_an_interpreter_that_does_not_start_is_refused_by_check(tmp_path: Any) -
     [
         ({"sandbox": "docker"}, "sandbox must be one of 'bwrap', 'none'"),
         ({"seconds": 0.0}, "seconds must be > 0"),
-        ({"at_once": 0}, "at_once must be >= 1"),
+        ({"at_once": 0}, "at_once must be > 0"),
         ({"python": "/nowhere/python"}, "/nowhere/python is not there"),
         ({"readable": ["/nowhere"]}, "/nowhere is not there"),
     ],

@@ -545,7 +545,7 @@ class CannotBeMade(Scorer):
         ("regex", {}, "reward.options: missing pattern"),
         ("regex", {"pattern": "["}, "is not a regular expression"),
         ("remote", {"url": "localhost:80"}, "url must start with http"),
-        ("math", {"processes": 0}, "must be >= 1"),
+        ("math", {"processes": 0}, "processes must be > 0"),
     ],
 )
 def test_a_reward_that_cannot_be_is_refused_before_the_run(kind: str, options: dict[str, Any], message: str) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from asyncrl.config.checks import NonNegative, Positive
 from asyncrl.environments.agent.harnesses import environment
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import OUTAGES, ConfigError, RolloutError
@@ -49,9 +50,9 @@ class Options:
     """Additional environment variables."""
     inherit: tuple[str, ...] = ()
     """Environment variables to pass on from the worker, besides PATH, HOME and the like."""
-    memory_mib: int = 0
+    memory_mib: NonNegative[int] = 0
     """Memory limit for all processes of one sample together; 0: no limit."""
-    output_mib: int = 64
+    output_mib: Positive[int] = 64
     """Limit for the output of one sample."""
 
     def __post_init__(self) -> None:
@@ -59,8 +60,6 @@ class Options:
             raise ConfigError('command is empty; name a program: command = ["python", "agent.py"]')
         if self.reward != "file" and any(_REWARD_FOLDER in part for part in self.command):
             raise ConfigError(f'command: {_REWARD_FOLDER} is there only with reward = "file", got "{self.reward}"')
-        if self.memory_mib < 0 or self.output_mib < 1:
-            raise ConfigError("memory_mib must be >= 0 and output_mib >= 1")
         environment.check_names(self.environment)
         environment.check_venv(self.venv)
         environment.check_program(

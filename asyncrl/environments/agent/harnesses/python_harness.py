@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.config.checks import NonNegative, Positive
 from asyncrl.environments.agent.harnesses import child, environment
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import OUTAGES, ConfigError, RolloutError
@@ -39,7 +40,7 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    processes: int = 4
+    processes: Positive[int] = 4
     """Number of child processes per rollout worker; they share its samples."""
     venv: str = ""
     """Virtual environment of the children (Python 3.10 or newer); empty: the worker's."""
@@ -49,15 +50,13 @@ class Options:
     """Additional environment variables of the children."""
     inherit: tuple[str, ...] = ()
     """Environment variables to pass on from the worker, besides PATH, HOME and the like."""
-    memory_mib: int = 4096
+    memory_mib: NonNegative[int] = 4096
     """Memory limit of a child. A child over the limit gets no more samples and is replaced; a child whose processes
     together use twice the limit is killed. 0: no limit."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Options of the harness's own class."""
 
     def __post_init__(self) -> None:
-        if self.processes < 1 or self.memory_mib < 0:
-            raise ConfigError("processes must be >= 1 and memory_mib >= 0")
         environment.check_names(self.environment)
         environment.check_venv(self.venv)
         environment.check_program([self.python], directory=self.directory, path="")

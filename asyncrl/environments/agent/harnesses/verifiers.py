@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.checks import NonNegative, Positive
 from asyncrl.environments.agent.harnesses import environment as variables
 from asyncrl.environments.agent.harnesses import python_harness
 from asyncrl.environments.agent.harnesses.python_harness import PythonHarness
@@ -26,7 +27,7 @@ class Options:
     """Virtual environment with verifiers and the environment; its packages may conflict with the worker's."""
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Arguments of load_environment (0.2), or the environment's settings except its taskset's id (0.4)."""
-    processes: int = 4
+    processes: Positive[int] = 4
     """Number of child processes per rollout worker."""
     directory: str = ""
     """Working directory of the children, from which they also import; empty: the worker's."""
@@ -34,7 +35,7 @@ class Options:
     """Additional environment variables of the children."""
     inherit: tuple[str, ...] = ()
     """Environment variables to pass on from the worker, besides PATH, HOME and the like."""
-    memory_mib: int = 4096
+    memory_mib: NonNegative[int] = 4096
     """Memory limit of a child, as for a Python harness."""
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from asyncrl.backends.megatron.job import Options
 from asyncrl.backends.megatron.mixture import OwnExperts
 from asyncrl.backends.port import Backend
+from asyncrl.config import tables
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch, empty, sequence_slices
 from asyncrl.tensors.transformers_models import by_names_in_files
@@ -198,8 +199,8 @@ def test_what_the_engine_chose_counts_for_the_load_and_the_routers_own_choice_fo
 
 @pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
 def test_negative_or_infinite_coefficient_is_refused(wrong: float) -> None:
-    with pytest.raises(ConfigError, match="aux_loss_coefficient must be 0 or more"):
-        Options(aux_loss_coefficient=wrong)
+    with pytest.raises(ConfigError, match="aux_loss_coefficient must be (>= 0|finite)"):
+        tables.build(Options, {"aux_loss_coefficient": wrong}, "learner.options")
 
 
 def test_dispatch_on_one_rank_never_synchronises() -> None:

@@ -256,9 +256,9 @@ async def test_a_schema_that_is_none_fails_its_group(label: Any, problem: str) -
         ("gpqa", {"letters": "AAB"}, "letters must be different letters"),
         ("f1", {"metric": "f2"}, "metric must be one of 'f1', 'exact_match'"),
         ("f1", {"extract": "("}, "is not a regular expression"),
-        ("random", {"probability": 2.0}, "probability must be in 0..1"),
+        ("random", {"probability": 2.0}, "probability must be >= 0 and <= 1"),
         ("json_schema", {"schema": "/nowhere.json"}, "schema: /nowhere.json: "),
-        ("deepscaler", {"processes": 0}, "must be >= 1"),
+        ("deepscaler", {"processes": 0}, "processes must be > 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(kind: str, options: dict[str, Any], problem: str) -> None:

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from asyncrl.bus.port import Bus
+from asyncrl.config import tables
 from asyncrl.environments.agent.function import Agent, Options
 from asyncrl.environments.agent.harnesses.load import Limited
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task
@@ -236,12 +237,12 @@ async def test_a_harness_that_may_not_be_repeated_is_not_repeated_after_an_outag
         ({"harness": "comand"}, "rollout.options.harness: 'comand' is unknown"),
         ({"harness": PLAYER, "timeout_seconds": 0.0}, "timeout_seconds must be > 0"),
         ({"harness": PLAYER, "chat_template": "{% if"}, "chat template"),
-        ({"harness": PLAYER, "port": 70_000}, "port must be from 0"),
+        ({"harness": PLAYER, "port": 70_000}, "port must be >= 0 and <= 65,535"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        Agent(TOKENIZER, Options(**options))
+        Agent(TOKENIZER, tables.build(Options, options, "rollout.options"))
     assert "\n" not in str(refused.value)
 
 

@@ -45,7 +45,7 @@ def load(folder: Path, *overrides: str) -> config.RunConfig:
         (["servers.w0={path='a'}"], "servers: 'w0' is the name of another process"),
         (["servers.long-0={path='a'}", "rollout.pools.long={}"], "servers: 'long-0' is the name of another process"),
         (["servers.'a b'={path='a'}"], "servers: a name must be letters"),
-        (["rollout.pools.long={workers=0}"], "workers must be in 1"),
+        (["rollout.pools.long={workers=0}"], "workers must be >= 1"),
         (["rollout.pools.learner={}"], "rollout.pools: 'learner' is the name of another process"),
         (["teacher.path=a", "teacher.server=b"], "set either path, .* or server"),
         (["teacher.server="], "set either path, .* or server"),
