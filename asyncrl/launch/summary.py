@@ -254,7 +254,8 @@ def _consequences(summary: Summary) -> list[str]:
         f"samples per step  {summary.samples_per_step}",
         f"routing replay    {summary.routing_replay}",
         f"shared prefixes   {summary.shared_prefixes}",
-        f"largest group     {summary.largest_group_bytes:,} bytes of {run_config.bus.max_group_bytes:,}",
+        f"largest group     {summary.largest_group_bytes:,} bytes; "
+        f"bus.max_group_bytes = {run_config.bus.max_group_bytes:,}",
         *(
             f"server            {name}: {one.path or hide_credentials(one.url)}"
             for name, one in run_config.servers.items()
