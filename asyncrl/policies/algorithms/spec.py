@@ -26,7 +26,7 @@ from asyncrl.policies.losses.table import LOSSES
 P = TypeVar("P", bound=Component)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
     """The components of an algorithm, each with the options that the algorithm sets: ``PPOClip(clip_high=0.28)``.
 
@@ -34,11 +34,11 @@ class AlgorithmSpec:
     """
 
     name: str
-    paper: str
     advantage: Advantage
     loss: Loss | str
     aggregation: Aggregation
     correction: tuple[Correction, ...]
+    paper: str
 
 
 def resolve(

@@ -5,6 +5,8 @@ Which to choose: docs/guides/algorithms.md.
 
 from __future__ import annotations
 
+from typing import Final
+
 from asyncrl.policies.advantages.groups import GPG, GRPO, RLOO, DrGRPO
 from asyncrl.policies.advantages.returns import GAE, ReinforcePP, ReinforcePPBaseline, Returns
 from asyncrl.policies.advantages.table import NoAdvantage
@@ -16,144 +18,73 @@ from asyncrl.policies.losses.distillation import Distill, OPDReward
 from asyncrl.policies.losses.ppo import GSPO, PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
 
+_TIS: Final = (TISToken(),)
+_NONE: Final = (NoCorrection(),)
+
 ALGORITHMS: dict[str, AlgorithmSpec] = {
     spec.name: spec
     for spec in (
+        # name, advantage, loss, aggregation, correction, paper
+        AlgorithmSpec("grpo", GRPO(), PPOClip(), TokenMean(), _TIS, "arXiv:2402.03300, token mean of arXiv:2503.14476"),
         AlgorithmSpec(
-            name="grpo",
-            paper="arXiv:2402.03300, token mean of arXiv:2503.14476",
-            advantage=GRPO(),
-            loss=PPOClip(),
-            aggregation=TokenMean(),
-            correction=(TISToken(),),
+            "dapo",
+            GRPO(),
+            PPOClip(clip_high=0.28),
+            TokenMean(),
+            _TIS,
+            "arXiv:2503.14476; grpo with clip_high 0.28; filters, overlong_tokens, mask_truncated are separate",
+        ),
+        AlgorithmSpec("dr_grpo", DrGRPO(), PPOClip(), SeqMeanTokenSumNorm(), _TIS, "arXiv:2503.20783"),
+        AlgorithmSpec("gspo", GRPO(), GSPO(), SeqMeanTokenMean(), _TIS, "arXiv:2507.18071"),
+        AlgorithmSpec(
+            "cispo",
+            GRPO(),
+            Cispo(),
+            TokenMean(),
+            _NONE,
+            "arXiv:2506.13585: the capped ratio to the behavior policy is the correction",
+        ),
+        AlgorithmSpec("rloo", RLOO(), Reinforce(), SeqMeanTokenSum(), _TIS, "arXiv:2402.14740"),
+        AlgorithmSpec("reinforce_pp", ReinforcePP(), PPOClip(), TokenMean(), _TIS, "arXiv:2501.03262"),
+        AlgorithmSpec(
+            "reinforce_pp_baseline",
+            ReinforcePPBaseline(),
+            PPOClip(),
+            TokenMean(),
+            _TIS,
+            "arXiv:2501.03262, the variant with a baseline",
+        ),
+        AlgorithmSpec("gpg", GPG(), Reinforce(), TokenMean(), _TIS, "arXiv:2504.02546"),
+        AlgorithmSpec("topr", Returns(), "topr", SeqMeanTokenSum(), _NONE, "arXiv:2503.14286"),
+        AlgorithmSpec("sapo", GRPO(), "sapo", SeqMeanTokenMean(), _TIS, "arXiv:2511.20347"),
+        AlgorithmSpec("m2po", GRPO(), "m2po", TokenMean(), _TIS, "arXiv:2510.01161"),
+        AlgorithmSpec(
+            "ppo",
+            GAE(),
+            PPOClip(),
+            TokenMean(),
+            _TIS,
+            "arXiv:1707.06347, the advantages of arXiv:1506.02438 whitened over the batch",
         ),
         AlgorithmSpec(
-            name="dapo",
-            paper="arXiv:2503.14476; grpo with clip_high 0.28; filters, overlong_tokens, mask_truncated are separate",
-            advantage=GRPO(),
-            loss=PPOClip(clip_high=0.28),
-            aggregation=TokenMean(),
-            correction=(TISToken(),),
+            "opd",
+            NoAdvantage(),
+            OPDReward(),
+            TokenMean(),
+            _TIS,
+            "on-policy distillation, the reverse KL to the teacher as a reward per token (tinker, 2025)",
         ),
         AlgorithmSpec(
-            name="dr_grpo",
-            paper="arXiv:2503.20783",
-            advantage=DrGRPO(),
-            loss=PPOClip(),
-            aggregation=SeqMeanTokenSumNorm(),
-            correction=(TISToken(),),
+            "distill",
+            NoAdvantage(),
+            Distill(),
+            TokenMean(),
+            _NONE,
+            "arXiv:2306.13649 on the policy's own samples: the KL to a served teacher's likeliest tokens",
         ),
+        AlgorithmSpec("p3o", GRPO(), "p3o", TokenMean(), _NONE, "arXiv:2605.12380"),
         AlgorithmSpec(
-            name="gspo",
-            paper="arXiv:2507.18071",
-            advantage=GRPO(),
-            loss=GSPO(),
-            aggregation=SeqMeanTokenMean(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="cispo",
-            paper="arXiv:2506.13585: the capped ratio to the behavior policy is the correction",
-            advantage=GRPO(),
-            loss=Cispo(),
-            aggregation=TokenMean(),
-            correction=(NoCorrection(),),
-        ),
-        AlgorithmSpec(
-            name="rloo",
-            paper="arXiv:2402.14740",
-            advantage=RLOO(),
-            loss=Reinforce(),
-            aggregation=SeqMeanTokenSum(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="reinforce_pp",
-            paper="arXiv:2501.03262",
-            advantage=ReinforcePP(),
-            loss=PPOClip(),
-            aggregation=TokenMean(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="reinforce_pp_baseline",
-            paper="arXiv:2501.03262, the variant with a baseline",
-            advantage=ReinforcePPBaseline(),
-            loss=PPOClip(),
-            aggregation=TokenMean(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="gpg",
-            paper="arXiv:2504.02546",
-            advantage=GPG(),
-            loss=Reinforce(),
-            aggregation=TokenMean(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="topr",
-            paper="arXiv:2503.14286",
-            advantage=Returns(),
-            loss="topr",
-            aggregation=SeqMeanTokenSum(),
-            correction=(NoCorrection(),),
-        ),
-        AlgorithmSpec(
-            name="sapo",
-            paper="arXiv:2511.20347",
-            advantage=GRPO(),
-            loss="sapo",
-            aggregation=SeqMeanTokenMean(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="m2po",
-            paper="arXiv:2510.01161",
-            advantage=GRPO(),
-            loss="m2po",
-            aggregation=TokenMean(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="ppo",
-            paper="arXiv:1707.06347, the advantages of arXiv:1506.02438 whitened over the batch",
-            advantage=GAE(),
-            loss=PPOClip(),
-            aggregation=TokenMean(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="opd",
-            paper="on-policy distillation, the reverse KL to the teacher as a reward per token (tinker, 2025)",
-            advantage=NoAdvantage(),
-            loss=OPDReward(),
-            aggregation=TokenMean(),
-            correction=(TISToken(),),
-        ),
-        AlgorithmSpec(
-            name="distill",
-            paper="arXiv:2306.13649 on the policy's own samples: the KL to a served teacher's likeliest tokens",
-            advantage=NoAdvantage(),
-            loss=Distill(),
-            aggregation=TokenMean(),
-            correction=(NoCorrection(),),
-        ),
-        AlgorithmSpec(
-            name="p3o",
-            paper="arXiv:2605.12380",
-            advantage=GRPO(),
-            loss="p3o",
-            aggregation=TokenMean(),
-            correction=(NoCorrection(),),
-        ),
-        AlgorithmSpec(
-            name="sft",
-            paper="maximum likelihood of the responses, whatever their reward",
-            advantage=Returns(),
-            loss=SFT(),
-            aggregation=TokenMean(),
-            correction=(NoCorrection(),),
+            "sft", Returns(), SFT(), TokenMean(), _NONE, "maximum likelihood of the responses, whatever their reward"
         ),
     )
 }
