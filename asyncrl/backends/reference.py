@@ -47,6 +47,7 @@ from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
+from asyncrl.tensors.device import set_threads
 from asyncrl.tensors.exact_rows import ExactRows, use_exact_attention
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
@@ -95,8 +96,7 @@ class ReferenceBackend(BackendAdapter):
         self._memory = HostMemory(lambda: itertools.chain.from_iterable(one.tensors() for one in self._loaded.values()))
 
     def start(self) -> None:
-        if self._threads:
-            torch.set_num_threads(self._threads)
+        set_threads(self._threads)
         for name, model in self._models.items():
             kind = TrainedModel if model.is_trained else RefreshedModel if model.is_refreshed else LoadedModel
             loaded = kind(

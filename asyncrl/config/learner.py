@@ -71,7 +71,7 @@ class LearnerSection:
     gpus: tuple[int, ...] = ()
     """GPU of each rank, counted from 0, when `asyncrl run` starts the ranks; empty: the first GPUs."""
     threads: Annotated[int, Range(low=0, high=MOST_THREADS)] = 0
-    """CPU threads of each rank; 0: PyTorch's default."""
+    """CPU threads of each rank; 0: PyTorch's default, at most a container's limit."""
     profile_steps: tuple[Positive[int], ...] = ()
     """Steps to profile on the learner's first rank, such as [10, 11]. Traces (and memory snapshots on a GPU) go to
     profile/ of the run's folder."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from asyncrl.errors import ConfigError
+
+_CPU_LIMIT: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,28 @@ def read_host_memory() -> int:
         return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # no container, or one without a limit
         return machine
+
+
+def count_cpus() -> int:
+    """Return how many CPUs this process may use at a time: those it may run on, or this container's limit if lower."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = map(int, _CPU_LIMIT.read_text().split())
+        return min(allowed, math.ceil(quota / period))
+    except (OSError, ValueError):  # no container, or "max", one without a limit
+        return allowed
+
+
+def set_threads(threads: int) -> None:
+    """Have torch compute with so many CPU threads; 0: its default, but no more than there are CPUs.
+
+    Its default does not know a container's limit. Under one of half a core, 32 threads took 2.4 times the CPU seconds
+    of one.
+    """
+    import torch
+
+    if threads or torch.get_num_threads() > count_cpus():
+        torch.set_num_threads(threads or count_cpus())
 
 
 def resolve_device(name: str, *, section: str) -> str:

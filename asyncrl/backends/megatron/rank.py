@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from asyncrl.backends.megatron.saved_weights import RefreshedModel, SavedWeights
 from asyncrl.backends.megatron.trained_model import TrainedModel
 from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError, CheckpointError
+from asyncrl.tensors.device import count_cpus, set_threads
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
 
@@ -44,9 +44,8 @@ class MegatronRank:
         self._local_ranks = info.local_ranks or info.ranks
         threads = job.threads
         if not threads and job.options.optimizer_device == "cpu":  # torch's default: 1 if torchrun starts the ranks
-            threads = max(1, len(os.sched_getaffinity(0)) // self._local_ranks)
-        if threads:
-            torch.set_num_threads(threads)
+            threads = max(1, count_cpus() // self._local_ranks)
+        set_threads(threads)
         self._room_for_saving: int | None = None
         self._hooks = load_hooks(job.options.hooks)
         self.parts = ExportedParts()

@@ -39,6 +39,7 @@ from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.messages.support import Support
 from asyncrl.policies.batching.images import ImagePatches
 from asyncrl.tensors import weight_files
+from asyncrl.tensors.device import set_threads
 from asyncrl.tensors.model_tensors import check_layout
 from asyncrl.weights.port import LoadReport, Source
 
@@ -57,7 +58,7 @@ class Options:
     max_batch_size: Positive[int] = 64
     """Sequences decoded at once. With 1 the same seed and weights give the same tokens, bit for bit."""
     threads: NonNegative[int] = 0
-    """CPU threads of the model; 0 uses torch's default. 1 is fastest for tiny models."""
+    """CPU threads of the model; 0: torch's default, at most a container's limit. 1 is fastest for tiny models."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +140,9 @@ class InProcessEngine(EngineAdapter):
         self._patches: dict[str, NDArray[np.float32]] = {}
         """Of the last images; the samples of a group show the same."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-decode", initializer=self._set_threads)
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="engine-decode", initializer=set_threads, initargs=(options.threads,)
+        )
         self._task: asyncio.Task[None] | None = None
         self._stops = StopReader(model_path, self._reader)
         self._loading = asyncio.Lock()
@@ -307,10 +310,6 @@ class InProcessEngine(EngineAdapter):
         return self._decoder
 
     # -- decoding ------------------------------------------------------------------------------------------------------
-
-    def _set_threads(self) -> None:
-        if self._options.threads:
-            torch.set_num_threads(self._options.threads)
 
     def _read_model(self) -> Decoder:
         return Decoder(
