@@ -63,6 +63,8 @@ _COPIED_KEY_BYTES: Final = 12
 gradient in float32."""
 _CHOSEN_BYTES: Final = 4
 """Of the number of a key that sparse attention has chosen for a query."""
+_RANK: Final = 32
+"""Of adapters that are recommended."""
 _FILLED: Final = 0.9
 """Of a GPU, by state, in a layout that is recommended: a row's passes need the rest."""
 _MOST_RANKS: Final = 1024
@@ -230,13 +232,18 @@ def refuse(
     models = _models(run, shapes)
     versions = 0 if plan.exports_to == "host" and not run.run.colocated else 1
 
-    def least(learner: LearnerSection, plan: MemoryPlan, versions: int = versions) -> float:
+    def least(learner: LearnerSection, plan: MemoryPlan, versions: int = versions, models: _Models = models) -> float:
         return max(_least(state, plan, versions=versions) for state in _states(run, models, learner))
 
     needed = least(run.learner, plan)
     if needed <= total:
         return
-    remedies = [] if run.learner.lora.rank else ["learner.lora"]
+    remedies = []
+    if not run.learner.lora.rank:
+        lora = dataclasses.replace(run.learner.lora, rank=_RANK)
+        adapted = dataclasses.replace(run.learner, lora=lora, freeze=(), train_only=())
+        if least(adapted, plan, models=_models(dataclasses.replace(run, learner=adapted), shapes)) <= total:
+            remedies.append("learner.lora")
     if versions and not run.run.colocated and least(run.learner, plan, 0) <= total:
         remedies.append('learner.options.exports = "host"')
     if not plan.updates_on_host:
@@ -249,7 +256,7 @@ def refuse(
             remedies.append(f'learner.options.optimizer_device = "cpu"{instead}')
     layers = decoder_config(json.loads((folder / "config.json").read_text())).get("num_hidden_layers", 1)
     # Nothing is divided by more than all ranks.
-    fewest = least(LearnerSection(), plan) / total
+    fewest = least(LearnerSection(lora=run.learner.lora), plan) / total
     for learner in _layouts(run.learner, fewest=int(fewest), layers=layers, experts=_num_experts(shapes)):
         if least(learner, plan) <= _FILLED * total and is_possible(learner):
             remedies.append(_describe_layout(learner, run.learner))
@@ -434,7 +441,7 @@ def _states(run: RunConfig, models: _Models, learner: LearnerSection) -> list[_S
     found = []
     for stage, sizes in enumerate(_by_stage(models.policy, learner)):
         others = width * sum(of.whole / _parts(kind, layout) for model in frozen for kind, of in model[stage].items())
-        state = _state_of(run, sizes, layout, lora=run.learner.lora, is_exported=True)
+        state = _state_of(run, sizes, layout, lora=learner.lora, is_exported=True)
         state = dataclasses.replace(state, others=others)
         if critics is not None:
             state = state.with_critic(_state_of(run, critics[stage], layout, lora=LoraSection(), is_exported=False))

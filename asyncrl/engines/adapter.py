@@ -72,6 +72,10 @@ class EngineAdapter(Adapter):
             require_gpu("engine")
 
     @classmethod
+    def check_device(cls, run: RunConfig, device: str) -> None:
+        """Refuse what the engine cannot do on ``device``, "cpu" or "cuda", of this machine or of another."""
+
+    @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
         return int(run.engine.device != "cpu")
 

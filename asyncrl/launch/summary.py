@@ -131,9 +131,9 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
     data.require_batch(run, found.num_rows)
     data.check_evaluation_rows(run)
     report(f"importing torch and transformers, reading {run.model.path} ...")
-    check(run)
-    placed = None if launcher_class(run).places else gpus.placement(run)
-    beside = {} if placed is None or gpu_bytes else placed.beside_learner
+    check(run, is_here=not gpu_bytes)
+    placed = None if launcher_class(run).places or gpu_bytes else gpus.placement(run)
+    beside = {} if placed is None else placed.beside_learner
     algorithm = registry.algorithm(run)
     rows = data.open_rows(run, found)
     looked = rows.check_first_rows()
@@ -161,7 +161,7 @@ def summarize(run: RunConfig, *, report: Callable[[str], None] = lambda what: No
             *learner_models.oddities(run, algorithm),
         ),
         evaluation={one.name: len(one.questions) for one in sets},
-        gpus="found by the launcher" if placed is None else str(placed),
+        gpus=str(placed or ("of another machine" if gpu_bytes else "found by the launcher")),
         memory=tuple(registry.backend_class(run).memory(run, algorithm, gpu_bytes=gpu_bytes)),
         beside_learner=_beside_learner(run, max(beside.values(), default=1), gpu_bytes) if gpu_bytes or beside else "",
         old_tokens=_of_old_tokens(run, algorithm),

@@ -175,6 +175,13 @@ class SGLangEngine(EngineAdapter):
         device = resolve_device(run.engine.device, section="engine")
         if run.run.colocated and run.run.offload != "learner" and device == "cuda":
             check_memory_saver()
+        cls.check_device(run, device)
+
+    @classmethod
+    def check_device(cls, run: RunConfig, device: str) -> None:
+        options: Options = cls.options(run)
+        if options.url:
+            return
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
         check_on_cpu(options.server_arguments, device=device)
         path, quantization = Path(run.model.path), run.weights.quantization

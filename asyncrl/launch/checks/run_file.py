@@ -38,17 +38,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl.check")
 
 
-def check(run: RunConfig) -> None:
+def check(run: RunConfig, *, is_here: bool = True) -> None:
     """Check everything that `asyncrl run` needs here, without starting anything.
+
+    is_here  whether the run will be on this machine, and not on another with GPUs
 
     Raises ConfigError that says what to change.
     """
     registry.check_names(run)
-    registry.bus_class(run).check_machine(run)
     launcher = launcher_class(run)
-    launcher.check_machine(run)
+    if is_here:
+        registry.bus_class(run).check_machine(run)
+        launcher.check_machine(run)
     _check_settings(run)
     warn_of_share(run)
+    if not is_here:
+        for one in (*([run] if run.rollout.workers else []), *map(run.of_pool, run.rollout.pools)):
+            if one.engine.device != "cpu":
+                registry.engine_class(one).check_device(one, "cuda")
+        return
     if launcher.places:  # each process checks its own machine
         return
     from asyncrl.metrics.sinks import check_logins  # imports torch

@@ -425,6 +425,19 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path, monkeypatch:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("gib", "overrides", "is_named"), [(70, [], True), (12, [], False), (70, ["algorithm.name=ppo"], False)]
+)
+def test_adapters_are_named_only_where_they_would_fit(
+    gib: int, overrides: list[str], is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8B by adapters has 14 GiB of weights; a critic beside it is trained whole."""
+    run = run_of("8B", tmp_path, monkeypatch, *overrides)
+    with pytest.raises(ConfigError) as caught:
+        gpu_memory.refuse(run, MemoryPlan(recomputes_all=True, exports_to="host"), total=gib * GIB)
+    assert ("learner.lora" in str(caught.value)) == is_named
+
+
 @pytest.mark.parametrize("gib", [18, 30, 75, 100])
 def test_the_layout_that_is_named_fits_and_is_one_that_the_model_can_have(
     gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from asyncrl import __version__, config
 from asyncrl.audit import run_folder
 from asyncrl.cli import main as cli
 from asyncrl.cli.tap import plain
+from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError, EngineDied, HopelessError, NoAnswer
 from asyncrl.launch import colocated
 from asyncrl.messages.control import ServerAddress
@@ -136,6 +137,20 @@ def test_check_counts_the_memory_of_gpus_that_are_elsewhere(
     assert re.search(r"learner: a rank needs 0 GiB .*, and its GPU has 0 GiB; use ", err)
     code, _, err = asyncrl("check", *run, "--gpu-gib", "-1", capsys=capsys)
     assert (code, "--gpu-gib -1: must be the memory of a GPU in GiB" in err) == (2, True)
+
+
+def test_check_asks_of_gpus_that_are_elsewhere_what_gpus_can_do(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang's CPU server has no attention with sinks, and this machine has no GPU."""
+    model = make_tiny_model(tmp_path / "gpt_oss", architecture="gpt_oss")
+    run = (run_file, "--gpu-gib", "79.6", "--set", f"model.path={model}", "--set", "model.dtype=bfloat16")
+    run += ("--set", "engine.kind=sglang", "--set", "engine.device=auto", "--set", "rollout.gpus=[1]")
+    code, out, err = asyncrl("check", *run, "--set", "rollout.workers=1", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert re.search(r"^GPUs +of another machine$", out, re.MULTILINE)
+    code, _, err = asyncrl("check", *run, "--set", "engine.options={tensor_parallel=3}", capsys=capsys)
+    assert (code, "tensor_parallel: 3 does not divide the model's num_attention_heads" in err) == (2, True)
 
 
 def test_check_says_what_an_engine_has_beside_the_learner_on_the_only_gpu(
