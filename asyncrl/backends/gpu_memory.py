@@ -613,15 +613,16 @@ def _passes(run: RunConfig, plan: MemoryPlan, shapes: Shapes, stage: int) -> flo
     hidden, layers = config.get("hidden_size", 0), config.get("num_hidden_layers", 0)
     heads, head = _heads(config)
     attention = head * (heads + 2 * config.get("num_key_value_heads", heads))
-    experts = config.get("num_experts_per_tok") or 1
-    feed_forward = config.get("moe_intermediate_size") or config.get("intermediate_size", 4 * hidden)
+    of_expert = config.get("moe_intermediate_size") or config.get("intermediate_size", 4 * hidden)
+    shared = config.get("shared_expert_intermediate_size") or of_expert * (config.get("n_shared_experts") or 0)
+    feed_forward = of_expert * (config.get("num_experts_per_tok") or 1) + shared
     # A layer keeps the inputs of its norms and products, the attention's inputs and output, the gate and its product.
-    of_token = 2 * hidden if recomputes_all else 2 * (3 * hidden + 3.7 * attention + 3 * experts * feed_forward)
+    of_token = 2 * hidden if recomputes_all else 2 * (3 * hidden + 3.7 * attention + 3 * feed_forward)
     tokens, rows = run.learner.micro_batch_tokens / (layout.tensor * layout.context), _rows_in_flight(layout, stage)
     kept = tokens * of_token * _stages(run.learner, layers).count(stage) * rows + _chosen_keys(run, config)
     kept += _passes_of_tower(run, whole, shapes) * rows if stage == 0 else 0.0
     # While a layer is differentiated:
-    of_layer = tokens * 2 * (6 * hidden + 3 * attention + 3.6 * experts * feed_forward) * recomputes_all
+    of_layer = tokens * 2 * (6 * hidden + 3 * attention + 3.6 * feed_forward) * recomputes_all
     of_layer += _copied_keys(run, config) if plan.shares_prefixes else 0.0
     of_head = 0.0
     if stage == layout.pipeline - 1:
@@ -681,6 +682,8 @@ def _chosen_keys(run: RunConfig, config: dict[str, Any]) -> float:
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of query heads and the size of a head."""
+    """Return the number of query heads and the size of a head, in latent attention the mean of keys and values."""
     heads = int(config.get("num_attention_heads", 1))
+    if config.get("qk_nope_head_dim"):
+        return heads, (config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]) // 2
     return heads, int(config.get("head_dim") or config.get("hidden_size", 0) // max(heads, 1))

@@ -518,6 +518,30 @@ def test_choices_of_sparse_attention_that_later_layers_use_are_kept(
     assert phases_of(run)["step"].device - without == pytest.approx(1.1 * 2 * 4 * 2048 * 16384, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("entries", "of_token"),
+    [
+        ({}, 3.7 * 128 * (32 + 2 * 8) + 3 * 12_288),
+        ({"n_shared_experts": 1}, 3.7 * 128 * (32 + 2 * 8) + 3 * 2 * 12_288),
+        ({"shared_expert_intermediate_size": 100}, 3.7 * 128 * (32 + 2 * 8) + 3 * 12_388),
+        ({"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, 3.7 * 160 * (32 + 2 * 8) + 3 * 12_288),
+    ],
+)
+def test_activations_of_shared_experts_and_of_latent_attention_are_counted(
+    entries: dict[str, int], of_token: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted on a CPU, a token of a tiny DeepSeek-V3 keeps 1.6 times as much as of a Qwen3 mixture of its sizes."""
+    passes = list[int]()
+    for count in (8192, 16_384):
+        run = run_of("8B", tmp_path, monkeypatch, f"learner.micro_batch_tokens={count}")
+        config_file = tmp_path / "config.json"
+        config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **entries}))
+        found = phases_of(run, recomputes_all=False)
+        passes.append(found["step"].device - found["checkpoint"].device)
+    a_token = (passes[1] - passes[0]) / 8192 / gpu_memory._FRAGMENTED
+    assert a_token == pytest.approx(2 * 36 * (3 * 4096 + of_token), rel=1e-5)
+
+
 def run_with_tower(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RunConfig:
     """A run of Qwen2.5-VL 3B, with the number of weights of its parts."""
     run = run_of("1.7B", folder, monkeypatch, *overrides)
