@@ -144,9 +144,10 @@ def test_check_asks_of_gpus_that_are_elsewhere_what_gpus_can_do(
 ) -> None:
     """SGLang's CPU server has no attention with sinks, and this machine has no GPU."""
     model = make_tiny_model(tmp_path / "gpt_oss", architecture="gpt_oss")
-    run = (run_file, "--gpu-gib", "79.6", "--set", f"model.path={model}", "--set", "model.dtype=bfloat16")
-    run += ("--set", "engine.kind=sglang", "--set", "engine.device=auto", "--set", "rollout.gpus=[1]")
-    code, out, err = asyncrl("check", *run, "--set", "rollout.workers=1", capsys=capsys)
+    sglang = ("engine.kind=sglang", "engine.device=auto", "model.dtype=bfloat16", f"model.path={model}")
+    settings = (*sglang, "rollout.workers=1", "rollout.gpus=[1]")
+    run = (run_file, "--gpu-gib", "79.6", *(part for one in settings for part in ("--set", one)))
+    code, out, err = asyncrl("check", *run, capsys=capsys)
     assert (code, err) == (0, "")
     assert re.search(r"^GPUs +of another machine$", out, re.MULTILINE)
     code, _, err = asyncrl("check", *run, "--set", "engine.options={tensor_parallel=3}", capsys=capsys)
