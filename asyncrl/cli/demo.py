@@ -43,9 +43,11 @@ LOW, HIGH = 0.2, 0.8
 def _server_overrides() -> list[str]:
     """Return overrides for engines that are servers.
 
-    They are slower, so more samples are stale and the run needs more steps. On GPUs they support only bfloat16.
+    They are slower, so more samples are stale and the run needs more steps. On GPUs they support only bfloat16, and two
+    of them may share one.
     """
-    return ["engine.options={}", "run.steps=60", *(['model.dtype="bfloat16"'] if num_gpus() else [])]
+    on_gpus = ['model.dtype="bfloat16"', "engine.options={server_arguments={mem-fraction-static=0.3}}"]
+    return ["engine.options={}", "run.steps=60", *(on_gpus if num_gpus() else [])]
 
 
 ENGINES: Final[dict[str, Callable[[], list[str]]]] = {"inprocess": list, "sglang": _server_overrides}

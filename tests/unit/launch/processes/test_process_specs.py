@@ -14,6 +14,7 @@ from asyncrl import config
 from asyncrl.adapters import registry
 from asyncrl.backends.megatron.rank_group import rank_from_environment
 from asyncrl.bus.port import Bus
+from asyncrl.cli import demo
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launch import colocated
@@ -167,6 +168,16 @@ def test_engines_that_would_each_take_all_of_one_gpu_are_refused(
     problem = pytest.raises(ConfigError, match="rollout.gpus: the engine of w0 would share GPU . with another")
     with problem if is_refused else contextlib.nullcontext():
         gpus.placement(run)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 3])
+def test_the_two_servers_of_the_demo_find_room_on_any_number_of_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int
+) -> None:
+    monkeypatch.setattr(demo, "num_gpus", lambda: num_gpus)
+    own = (*demo.ENGINES["sglang"](), "rollout.workers=2")
+    placed = gpus.placement(of_qwen(tmp_path, monkeypatch, *own, gib=80, num_gpus=num_gpus))
+    assert len(placed.workers) == 2
 
 
 def test_an_engine_that_takes_all_that_the_learner_leaves_shares_its_gpu_with_no_server(
