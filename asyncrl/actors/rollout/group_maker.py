@@ -117,7 +117,7 @@ class GroupMaker:
         scored = self._drop_failed(prompt, await self._score_all(prompt, chosen))
         rewarded = self._drop_failed(prompt, await self._reward_all(prompt, scored, outages, since=since))
         missing = prompt.group_size - len(rewarded)
-        failed = len(sampled) - len(made) + len(chosen) - len(rewarded)
+        failed = (len(sampled) - len(made)) + (len(chosen) - len(rewarded))  # to be made, and to be graded
         trajectories = tuple(part for parts in rewarded for part in parts)
         digests = {one.digest for part in trajectories for one in part.images} if shown else set()
         return TrajectoryGroup(

@@ -67,7 +67,8 @@ async def launch(
     has_run = (directory / HISTORY_FILE).exists() or checkpoint.list_complete(directory / "checkpoints")
     if not resume and has_run:  # an empty checkpoints folder may be a mounted disk
         raise ConfigError(
-            f"{directory} already holds a run; continue it with --resume, or start another with --set run.name=NAME"
+            f"{directory} already holds a run; continue it with --resume (in Python resume=True), or "
+            "start another with another run.name"
         )
     if not registry.bus_class(run_config).is_shared:
         # Imports torch, which otherwise only the child processes do.
