@@ -63,7 +63,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
         1,
         "sees the reward fall far below its best",
         RUIN,
-        "stop and read answers with `asyncrl samples`; continue from the best checkpoint with a lower "
+        "stop and read answers with `asyncrl samples`; go back to a good step (docs/guides/undo.md) with a lower "
         "learner.learning_rate",
     ),
     "alarm/drift": Condition(
