@@ -194,13 +194,17 @@ def _phases(run: RunConfig, plan: MemoryPlan, state: _State, passes: float) -> t
 
 def describe_shortage(run: RunConfig, plan: MemoryPlan, *, total: int) -> str:
     """Return one line if the estimate of a phase with its activations exceeds ``total`` bytes; "" if all are below."""
-    largest = max(phases(run, plan), key=lambda phase: phase.device)
+    found = phases(run, plan)
+    largest = max(found, key=lambda phase: phase.device)
     if largest.device <= total:
         return ""
     recompute = "" if plan.recomputes_all else 'learner.options.recompute = "full" or '
+    remedy = f"{recompute}fewer learner.micro_batch_tokens"
+    if (at_rest := max(phase.device for phase in found if phase.name != "step")) > total:
+        remedy = f"more learner.ranks that share the model, as {at_rest / 2**30:.0f} GiB are without activations"
     return (
         f"learner: in its {largest.name} a rank needs about {largest.device / 2**30:.0f} GiB, and its GPU has "
-        f"{total / 2**30:.0f} GiB; if it runs out of memory, use {recompute}fewer learner.micro_batch_tokens"
+        f"{total / 2**30:.0f} GiB; if it runs out of memory, use {remedy}"
     )
 
 
