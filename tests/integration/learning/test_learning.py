@@ -135,5 +135,5 @@ async def test_engines_of_a_mixture_sample_from_the_weights_that_are_trained(
     rows = await train(synchronous, memory_bus())
     assert len(rows) == 4
     assert max(row["mismatch/max"] for row in rows) < 1e-4
-    assert all(("learner/shared_tokens" in row) == (backend == "megatron") for row in rows)
+    assert any("learner/shared_tokens" in row for row in rows) == (backend == "megatron")  # where it costs less
     assert not is_same(weights(synchronous, 3), weights(synchronous, 4))
