@@ -230,7 +230,7 @@ def cost(length: int) -> float:
 
 
 COPY_COST: Final = 0.2
-"""Cost of a token in a row that shares some, in units of ``cost``: each sequence gets its own copies of keys and values.
+"""Cost of a token in a row that shares some, in units of ``cost``: every sequence has copies of its keys and values.
 
 Of the rows in docs/results/**/prefixes.jsonl: 0.06 to 0.19 on a CPU core, 0.18 and 0.26 at 0.6B on an H200.
 """
