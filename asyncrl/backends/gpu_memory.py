@@ -66,7 +66,7 @@ _CHOSEN_BYTES: Final = 4
 _RANK: Final = 32
 """Of adapters that are recommended."""
 _FILLED: Final = 0.9
-"""Of a GPU, by state, in a layout that is recommended: a row's passes need the rest."""
+"""Of a GPU, by state, in what is recommended, at most: a row's passes need the rest."""
 _MOST_RANKS: Final = 1024
 _FIRST_STAGE: Final = "num_layers_in_first_pipeline_stage"
 _LAST_STAGE: Final = "num_layers_in_last_pipeline_stage"
@@ -242,27 +242,28 @@ def refuse(
     needed = least(run.learner, plan)
     if needed <= total:
         return
+    room = min(_FILLED * total, max(total - _CONTEXT_BYTES - _RING_BYTES, total / 2))  # for state
     remedies = []
     if not run.learner.lora.rank:
         lora = dataclasses.replace(run.learner.lora, rank=_RANK)
         adapted = dataclasses.replace(run.learner, lora=lora, freeze=(), train_only=())
-        if least(adapted, plan, models=_models(dataclasses.replace(run, learner=adapted), shapes)) <= total:
+        if least(adapted, plan, models=_models(dataclasses.replace(run, learner=adapted), shapes)) <= room:
             remedies.append("learner.lora")
     if versions and not run.run.colocated and least(run.learner, plan, 0) <= total:
         remedies.append('learner.options.exports = "host"')
     if not plan.updates_on_host:
         offloaded = dataclasses.replace(plan, offloads_moments=True)
         on_host = dataclasses.replace(plan, updates_on_host=True)
-        if not plan.offloads_moments and least(run.learner, offloaded) <= total:
+        if not plan.offloads_moments and least(run.learner, offloaded) <= room:
             remedies.append("learner.options.offload_optimizer = true")
-        elif run.model.dtype == "bfloat16" and least(run.learner, on_host) <= total:
+        elif run.model.dtype == "bfloat16" and least(run.learner, on_host) <= room:
             instead = " in place of offload_optimizer" if plan.offloads_moments else ""
             remedies.append(f'learner.options.optimizer_device = "cpu"{instead}')
     layers = decoder_config(json.loads((folder / "config.json").read_text())).get("num_hidden_layers", 1)
     # Nothing is divided by more than all ranks.
     fewest = least(LearnerSection(lora=run.learner.lora), plan) / total
     for learner in _layouts(run.learner, fewest=int(fewest), layers=layers, experts=_num_experts(shapes)):
-        if least(learner, plan) <= _FILLED * total and is_possible(learner):
+        if least(learner, plan) <= room and is_possible(learner):
             remedies.append(_describe_layout(learner, run.learner))
             break
     what = "weights, optimizer and one version" if versions else "weights, gradients and optimizer"

@@ -439,6 +439,16 @@ def test_adapters_are_named_only_where_they_would_fit(
     assert ("learner.lora" in str(caught.value)) == is_named
 
 
+def test_a_remedy_leaves_room_for_more_than_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B with offloaded moments is 71.5 GiB of state: on a GPU of 75 it could not load."""
+    run, plan = run_of("8B", tmp_path, monkeypatch), MemoryPlan(recomputes_all=True, exports_to="host")
+    for gib, remedy in ((75, 'optimizer_device = "cpu"'), (85, "offload_optimizer = true")):
+        with pytest.raises(ConfigError, match=f"use learner.lora or learner.options.{remedy}"):
+            gpu_memory.refuse(run, plan, total=gib * GIB)
+    assert phases_of(run, offloads_moments=True, exports_to="host")["load"].device > 75 * GIB
+    assert phases_of(run, updates_on_host=True, exports_to="host")["update"].device < 75 * GIB
+
+
 @pytest.mark.parametrize("gib", [18, 30, 75, 100])
 def test_the_layout_that_is_named_fits_and_is_one_that_the_model_can_have(
     gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
