@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.backends import flops, gpu_memory, huggingface
+from asyncrl.adapters import registry
+from asyncrl.backends import flops, huggingface
 from asyncrl.config.run import RunConfig
 from asyncrl.launch.checks.run_file import check
 from tests import ROOT
@@ -38,13 +39,8 @@ def test_a_recipe_can_work_and_fits_as_its_row_says(name: str, tmp_path: Path) -
     }
     run = config.load(path, [f'{key}="{tmp_path / value}"' for key, value in places.items()])
     check(run)
-    options = run.learner.options
-    plan = gpu_memory.MemoryPlan(
-        recomputes_all=options["recompute"] == "full",
-        offloads_moments=options.get("offload_optimizer", False),
-        updates_on_host=options.get("optimizer_device") == "cpu",
-    )
-    found = gpu_memory.phases(run, plan)
+    gpu_bytes = int(SAID[name][1] * GIB)
+    found = registry.backend_class(run).memory(run, registry.algorithm(run), gpu_bytes=gpu_bytes)
     needed, host = max(phase.device for phase in found), max(phase.host for phase in found)
     assert (round(needed / GIB), round(host / GIB)) == (SAID[name][0], SAID[name][2])
     assert needed < 0.95 * SAID[name][1] * GIB
