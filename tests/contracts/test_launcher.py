@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -69,7 +70,9 @@ async def test_it_is_where_it_says_and_has_the_variables_it_was_given(launcher: 
     process = await launcher.start(spec("check", str(unwritten), ASYNCRL_BUS_TOKEN="a word"))
     assert process.node == socket.gethostname()
     assert process_state(process.pid) == "running"
-    assert psutil.Process(process.pid).environ()["ASYNCRL_BUS_TOKEN"] == "a word"
+    while not (variables := psutil.Process(process.pid).environ()):  # for an instant of its start it has none
+        await asyncio.sleep(0.01)
+    assert variables["ASYNCRL_BUS_TOKEN"] == "a word"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
