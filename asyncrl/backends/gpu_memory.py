@@ -398,10 +398,7 @@ _Sizes = Mapping[tuple[_Divided, int], _Numbers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Models:
-    """Sizes of the run's models, whatever the layout.
-
-    frozen  of reference and teacher
-    """
+    """Sizes of the run's models, whatever the layout.  frozen: of reference and teacher"""
 
     policy: _Sizes
     critic: _Sizes | None
@@ -430,11 +427,7 @@ def _models(run: RunConfig, shapes: Shapes) -> _Models:
     if (folder := _critic(run)) is not None:
         values = {name: (0,) if "lm_head" in name else shape for name, shape in _read(folder).items()}
         critic = _sizes(run, values, lora=LoraSection(), is_whole=True)
-    return _Models(
-        policy=_sizes(run, shapes, lora=run.learner.lora),
-        critic=critic,
-        frozen=_frozen(run),
-    )
+    return _Models(policy=_sizes(run, shapes, lora=run.learner.lora), critic=critic, frozen=_frozen(run))
 
 
 def _states(run: RunConfig, models: _Models, learner: LearnerSection) -> list[_State]:

@@ -196,7 +196,7 @@ class LoadedModel:
         self._temperature = temperature
         self._device = device
         self._is_exact_on_gpu = exact_ranks > 0 and device.type == "cuda"
-        self._of_run = dtype
+        self._run_dtype = dtype
         dtype = torch.float32 if self._is_exact_on_gpu else dtype  # values of 16 bits in tensors of 32
         try:
             causal: Any = load_model(model.path, dtype=dtype).to(device)
@@ -467,7 +467,7 @@ class TrainedModel(LoadedModel):
         for name, parameter in self._trained.items():
             if parameter is not self._weights[name]:
                 weight = self._weights[name]
-                parameter.copy_(weight.to(self._of_run) if self._is_exact_on_gpu else weight)
+                parameter.copy_(weight.to(self._run_dtype) if self._is_exact_on_gpu else weight)
 
     def forget_moments(self) -> None:
         """See ResetsOptimizer."""

@@ -1,6 +1,6 @@
 """Keeps batches that could not be trained, and stops a batch that ends the learner's process again and again.
 
-    RUN_DIR/failed_batches/step-00000012/error.txt               one line, then where it was raised
+    RUN_DIR/failed_batches/step-00000012/error.txt           one line, then where it was raised
     RUN_DIR/failed_batches/step-00000012/group-45.msgpack    codec.decode(data, TrajectoryGroup) reads it
     RUN_DIR/in_training.json                                 {"45": 1, "46": 1}: how often a process ended with a group
 

@@ -325,11 +325,11 @@ class Learner(Actor):
 
     # -- what is rare --------------------------------------------------------------------------------------------------
 
-    async def _fail(self, groups: Sequence[BufferedGroup], error: StepFailed) -> None:
+    async def _fail(self, taken: Sequence[BufferedGroup], error: StepFailed) -> None:
         """Keep a batch that raised on disk and fail its groups. Raises HopelessError at the second in a row."""
         self._wait_began = None
-        batch = [one.group for one in groups]
-        folder = await asyncio.to_thread(self._failed_batches.keep, batch, step=self.step + 1, error=error)
+        groups = [one.group for one in taken]
+        folder = await asyncio.to_thread(self._failed_batches.keep, groups, step=self.step + 1, error=error)
         kept = f"; its batch is in {folder}" if folder is not None else ""
         self.log.error("step %d failed: %s%s", self.step + 1, error, kept)
         if error.__cause__ is not None:  # in the log file alone
