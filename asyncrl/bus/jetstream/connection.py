@@ -248,12 +248,12 @@ class Connection:
         if not self._client.servers:
             return  # invalid url: nothing was opened
         self._is_closing = True
+        await self._on_disconnect()  # at once: nats-py may wait for a server that closes its end, and then tells nobody
+        await self._on_close()
         # TypeError: asyncio of Python 3.12 writes to a transport while the server closes its end
-        with contextlib.suppress(nats.errors.Error, OSError, TypeError):
-            await guarded(self._client.close())
-        if not self._over.is_set():  # nats-py tells nobody if the server closes its end meanwhile
-            await self._on_disconnect()
-            await self._on_close()
+        with contextlib.suppress(nats.errors.Error, OSError, TypeError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                await guarded(self._client.close())
         # A drain in progress waits for messages that no task takes any more. No read loop is left to harm.
         if leaving := tuple(self._leaving):
             for task in leaving:

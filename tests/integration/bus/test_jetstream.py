@@ -16,7 +16,7 @@ from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.connection import Connection, Reply
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.nats_server.server import EmbeddedServer
-from asyncrl.errors import BusError, ConfigError
+from asyncrl.errors import BusClosed, BusError, ConfigError
 from asyncrl.messages.control import FleetSize
 from asyncrl.messages.topics import EVENTS, FLEET, PROGRESS, PROMPTS, TRAJECTORIES
 from tests.harness.buses import group, progress, prompt, publish_groups, publish_prompts, taken
@@ -128,6 +128,22 @@ async def test_a_call_that_waits_for_the_server_can_be_cancelled(own_server: Emb
             async with asyncio.timeout(0.2):
                 await bus.publish(TRAJECTORIES, group(1), key="1")
     await bus.close()  # leaving and closing do not wait for the server
+
+
+async def test_a_call_ends_with_the_connection_even_if_that_is_slow_to_close(
+    own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the server closes its end meanwhile: nats-py waits, and the call once waited for a minute."""
+    bus = await connect(own_server)
+    await asyncio.to_thread(own_server.stop)
+    call = asyncio.create_task(bus.depth(PROMPTS))
+    with monkeypatch.context() as slow:
+        slow.setattr(bus._connection._client, "close", asyncio.Event().wait)
+        closing = asyncio.create_task(bus.close())
+        with pytest.raises(BusClosed):
+            await call
+        closing.cancel()
+        await asyncio.wait((closing,))
 
 
 async def test_messages_held_at_a_restart_are_redelivered(own_server: EmbeddedServer, connect: Connect) -> None:
