@@ -162,9 +162,7 @@ class Entry:
         if not offer.is_taken:
             offer.end = ""
             raise _error(503, "its worker did not take it; ask again")
-        if self._over.get(session) != how:
-            self._remember(session, how)
-            self.counts[how] += 1
+        self._end_taken(offer)
         return web.json_response({"session": session, "state": how})
 
     async def _count(self, request: web.Request) -> web.Response:
@@ -191,6 +189,7 @@ class Entry:
                 said = json.loads(message.data)
                 if "taken" in said and offer is not None:
                     offer.is_taken = True
+                    self._end_taken(offer)  # at once: the worker may leave before _close goes on
                     offer.answered.set()
                 elif "over" in said:
                     why = str(said["over"])
@@ -203,6 +202,12 @@ class Entry:
             if offer is not None:
                 self._forget(offer, why)
         return socket
+
+    def _end_taken(self, offer: Offer) -> None:
+        """Remember, once, how a session ended whose worker has accepted it."""
+        if offer.end and self._over.get(offer.id) != offer.end:
+            self._remember(offer.id, offer.end)
+            self.counts[offer.end] += 1
 
     def _forget(self, offer: Offer, why: str) -> None:
         offer.answered.set()
