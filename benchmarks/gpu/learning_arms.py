@@ -38,6 +38,7 @@ class Way:
 
 ARMS: Final[Mapping[str, Way]] = {
     "sync": Way(mode="sync", max_staleness=0),
+    "async-2-tis": Way(mode="async", max_staleness=2),
     "async-4-tis": Way(mode="async", max_staleness=4),
     "async-8-tis": Way(mode="async", max_staleness=8),
     "async-16-tis": Way(mode="async", max_staleness=16),

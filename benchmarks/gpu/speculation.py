@@ -59,11 +59,12 @@ ARMS: Final[Mapping[str, Mapping[str, Any]]] = {
 SERVER: Final[Mapping[str, Any]] = {
     **GPU_ARGUMENTS,
     "disable-prefill-cuda-graph": True,
-    "mem-fraction-static": 0.25,
+    "mem-fraction-static": 0.8,
+    "max-total-tokens": 100_000,  # servers start at once, so none knows what the others will take
     "cuda-graph-max-bs": 256,
     "max-running-requests": 264,
 }
-REHEARSAL: Final[Mapping[str, Any]] = {"shape": "tiny", "running": [1, 4], "length": 16, "windows": 2}
+REHEARSAL: Final[Mapping[str, Any]] = {"shape": "tiny", "running": [1, 4], "length": 16, "windows": 2, "answers": 8}
 _OF_GROUP: Final = 8
 _CONTEXT: Final = 64
 """Last tokens of a prompt that stand before its answer in what is fed."""
@@ -113,28 +114,34 @@ class Bench:
     async def windows(self, running: int) -> dict[str, list[tuple[float, list[Generation]]]]:
         """Return seconds and answers of each window, arms in turns; the first window of each arm warms up."""
         found: dict[str, list[tuple[float, list[Generation]]]] = {arm: [] for arm in self._engines}
-        groups = max(1, running // _OF_GROUP)
+        number = max(running, self._options.answers)
+        groups = max(1, number // _OF_GROUP)
         asked: list[list[Prompt]] = []
         for _ in range(self._options.windows + 1):
             chosen = [self._asked[(self._next + n) % len(self._asked)] for n in range(groups)]
             self._next += groups
-            asked.append([chosen[n % groups] for n in range(running)])
+            asked.append([chosen[n % groups] for n in range(number)])
         if FED in self._engines:
             await self._feed([one for each in asked for one in each], name=f"{running} running")
         for window, each in enumerate(asked):
             for arm, engine in self._engines.items():
                 began = time.monotonic()
-                answers = await self._answer(engine, each, seed=window * running)
+                answers = await self._answer(engine, each, running=running, seed=window * number)
                 if window:
                     found[arm].append((time.monotonic() - began, answers))
         return found
 
-    async def _answer(self, engine: Engine, asked: Sequence[Prompt], *, seed: int) -> list[Generation]:
-        made = (engine.generate(one, self._sampling, seed=seed + n) for n, one in enumerate(asked))
-        return list(await asyncio.gather(*made))
+    async def _answer(self, engine: Engine, asked: Sequence[Prompt], *, running: int, seed: int) -> list[Generation]:
+        at_once = asyncio.Semaphore(running)
+
+        async def answer(number: int, prompt: Prompt) -> Generation:
+            async with at_once:
+                return await engine.generate(prompt, self._sampling, seed=seed + number)
+
+        return list(await asyncio.gather(*(answer(number, prompt) for number, prompt in enumerate(asked))))
 
     async def _feed(self, asked: Sequence[Prompt], *, name: str) -> None:
-        earlier = await self._answer(self._engines["plain"], asked, seed=_EARLIER)
+        earlier = await self._answer(self._engines["plain"], asked, running=len(asked), seed=_EARLIER)
         pairs = zip(asked, earlier, strict=True)
         texts = [self._tokenizer.decode([*prompt[-_CONTEXT:], *answer.tokens]) for prompt, answer in pairs]
         fed = self._engines[FED]
@@ -208,6 +215,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--shape", choices=SHAPES, default="0.6B", help="without --model: random weights (default 0.6B)")
     add("--running", nargs="+", type=int, default=[1, 4, 16, 256], help="answers at once (default 1 4 16 256)")
     add("--windows", type=int, default=3, help="of each arm and number (default 3)")
+    add("--answers", type=int, default=32, help="of a window at least (default 32)")
     add("--length", type=int, default=96, help="most tokens of an answer (default 96)")
     add("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of all servers")
     add("--json", type=Path, metavar="FILE", help="rows are added there, one object a line")
