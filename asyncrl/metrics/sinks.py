@@ -142,11 +142,11 @@ class Console:
             value = metrics.get(name, 0.0)
             return value if isinstance(value, float | int) else 0.0
 
+        reward = f"  reward {number('reward/mean'):6.3f}" if "reward/mean" in metrics else ""
+        ages = f"  staleness {number('staleness/mean'):4.1f} (max {number('staleness/max'):.0f})"
         text = (
-            f"step {step:{self._width}d}/{self._steps}"
-            f"  reward {number('reward/mean'):6.3f}"
-            f"  loss {number('loss'):+8.4f}"
-            f"  staleness {number('staleness/mean'):4.1f} (max {number('staleness/max'):.0f})"
+            f"step {step:{self._width}d}/{self._steps}{reward}"
+            f"  loss {number('loss'):+8.4f}{ages if 'staleness/mean' in metrics else ''}"
             f"  {number('learner/tokens_per_second'):8,.0f} tok/s"
             f"  {number('learner/elapsed_seconds'):6.2f} s"
             f" (wait {number('learner/wait_seconds'):.2f}, train {number('learner/step_seconds'):.2f})"

@@ -65,13 +65,15 @@ class MetricsReporter:
         *,
         alarms: Sequence[Alarm] = (),
         has_behavior: bool = True,
+        has_reward: bool = True,
         samples: Sequence[SampleWriter] = (),
         hooks: Hooks | None = None,
         timeline: Timeline | None = None,
         gpus: Gpus | None = None,
     ) -> None:
-        """has_behavior: False if no policy sampled the answers;  samples: writers whose groups go to sinks that show
-        samples, stopped with the reporter;  timeline: None records none;  gpus: None reports no cost"""
+        """has_behavior: False if no policy sampled the answers;  has_reward: False if nothing judges them
+        samples: writers whose groups go to sinks that show samples, stopped with the reporter
+        timeline: None records none;  gpus: None reports no cost"""
         self._bus = bus
         self._sinks = sinks
         self._alarms = alarms
@@ -88,6 +90,7 @@ class MetricsReporter:
         self._activity = ActivityBetweenSteps()
         self._categories = Categories()
         self._left_out = () if has_behavior else _OF_BEHAVIOR
+        self._left_out += () if has_reward else _OF_REWARD
 
     async def report(
         self,
@@ -302,8 +305,12 @@ def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[st
     return metrics
 
 
-_OF_BEHAVIOR = ("mismatch/", "offpolicy/")
-"""Metrics that compare the trainer with the sampling policy."""
+_OF_BEHAVIOR: tuple[str, ...] = (
+    *("mismatch/", "offpolicy/", "staleness/mean", "staleness/min", "staleness/max", "staleness/spread"),
+    *("staleness/in_", "staleness/p", "staleness/histogram", "staleness/weight"),
+)
+"""Metrics that compare the trainer with the sampling policy, and its age; beginnings of their names."""
+_OF_REWARD: tuple[str, ...] = ("reward/",)
 
 _PER_WORKER = {
     "rollout/tokens_per_second": "sum",

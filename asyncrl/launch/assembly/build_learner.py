@@ -120,6 +120,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             open_sinks(run, resume=resume, step=state.step),
             alarms=choose_alarms(run, algorithm),
             has_behavior=_are_sampled(run),
+            has_reward=_are_judged(run),
             samples=recorders.writers,
             timeline=_timeline(run),
             hooks=validator.hooks,
@@ -431,6 +432,12 @@ def _prompt_limits(run_files: Sequence[Mapping[str, Any]]) -> PromptSpec:
 def _are_sampled(run: RunConfig) -> bool:
     """Whether answers come from a policy with logprobs; answers given by the data have none."""
     return rollout_functions.traits(run.rollout.function).samples
+
+
+def _are_judged(run: RunConfig) -> bool:
+    """Whether answers have rewards, of [reward], of their rows or of the rollout function."""
+    sets_none = rollout_functions.traits(run.rollout.function).gives_one
+    return run.reward.judges or bool(run.data.reward_key) or not sets_none
 
 
 def _say_bound(run: RunConfig) -> None:

@@ -55,6 +55,13 @@ def test_the_console_prints_one_line_a_step() -> None:
     assert "dropped 2" in line
 
 
+def test_the_console_prints_neither_reward_nor_staleness_of_a_run_that_has_none() -> None:
+    out = io.StringIO()
+    Console(steps=40, out=out).write(7, {"loss": 1.5, "learner/tokens_per_second": 60.0})
+    assert out.getvalue().startswith("step  7/40  loss  +1.5000        60 tok/s  ")
+    assert not any(word in out.getvalue() for word in ("reward", "staleness"))
+
+
 def test_metrics_of_workers_are_reported_singly_and_summed() -> None:
     beats = [
         Heartbeat(
