@@ -480,8 +480,9 @@ class TrainedModel(LoadedModel):
             tensors["random|cuda"] = torch.cuda.get_rng_state()
         for name, weight in self._all_weights().items():
             tensors[f"value|{name}"] = _plain(weight)
-            moments = self._optimizer.state.get(weight, {}) if self._settings.is_saved else {}
-            tensors |= {f"{kind}|{name}": _plain(moments[kind]) for kind in _MOMENTS if kind in moments}
+            moments = self._optimizer.state.get(weight, {})
+            kinds = _MOMENTS if self._settings.is_saved else ("step",)
+            tensors |= {f"{kind}|{name}": _plain(moments[kind]) for kind in kinds if kind in moments}
         _write_state(tensors, folder)
 
     @torch.no_grad()
@@ -500,14 +501,15 @@ class TrainedModel(LoadedModel):
         for name, weight in self._all_weights().items():
             weight.copy_(saved("value", name, weight.numel()).view(weight.shape))
             if name in self._trained:
-                kinds = _MOMENTS if f"step|{name}" in tensors else ()  # none before the first step
+                kinds = _MOMENTS if f"exp_avg|{name}" in tensors else ()  # none before the first step
                 moments = {kind: saved(kind, name, 1 if kind == "step" else weight.numel()) for kind in kinds}
                 self._optimizer.state[weight] = reshape_moments(moments, weight)
         torch.set_rng_state(tensors["random|cpu"])
         if torch.cuda.is_available() and "random|cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random|cuda"])
         self._round_weights()
-        if not any(name.startswith("step|") for name in tensors):
+        kept = {name.partition("|")[0] for name in tensors}
+        if "step" in kept and "exp_avg" not in kept:
             log.warning(NO_MOMENTS, folder)
 
     def _all_weights(self) -> dict[str, torch.Tensor]:

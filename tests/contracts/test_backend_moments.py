@@ -73,6 +73,16 @@ def test_a_checkpoint_without_the_optimizer_has_the_weights_and_says_so(
     assert sizes[True] - sizes[False] >= 8 * parameters
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_before_the_first_step_lacks_no_moments(
+    kind: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started(kind, folder) as backend, caplog.at_level(logging.WARNING, logger="asyncrl.learner"):
+        backend.save(tmp_path)
+        backend.restore(tmp_path)
+    assert not [line for line in caplog.messages if "optimizer" in line]
+
+
 def test_a_stateless_update_is_the_first_one_of_adamw_and_keeps_nothing(folder: Path, tmp_path: Path) -> None:
     """m / (1 - b1) = g and sqrt(v / (1 - b2)) = |g|: w (1 - lr x decay) - lr g / (|g| + eps)."""
     with started("megatron-1", folder, optimizer=STATELESS) as backend:

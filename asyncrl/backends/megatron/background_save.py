@@ -213,6 +213,11 @@ class SavedModel(TorchDist):
         """Return the keys of all weights, whichever ranks wrote them."""
         return {key for key in self.keys() if not key.startswith((STATE, _RANDOM))}
 
+    @property
+    def lacks_moments(self) -> bool:
+        """Whether AdamW had moments that were not saved."""
+        return bool(self.steps) and not any(key.startswith(f"{STATE}exp_avg.") for key in self.keys())
+
     def restore_random_states(self, rank: int) -> None:
         """Restore this rank's random generators, or rank 0's if fewer ranks wrote the checkpoint."""
         of = rank if f"{_RANDOM}.{rank}.cpu" in self else 0

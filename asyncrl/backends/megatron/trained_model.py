@@ -252,9 +252,8 @@ class TrainedModel(SavedWeights):
                     {} if piece.main is piece.weights else {STATE + _MAIN + key: piece.main}
                 )
                 state = self._optimizer_of(held).adamw.state.get(piece.main, {})
-                if not self._settings.is_saved:
-                    state = {}
-                moments = {f"{STATE}{kind}.{key}": state[kind] for kind in _MOMENTS if kind in state}
+                kinds = _MOMENTS if self._settings.is_saved else ()
+                moments = {f"{STATE}{kind}.{key}": state[kind] for kind in kinds if kind in state}
                 steps |= {key: float(state["step"])} if "step" in state else {}
                 for name, values in (weights | moments).items():
                     for view, start in held.place.views(values.detach().reshape(-1), piece.start):
@@ -276,7 +275,7 @@ class TrainedModel(SavedWeights):
             for piece in self._pieces(held):
                 read_into(saved, main, held.place, piece.main, start=piece.start)
                 moments: dict[str, torch.Tensor] = {}
-                if key in saved.steps:
+                if f"{STATE}{_MOMENTS[0]}.{key}" in saved:
                     moments = {kind: torch.zeros_like(piece.main) for kind in _MOMENTS}
                     for kind, values in moments.items():
                         read_into(saved, f"{STATE}{kind}.{key}", held.place, values, start=piece.start)
@@ -286,7 +285,7 @@ class TrainedModel(SavedWeights):
                 if part.moments is not None:
                     part.moments.store(piece.main)
         saved.restore_random_states(dist.get_rank())
-        if not saved.steps and self._rank == 0:
+        if saved.lacks_moments and self._rank == 0:
             log.warning(NO_MOMENTS, folder)
 
     def _optimizer_of(self, held: LocalParameter) -> optimizer.PartOptimizer:
