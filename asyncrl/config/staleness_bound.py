@@ -24,7 +24,7 @@ MOST_LOST: Final[Mapping[str, Mapping[float, float]]] = {
 }
 """Held-out reward (of 1) that SmolLM2-135M lost at most on a task, by product: with GRPO and this correction or loss.
 benchmarks/tests/test_old_tokens.py holds it to the rows of a real model."""
-_LOSSES_OF_TIS: Final = ("ppo_clip", "reinforce")
+LOSSES_OF_TIS: Final = ("ppo_clip", "reinforce")
 """Losses that leave it to the correction what old tokens weigh: topr may take their place, where it lost less."""
 _SHOWN_OF_RANDOM_WEIGHTS: Final = 3e-3 * 4
 """The same of small networks with random weights: the demo's. At 5e-3 x 4 and at 1e-2 x 2 one task of three lost."""
@@ -75,7 +75,7 @@ def beyond_what_was_shown(
     lost, at = _most_lost(guard, product)
     said += f"with {guard} a 135M model lost held-out reward, up to {lost:g} at {at:g}; lower {mend}"
     by_topr, there = _most_lost("topr", product)
-    if loss in _LOSSES_OF_TIS and by_topr < lost:
+    if loss in LOSSES_OF_TIS and by_topr < lost:
         said += f', or set algorithm.loss = "topr", correction = "none" (up to {by_topr:g} at {there:g})'
     return f"{said} (docs/results/old_tokens.md)"
 

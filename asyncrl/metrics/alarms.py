@@ -50,9 +50,9 @@ class Alarm:
         was_on, self.is_on = self.is_on, is_on
         return is_on and not was_on
 
-    def _warn(self, text: str, *values: object) -> None:
-        """Warn of what is seen, and add what it costs and what to do."""
-        self.text = CONDITIONS[f"alarm/{self.name}"].line(text % values)
+    def _warn(self, text: str, *values: object, or_else: str = "") -> None:
+        """Warn of what is seen, and add what it costs and what to do, ``or_else`` last."""
+        self.text = CONDITIONS[f"alarm/{self.name}"].line(text % values) + or_else
         log.warning("%s", self.text)
 
 

@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
+from asyncrl.config.staleness_bound import LOSSES_OF_TIS
 from asyncrl.metrics.alarms import LEAST_STEPS, Alarm, number_of
 from asyncrl.policies.metric import Metric
 
 _LEAST_ENTROPY: Final = 0.01
+_OTHER_LOSS: Final = '; or, with GRPO, set algorithm.loss = "topr", correction = "none"'
 
 
 class DriftAlarm(Alarm):
@@ -27,8 +29,10 @@ class DriftAlarm(Alarm):
 
     name = "drift"
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, *, loss: str = "") -> None:
+        """loss: name of the run's; if another may serve old tokens better, the warning names it"""
         super().__init__()
+        self._other_loss = _OTHER_LOSS if loss in LOSSES_OF_TIS else ""
         self._threshold = threshold
         self._drifts: deque[float] = deque(maxlen=LEAST_STEPS)
 
@@ -53,5 +57,6 @@ class DriftAlarm(Alarm):
                 self._threshold,
                 number_of(metrics, "staleness/mean"),
                 number_of(metrics, "learner/learning_rate"),
+                or_else=self._other_loss,
             )
         return {"offpolicy/drift": drift}

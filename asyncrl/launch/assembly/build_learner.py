@@ -309,7 +309,7 @@ def choose_alarms(run: RunConfig, algorithm: Algorithm) -> list[Alarm]:
     if are_sampled:
         alarms.append(RewardFallAlarm(steps=steps))
     if are_sampled and not algorithm.loss.is_supervised:
-        alarms.append(DriftAlarm(run.metrics.drift_alarm))
+        alarms.append(DriftAlarm(run.metrics.drift_alarm, loss=algorithm.loss.name))
     if are_sampled and run.reward.judges:
         alarms.append(NoSignalAlarm(has_groups=run.rollout.group_size > 1, steps=steps))
     if are_sampled and _may_move_gpus(run):

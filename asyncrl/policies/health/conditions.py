@@ -71,8 +71,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
         1,
         "trains tokens from which its policy has moved far away (metrics.drift_alarm)",
         "most runs with TIS that did so learned less than synchronous ones",
-        "lower learner.learning_rate or staleness.max_staleness: their product matters; or, with GRPO, set "
-        'algorithm.loss = "topr", correction = "none"',
+        "lower learner.learning_rate or staleness.max_staleness: their product matters",
     ),
     "alarm/mismatch": Condition(
         "mismatch",

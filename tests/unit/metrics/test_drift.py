@@ -41,8 +41,16 @@ def test_a_policy_that_leaves_its_tokens_behind_is_reported_once_with_what_to_lo
     assert len(caplog.records) == 1
     assert "was 0.3 times its entropy away" in alarm.text
     assert "at staleness 4 and learning rate 2e-05" in alarm.text
-    assert "-> lower learner.learning_rate or staleness.max_staleness: their product matters; or" in alarm.text
-    assert alarm.text.endswith('algorithm.loss = "topr", correction = "none"')
+    assert alarm.text.endswith("-> lower learner.learning_rate or staleness.max_staleness: their product matters")
+
+
+@pytest.mark.parametrize(("loss", "is_advised"), [("ppo_clip", True), ("reinforce", True), ("topr", False)])
+def test_another_loss_is_advised_only_to_a_run_that_leaves_old_tokens_to_its_correction(
+    loss: str, is_advised: bool
+) -> None:
+    alarm = DriftAlarm(0.2, loss=loss)
+    states(alarm, steps([0.03] * 5))
+    assert alarm.text.endswith('; or, with GRPO, set algorithm.loss = "topr", correction = "none"') == is_advised
 
 
 def test_the_alarm_ends_at_half_the_threshold_and_may_begin_again() -> None:
