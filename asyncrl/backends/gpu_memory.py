@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -487,11 +488,11 @@ def _sizes(run: RunConfig, shapes: Shapes, *, lora: LoraSection, is_whole: bool 
     found, learner = dict[tuple[_Divided, int], _Numbers](), run.learner
     weights = dict[tuple[_Divided, int, str], float]()
     has_embedding = any("embed_tokens" in name for name in shapes)
-    for name, shape in shapes.items():
+    for (name, shape), count in _alike(shapes).items():
         kind = _kind(name, has_embedding=has_embedding)
         number = int(of_layer[1]) if (of_layer := re.search(r"\.layers\.(\d+)\.", name)) else _OUTSIDE
         numbers = math.prod(shape)
-        found.setdefault((kind, number), _Numbers()).whole += numbers
+        found.setdefault((kind, number), _Numbers()).whole += count * numbers
         is_free = is_whole or is_trained(name, freeze=learner.frozen, train_only=learner.train_only)
         trained: Mapping[_Divided, float] = {kind: float(numbers * is_free)}
         if lora.rank:
@@ -500,13 +501,25 @@ def _sizes(run: RunConfig, shapes: Shapes, *, lora: LoraSection, is_whole: bool 
             is_adapted = is_adapted and kind != "tower" and len(shape) == 2
             trained = _of_adapter(kind, shape, module, lora.rank) if is_adapted else {}
         layer, _, of_expert = name.partition(".experts.")  # the experts of a layer are two weights
-        for part, its in trained.items():
+        for part, of_one in trained.items():
+            its = count * of_one
             found.setdefault((part, number), _Numbers()).trained += its
             weight = (part, number, f"{layer}.{'down' in of_expert}" if of_expert else name)
             weights[weight] = weights.get(weight, 0.0) + its
     for (kind, number, _), numbers_trained in weights.items():
         of_kind = found[kind, number]
         of_kind.largest = max(of_kind.largest, numbers_trained)
+    return found
+
+
+def _alike(shapes: Shapes) -> Mapping[tuple[str, tuple[int, ...]], int]:
+    """Return the number of tensors by name and shape; those of a layer's experts, which all train or none, as tensors
+    of its first: there may be tens of thousands."""
+    found = Counter[tuple[str, tuple[int, ...]]]()
+    for name, shape in shapes.items():
+        layer, _, of_expert = name.partition(".experts.")
+        number, _, rest = of_expert.partition(".")
+        found[f"{layer}.experts.0.{rest}" if number.isdecimal() else name, shape] += 1
     return found
 
 

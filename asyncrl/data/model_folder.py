@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
 import math
 import re
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
@@ -174,7 +176,7 @@ def check_weights(path: Path, shapes: Shapes | None = None) -> dict[str, Any]:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
     if shapes is None:
-        shapes = {name: shape for file in _weight_files(path) for name, shape in _safetensors_shapes(file).items()}
+        shapes = _read_shapes(path)
     if problem := find_size_problem(config, shapes):
         raise ConfigError(f"{path / 'config.json'}: {problem}; take this file and the weights from the same model")
     return config
@@ -315,13 +317,33 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     raise ConfigError(f"{path}: no weights ({_WEIGHTS} or {_INDEX}){there}")
 
 
-def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def _read_shapes(path: Path) -> Shapes:
+    """Return shapes by name from the headers of the weight files, each read once as long as it stays as it is."""
+    files = []
+    for file in _weight_files(path):
+        try:
+            stat = file.stat()
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from None
+        files.append((file, stat.st_size, stat.st_mtime_ns))
+    return _read_headers(tuple(files))
+
+
+@functools.lru_cache(maxsize=4)  # a run's models, which `asyncrl check` asks for ten times
+def _read_headers(files: tuple[tuple[Path, int, int], ...]) -> Shapes:
+    """files: path, bytes and time of the last change"""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file, size, _ in files:
+        shapes |= _safetensors_shapes(file, size)
+    return MappingProxyType(shapes)
+
+
+def _safetensors_shapes(file: Path, size: int) -> dict[str, tuple[int, ...]]:
     """Return shapes by name from the file's header, and check the file's size against it.
 
     The check catches incomplete downloads and Git LFS pointers.
     """
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import safetensors
@@ -19,16 +21,24 @@ _FREQUENCIES: Final = ".rotary_emb.inv_freq"
 _MULTI_TOKEN: Final = "mtp."
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes in a Hugging Face folder, reading only the headers. Raises WeightsError."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def read_shapes(folder: Path) -> Shapes:
+    """Return the tensor shapes in a Hugging Face folder, reading only the headers, and each of them once as long as its
+    file stays as it is. Raises WeightsError."""
     try:
-        for path in weight_files.paths(folder):
-            with safetensors.safe_open(path, framework="np") as file:
-                shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+        stats = [(path, path.stat()) for path in weight_files.paths(folder)]
+        return _read_headers(tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise WeightsError(f"{folder}: cannot read its weights: {error}") from error
-    return shapes
+
+
+@functools.lru_cache(maxsize=4)  # a run's models, which `asyncrl check` asks for twenty times
+def _read_headers(files: tuple[tuple[Path, int, int], ...]) -> Shapes:
+    """files: path, bytes and time of the last change"""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, *_ in files:
+        with safetensors.safe_open(path, framework="np") as file:
+            shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+    return MappingProxyType(shapes)
 
 
 def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
