@@ -66,8 +66,10 @@ _CHOSEN_BYTES: Final = 4
 """Of the number of a key that sparse attention has chosen for a query."""
 _RANK: Final = 32
 """Of adapters that are recommended."""
-_FILLED: Final = 0.9
-"""Of a GPU, by state, in what is recommended, at most: a row's passes need the rest."""
+_FILLED: Final = 0.95
+"""Of a GPU in what is recommended, at most: peaks are estimated to a twentieth."""
+_MOST_BESIDE: Final = 0.1
+"""Of a GPU, for CUDA and blocks of exports, in a refusal: what is certain where nothing was measured."""
 _MOST_RANKS: Final = 1024
 _FIRST_STAGE: Final = "num_layers_in_first_pipeline_stage"
 _LAST_STAGE: Final = "num_layers_in_last_pipeline_stage"
@@ -162,7 +164,11 @@ class MemoryPlan:
 def phases(run: RunConfig, plan: MemoryPlan) -> tuple[Phase, ...]:
     """Return what the rank needs that needs most. Raises WeightsError."""
     shapes = _read_policy(run)
-    states = _states(run, _models(run, shapes), run.learner)
+    return _most_of_stages(run, plan, shapes, _models(run, shapes))
+
+
+def _most_of_stages(run: RunConfig, plan: MemoryPlan, shapes: Shapes, models: _Models) -> tuple[Phase, ...]:
+    states = _states(run, models, run.learner)
     of_stages = [_phases(run, plan, state, _passes(run, plan, shapes, stage)) for stage, state in enumerate(states)]
     return tuple(
         Phase(name=same[0].name, device=max(one.device for one in same), host=max(one.host for one in same))
@@ -226,9 +232,9 @@ def refuse(
     is_possible: Callable[[LearnerSection], bool] = lambda learner: True,
 ) -> None:
     """Raise ConfigError if weights, optimizer and, unless it can be on the host, one version cannot be in ``total``
-    bytes of a GPU, whatever the row.
+    bytes of a GPU beside what CUDA takes there, whatever the row.
 
-    The error names the smallest layout that would fit.
+    The error names what would fit with the run's rows, of layouts the smallest.
 
     is_possible  whether the model can be trained so
     """
@@ -236,41 +242,50 @@ def refuse(
     shapes = _read_policy(run)
     models = _models(run, shapes)
     versions = 0 if plan.exports_to == "host" and not run.run.colocated else 1
+    # Less of a small GPU, where the same buffers were not seen.
+    beside = min(_CONTEXT_BYTES + _ring_bytes(run), _MOST_BESIDE * total)
 
-    def least(learner: LearnerSection, plan: MemoryPlan, versions: int = versions, models: _Models = models) -> float:
-        return max(_least(state, plan, versions=versions) for state in _states(run, models, learner))
+    def least(learner: LearnerSection) -> float:
+        return beside + max(_least(state, plan, versions=versions) for state in _states(run, models, learner))
 
-    needed = least(run.learner, plan)
+    def remedy(words: str, learner: LearnerSection = run.learner, **changes: Any) -> list[str]:
+        """Return the words, with full recomputation where it needs that to fit; nothing where it does not fit."""
+        changed = dataclasses.replace(run, learner=learner)
+        its = models if learner.lora == run.learner.lora else _models(changed, shapes)
+        for recomputes in (plan.recomputes_all, True):
+            found = dataclasses.replace(plan, **changes, recomputes_all=recomputes)
+            if max(phase.device for phase in _most_of_stages(changed, found, shapes, its)) <= _FILLED * total:
+                return [words + ' (with learner.options.recompute = "full")' * (recomputes > plan.recomputes_all)]
+        return []
+
+    needed = least(run.learner)
     if needed <= total:
         return
-    room = min(_FILLED * total, max(total - _CONTEXT_BYTES - _RING_BYTES, total / 2))  # for state
     remedies = []
     if not run.learner.lora.rank:
         lora = dataclasses.replace(run.learner.lora, rank=_RANK)
-        adapted = dataclasses.replace(run.learner, lora=lora, freeze=(), train_only=())
-        if least(adapted, plan, models=_models(dataclasses.replace(run, learner=adapted), shapes)) <= room:
-            remedies.append("learner.lora")
-    if versions and not run.run.colocated and least(run.learner, plan, 0) <= total:
-        remedies.append('learner.options.exports = "host"')
+        remedies += remedy("learner.lora", dataclasses.replace(run.learner, lora=lora, freeze=(), train_only=()))
+    if versions and not run.run.colocated:
+        remedies += remedy('learner.options.exports = "host"', exports_to="host")
     if not plan.updates_on_host:
-        offloaded = dataclasses.replace(plan, offloads_moments=True)
-        on_host = dataclasses.replace(plan, updates_on_host=True)
-        if not plan.offloads_moments and least(run.learner, offloaded) <= room:
-            remedies.append("learner.options.offload_optimizer = true")
-        elif run.model.dtype == "bfloat16" and least(run.learner, on_host) <= room:
+        found = []
+        if not plan.offloads_moments:
+            found = remedy("learner.options.offload_optimizer = true", offloads_moments=True)
+        if not found and run.model.dtype == "bfloat16":
             instead = " in place of offload_optimizer" if plan.offloads_moments else ""
-            remedies.append(f'learner.options.optimizer_device = "cpu"{instead}')
+            found = remedy(f'learner.options.optimizer_device = "cpu"{instead}', updates_on_host=True)
+        remedies += found
     layers = decoder_config(json.loads((folder / "config.json").read_text())).get("num_hidden_layers", 1)
     # Nothing is divided by more than all ranks.
-    fewest = least(LearnerSection(lora=run.learner.lora), plan) / total
+    fewest = least(LearnerSection(lora=run.learner.lora)) / total
     for learner in _layouts(run.learner, fewest=int(fewest), layers=layers, experts=_num_experts(shapes)):
-        if least(learner, plan) <= room and is_possible(learner):
-            remedies.append(_describe_layout(learner, run.learner))
+        if (found := remedy(_describe_layout(learner, run.learner), learner)) and is_possible(learner):
+            remedies += found
             break
-    what = "weights, optimizer and one version" if versions else "weights, gradients and optimizer"
+    what = "weights, optimizer, one version and CUDA" if versions else "weights, gradients, optimizer and CUDA"
     raise ConfigError(
         f"learner: a rank needs {needed / 2**30:.0f} GiB for {what} without any activation, and its GPU has "
-        f"{total / 2**30:.0f} GiB; use {' or '.join(remedies) or 'a smaller model'}"
+        f"{total / 2**30:.0f} GiB; use {' or '.join(remedies) or 'a smaller model or fewer learner.micro_batch_tokens'}"
     )
 
 
@@ -349,8 +364,12 @@ def _versions(run: RunConfig, state: _State, exports_to: ExportsTo) -> tuple[flo
     if run.run.colocated:
         return _COPIES * state.copy, 0.0
     on_device = int(exports_to == "device")
-    ring = 0 if run.learner.lora.rank and not _is_kept(run) else _RING_BYTES
-    return on_device * state.copy + _COPIES * state.kept + ring, (_HOST_COPIES - on_device) * state.copy
+    return on_device * state.copy + _COPIES * state.kept + _ring_bytes(run), (_HOST_COPIES - on_device) * state.copy
+
+
+def _ring_bytes(run: RunConfig) -> int:
+    is_copied_whole = run.run.colocated or (run.learner.lora.rank and not _is_kept(run))
+    return 0 if is_copied_whole else _RING_BYTES
 
 
 def _pieces(state: _State, plan: MemoryPlan) -> float:
@@ -656,11 +675,12 @@ def _passes_of_tower(run: RunConfig, config: dict[str, Any], shapes: Shapes) -> 
     """Return the bytes of activations that a trained vision tower keeps, whatever is recomputed. Every rank of a row
     has all its images."""
     learner, tower = run.learner, config.get("vision_config")
-    is_kept = not learner.lora.rank and any(
+    if not tower or learner.lora.rank:
+        return 0.0
+    if not any(
         re.match(VISION_TOWER, name) and is_trained(name, freeze=learner.frozen, train_only=learner.train_only)
         for name in shapes
-    )
-    if not tower or not is_kept:
+    ):
         return 0.0
     # Counted on a CPU in Qwen2.5-VL's layers (RMSNorm in float32, gated) and in Qwen3-VL's (LayerNorm, not gated).
     of_hidden, of_feed_forward = (30, 8) if tower.get("hidden_act") == "silu" else (22, 4)

@@ -108,7 +108,7 @@ class MegatronBackend(BackendAdapter):
         if run.learner.device == "cpu":
             return ()
         if gpu_bytes:
-            cls._refuse(run, total=gpu_bytes)
+            cls._refuse(run, total=gpu_bytes, needs_logits=algorithm.needs_logits)
         elif resolve_device(run.learner.device, section="learner") == "cpu":
             return ()
         return gpu_memory.phases(run, cls._memory_plan(run, needs_logits=algorithm.needs_logits, total=gpu_bytes))
@@ -186,18 +186,18 @@ class MegatronBackend(BackendAdapter):
             gpu_memory.refuse_host(run, cls._leanest_plan(run), total=read_host_memory())
 
     @classmethod
-    def _refuse(cls, run: RunConfig, *, total: int) -> None:
+    def _refuse(cls, run: RunConfig, *, total: int, needs_logits: bool = False) -> None:
         """Raise ConfigError for what cannot fit GPUs of ``total`` bytes, and warn of what may not."""
-        plan = cls._leanest_plan(run)
+        plan = cls._leanest_plan(run, needs_logits=needs_logits)
         gpu_memory.refuse(run, plan, total=total, is_possible=functools.partial(refusals.is_trainable, run))
         if shortage := gpu_memory.describe_shortage(run, plan, total=total):
             log.warning("%s", shortage)
 
     @classmethod
-    def _leanest_plan(cls, run: RunConfig) -> gpu_memory.MemoryPlan:
+    def _leanest_plan(cls, run: RunConfig, *, needs_logits: bool = False) -> gpu_memory.MemoryPlan:
         """Return the plan of a run whose versions are on the host, unless they must be on the device."""
         exports_to: gpu_memory.ExportsTo = "device" if cls.options(run).exports == "device" else "host"
-        return cls._memory_plan(run, needs_logits=False, exports_to=exports_to)
+        return cls._memory_plan(run, needs_logits=needs_logits, exports_to=exports_to)
 
     @classmethod
     def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:
