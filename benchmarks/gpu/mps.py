@@ -30,7 +30,8 @@ def served(folder: Path) -> Iterator[dict[str, str]]:
     for place in places.values():
         place.mkdir(parents=True)
     variables = {name: str(place) for name, place in places.items()}
-    environment = {**os.environ, **variables}
+    # A daemon with CUDA_VISIBLE_DEVICES numbers its GPUs anew, and processes that name one find none.
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | variables
     subprocess.run([_DAEMON, "-d"], env=environment, check=True, timeout=30)
     try:
         yield variables
