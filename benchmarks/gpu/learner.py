@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.learner --profile FOLDER ...        one more step of each under torch.profiler
     python -m benchmarks.gpu.learner --layouts 1x1 2x1 1x2       data-parallel x tensor-parallel ranks
     python -m benchmarks.gpu.learner --layouts 1x1 cp2 pp2 ep2 tp2-cp2     context, pipeline and expert parallel too
-    python -m benchmarks.gpu.learner --agree                     do layouts train the same weights?
+    python -m benchmarks.gpu.learner --agree                     do layouts train the same, and resume 1x1?
     python -m benchmarks.gpu.learner --checkpoints FOLDER        the pause for a checkpoint that is written there
     python -m benchmarks.gpu.learner --shapes Qwen2.5-VL-3B --sides 0 32 --towers frozen trained      with pictures
     python -m benchmarks.gpu.learner --device cpu --shapes tiny --tokens 512    a rehearsal
@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", help="folder for one text file per variant")
     parser.add_argument("--checkpoints", help="an existing folder; each variant writes two there, and removes them")
-    parser.add_argument("--agree", action="store_true", help="compare 1x1 with --layouts after three steps")
+    parser.add_argument("--agree", action="store_true", help="compare --layouts with 1x1, and resume its checkpoint")
     parser.add_argument("--models", type=Path, help="folder that keeps the model folders")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -225,7 +225,7 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
         began = time.monotonic()
         for dtype in ("bfloat16", "float32") if arguments.agree else ("bfloat16",):
             folder = models / f"{shape}-{dtype}"
-            if not (folder / "model.safetensors").exists():
+            if not any(folder.glob("*.safetensors")):
                 make_model(shape, folder, dtype=dtype)
             if arguments.agree:
                 report(arguments, compare(arguments, folder, dtype))
@@ -260,7 +260,8 @@ def report(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
         for row in result["agree"]:
             print(
                 f"{row['layout']:12} worst metric {row['worst_metric']} off by {row['worst_metric_relative']:.2e}; "
-                f"weights at most {row['weights_largest']:.2e}, mean {row['weights_mean_over_moved']:.4f} of moved",
+                f"weights at most {row['weights_largest']:.2e}, mean {row['weights_mean_over_moved']:.4f} of moved, "
+                f"{row['resumed_mean_over_moved']:.4f} if resumed from 1x1",
                 flush=True,
             )
     else:

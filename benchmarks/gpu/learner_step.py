@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import numpy as np
+import safetensors.torch
 import torch
 
 from asyncrl.backends import flops, huggingface
@@ -32,6 +33,7 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.images import ImagePatches
 from asyncrl.policies.batching.packing import MicroBatch, TrainingSequence, pack_for_ranks
+from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from benchmarks.gpu.learner_profile import profiled
 
 PEAKS: Final = (790e12, 989e12)
@@ -339,23 +341,34 @@ def timed(
 
 
 def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequence[Sizes]) -> dict[str, Any]:
-    """Run three steps on the same sequences in each layout, and compare metrics and weights with the first layout."""
+    """Run three steps on the same sequences in each layout, and compare metrics and weights with the first layout.
+
+    Each other layout then takes the last step again, from the checkpoint that the first layout wrote before it.
+    """
     shape = huggingface.read_shape(folder)
     results: list[dict[str, Any]] = []
-    for layout in layouts:
-        variant = Variant(shape="agree", tokens=tokens, length=256, **layout)
-        same = dataclasses.replace(variant, data_parallel=2)  # the same number of sequences for every layout
-        print(json.dumps({"begins": variant.name}), flush=True)
-        with backend(variant, folder, device=device, dtype=dtype) as learner:
-            before = cpu_weights(learner)
-            metrics = []
-            for seed in range(3):
-                batch = sequences(same, vocabulary=shape.vocabulary_size, seed=seed)
-                cut = pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=tokens)
-                metrics.append(dict(learner.step(cut, learning_rate=1e-3).metrics))
-            after = cpu_weights(learner)
-        results.append({"layout": variant.name, "metrics": metrics, "weights": after})
-        moved = mean_distance(after, before)
+    with tempfile.TemporaryDirectory() as temporary:
+        saved = Path(temporary, "saved")
+        for layout in layouts:
+            variant = Variant(shape="agree", tokens=tokens, length=256, **layout)
+            same = dataclasses.replace(variant, data_parallel=2)  # the same number of sequences for every layout
+            batches = [sequences(same, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(3)]
+            cut = [pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=tokens) for batch in batches]
+            print(json.dumps({"begins": variant.name}), flush=True)
+            with backend(variant, folder, device=device, dtype=dtype) as learner:
+                before = cpu_weights(learner)
+                metrics = []
+                for share in cut:
+                    if share is cut[-1] and not results:
+                        learner.save(saved)
+                    metrics.append(dict(learner.step(share, learning_rate=1e-3).metrics))
+                after = resumed = cpu_weights(learner)
+                if results:
+                    learner.restore(saved)
+                    learner.step(cut[-1], learning_rate=1e-3)
+                    resumed = cpu_weights(learner)
+            results.append({"layout": variant.name, "metrics": metrics, "weights": after, "resumed": resumed})
+            moved = mean_distance(after, before)
     first = results[0]
     rows = []
     for other in results[1:]:
@@ -369,6 +382,7 @@ def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequen
                     float((other["weights"][n] - first["weights"][n]).abs().max()) for n in first["weights"]
                 ),
                 "weights_mean_over_moved": mean_distance(other["weights"], first["weights"]) / moved,
+                "resumed_mean_over_moved": mean_distance(other["resumed"], first["weights"]) / moved,
             }
         )
     return {"agree": rows, "dtype": dtype, "moved_mean": moved, "grad_norm": [m["grad_norm"] for m in first["metrics"]]}
@@ -383,8 +397,18 @@ def worst_metric(first: Sequence[Mapping[str, float]], other: Sequence[Mapping[s
     )
 
 
+class PartBytes(PartWorker):
+    """A rank's part of the weights as the bytes of a safetensors file."""
+
+    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+        return safetensors.torch.save(dict(snapshot.tensors()))
+
+
 def cpu_weights(learner: MegatronBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.float().cpu() for name, tensor in learner.export().tensors()}
+    """Return the weights of the whole model, from all ranks that export a part."""
+    exported = learner.export()
+    parts = exported.run_on_parts(PartBytes(), [b""] * (1 + len(exported.others)))
+    return {name: tensor.float() for part in parts for name, tensor in safetensors.torch.load(part).items()}
 
 
 def mean_distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.modes --gpus 4 --shape 0.6B --splits 2+2 1+3 --json docs/results/gpu/modes.jsonl
     python -m benchmarks.gpu.modes --arms async@1+1 sync@1+1 --gpus 2      these arms, in this order
+    python -m benchmarks.gpu.modes --arms async@1+1 async@1+7 --gpus 8     a split may leave GPUs without work
     python -m benchmarks.gpu.modes --rehearse                              tiny, on a CPU: shows that all of it works
 
 The learner, the rollout workers, nats-server and SGLang are real. The weights are random, and the answers' lengths

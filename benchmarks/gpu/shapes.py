@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from asyncrl.tensors.weight_files import INDEX_FILE, file_name
 from benchmarks.gpu.vision_shapes import VISION_SHAPES, make_vision_model
 
 PROMPT_CHARACTERS: Final = 100
@@ -43,6 +44,8 @@ class Shape:
 
 SHAPES: Final[Mapping[str, Shape]] = {
     "tiny": Shape(hidden=64, layers=2, ffn=128, heads=4, kv_heads=2, head_size=16, vocabulary=1024, positions=4096),
+    # For eight ranks in any layout.
+    "tiny-8": Shape(hidden=64, layers=8, ffn=128, heads=8, kv_heads=8, head_size=16, vocabulary=1024, positions=4096),
     "0.6B": Shape(hidden=1024, layers=28, ffn=3072, heads=16, kv_heads=8),
     "1.7B": Shape(hidden=2048, layers=28, ffn=6144, heads=16, kv_heads=8),
     "4B": Shape(hidden=2560, layers=36, ffn=9728, heads=32, kv_heads=8),
@@ -67,7 +70,17 @@ SHAPES: Final[Mapping[str, Shape]] = {
         f"30B-A3B:{layers}": Shape(hidden=2048, layers=layers, ffn=6144, heads=32, kv_heads=4, experts=128)
         for layers in (4, 6, 8, 12, 18, 24, 48)
     },
+    # The first of its 94 layers, or all.
+    **{
+        f"235B-A22B:{layers}": Shape(
+            hidden=4096, layers=layers, ffn=12288, heads=64, kv_heads=4, experts=128, expert_ffn=1536
+        )
+        for layers in (8, 16, 24, 48, 94)
+    },
 }
+
+_LARGEST_FILE: Final = 100e9
+"""Bytes. The weights of a larger model are written layer by layer, as the host has no room for them twice."""
 
 
 def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
@@ -109,9 +122,26 @@ def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int
         random = torch.randn(size, generator=generator, device=device, dtype=getattr(torch, dtype))
         return random.mul_(0.02).cpu()
 
-    weights = {name: tensor(size) for name, size in sizes(shape)}
-    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    files = split(shape, most_parameters=_LARGEST_FILE / getattr(torch, dtype).itemsize)
+    for file, names in files.items():
+        weights = {name: tensor(size) for name, size in names.items()}
+        safetensors.torch.save_file(weights, folder / file, metadata={"format": "pt"})
+    if len(files) > 1:
+        places = {name: file for file, names in files.items() for name in names}
+        (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder
+
+
+def split(shape: Shape, *, most_parameters: float) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the sizes of the tensors of each file: one file, or one for each layer if there are more parameters."""
+    if num_parameters(shape) <= most_parameters:
+        return {"model.safetensors": dict(sizes(shape))}
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, size in sizes(shape):
+        words = name.split(".")
+        layer = int(words[2]) if words[1] == "layers" else shape.layers
+        files.setdefault(file_name(layer, shape.layers + 1), {})[name] = size
+    return files
 
 
 def _experts(shape: Shape) -> dict[str, Any]:

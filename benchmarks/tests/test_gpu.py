@@ -17,7 +17,7 @@ from asyncrl.policies.metric import histogram
 from benchmarks.gpu import lengths, modes, plans, prefixes, shapes, window
 from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.learner import layout_of
-from benchmarks.gpu.learner_step import Variant, sequences
+from benchmarks.gpu.learner_step import Variant, agree, sequences
 
 LENGTHS = lengths.Lengths(mean=100.0, sigma=1.0, maximum=800, seed=3)
 
@@ -217,9 +217,11 @@ def test_learner_and_engines_share_gpus_only_when_colocated() -> None:
     apart, together = plans.parse_arm("async@1+3", gpus=4), plans.parse_arm("sync_colocated", gpus=4)
     assert (apart.learner_gpus, apart.engine_gpus) == ((0,), (1, 2, 3))
     assert together.learner_gpus == together.engine_gpus == (0, 1, 2, 3)
+    fewer = plans.parse_arm("async@1+2", gpus=8)
+    assert (fewer.learner_gpus, fewer.engine_gpus) == ((0,), (6, 7))
 
 
-@pytest.mark.parametrize("text", ["async", "async@2+1", "async@0+4", "fast@2+2", "async@two+two"])
+@pytest.mark.parametrize("text", ["async", "async@2+3", "async@0+4", "fast@2+2", "async@two+two"])
 def test_a_split_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=text.partition("@")[0]):
         plans.parse_arm(text, gpus=4)
@@ -270,6 +272,18 @@ def test_an_unknown_layout_is_refused() -> None:
         layout_of("qp2")
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_layouts_whose_ranks_hold_parts_agree_and_resume_each_other(tmp_path: Path) -> None:
+    folder = shapes.make_model(shapes.SHAPES["tiny"], tmp_path, dtype="float32")
+    found = agree(
+        folder, device="cpu", dtype="float32", tokens=512, layouts=[layout_of(word) for word in ("1x1", "1x2")]
+    )
+    (row,) = found["agree"]
+    assert row["worst_metric_relative"] < 1e-4
+    assert (row["weights_mean_over_moved"], row["resumed_mean_over_moved"]) == pytest.approx((0, 0), abs=1e-3)
+
+
 def test_a_sequence_that_fills_the_row_is_alone_in_it() -> None:
     (alone,) = sequences(Variant(shape="tiny", tokens=4096, length=4096), vocabulary=100, seed=0)
     assert 0.97 * 4096 < len(alone) <= 4096
@@ -282,6 +296,15 @@ def test_a_sequence_that_fills_the_row_is_alone_in_it() -> None:
 def test_shapes_have_the_parameters_of_the_models_they_are_named_for() -> None:
     found = {name: round(shapes.num_parameters(shape) / 1e6) for name, shape in shapes.SHAPES.items()}
     assert (found["0.6B"], found["1.7B"], found["4B"]) == (596, 1721, 4022)
+    assert (found["32B"], found["30B-A3B:48"], found["235B-A22B:94"]) == (32762, 30532, 235094)
+
+
+def test_a_model_too_large_for_one_file_has_one_for_each_layer() -> None:
+    shape = shapes.SHAPES["tiny-moe"]
+    (whole,) = shapes.split(shape, most_parameters=1e9).values()
+    files = shapes.split(shape, most_parameters=1e3)
+    assert [len(names) for names in files.values()] == [3, *[8 + 1 + 3 * 8] * 2]
+    assert {name: size for names in files.values() for name, size in names.items()} == whole
 
 
 def test_a_made_model_has_the_tensors_that_hugging_face_expects(tmp_path: Path) -> None:
