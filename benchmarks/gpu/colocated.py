@@ -2,16 +2,19 @@
 
     python -m benchmarks.gpu.colocated OUT.jsonl [--shape 0.6B] [--arms turns parts turns_one_step_off] [--gpus 2]
     python -m benchmarks.gpu.colocated OUT.jsonl --gpus 2 --shape 30B-A3B:24 --set learner.expert_parallel=2 ...
+    python -m benchmarks.gpu.colocated OUT.jsonl --gpus 8 ... --resume learner.tensor_parallel=2       another layout
     python -m benchmarks.gpu.colocated OUT.jsonl --rehearse --arms turns ...          tiny, without GPUs
 
 Each arm is one `asyncrl run` with a learner rank and an engine on each of --gpus GPUs. Reports trained tokens per
 second, seconds of the hand-over, restarts of processes, what each rank left in use on its GPU when it left, and each
-GPU's used memory, read from nvidia-smi twenty times a second.
+GPU's used memory, read from nvidia-smi twenty times a second. With --resume each arm ends with a checkpoint, from which
+it goes on for as many steps with these settings on top, such as another layout of the learner.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import shutil
@@ -45,7 +48,10 @@ OF_STEPS: Final = (
     "learner/gpus_wait_seconds",
     "learner/onload_seconds",
     "learner/offload_seconds",
+    "learner/mfu",
+    "learner/memory_bytes",
     "weights/publish_seconds",
+    "weights/pause_seconds",
     "staleness/mean",
     "staleness/max",
 )
@@ -137,24 +143,30 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         "rollout.max_running": 8 * options.groups // options.gpus,  # an even share: no worker waits for another
         "learner.groups_per_batch": options.groups,
         **(places if has_gpu() else {}),
+        **({"checkpoint.every_steps": options.steps} if options.resume else {}),
         **options.set,
     }
 
 
-def run(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def run(arm: str, options: argparse.Namespace, scratch: Path, *, resumes: bool = False) -> dict[str, Any]:
+    """Return the row of an arm.  resumes: it goes on from its last step, with the settings of --resume"""
     words = [sys.executable, "-m", "asyncrl", "run", "benchmarks/gpu/modes.toml"]
     words += override_words(overrides(arm, options, scratch))
+    if resumes:
+        words += [*override_words({"run.steps": 2 * options.steps, **options.resume}), "--resume"]
+    first = (options.steps if resumes else 0) + _WARMUP
     memory, began = Memory(options.gpus if has_gpu() else 0), time.time()
     try:
-        with _output(scratch, arm).open("w") as log:
+        with _output(scratch, arm).open("a") as log:
             code = subprocess.run(words, stdout=log, stderr=log, timeout=options.limit_seconds, check=False).returncode
     except subprocess.TimeoutExpired:
         code = -1
     memory.close()
     path = _folder(scratch, arm) / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    steps = [row for row in rows if "learner/step_seconds" in row and row["step"] > _WARMUP]
-    made: dict[str, Any] = {"arm": arm, "exit_code": code, "seconds": time.time() - began, "steps": len(steps)}
+    steps = [row for row in rows if "learner/step_seconds" in row and row["step"] > first]
+    name = f"{arm} resumed" if resumes else arm
+    made: dict[str, Any] = {"arm": name, "exit_code": code, "seconds": time.time() - began, "steps": len(steps)}
     output = _output(scratch, arm).read_text()
     made |= {"restarts": output.count("; restart ")} | left_behind(rows)
     if code:
@@ -203,6 +215,7 @@ def main() -> int:
     parser.add_argument("--limit-seconds", type=float, default=_LIMIT_SECONDS, help="for a run")
     parser.add_argument("--engine", nargs="+", default=[], metavar="OPTION=VALUE", help="options of the SGLang servers")
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="of the run file")
+    parser.add_argument("--resume", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="resume arms with these")
     parser.add_argument("--logs", type=Path, help="folder for the runs' logs")
     parser.add_argument("--rehearse", action="store_true", help="a tiny mixture, without GPUs")
     options = parser.parse_args()
@@ -211,7 +224,7 @@ def main() -> int:
         parser.set_defaults(**REHEARSAL)
         options = parser.parse_args()
         options.set = settings
-    options.set, options.engine = assignments(options.set), assignments(options.engine)
+    options.set, options.engine, options.resume = map(assignments, (options.set, options.engine, options.resume))
     scratch = Path(tempfile.mkdtemp(prefix="colocated-", dir="/dev/shm"))
     try:
         if options.model is None:
@@ -219,8 +232,8 @@ def main() -> int:
             subprocess.run(words, check=True)
         lengths = Lengths(mean=options.length_mean, sigma=1.0, maximum=options.length_max, seed=0)
         write_prompts(scratch / "prompts.jsonl", metadata=lengths.as_metadata())
-        for arm in options.arms:
-            row = run(arm, options, scratch)
+        for arm, resumes in itertools.product(options.arms, (False, True) if options.resume else (False,)):
+            row = run(arm, options, scratch, resumes=resumes)
             print(json.dumps(row), flush=True)
             keep(
                 row

@@ -9,14 +9,16 @@ Name arms in turn (async sync async sync) to interleave them. An arm is measured
 
 Arms: async (the engine goes on during the step), sync; with "_files" weights go through a folder in memory, not on
 the device; with "_mps" both processes use the GPU at once (mps.py), not by turns. With --set learner.gpus=[0]
-rollout.gpus=[1] the same arms run on two GPUs. Rows have the used memory of each GPU until the first step is over
-(gpu_memory_of_start) and in the window (gpu_memory), and the times at which the arm's steps ended (step_ended).
+rollout.gpus=[1,2] rollout.workers=2 the same arms run on three GPUs. Rows have the used memory of each GPU until the
+first step is over (gpu_memory_of_start) and in the window (gpu_memory), and the times at which the arm's steps ended
+(step_ended). With --plan they have what `asyncrl plan` predicts of the run (planned_tokens_per_second).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import re
@@ -108,8 +110,10 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None, *, arm: 
     options = parser.parse_args(given)
     if options.rehearse:
         known = vars(options)
+        settings = [*REHEARSAL["set"], *options.set]
         parser.set_defaults(**{key: value for key, value in REHEARSAL.items() if key in known})
         options = parser.parse_args(given)
+        options.set = settings
     for name in options.arms:
         if not arm.fullmatch(name):
             parser.error(f"{name!r}: no such arm")
@@ -121,6 +125,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     arms = ("async", "sync", "async", "sync")
     parser = run_parser("benchmarks.gpu.one_gpu", __doc__, arms=arms, seconds=45.0)
     parser.add_argument("--windows", type=int, default=1, help="windows of each arm (default 1)")
+    parser.add_argument("--plan", type=float, default=0.0, metavar="SECONDS", help="measure this long for a plan first")
     options = parse(parser, given, arm=_ARM)
     if any("_mps" in name for name in options.arms) and not mps.is_there():
         parser.error("--arms: this machine has no nvidia-cuda-mps-control, which arms with _mps need")
@@ -159,7 +164,9 @@ def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -
 def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -> list[Row]:
     """Return the rows of the arm's windows, or one with its error."""
     name = f"{arm}-{number}"
-    words = ["-m", "asyncrl", "run", RUN_FILE, *override_words(overrides(arm, name, options, scratch))]
+    settings = override_words(overrides(arm, name, options, scratch))
+    words = ["-m", "asyncrl", "run", RUN_FILE, *settings]
+    planned = plan(settings, options, scratch / f"{name}.plan") if options.plan else {}
     folder = scratch / "runs" / name
     began = time.monotonic()
     output = (options.out or scratch) / f"{name}.out"
@@ -184,10 +191,28 @@ def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -
         of_start = used(memory, 0.0, rows[0]["time"] if rows else math.inf, "gpu_memory_of_start")
         print(tail(output) if problem else "", flush=True)
     common = {"arm": arm, "number": number, "shape": options.shape, "command": command("benchmarks.gpu.one_gpu")}
-    common |= {"groups": options.groups, "group_size": options.group_size, **of_start, **machine()}
+    common |= {"groups": options.groups, "group_size": options.group_size, **of_start, **machine(), **planned}
     common |= {"step_ended": [row["time"] for row in rows]}
     windows_of_arm = [{**common, "window": index, **part} for index, part in enumerate(found)]
     return [*windows_of_arm, {**common, "error": problem}] if problem else windows_of_arm
+
+
+def plan(settings: Sequence[str], options: argparse.Namespace, log: Path) -> Row:
+    """Return what `asyncrl plan` predicts of a run with ``settings``. Raises CalledProcessError if it fails."""
+    gpus = {*options.set.get("learner.gpus", [0]), *options.set.get("rollout.gpus", [0])}
+    processes = options.set.get("learner.ranks", 1) + options.set.get("rollout.workers", 1)
+    count = len(gpus) if has_gpu() else processes
+    words = ["--gpus", str(count), "--seconds", f"{options.plan:g}", "--json"]
+    began = time.monotonic()
+    with log.open("w") as said:
+        line = [sys.executable, "-m", "asyncrl", "plan", RUN_FILE, *settings, *words]
+        done = subprocess.run(line, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=said, text=True, check=False)
+    if done.returncode:
+        print(tail(log), flush=True)
+    done.check_returncode()
+    found = json.loads(done.stdout)
+    print(f"planned in {time.monotonic() - began:.0f} s: {found['now']['tokens_per_second']:,.0f} tok/s", flush=True)
+    return {"plan": found, "planned_tokens_per_second": found["now"]["tokens_per_second"]}
 
 
 def put_away(name: str, output: Path, options: argparse.Namespace, scratch: Path) -> None:

@@ -67,7 +67,7 @@ def test_an_arm_that_is_cut_off_keeps_the_steps_it_made(tmp_path: Path, monkeypa
     monkeypatch.setattr(colocated, "Memory", Watched)
     monkeypatch.setattr(subprocess, "run", cut_off)
     options = argparse.Namespace(
-        model=None, steps=9, gpus=1, groups=8, length_max=64, limit_seconds=1.0, set={}, engine={}
+        model=None, steps=9, gpus=1, groups=8, length_max=64, limit_seconds=1.0, set={}, engine={}, resume={}
     )
     row = colocated.run("turns", options, tmp_path)
     assert (row["exit_code"], row["steps"], row["learner/step_seconds"]) == (-1, 2, 7.0)

@@ -67,6 +67,7 @@ def parse() -> argparse.Namespace:
         "swaps, promotions (a kill while another learner takes over), calm (the same without a victim)",
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="those of its kinds whose name contains this")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the run file")
     parser.add_argument("--forked", action="store_true", help="start by fork, without imports: many more kills")
     parser.add_argument("--liar", action="store_true", help="a worker in each run answers prompts with lies")
     parser.add_argument("--evaluate", choices=("shared", "dedicated"), help="evaluate in each run all the time")
@@ -90,7 +91,7 @@ def one(options: argparse.Namespace, folder: Path) -> int:
     def say(text: str) -> None:
         print(f"[{options.seed}] {text}", flush=True)
 
-    overrides = evaluating(folder.absolute(), options.evaluate) if options.evaluate else []
+    overrides = [*options.set, *(evaluating(folder.absolute(), options.evaluate) if options.evaluate else [])]
     if options.answers == "short" and any(kind.hand_over for kind in FAULTS[options.faults]):
         overrides.append(CALM)  # a shadow has to keep up
     forks = ForkServer(folder, ANSWERS[options.answers].modules) if options.forked else None
@@ -151,6 +152,7 @@ def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
         }
         flags = [f"--{name}" for name in ("forked", "liar") if getattr(options, name)]
         flags += ["--evaluate", options.evaluate] if options.evaluate else []
+        flags += [word for item in options.set for word in ("--set", item)]
         command = [sys.executable, "-m", "tests.chaos", *flags, *(str(word) for pair in words.items() for word in pair)]
         running.append(subprocess.Popen(command))
     try:
