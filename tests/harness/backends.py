@@ -61,6 +61,8 @@ LAYOUTS = {
     "megatron-pp2-dp2": Layout(ranks=4, pipeline=2),
     "megatron-pp2-cp2": Layout(ranks=4, pipeline=2, context=2),
     "megatron-pp2-tp2": Layout(ranks=4, pipeline=2, tensor=2, is_sequence_parallel=True),
+    "megatron-tp2-ep4-dp2": Layout(ranks=8, tensor=2, expert=4, is_sequence_parallel=True),
+    "megatron-pp2-ep4": Layout(ranks=8, pipeline=2, expert=4),
 }
 KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1")
 """Backends of one process."""

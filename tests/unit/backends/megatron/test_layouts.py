@@ -99,6 +99,8 @@ MORE = (
     ("megatron-tp2-ep4", "qwen3_moe", {}),
     ("megatron-tp2", "gpt_oss", {}),
     ("megatron-pp2-ep2", "gpt_oss", {}),
+    ("megatron-tp2-ep4-dp2", "qwen3_moe", {"recompute": "full"}),
+    ("megatron-pp2-ep4", "qwen3_moe", {}),
 )
 """Only with ASYNCRL_EXPLORE=1, as nightly runs set it."""
 TRIED = (*QUICK, *SLOW, *(MORE if EXPLORES else ()))
@@ -278,6 +280,7 @@ def test_step_after_restore_repeats_bit_for_bit(case: Case) -> None:
         ("megatron-tp2", "deepseek_v3", "megatron-ep2"),
         ("megatron-tp2-ep2", "qwen3_next", "megatron-vpp2"),
         ("megatron-ep2-etp2", "qwen3_moe", "megatron-ep2"),
+        ("megatron-tp2-ep4-dp2", "qwen3_moe", "megatron-pp2-ep4"),
     ],
 )
 def test_checkpoint_moves_between_layouts(tmp_path: Path, kind: str, architecture: str, other: str) -> None:
