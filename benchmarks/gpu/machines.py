@@ -1,13 +1,14 @@
-"""Train with two ranks as two machines, under torchrun, and compare losses with two ranks of one process tree.
+"""Train with ranks on two machines, under torchrun, and compare losses with the same ranks of one process tree.
 
     python -m benchmarks.gpu.machines --json FILE            0.6B on two GPUs: data, tensor and pipeline parallel
+    python -m benchmarks.gpu.machines --layouts dp8 tp8 tp4-pp2                 four ranks on each of two machines
     python -m benchmarks.gpu.machines --device cpu --shapes tiny --tokens 512      a rehearsal over gloo
 
-Each machine is a torchrun agent with one rank, which sees one GPU. NCCL may use neither peer-to-peer access nor shared
-memory, so all data go through sockets, as between hosts; its log says which path it took. With the first layout a rank
-is killed in a step. Both machines start again and continue from a checkpoint. `noticed` is the time until the other
-rank had ended, and `trained` the time until the first step after that. All layouts run at the same time, first in one
-tree and then as machines, so compare step times only with each other. Nothing is compiled.
+Each machine is a torchrun agent with half of the ranks and their GPUs. NCCL may use neither peer-to-peer access nor
+shared memory, so all data go through sockets, as between hosts; its log says which path it took. With the first layout
+the last rank is killed in a step. Both machines start again and continue from a checkpoint. `noticed` is the time until
+the first rank had ended, and `trained` the time until the first step after that. All layouts run at the same time,
+first in one tree and then as machines, so compare step times only with each other. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import IO, Any, Final
 
 import numpy as np
 
+from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.learner import layout_of
 from benchmarks.gpu.learner_step import Variant, worst_metric
 from benchmarks.gpu.machines_rank import SAVED_STEP
@@ -45,6 +47,7 @@ from benchmarks.gpu.shapes import SHAPES, make_model
 RANK: Final = ("-m", "benchmarks.gpu.machines_rank")
 EVERYWHERE: Final = {"TORCHDYNAMO_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 SOCKETS_ONLY: Final = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+MACHINES: Final = 2
 KILL_STEP: Final = SAVED_STEP + 1
 LARGEST_DIFFERENCE: Final = 0.02
 """Of a metric, relative: bfloat16 was seen to differ by 0.006."""
@@ -124,7 +127,7 @@ class Agents:
 
 
 def in_one_tree(task: Mapping[str, Any], folder: Path, *, limit: float) -> dict[str, Any]:
-    """Return the steps and the exit code of a learner that starts its second rank itself."""
+    """Return the steps and the exit code of a learner that starts its other ranks itself."""
     environment = EVERYWHERE | logged(folder / "tree")
     agents = Agents([([sys.executable, *RANK, json.dumps(task)], environment)], folder / "tree", limit=limit)
     found: dict[str, Any] = {}
@@ -152,12 +155,15 @@ def as_machines(task: Mapping[str, Any], folder: Path, *, limit: float, rank: Se
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+    ranks = Variant(**task["variant"]).layout.ranks
+    each = ranks // MACHINES
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={MACHINES}", f"--nproc-per-node={each}"]
+    words += ["--max-restarts=3"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     words += [*rank, json.dumps(task)]
     shared = EVERYWHERE | SOCKETS_ONLY | logged(folder / "machine")
-    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
-    commands = [(words, shared | {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus]
+    places = [visible_devices(range(first, first + each)) for first in range(0, ranks, each)]
+    commands = [(words, shared | {"CUDA_VISIBLE_DEVICES": place}) for place in places]
     agents = Agents(commands, folder / "machine", limit=limit)
     pids: dict[int, int] = {}
     steps: dict[int, dict[str, Any]] = {}
@@ -173,7 +179,7 @@ def as_machines(task: Mapping[str, Any], folder: Path, *, limit: float, rank: Se
                     found.setdefault("trained_seconds", time.monotonic() - killed)
                 elif task["is_killed"] and message["step"] == KILL_STEP:
                     killed, killed_learner = time.monotonic(), pids[0]
-                    kill(pids[1], then=pids[0], limit=limit)
+                    kill(pids[ranks - 1], then=pids[0], limit=limit)
                     found["noticed_seconds"] = time.monotonic() - killed
     finally:
         found["exit_code"] = agents.end()
@@ -269,7 +275,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="append one object a line")
     parser.add_argument("--shapes", nargs="*", default=["0.6B"], choices=list(SHAPES))
-    parser.add_argument("--layouts", nargs="*", default=["dp2", "tp2", "pp2"], help="of two ranks each")
+    parser.add_argument("--layouts", nargs="*", default=["dp2", "tp2", "pp2"], help="of an even number of ranks")
     parser.add_argument("--tokens", type=int, default=4096, help="of a packed row")
     parser.add_argument("--steps", type=int, default=5, help=f"a rank is killed after step {KILL_STEP}")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds for each of the two kinds")
