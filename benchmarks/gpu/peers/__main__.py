@@ -1,13 +1,14 @@
-"""asyncrl and AReaL on the same two GPUs: one trains, one generates. Tokens trained per second, and how.
+"""asyncrl and AReaL on the same GPUs: some train, some generate. Tokens trained per second, and how.
 
     python -m benchmarks.gpu.peers.bring_up PEER           where a package registry is; PEER then goes to the GPU host
-    python -m benchmarks.gpu.peers --peer PEER --json FILE
+    python -m benchmarks.gpu.peers --peer PEER --json FILE                one of two GPUs trains
+    python -m benchmarks.gpu.peers --peer PEER --json FILE --split 2+6    two of eight
     python -m benchmarks.gpu.peers --peer PEER --arms areal --rehearse    without GPUs: a scripted engine, a tiny model
 
 Both get the same prompts and answers of the same lengths, 64 groups of 8 a step, micro-batches of as many tokens, the
 same bound, and a reward that costs nothing. AReaL's own trainer runs, with what is listed in its row as adaptations;
-asyncrl's arm is async@1+1 of benchmarks.gpu.modes. Behind the warm-up an arm is measured until --window seconds and 10
-steps are over, or its --limit; what was measured until then counts.
+asyncrl's arm is async of benchmarks.gpu.modes. Of several engines of AReaL the first is watched. Behind the warm-up an
+arm is measured until --window seconds and 10 steps are over, or its --limit; what was measured until then counts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.gpu.peers.processes import Family
 from benchmarks.gpu.peers.trained import FILE, OUT_VARIABLE
 from benchmarks.gpu.peers.watching import environment, look, say
 from benchmarks.gpu.peers.window import Look, Row, measure_areal, ours
+from benchmarks.gpu.plans import parse_arm
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, write_prompts
 from benchmarks.gpu.window import Rule
@@ -66,7 +68,8 @@ def run_areal(options: argparse.Namespace, scratch: Path) -> Row:
     job = {
         "prompts": str(write_prompts(scratch / "prompts.jsonl", metadata={}, seed=options.seed)),
         "lengths": lengths(options).as_metadata(),
-        "port": find_free_port(),
+        "ports": [find_free_port() for _ in range(options.plan.workers)],
+        "learners": options.plan.learners,
         "server": "benchmarks.gpu.peers.scripted_server" if options.rehearse else "sglang.launch_server",
         "server_options": SERVER_OPTIONS,
         "server_path": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
@@ -85,7 +88,7 @@ def run_areal(options: argparse.Namespace, scratch: Path) -> Row:
         log=out / "run.log",
     ) as family:
         over = threading.Event()
-        looking = threading.Thread(target=look, args=(f"http://127.0.0.1:{job['port']}", looks, over), daemon=True)
+        looking = threading.Thread(target=look, args=(f"http://127.0.0.1:{job['ports'][0]}", looks, over), daemon=True)
         looking.start()
         told = 0
         while time.monotonic() - began < options.limit:
@@ -131,7 +134,10 @@ def areal_overrides(options: argparse.Namespace) -> list[str]:
         f"gconfig.max_new_tokens={options.length_max}",
         f"train_dataset.batch_size={options.groups}",
         f"rollout.max_head_offpolicyness={options.max_staleness}",
-        f"rollout.max_concurrent_rollouts={options.groups_at_once}",
+        f"rollout.max_concurrent_rollouts={options.groups_at_once * options.plan.workers}",
+        f"cluster.n_gpus_per_node={options.plan.gpus}",
+        f"actor.backend=archon:d{options.plan.learners}p1t1",
+        f"rollout.backend=sglang:d{options.plan.workers}p1t1",
         f"actor.mb_spec.max_tokens_per_mb={options.micro_batch_tokens}",
         f"sglang.mem_fraction_static={options.engine_memory}",
     ]
@@ -161,9 +167,9 @@ def run_ours(options: argparse.Namespace) -> Row:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     given = {
-        "--gpus": 2,
+        "--gpus": options.plan.gpus,
         "--shape": options.shape,
-        "--arms": "async@1+1",
+        "--arms": f"async@{options.split}",
         "--groups": options.groups,
         "--group-size": options.group_size,
         "--length-mean": options.length_mean,
@@ -247,14 +253,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--peer", type=Path, default=Path("peer"), help="folder that bring_up made (default peer)")
     add("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM", help=" ".join(ARMS))
+    add("--split", default="1+1", metavar="L+W", help="GPUs that train + engines (default 1+1)")
     add("--shape", choices=SHAPES, default="0.6B", help="of the model (default 0.6B)")
     add("--groups", type=int, default=64, help="groups per batch (default 64)")
     add("--group-size", type=int, default=8, help="samples of a group (default 8)")
     add("--length-mean", type=float, default=500.0, help="tokens of an answer, before the cut (default 500)")
     add("--length-max", type=int, default=4096, help="where lengths are cut (default 4096)")
     add("--max-staleness", type=int, default=4, help="the bound (default 4)")
-    add("--running", type=int, default=384, help="sequences that asyncrl's engine runs (default 384)")
-    add("--groups-at-once", type=int, default=128, help="AReaL's max_concurrent_rollouts (default 128)")
+    add("--running", type=int, default=384, help="sequences that an engine of asyncrl runs (default 384)")
+    add("--groups-at-once", type=int, default=128, help="AReaL's max_concurrent_rollouts an engine (default 128)")
     add("--micro-batch-tokens", type=int, default=16_384, help="of both learners (default 16384)")
     add("--engine-memory", type=float, default=0.85, help="share of its GPU (default 0.85)")
     add("--warmup", type=int, default=5, help="steps not measured (default 5)")
@@ -272,6 +279,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         tiny |= {"max_staleness": 2, "running": 32, "groups_at_once": 16, "warmup": 2, "window": 5.0, "steps": 2}
         parser.set_defaults(**tiny)
         options = parser.parse_args(given)
+    try:
+        options.plan = parse_arm(f"async@{options.split}", gpus=sum(map(int, options.split.split("+"))))
+    except ValueError as error:
+        parser.error(f"--split: {error}")
     return options
 
 
@@ -291,8 +302,8 @@ def main(given: Sequence[str] | None = None) -> int:
             row = run_ours(options)
         row = {
             **row,
-            "gpus": 2,
-            "split": "1+1",
+            "gpus": options.plan.gpus,
+            "split": options.split,
             "model": options.shape,
             "groups_per_batch": options.groups,
             "group_size": options.group_size,

@@ -28,27 +28,28 @@ def say(*words: object) -> None:
 
 
 class Server:
-    """A stock SGLang server on the second GPU, with the options that AReaL would give it."""
+    """A stock SGLang server on a GPU behind the learner's, with the options that AReaL would give it."""
 
-    def __init__(self, config: Any, job: Mapping[str, Any], *, out: Path) -> None:
+    def __init__(self, config: Any, job: Mapping[str, Any], *, number: int, out: Path) -> None:
         from areal.api.cli_args import SGLangConfig, get_py_cmd
 
         options = SGLangConfig.build_args(sglang_config=config.sglang, tp_size=1, pp_size=1, base_gpu_id=0)
         options = {name: value for name, value in options.items() if name not in UNKNOWN}
-        self.port = int(job["port"])
+        self.port = int(job["ports"][number])
         command = get_py_cmd(job["server"], options | job["server_options"] | {"host": "127.0.0.1", "port": self.port})
         command[0] = sys.executable
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        gpu = job["learners"] + number
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpu + 1)))
         environment = {
             **os.environ,
             "PYTHONPATH": job["server_path"],  # without AReaL's packages and stand-ins
-            "CUDA_VISIBLE_DEVICES": visible[-1],
+            "CUDA_VISIBLE_DEVICES": visible.split(",")[gpu],
             "NCCL_CUMEM_ENABLE": "0",
             "NCCL_NVLS_ENABLE": "0",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would hang while generation is paused
         }
         say("server:", *command)
-        with (out / "sglang.log").open("w") as log:
+        with (out / f"sglang{number or ''}.log").open("w") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def wait(self) -> None:
@@ -94,17 +95,18 @@ def main() -> None:
     out = Path(os.environ[OUT_VARIABLE])
     job = json.loads(Path(sys.argv[1]).read_text())
     config, _ = load_expr_config(sys.argv[2:], GRPOConfig)
-    server = Server(config, job, out=out)
+    servers = [Server(config, job, number=number, out=out) for number in range(len(job["ports"]))]
 
     class Trainer(PPOTrainer):  # type: ignore[misc]
         def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:
             if is_eval:
                 return None
-            say("its learner is up; waiting for the server")
-            server.wait()
-            say("the server is up")
+            say("its learner is up; waiting for servers:", len(servers))
+            for server in servers:
+                server.wait()
+            say("the servers are up")
             controller = RemoteSGLangEngine.as_controller(rollout_config, self.scheduler)
-            infos = [LocalInfServerInfo(host="127.0.0.1", port=server.port, process=None)]
+            infos = [LocalInfServerInfo(host="127.0.0.1", port=server.port, process=None) for server in servers]
             controller.initialize(role="rollout", server_args={}, server_infos=infos)
             say("its rollout worker is up")
             return controller

@@ -5,8 +5,8 @@
 
 FOLDER holds a peer's public packages, from benchmarks.gpu.peers.race_bring_up. Arms:
 
-    slime    train.py, colocated on one GPU: SGLang and Megatron by turns, both in memory
-    slime2   train_async.py with its fully-async rollout: one GPU trains, one generates
+    slime    train.py, colocated on one GPU, or all of --split: SGLang and Megatron by turns, both in memory
+    slime2   train_async.py with its fully-async rollout: one GPU trains, one generates, or as many as in --split
     trl      AsyncGRPOTrainer, its engine on the same GPU
     trl2     the same, its engine on the second GPU
 
@@ -43,6 +43,7 @@ from benchmarks.gpu.peers.race_window import Step, measure, of_slime, windows
 from benchmarks.gpu.peers.trained import OUT_VARIABLE
 from benchmarks.gpu.peers.watching import environment, look, say
 from benchmarks.gpu.peers.window import Look, Row
+from benchmarks.gpu.plans import Plan, parse_arm
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, write_prompts
 
@@ -76,7 +77,7 @@ def run_arm(arm: str, options: argparse.Namespace, scratch: Path) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
     for old in (*out.glob("*.jsonl"), out / slime_parts.ADDRESS):
         old.unlink(missing_ok=True)
-    gpus, is_slime = 2 if arm.endswith("2") else 1, arm.startswith("slime")
+    gpus, is_slime = gpus_of(arm, options), arm.startswith("slime")
     rule = {
         "warmup": 1 if arm == "slime" else 1 + options.max_staleness,
         "seconds": options.seconds,
@@ -108,7 +109,10 @@ def run_arm(arm: str, options: argparse.Namespace, scratch: Path) -> list[Row]:
         "peer": VERSIONS["slime" if is_slime else "trl"],
         "adaptations": ADAPTATIONS["slime" if is_slime else "trl"],
         "arm_seconds": time.monotonic() - began,
-        **{name: getattr(options, name) for name in ("shape", "groups", "group_size", "length_mean", "length_max")},
+        **{
+            name: getattr(options, name)
+            for name in ("split", "shape", "groups", "group_size", "length_mean", "length_max")
+        },
         **{name: getattr(options, name) for name in ("max_staleness", "running", "micro_batch_tokens")},
         "warmup_steps": rule["warmup"],
         **machine(),
@@ -125,6 +129,11 @@ def run_arm(arm: str, options: argparse.Namespace, scratch: Path) -> list[Row]:
         log = (out / "run.log").read_text(errors="replace").splitlines()
         rows.append({**common, "error": ended, "log": log[-25:]})
     return rows
+
+
+def gpus_of(arm: str, options: argparse.Namespace) -> int:
+    split: Plan | None = options.plan if arm.startswith("slime") else None
+    return split.gpus if split else 2 if arm.endswith("2") else 1
 
 
 def slimes_steps(out: Path) -> list[Step]:
@@ -153,7 +162,8 @@ def looking(out: Path, looks: list[Look]) -> Iterator[None]:
 @contextlib.contextmanager
 def started_slime(arm: str, options: argparse.Namespace, scratch: Path, out: Path) -> Iterator[Family]:
     batch = options.groups * options.group_size
-    two = arm == "slime2"
+    two, gpus = arm == "slime2", gpus_of(arm, options)
+    engines = options.plan.workers if options.plan else 1
     given = {
         **slime_run.options_of_model(options.shape, str(scratch / "model")),
         **slime_run.LAYERS,
@@ -161,21 +171,22 @@ def started_slime(arm: str, options: argparse.Namespace, scratch: Path, out: Pat
         **slime_run.PARTS,
         **(slime_run.FULLY_ASYNC if two else slime_run.COLOCATED),
         "actor-num-nodes": 1,
-        "actor-num-gpus-per-node": 1,
-        "num-gpus-per-node": 2 if two else 1,
+        **({"rollout-num-gpus": engines} if two else {}),
+        "actor-num-gpus-per-node": gpus - engines if two else gpus,
+        "num-gpus-per-node": gpus,
         "prompt-data": scratch / "prompts.jsonl",
         "rollout-batch-size": options.groups,
         "n-samples-per-prompt": options.group_size,
         "global-batch-size": batch,
         "rollout-max-response-len": options.length_max,
         "max-tokens-per-gpu": options.micro_batch_tokens,
-        # Synchronous, the whole batch runs at once, as in asyncrl's arm.
-        "sglang-server-concurrency": options.running if two else batch,
+        # Of one engine. Synchronous, the whole batch runs at once, as in asyncrl's arm.
+        "sglang-server-concurrency": options.running if two else -(-batch // gpus),
         "sglang-mem-fraction-static": options.engine_memory_2 if two else options.engine_memory,
         **{f"sglang-{name}": value for name, value in ENGINE.items()},
         **options.set,
     }
-    words = ["benchmarks.gpu.peers.slime_run", "train_async" if two else "train", "2" if two else "1"]
+    words = ["benchmarks.gpu.peers.slime_run", "train_async" if two else "train", str(gpus)]
     more = {
         slime_parts.LENGTHS_VARIABLE: json.dumps(lengths(options).as_metadata()),
         "SLIME_HOST_IP": "127.0.0.1",
@@ -284,6 +295,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--peer", nargs="+", required=True, metavar="NAME=FOLDER", help="folders that race_bring_up made")
     add("--arms", nargs="+", choices=ARMS, required=True, metavar="ARM", help=" ".join(ARMS))
+    add("--split", metavar="L+W", help="GPUs that train + engines, of slime (default: as above)")
     add("--shape", choices=SHAPES, default="0.6B", help="of the model (default 0.6B)")
     add("--model", type=Path, metavar="FOLDER", help="of that shape, from benchmarks.gpu.shapes (default: made)")
     add("--groups", type=int, default=64, help="groups per batch (default 64)")
@@ -308,6 +320,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         options = parser.parse_args(given)
     options.peer = {name: Path(folder).absolute() for name, folder in assignments(options.peer).items()}
     options.set = assignments(options.set)
+    try:
+        gpus = sum(map(int, options.split.split("+"))) if options.split else 0
+        options.plan = parse_arm(f"async@{options.split}", gpus=gpus) if options.split else None
+    except ValueError as error:
+        parser.error(f"--split: {error}")
     for arm in options.arms:
         if arm.rstrip("2") not in options.peer:
             parser.error(f"--arms {arm}: --peer has no folder of {arm.rstrip('2')}")

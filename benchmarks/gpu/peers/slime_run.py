@@ -71,7 +71,6 @@ PARTS: Final[dict[str, Any]] = {
 COLOCATED: Final[dict[str, Any]] = {"colocate": True, "no-offload-train": True, "no-offload-rollout": True}
 """Both sides fit at once, and slime is faster so than with its offloading."""
 FULLY_ASYNC: Final[dict[str, Any]] = {
-    "rollout-num-gpus": 1,
     "rollout-function-path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
 }
 
