@@ -401,7 +401,8 @@ class PartBytes(PartWorker):
     """A rank's part of the weights as the bytes of a safetensors file."""
 
     def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
-        return safetensors.torch.save(dict(snapshot.tensors()))
+        made: bytes = safetensors.torch.save(dict(snapshot.tensors()))
+        return made
 
 
 def cpu_weights(learner: MegatronBackend) -> dict[str, torch.Tensor]:
