@@ -25,10 +25,15 @@ MOST_EVENTS: Final = 400_000
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
-    """copies: training copies of the model;  engines: rollout workers"""
+    """
+    copies   training copies of the model
+    engines  rollout workers with GPUs of their own
+    beside   rollout workers on the learner's GPUs
+    """
 
     copies: int
     engines: int
+    beside: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +55,26 @@ class Units:
             copy=math.lcm(one, layout.expert * layout.expert_tensor * layout.pipeline), engine=max(1, gpus_per_engine)
         )
 
-    def splits(self, gpus: int) -> list[Split]:
-        """Return all splits that leave less than one engine's GPUs unused. Raises ValueError if nothing fits."""
+    def shown(self, split: Split) -> str:
+        """Return the GPUs of learner and engines, as 1+2; after a slash, the learner's that have engines too."""
+        gpus = f"{split.copies * self.copy}+{split.engines * self.engine}"
+        return f"{gpus}/{split.beside * self.engine}" if split.beside else gpus
+
+    def splits(self, gpus: int, *, shares: bool = False) -> list[Split]:
+        """Return all splits that leave less than one engine's GPUs unused. Raises ValueError if nothing fits.
+
+        shares: also those with as many engines on the learner's GPUs as have room for one on each
+        """
         found = [
             Split(copies, (gpus - copies * self.copy) // self.engine)
             for copies in range(1, (gpus - self.engine) // self.copy + 1)
         ]
+        if shares:
+            found += [
+                Split(copies, (gpus - copies * self.copy) // self.engine, beside=copies * self.copy // self.engine)
+                for copies in range(1, gpus // self.copy + 1)
+                if copies * self.copy >= self.engine
+            ]
         if not found:
             raise ValueError(
                 f"there is no room for a learner of {self.copy} and an engine of {self.engine}; give "
@@ -80,12 +99,18 @@ def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequenc
     window = (plan.bound + 1) * plan.groups_per_batch * plan.group_size
 
     def rate(split: Split) -> float:
-        running = min(timing.capacity, window / split.engines)
-        sampled = split.engines * running / timing.decode_step(max(1, round(running)))
-        return min(sampled * plan.kept, batch / timing.train_step(packed, machines=split.copies))
+        running = min(timing.capacity, window / (split.engines + split.beside))
+        engines = split.engines + split.beside / timing.decode_beside
+        sampled = engines * running / timing.decode_step(max(1, round(running)))
+        slowdown = timing.train_beside if split.beside else 1.0
+        return min(sampled * plan.kept, batch / (slowdown * timing.train_step(packed, machines=split.copies)))
 
-    best = max(range(len(splits)), key=lambda place: rate(splits[place]))
-    return list(splits[max(0, best - 2) : best + 3])
+    found: list[Split] = []
+    for kind in ([one for one in splits if not one.beside], [one for one in splits if one.beside]):
+        rates = [rate(split) for split in kind]
+        best = rates.index(max(rates, default=0.0)) if rates else 0
+        found += kind[max(0, best - 2) : best + 3]
+    return found
 
 
 def drawn(lengths: Sequence[Sequence[int]], *, group_size: int, seed: int) -> GroupLengths:
@@ -109,7 +134,13 @@ def predict(
     found = []
     for split, bound in itertools.product(splits, bounds):
         asked = dataclasses.replace(
-            plan, workers=split.engines, learner_machines=split.copies, max_staleness=bound, warmup=0, steps=0
+            plan,
+            workers=split.engines + split.beside,
+            beside=split.beside,
+            learner_machines=split.copies,
+            max_staleness=bound,
+            warmup=0,
+            steps=0,
         )
         per_step = plan.groups_per_batch * plan.group_size
         warmup = 2 * (asked.bound + 1)

@@ -1,8 +1,9 @@
 """`asyncrl plan RUN.toml --gpus N`: recommends how to split N GPUs between learner and engines.
 
-It starts one engine, then one copy of the learner's model, on this machine, and measures each for a while. Then it
-simulates the loop for every split that may be the best, with several staleness bounds. The printed keys go into the run
-file. The simulation leaves out the time to load new weights (0.1 s each), evaluations, checkpoints and the bus.
+It starts one engine, then one copy of the learner's model, then, if this machine has the N GPUs, both on the same ones,
+and measures each for a while. Then it simulates the loop for every split that may be the best, with several staleness
+bounds. The printed keys go into the run file. The simulation leaves out the time to load new weights (0.1 s each),
+evaluations, checkpoints and the bus.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=60.0,
-        help="time to measure the engine, and then the learner (default: 60)",
+        help="time to measure the engine, then the learner, then both at once (default: 60)",
     )
     arguments.add_json(parser)
 
@@ -72,12 +73,18 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         f"learner   {found.units.copy} of the GPUs {'trains' if found.units.copy == 1 else 'train'} "
         f"{timing.train_tokens_per_second:,.0f} tokens/s, prompts included, plus {timing.train_seconds:.2f} s a step"
     )
+    if any(one.split.beside for one in found.found):
+        yield (
+            f"together  on the same GPUs (1+2/1: an engine on the learner's one, too) a decode step takes "
+            f"{timing.decode_beside:.2f} times as long while the learner trains, and the learner's step "
+            f"{timing.train_beside:.2f} times"
+        )
     yield "learner+engines  max_staleness  trained tokens/s  learner busy  engines busy"
     for one in sorted(found.found, key=lambda one: (one.split, one.max_staleness)):
         marks = [" best"] if one == best else []
         marks += [" run file"] if found.now is not None and one == found.now else []
         yield (
-            f"{_split(one, found):>15}  {one.max_staleness:13d}  {one.reached.tokens_per_second:16,.0f}  "
+            f"{found.units.shown(one.split):>15}  {one.max_staleness:13d}  {one.reached.tokens_per_second:16,.0f}  "
             f"{one.reached.learner_busy:12.0%}  {one.reached.engines_busy:12.0%} {','.join(marks)}"
         )
     yield from (f"note: {note}" for note in notes(run_config, found))
@@ -93,18 +100,19 @@ def _lengths(found: Allocation) -> list[int]:
     return [length for group in found.engine.groups for length in lengths_of(group)]
 
 
-def _split(one: Predicted, found: Allocation) -> str:
-    return f"{one.split.copies * found.units.copy}+{one.split.engines * found.units.engine}"
-
-
 def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, int | str]]:
     """Return (section, key, value) for the recommended keys of the run file."""
     best = found.best
     keys: list[tuple[str, str, int | str]] = [
         ("learner", "ranks", best.split.copies * found.units.copy),
-        ("rollout", "workers", best.split.engines),
+        ("rollout", "workers", best.split.engines + best.split.beside),
     ]
-    keys += [(section, "gpus", "[]") for section in ("learner", "rollout") if getattr(run_config, section).gpus]
+    if best.split.beside:
+        own = best.split.copies * found.units.copy
+        every = own + best.split.engines * found.units.engine
+        keys += [("learner", "gpus", str(list(range(own)))), ("rollout", "gpus", str(list(range(every))))]
+    else:
+        keys += [(section, "gpus", "[]") for section in ("learner", "rollout") if getattr(run_config, section).gpus]
     if run_config.run.mode == "async":
         keys.append(("staleness", "max_staleness", best.max_staleness))
     if found.learner.larger is not None and found.learner.larger > 1.05:
@@ -137,6 +145,8 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         )
     if engine.most_running < 0.5 * run_config.rollout.max_running:
         yield few_running(run_config, engine.most_running)
+    if found.apart:
+        yield f"no engine on the learner's GPUs is planned: {found.apart}"
     if found.learner.larger == 0.0:
         yield f"learner.micro_batch_tokens: twice {run_config.learner.micro_batch_tokens:,} does not fit"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,7 @@ from asyncrl.launch.assembly.model_servers import model_server_actor
 from asyncrl.messages import Progress, TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.planning.simulation import DecodeReading
+from asyncrl.planning.together import Together
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.admission import Admission
 
@@ -49,18 +50,25 @@ class EngineMeasured:
     most_running: float
 
 
-def measure_engine(run: RunConfig, *, seconds: float, dry_seconds: float | None = None) -> EngineMeasured:
+def measure_engine(
+    run: RunConfig, together: Together | None = None, *, seconds: float, dry_seconds: float | None = None
+) -> EngineMeasured:
     """Measure with a full engine for ``seconds``, then drain it for at most ``dry_seconds`` (None: the same time).
 
-    Blocks. Raises ConfigError and errors of the engine.
+    together: measure it only full, in the memory that the learner leaves, while the learner trains
+
+    Blocks. Raises ConfigError, also if there is no room beside the learner, and errors of the engine.
     """
-    return asyncio.run(_measure(run, seconds=seconds, dry_seconds=seconds if dry_seconds is None else dry_seconds))
+    return asyncio.run(
+        _measure(run, together, seconds=seconds, dry_seconds=seconds if dry_seconds is None else dry_seconds)
+    )
 
 
-async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> EngineMeasured:
+async def _measure(run: RunConfig, together: Together | None, *, seconds: float, dry_seconds: float) -> EngineMeasured:
     bus = await registry.own_bus(run)
     try:
-        worker, *followers = await build_worker(run, bus=bus, name="engine")
+        beside = 0 if together is None else 1
+        worker, *followers = await build_worker(run, bus=bus, name="engine", beside_learner=beside)
         prompts = PromptSource(
             "prompts",
             bus,
@@ -71,7 +79,7 @@ async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> Eng
             table=GroupTable(),
             are_sampled=False,  # no new weights will come
         )
-        probe = _Probe(bus, worker=worker, seconds=seconds, dry_seconds=dry_seconds)
+        probe = _Probe(bus, worker=worker, seconds=seconds, dry_seconds=dry_seconds, together=together)
         servers = [model_server_actor(run, name, bus=bus) for name in run.started_servers]
         await supervise(probe, *servers, *followers, prompts, owns_process=False)
         return probe.measured()
@@ -84,9 +92,11 @@ class _Probe(Actor):
 
     role = "learner"
 
-    def __init__(self, bus: Bus, *, worker: RolloutWorker, seconds: float, dry_seconds: float) -> None:
+    def __init__(
+        self, bus: Bus, *, worker: RolloutWorker, seconds: float, dry_seconds: float, together: Together | None
+    ) -> None:
         super().__init__("probe", bus)
-        self._worker, self._seconds, self._dry_seconds = worker, seconds, dry_seconds
+        self._worker, self._seconds, self._dry_seconds, self._together = worker, seconds, dry_seconds, together
         self._groups: list[TrajectoryGroup] = []
         self._failed: list[str] = []
         self._looks: list[DecodeReading] = []
@@ -103,9 +113,12 @@ class _Probe(Actor):
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._look()), group.create_task(self._read())]
             work = group.create_task(self._worker.run())
-            await asyncio.wait((work,), timeout=self._seconds)
-            self._worker.drain()
-            await asyncio.wait((work,), timeout=self._dry_seconds)
+            if self._together is None:
+                await asyncio.wait((work,), timeout=self._seconds)
+                self._worker.drain()
+                await asyncio.wait((work,), timeout=self._dry_seconds)
+            else:
+                await self._sample_beside(work, self._together)
             stats = self._worker.engine_stats()
             self._num_unfinished = max(stats.running + stats.queued, int(not work.done()))  # or it is being graded
             sequence = await self.bus.last_sequence(TRAJECTORIES)
@@ -115,9 +128,22 @@ class _Probe(Actor):
             for task in (*tasks, work):
                 task.cancel()
 
+    async def _sample_beside(self, work: asyncio.Task[None], together: Together) -> None:
+        """Sample until the learner's steps are over, and keep the looks of their time alone."""
+
+        async def until(is_so: Callable[[], object]) -> None:
+            while not work.done() and not is_so():  # asyncio cannot wait for another process
+                await asyncio.wait((work,), timeout=LOOK_SECONDS)
+
+        await until(lambda: self._worker.engine_stats().running)
+        together.engine_samples.set()
+        await until(together.steps_begin.is_set)
+        self._looks.clear()
+        await until(together.steps_end.is_set)
+
     def measured(self) -> EngineMeasured:
         """Return the measurements. Raises EngineError if nothing was sampled."""
-        if not self._groups:
+        if not self._groups and self._together is None:
             why = f": {self._failed[0]}" if self._failed else ""
             raise EngineError(
                 f"no group was finished in {self._seconds + self._dry_seconds:.0f} s{why}; give more --seconds, or see "

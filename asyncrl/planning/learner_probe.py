@@ -18,8 +18,10 @@ from asyncrl.actors.learner.training_step import learning_rates, train_batch
 from asyncrl.adapters import registry
 from asyncrl.backends.port import Backend
 from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncRLError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.planning.simulation import TrainReading
+from asyncrl.planning.together import Together
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.hooks import Hooks
 
@@ -45,23 +47,36 @@ class LearnerMeasured:
     larger: float | None
 
 
-def measure_learner(run: RunConfig, groups: Sequence[TrajectoryGroup], *, seconds: float) -> LearnerMeasured:
+def measure_learner(
+    run: RunConfig, groups: Sequence[TrajectoryGroup], together: Together | None = None, *, seconds: float
+) -> LearnerMeasured:
     """Time steps on batches of two sizes for about ``seconds``.
+
+    together: while an engine on the same GPUs samples; larger rows are not tried
 
     Blocks. Raises ConfigError and errors of the backend.
     """
     algorithm, backend = registry.algorithm(run), registry.backend(run)
     try:
+        if together is not None:
+            together.engine_samples.wait()
+            if together.steps_end.is_set():
+                raise AsyncRLError("the engine on the learner's GPUs failed")
         backend.start()
         probe = _Probe(run, backend, algorithm, groups)
         large = probe.fitting(seconds / 4)
         sizes = sorted({max(1, large // 4), large})
         probe.step(large, rows=run.learner.micro_batch_tokens)  # compiles the kernels for this size
+        if together is not None:
+            together.steps_begin.set()
         until, readings = time.monotonic() + seconds, list[TrainReading]()
         for count, size in enumerate(itertools.cycle(sizes)):
             if count >= LEAST_STEPS * len(sizes) and time.monotonic() > until:
                 break
             readings.append(probe.step(size, rows=run.learner.micro_batch_tokens))
+        if together is not None:
+            together.steps_end.set()
+            return LearnerMeasured(readings=tuple(readings), larger=None)
         return LearnerMeasured(readings=tuple(readings), larger=_larger(run, probe, large, readings))
     finally:
         backend.close()

@@ -7,10 +7,11 @@ import multiprocessing
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from asyncrl.actors.learner.group_filters import ask
 from asyncrl.adapters import registry
@@ -18,13 +19,15 @@ from asyncrl.config import RunConfig
 from asyncrl.environments.load import traits
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.checks.run_file import check
-from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus
+from asyncrl.launch.launchers.adapter import launcher_class
+from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.os_process import signal_on_parent_death
 from asyncrl.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
 from asyncrl.planning.engine_probe import EngineMeasured, measure_engine
 from asyncrl.planning.learner_probe import LearnerMeasured, measure_learner
 from asyncrl.planning.simulation import Plan, Timing, fit_decode, fit_training
+from asyncrl.planning.together import Together, slowdowns
 
 LOAD_SECONDS: Final = 0.1
 """Assumed pause of an engine for a new version; not measured, because a step takes many times as long."""
@@ -40,6 +43,7 @@ T = TypeVar("T")
 class Allocation:
     """Measurements of a run, and the resulting predictions.
 
+    apart  why no engine on the learner's GPUs was planned; empty if it was, or there are no GPUs
     kept   share of the sampled groups that algorithm.filters keep
     found  every simulated split and bound;  best: the best of them;  now: the run file's own, if it uses as many GPUs
     """
@@ -48,6 +52,7 @@ class Allocation:
     timing: Timing
     engine: EngineMeasured
     learner: LearnerMeasured
+    apart: str
     kept: float
     found: tuple[Predicted, ...]
     best: Predicted
@@ -65,8 +70,10 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
     check(run)
     units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_worker(run))
     of_servers = sum(registry.gpus_of_servers(run).values())
+    there, needed = num_gpus(), of_servers + max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)
+    shares = _may_share(run, units) and gpus <= there
     try:
-        splits = units.splits(gpus - of_servers)
+        splits = units.splits(gpus - of_servers, shares=shares)
     except ValueError as error:
         if gpus - of_servers >= max(units.copy, units.engine):
             raise ConfigError(
@@ -75,7 +82,6 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
             ) from None
         beside = f" beside the {of_servers} of [servers]" if of_servers else ""
         raise ConfigError(f"--gpus {gpus}: {error}{beside}") from None
-    there, needed = num_gpus(), of_servers + max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)
     if 0 < there < needed:  # without GPUs, everything runs on the CPU
         raise ConfigError(f"asyncrl plan measures on this machine, which has {there} of the {needed} GPUs needed")
     with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
@@ -84,12 +90,20 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         engine = in_process(measure_engine, alone, seconds=seconds)
         tells(f"{len(engine.groups)} groups sampled; starting the learner, then training for {seconds:.0f} s ...")
         learner = in_process(measure_learner, alone, engine.groups, seconds=seconds)
-    timing = timing_of(run, engine, learner)
+        timing, apart = timing_of(run, engine, learner), ""
+        if shares:
+            tells(f"starting both on the same GPUs, then measuring them for {seconds:.0f} s ...")
+            try:
+                timing = measure_together(alone, engine.groups, timing, seconds=seconds)
+            except Exception as error:  # errors for a lack of memory depend on the backend
+                apart, splits = str(error).partition("\n")[0], [split for split in splits if not split.beside]
+                if not splits:
+                    raise
     lengths = [lengths_of(group) for group in engine.groups]
     asked = plan_of(run, engine)
-    now = Split(max(1, run.learner.layout.ranks // units.copy), run.rollout.workers)
+    now = split_of(run, units)
     tried = likely(_possible(run, units, splits), asked, timing, lengths)
-    tells(f"simulating {', '.join(f'{one.copies * units.copy}+{one.engines * units.engine}' for one in tried)} ...")
+    tells(f"simulating {', '.join(map(units.shown, tried))} ...")
     found = predict(asked, timing, lengths, splits=tried, bounds=[run.max_staleness])
     if run.run.mode == "async":
         fast = sorted(found, key=lambda one: -one.reached.tokens_per_second)[:MOST_BOUNDED]
@@ -104,6 +118,7 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         timing=timing,
         engine=engine,
         learner=learner,
+        apart=apart,
         kept=asked.kept,
         found=tuple(found),
         best=recommended(found),
@@ -122,6 +137,32 @@ def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) 
         train_tokens_per_second=rate,
         train_seconds=constant,
     )
+
+
+def measure_together(run: RunConfig, groups: Sequence[TrajectoryGroup], alone: Timing, *, seconds: float) -> Timing:
+    """Measure engine and learner at once on the same GPUs; return ``alone`` with how much they slow each other down.
+
+    Raises ConfigError if the engine finds no room there, and errors of either.
+    """
+    together = Together()
+    with ThreadPoolExecutor(2) as pool:
+        engine = pool.submit(in_process, measure_engine, run, together, seconds=seconds)
+        learner = pool.submit(in_process, measure_learner, run, groups, together, seconds=seconds)
+        both: list[Future[Any]] = [engine, learner]
+        wait(both, return_when=FIRST_EXCEPTION)
+        together.give_up()
+    decode, train = slowdowns(alone, engine.result().readings, learner.result().readings)
+    return dataclasses.replace(alone, decode_beside=decode, train_beside=train)
+
+
+def split_of(run: RunConfig, units: Units) -> Split:
+    """Return the run file's own split."""
+    copies, workers = max(1, run.learner.layout.ranks // units.copy), run.rollout.workers
+    try:
+        sharing = len(placement(run).beside_learner)
+    except ConfigError:  # it is for another machine
+        sharing = 0
+    return Split(copies, workers - sharing, beside=sharing)
 
 
 def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
@@ -161,8 +202,14 @@ def _possible(run: RunConfig, units: Units, splits: Sequence[Split]) -> Sequence
     try:
         registry.backend_class(run).check(two)
     except ConfigError:
-        return splits[:1]
+        return [split for split in splits if split.copies == 1]
     return splits
+
+
+def _may_share(run: RunConfig, units: Units) -> bool:
+    """Return whether an engine may be on the learner's GPUs at the same time: both have GPUs, of one machine."""
+    are_here = run.learner.machines == 1 and not launcher_class(run).places
+    return bool(are_here and gpus_of_learner(run) and gpus_per_worker(run)) and units.engine <= units.copy
 
 
 def _require_split(run: RunConfig) -> None:

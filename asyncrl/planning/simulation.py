@@ -39,6 +39,8 @@ class Timing:
     capacity              sequences that run at once; further ones queue
     load_seconds          pause of decoding while new weights are loaded
     train_tokens_per_second, train_seconds   an optimizer step of T tokens on m machines takes T / (m x rate) + constant
+    decode_beside         factor of a decode step while the learner trains on the same GPUs
+    train_beside          factor of an optimizer step with engines on the same GPUs
     """
 
     seconds_per_token: float
@@ -47,6 +49,8 @@ class Timing:
     load_seconds: float
     train_tokens_per_second: float
     train_seconds: float
+    decode_beside: float = 1.0
+    train_beside: float = 1.0
 
     def decode_step(self, running: int) -> float:
         return self.seconds_per_token + self.seconds_per_sequence * running
@@ -134,9 +138,11 @@ class Decoding:
     """The continuous batch of one engine, advanced from event to event; in between, all sequences decode equally fast.
 
     ``position`` counts decode steps. A sequence that enters at position p with length n finishes at p + n.
+    ``slowdown`` is the factor of a decode step at ``now``.
     """
 
     timing: Timing
+    slowdown: float = 1.0
     now: float = 0.0
     position: float = 0.0
     busy_seconds: float = 0.0
@@ -156,7 +162,7 @@ class Decoding:
         if not self._running or self.is_paused:
             return math.inf
         left = max(0.0, self._running[0][0] - self.position)
-        return self.now + left * self.timing.decode_step(len(self._running))
+        return self.now + left * self._step()
 
     def advance(self, now: float) -> list[Finished]:
         """Decode until ``now``; return what has ended, in order. A slot that becomes free is filled at that moment."""
@@ -171,9 +177,12 @@ class Decoding:
         if self._running:
             self.busy_seconds += now - self.now
             if not self.is_paused:
-                self.position += (now - self.now) / self.timing.decode_step(len(self._running))
+                self.position += (now - self.now) / self._step()
         self.now = now
         return ended
+
+    def _step(self) -> float:
+        return self.slowdown * self.timing.decode_step(len(self._running))
 
     def places(self) -> Iterator[tuple[int, float | None]]:
         """Yield each unfinished sequence with the position at which it began; None if it waits for a slot."""
@@ -214,6 +223,7 @@ class Plan:
     """One run to simulate: ``steps`` optimizer steps, of which the first ``warmup`` are not counted.
 
     workers           engines
+    beside            of these, engines on the learner's GPUs
     learner_machines  training copies of the model
     prompt_tokens     prompt tokens per answer, which are trained with it
     eviction          async only: with "wait", a full batch waits for groups that would become too old
@@ -236,6 +246,7 @@ class Plan:
     discard: Discard = "groups"
     opens: Literal["needed", "full"] = "needed"
     kept: float = 1.0
+    beside: int = 0
 
     @property
     def bound(self) -> int:
@@ -367,12 +378,16 @@ class Ideal:
         for engine in self.engines:
             if engine.next_event > self.now:
                 continue
-            for ended in engine.decoding.advance(self.now):
-                self._end_sequence(engine, ended)
+            self._advance(engine)
             if engine.loading_until <= self.now:
                 engine.loading_until, engine.decoding.is_paused = math.inf, False
                 engine.changes.append((engine.decoding.position, (0, engine.version)))
             self._foresee(engine)
+
+    def _advance(self, engine: _Engine) -> None:
+        """Decode until now. By rounding, a sequence may end here whose event was to come."""
+        for ended in engine.decoding.advance(self.now):
+            self._end_sequence(engine, ended)
 
     def _foresee(self, engine: _Engine) -> None:
         """Compute the engine's next event. Engines are skipped between their events, because fleets are large."""
@@ -397,6 +412,7 @@ class Ideal:
 
     def _end_step(self) -> None:
         self.train_end = math.inf
+        self._slow_down(1.0)
         self.trained_seconds += self.training_seconds
         self.steps_done += 1
         if self.window is not None:
@@ -407,8 +423,15 @@ class Ideal:
             for engine in self.engines:
                 self._load(engine)
 
+    def _slow_down(self, factor: float) -> None:
+        """Change the speed of the engines on the learner's GPUs, from now on."""
+        for engine in self.engines[: self.plan.beside]:
+            self._advance(engine)
+            engine.decoding.slowdown = factor
+            self._foresee(engine)
+
     def _load(self, engine: _Engine) -> None:
-        engine.decoding.advance(self.now)  # decode up to now with the previous weights
+        self._advance(engine)  # with the previous weights
         engine.version = self.steps_done
         engine.decoding.is_paused, engine.loading_until = True, self.now + self.timing.load_seconds
         self._foresee(engine)
@@ -428,6 +451,9 @@ class Ideal:
             prompts = round(self.plan.prompt_tokens * self.plan.group_size * self.plan.groups_per_batch)
             packed = sum(group.tokens for group in batch) + prompts
             self.training_seconds = self.timing.train_step(packed, machines=self.plan.learner_machines)
+            if self.plan.beside:
+                self.training_seconds *= self.timing.train_beside
+                self._slow_down(self.timing.decode_beside)
             self.train_end = self.now + self.training_seconds
             self.batches_taken += 1
         self._admit()
@@ -490,7 +516,7 @@ class Ideal:
     def _start(self, engine: _Engine, group_id: int) -> None:
         size, lengths = self.plan.group_size, self.lengths(group_id)
         self.groups[group_id] = _Group(self.plan.steps, size, sum(lengths))
-        engine.decoding.advance(self.now)
+        self._advance(engine)
         for index, length in enumerate(lengths):
             engine.decoding.add(group_id * size + index, length)
         self._foresee(engine)

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from asyncrl import config
 from asyncrl.cli import main
 from asyncrl.errors import AsyncRLError
 from asyncrl.planning.command import few_running
-from asyncrl.planning.engine_probe import measure_engine
+from asyncrl.planning.engine_probe import LOOK_SECONDS, measure_engine
 from asyncrl.planning.learner_probe import measure_learner
 from asyncrl.planning.plan import in_process
+from asyncrl.planning.together import Together
 from tests import ROOT
 from tests.harness.forked import ForkServer
 
@@ -45,6 +47,29 @@ def test_every_group_that_an_engine_begins_is_seen_to_its_end_and_trained(demo: 
     learner = measure_learner(run, engine.groups, seconds=0.1)
     assert all(reading.tokens > 0 and reading.seconds > 0 for reading in learner.readings)
     assert learner.larger is None  # one batch does not fill larger rows
+
+
+def test_engine_and_learner_are_measured_together_while_the_learner_trains(demo: Path, tmp_path: Path) -> None:
+    run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
+    groups = measure_engine(run, seconds=0.5, dry_seconds=600.0).groups
+    together = Together()
+    with ThreadPoolExecutor(2) as pool:
+        engine = pool.submit(measure_engine, run, together, seconds=1.0)
+        learner = pool.submit(measure_learner, run, groups, together, seconds=1.0)
+    assert sum(reading.tokens for reading in engine.result().readings) > 0
+    trained = sum(reading.seconds for reading in learner.result().readings)
+    sampled = sum(reading.seconds for reading in engine.result().readings)
+    assert learner.result().larger is None and sampled < 2 * trained + 5 * LOOK_SECONDS
+
+
+def test_neither_waits_for_the_other_once_one_has_failed(demo: Path, tmp_path: Path) -> None:
+    run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
+    groups = measure_engine(run, seconds=0.5, dry_seconds=600.0).groups
+    together = Together()
+    together.give_up()
+    with pytest.raises(AsyncRLError, match="the engine on the learner's GPUs failed"):
+        measure_learner(run, groups, together, seconds=60.0)
+    measure_engine(run, together, seconds=60.0)
 
 
 @pytest.mark.slow

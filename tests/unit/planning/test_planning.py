@@ -27,6 +27,7 @@ from asyncrl.planning.simulation import (
     fit_training,
     version_spans,
 )
+from asyncrl.planning.together import slowdowns
 from tests import ROOT
 from tests.harness.planning import plan
 
@@ -55,6 +56,7 @@ def test_a_plan_says_what_speaks_against_its_bound_and_what_it_leaves_out(
     found: Any = SimpleNamespace(
         engine=SimpleNamespace(num_failed=0, num_unfinished=0, most_running=run.rollout.max_running),
         learner=SimpleNamespace(larger=None),
+        apart="",
         best=SimpleNamespace(max_staleness=8),
     )
     notes = list(command.notes(run, found))
@@ -73,6 +75,27 @@ def test_every_split_has_a_learner_and_an_engine_and_no_gpu_twice(gpus: int, cop
         assert gpus - engine < split.copies * copy + split.engines * engine <= gpus
 
 
+@given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 9))
+def test_engines_beside_the_learner_have_its_gpus_and_no_others(gpus: int, copy: int, engine: int) -> None:
+    units = Units(copy=copy, engine=engine)
+    try:
+        splits = units.splits(gpus, shares=True)
+    except ValueError:
+        assert gpus < copy + engine and (gpus < copy or engine > gpus // copy * copy)
+        return
+    for split in splits:
+        assert split.engines + split.beside >= 1
+        assert split.beside in (0, split.copies * copy // engine)
+        assert gpus - engine < split.copies * copy + split.engines * engine <= gpus
+    assert [one for one in splits if not one.beside] == (units.splits(gpus) if gpus >= copy + engine else [])
+
+
+def test_a_split_is_shown_by_its_gpus() -> None:
+    units = Units(copy=4, engine=2)
+    assert units.shown(Split(1, 3)) == "4+6"
+    assert units.shown(Split(2, 1, beside=4)) == "8+2/8"
+
+
 def test_the_smallest_learner_keeps_the_layout() -> None:
     layout = Layout(ranks=16, tensor=2, pipeline=2, expert=1)
     assert Units.of(layout, gpus_per_engine=0) == Units(copy=4, engine=1)
@@ -88,6 +111,42 @@ def test_engines_and_learner_that_are_equally_fast_are_found(decode: float, trai
     best = recommended(found).split
     assert best == Split(round(8 * decode / (decode + train)), 8 - round(8 * decode / (decode + train)))
     assert best in likely(splits, PLAN, given, LENGTHS)
+
+
+def test_an_engine_on_the_learners_gpu_pays_where_the_engine_is_the_limit_and_costs_little() -> None:
+    """One learner that could train three times what an engine samples, on two GPUs."""
+    given = timing(decode=1000, train=3000)
+    splits = ONE.splits(2, shares=True)
+    assert splits == [Split(1, 1), Split(1, 1, beside=1), Split(2, 0, beside=2)]
+
+    def rates(*, decode: float, train: float) -> dict[Split, float]:
+        slow = dataclasses.replace(given, decode_beside=decode, train_beside=train)
+        assert set(likely(splits, PLAN, slow, LENGTHS)) == set(splits)
+        found = predict(PLAN, slow, LENGTHS, splits=splits, bounds=[4])
+        return {one.split: one.reached.tokens_per_second for one in found}
+
+    free, dear = rates(decode=1.0, train=1.0), rates(decode=8.0, train=8.0)
+    assert free[Split(1, 1)] == dear[Split(1, 1)] == pytest.approx(1000, rel=0.1)
+    assert free[Split(1, 1, beside=1)] == pytest.approx(2000, rel=0.1)
+    assert dear[Split(1, 1, beside=1)] < dear[Split(1, 1)]
+
+
+def test_an_engine_beside_a_learner_that_always_trains_is_always_slow() -> None:
+    """On one GPU: a batch of 100 tokens trains for 4 s beside the engine, which samples 50 tokens/s meanwhile."""
+    slow = dataclasses.replace(timing(decode=200, train=50), decode_beside=4.0, train_beside=2.0)
+    (found,) = predict(PLAN, slow, LENGTHS, splits=[Split(1, 0, beside=1)], bounds=[8])
+    assert found.reached.learner_busy == pytest.approx(1.0, abs=0.01)
+    assert found.reached.tokens_per_second == pytest.approx(25, rel=0.02)  # the learner's 50, by half
+
+
+def test_slowdowns_are_how_much_longer_both_take_than_alone() -> None:
+    alone = dataclasses.replace(timing(decode=100, train=1000), seconds_per_token=0.01, train_seconds=1.0)
+    decode = [
+        DecodeReading(running=one, tokens=one * 50, seconds=50 * 3 * alone.decode_step(one)) for one in (1, 4, 16)
+    ]
+    train = [TrainReading(tokens=one, seconds=1.5 * alone.train_step(one, machines=1)) for one in (500, 2000)]
+    assert slowdowns(alone, decode, train) == pytest.approx((3.0, 1.5))
+    assert slowdowns(alone, [], []) == (1.0, 1.0)
 
 
 def test_of_bounds_that_train_as_much_the_lowest_is_recommended() -> None:
