@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -106,8 +105,8 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
         return share
     fits = [
         words + (" in place of offload_optimizer" if _drops_offloading(run, options) else "")
-        for words, options, rank in _SMALLER
-        if total - _smaller_bytes(run, options, rank, total=total) >= num_engines * least
+        for words, options, lora in _SMALLER
+        if (smaller := _smaller(run, options, lora)) and _fits(smaller, num_engines=num_engines, total=total)
     ]
     remedies = [
         *fits[:1],
@@ -123,42 +122,55 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
     )
 
 
-_SMALLER: Final[Sequence[tuple[str, Mapping[str, Any], int]]] = (
-    ('learner.options.recompute = "full"', {"recompute": "full"}, 0),
+_SMALLER: Final[Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]] = (
+    ('learner.options.recompute = "full"', {"recompute": "full"}, {}),
     (
         'learner.options.recompute = "full" with offload_optimizer = true',
         {"recompute": "full", "offload_optimizer": True},
-        0,
+        {},
     ),
     (
         'learner.options.recompute = "full" with optimizer_device = "cpu"',
         {"recompute": "full", "optimizer_device": "cpu", "offload_optimizer": False},
-        0,
+        {},
+    ),
+    (
+        'learner.lora.publish = "adapter" with learner.options.recompute = "full"',
+        {"recompute": "full"},
+        {"publish": "adapter"},
     ),
     (
         'learner.lora.rank = 32 with learner.lora.publish = "adapter" and learner.options.recompute = "full"',
         {"recompute": "full"},
-        32,
+        {"rank": 32, "publish": "adapter"},
     ),
 )
-"""Learners that need less, the fastest first: in words, their options of [learner.options], and a rank of adapters."""
+"""Learners that need less, the fastest first: in words, and their settings of [learner.options] and [learner.lora]."""
 
 
-def _smaller_bytes(run: RunConfig, options: Mapping[str, Any], rank: int, *, total: int) -> float:
-    """Return what the learner would need with these settings; infinity if it cannot have them."""
+def _smaller(run: RunConfig, options: Mapping[str, Any], lora: Mapping[str, Any]) -> RunConfig | None:
+    """Return the run with these settings; None if it cannot have them."""
     learner = dataclasses.replace(run.learner, options={**run.learner.options, **options})
-    if rank:
-        if run.learner.lora.rank:
-            return math.inf
-        learner = dataclasses.replace(
-            learner, lora=dataclasses.replace(learner.lora, rank=rank, publish="adapter"), freeze=(), train_only=()
-        )
+    if lora:
+        if ("rank" in lora) == bool(run.learner.lora.rank):
+            return None  # a rank is for runs without adapters
+        adapters = dataclasses.replace(learner.lora, **lora)
+        learner = dataclasses.replace(learner, lora=adapters, freeze=(), train_only=())
     smaller = dataclasses.replace(run, learner=learner)
     try:
         registry.backend_class(run).check(smaller)
-        return _learner_bytes(smaller, total=total)
     except ConfigError:
-        return math.inf
+        return None
+    return smaller
+
+
+def _fits(run: RunConfig, *, num_engines: int, total: int) -> bool:
+    """Return whether the engines find the memory that they reserve at least beside the learner."""
+    try:
+        left = total - _learner_bytes(run, total=total)
+    except ConfigError:
+        return False
+    return left >= num_engines * registry.engine_class(run).gpu_bytes(run)
 
 
 def _drops_offloading(run: RunConfig, options: Mapping[str, Any]) -> bool:

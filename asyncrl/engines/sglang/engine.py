@@ -68,6 +68,7 @@ from asyncrl.engines.sglang.options import (
     check_arguments,
     check_exact,
     check_updater_arguments,
+    draft_bytes,
     has_drafts,
     metrics_arguments,
 )
@@ -214,7 +215,8 @@ class SGLangEngine(EngineAdapter):
             ranks=options.tensor_parallel,
             width=width,
         )
-        return weights + adapters + _WORKSPACE_BYTES + _LEAST_CACHE_BYTES
+        drafts = draft_bytes(options.server_arguments) // options.tensor_parallel
+        return weights + adapters + drafts + _WORKSPACE_BYTES + _LEAST_CACHE_BYTES
 
     @classmethod
     def machines(cls, run: RunConfig) -> int:

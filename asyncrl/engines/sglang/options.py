@@ -206,8 +206,18 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) ->
 
 def names_draft(server_arguments: Mapping[str, Any]) -> bool:
     """Whether the options name the folder of a draft model."""
+    return bool(_draft_folder(server_arguments))
+
+
+def draft_bytes(server_arguments: Mapping[str, Any]) -> int:
+    """Return the bytes of the draft model whose folder the options name; 0 if they name none, or it is not here."""
+    folder = _draft_folder(server_arguments)
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) if folder else 0
+
+
+def _draft_folder(server_arguments: Mapping[str, Any]) -> str:
     names = ("speculative-draft-model-path", "speculative-draft-model")
-    return any(server_arguments.get(name) for name in names)
+    return next((str(server_arguments[name]) for name in names if server_arguments.get(name)), "")
 
 
 def metrics_arguments() -> dict[str, Any]:

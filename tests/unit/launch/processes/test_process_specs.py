@@ -110,6 +110,7 @@ def test_a_new_worker_that_gets_a_name_again_is_beside_no_learner(
         (80, ["rollout.workers=1"], ""),
         (48, ["rollout.workers=1"], 'learner.options.recompute = "full" or another GPU'),
         (24, ["rollout.workers=1"], 'learner.lora.rank = 32 with learner.lora.publish = "adapter"'),
+        (24, ["rollout.workers=1", "learner.lora.rank=32"], 'use learner.lora.publish = "adapter" with learner'),
         (12, ["rollout.workers=1"], "use another GPU"),
         (80, ["rollout.workers=5"], "or fewer engines on this GPU"),
         (24, ["rollout.workers=1", "engine.options={server_arguments={mem-fraction-static=0.3}}"], ""),
@@ -130,6 +131,22 @@ def test_an_engine_that_finds_no_room_beside_the_learner_is_refused_with_what_wo
         if remedy:
             stack.enter_context(pytest.raises(ConfigError, match=re.escape(remedy)))
         assert gpus.placement(run).workers == ((0,),)
+
+
+@pytest.mark.parametrize("adapters", [[], ["learner.lora.rank=32"]])
+def test_adapters_are_offered_only_where_the_engine_finds_room_for_its_own_copies_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: list[str]
+) -> None:
+    """For its copies of adapters an engine reserves 0.3 GiB more than without."""
+    remedies = ["learner.lora.rank=32", "learner.lora.publish=adapter", "learner.options.recompute=full"]
+    own = of_qwen(tmp_path, monkeypatch, *remedies, gib=80)
+    learner = registry.backend_class(own).gpu_bytes(own, registry.algorithm(own), total=24 * 2**30)
+    needed = learner + registry.engine_class(own).gpu_bytes(own)
+    for total, is_offered in ((needed, True), (needed - 2**20, False)):
+        run = of_qwen(tmp_path, monkeypatch, *adapters, gib=80)
+        with pytest.raises(ConfigError, match="use") as refused:
+            colocated.engine_share(run, num_engines=1, gpu_bytes=total)
+        assert ('learner.lora.publish = "adapter"' in str(refused.value)) == is_offered
 
 
 @pytest.mark.parametrize(
@@ -190,7 +207,7 @@ def test_an_engine_that_takes_all_that_the_learner_leaves_shares_its_gpu_with_no
     assert gpus.placement(of_qwen(tmp_path, monkeypatch, *judge, own, gib=141)).servers == {"judge": (0,)}
 
 
-def test_an_engine_on_the_learners_gpu_reserves_its_weights_in_their_format_and_places_for_adapters(
+def test_an_engine_on_the_learners_gpu_reserves_its_weights_in_their_format_adapters_and_a_draft_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """28 layers of 15.7M numbers, of which 8 bits save one byte each; a row of A and a column of B have 22,528 each."""
@@ -202,6 +219,10 @@ def test_an_engine_on_the_learners_gpu_reserves_its_weights_in_their_format_and_
     adapters = "learner.lora={rank=16, publish='adapter'}"
     assert least() - least("weights.quantization=fp8") == pytest.approx(28 * 15.73e6, rel=1e-3)
     assert least(adapters) - least() == 2 * 16 * 8 * 28 * 22_528
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "model.safetensors").write_bytes(b"0" * 5000)
+    draft = f'{{speculative-algorithm="EAGLE3", speculative-draft-model-path="{tmp_path / "draft"}"}}'
+    assert least(f"engine.options.server_arguments={draft}") - least() == 5000
 
 
 def of_qwen(
