@@ -100,7 +100,8 @@ CONDITIONS: Final[dict[str, Condition]] = {
         1,
         "holds back a full batch for old groups while engines are idle (metrics.straggler_alarm)",
         SPEED,
-        "raise staleness.max_staleness",
+        "raise staleness.max_staleness as far as the learning rate allows (`asyncrl check` says it), or leave out what "
+        'is older: staleness.discard = "tokens"',
     ),
     "alarm/split": Condition(
         "split",

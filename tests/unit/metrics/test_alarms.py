@@ -154,6 +154,13 @@ def test_alarm_warns_once_after_ten_steps(case: str, caplog: pytest.LogCaptureFi
     assert "\n" not in alarm.text and alarm.text.count(" -> ") == 1
 
 
+def test_a_larger_bound_is_advised_only_as_far_as_the_learning_rate_allows() -> None:
+    """A run with late groups was told 36 for 2, and then by the drift alarm to lower it."""
+    alarm = StragglerAlarm(0.2, max_staleness=2)
+    states(alarm, [waited(1.0, idle=0.4)] * 10)
+    assert "as far as the learning rate allows" in alarm.text and 'staleness.discard = "tokens"' in alarm.text
+
+
 ENDS: dict[str, tuple[Alarm, Row, Row]] = {
     "drop": (DropAlarm(0.05), step(dropped=8), step(dropped=0)),
     "stragglers": (StragglerAlarm(0.2, max_staleness=4), waited(1.0, idle=0.4), waited(0.0, idle=0.0)),
