@@ -47,7 +47,7 @@ from tests.chaos.seen import Seen
 from tests.chaos.victims import FAULTS, LEAST_STOPPED_SECONDS, MOST_SHORT_SECONDS, MOST_STOPPED_SECONDS, Kind, deal
 from tests.harness.faults.injections import small_disk
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
-from tests.harness.processes import processes_below
+from tests.harness.processes import grandchildren, processes_below, spawned
 
 RECOVERY_SECONDS: Final = 300.0
 """Recovery limit; after it the storm fails and names the process that is not back."""
@@ -364,7 +364,12 @@ class Storm:
         if self._process is None or self._process.poll() is not None:
             return {}
         forked = self._forks.children_of(self._process.pid) if self._forks is not None else {}
-        return {"run": self._process.pid} | processes_below(self._process.pid) | forked
+        found = {"run": self._process.pid} | processes_below(self._process.pid) | forked
+        learner = self._config.learner
+        if learner.ranks > 1 and learner.machines == 1 and "learner" in found:
+            below = grandchildren if learner.device == "cpu" else spawned
+            found |= {f"learner-{rank}": pid for rank, pid in enumerate(sorted(below(found["learner"])), start=1)}
+        return found
 
     def _start(self, *extra: str) -> None:
         (self.run_directory / BUS_FILE).unlink(missing_ok=True)  # left by an earlier `asyncrl run`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 
@@ -44,10 +45,25 @@ def _name(words: list[str]) -> str:
 
 def grandchildren(pid: int) -> list[int]:
     """Return the pids of a learner's other ranks, which a server forks."""
+    parents = _parents()
+    return [child for child, parent in parents.items() if parents.get(parent) == pid]
+
+
+def spawned(pid: int) -> list[int]:
+    """Return the pids of a learner's other ranks on GPUs, which it starts itself."""
+    found = []
+    for child, parent in _parents().items():
+        with contextlib.suppress(OSError):
+            if parent == pid and b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
+def _parents() -> dict[int, int]:
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):  # the process has just ended
             continue
-    return [child for child, parent in parents.items() if parents.get(parent) == pid]
+    return parents
