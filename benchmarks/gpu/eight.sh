@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What is to be measured on eight GPUs, the most telling first. An arm that no longer fits into SECONDS is left out. Rows
-# are added to FOLDER/*.jsonl, and what each arm prints is in FOLDER/*.out.
+# What is to be measured on eight GPUs, the most telling first. An arm that no longer fits into SECONDS is left out.
+# Rows are added to FOLDER/*.jsonl, and what each arm prints is in FOLDER/*.out.
 #   benchmarks/gpu/eight.sh FOLDER SECONDS [PEER]       PEER: AReaL, from benchmarks.gpu.peers.bring_up
 #   REHEARSE=1 benchmarks/gpu/eight.sh FOLDER SECONDS   tiny, on a CPU; the seconds of arms are not theirs
 # ARMS="scaling storm" runs these alone. PYTHON: default python3.
@@ -44,7 +44,8 @@ fi
 adapters=(learner.lora.rank=32 learner.lora.publish=adapter)
 adapters+=("learner.lora.modules=['q_proj','k_proj','v_proj','o_proj']")
 
-# The numbers are the issue's (49). 1, 4, 5: a mixture in turns, from EP 8 to TP 2 x EP 4; how a step scales; one to seven engines; kills and stops
+# Numbers are the points of issue 49.
+# 1, 4, 5: a mixture in turns, from EP 8 to TP 2 x EP 4; how a step scales; one to seven engines; kills and stops
 go mixture 480 benchmarks.gpu.colocated "$(rows colocated)" "${turns[@]}" --gpus 8 --shape "${moe[0]}" --arms turns \
   --set "${set[@]}" "${replay[@]}" learner.expert_parallel=8 \
   --resume learner.expert_parallel=4 learner.tensor_parallel=2
