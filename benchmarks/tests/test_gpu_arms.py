@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from benchmarks.gpu import arm, lengths, plans, shapes
 from benchmarks.gpu.modes import arguments, assignments
 from benchmarks.gpu.rows import command
 from benchmarks.gpu.sweep import RUN_FILE, Scene
+from tests import ROOT
 
 
 def scene(directory: Path) -> Scene:
@@ -93,6 +97,30 @@ def test_a_row_says_the_command_that_repeats_it_and_no_place_of_this_machine() -
     assert command("benchmarks.gpu.modes", given) == (
         "python -m benchmarks.gpu.modes --gpus 4 --arms async@1+3 --window 15"
     )
+
+
+@pytest.mark.parametrize("rehearses", ["", "1"], ids=["gpus", "rehearsal"])
+def test_every_arm_on_eight_gpus_is_a_command_that_its_benchmark_knows(
+    rehearses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/sh\nfor word in "$@" END; do echo "$word"; done >> {tmp_path}/words\n')
+    stub.chmod(0o755)
+    words = ["bash", "benchmarks/gpu/eight.sh", str(tmp_path / "out"), "9999", "peer"]
+    environment = {**os.environ, "PYTHON": str(stub), "REHEARSE": rehearses, "ARMS": ""}
+    subprocess.run(words, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    commands = [text.splitlines() for text in (tmp_path / "words").read_text().split("END\n")][:-1]
+    assert len(commands) == (11 if rehearses else 12)
+    for _, module, *given in commands:  # the first word is -m
+        monkeypatch.setattr("sys.argv", [module, *given, "--unknown"])
+        found = importlib.import_module(module)
+        found = importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found
+        with pytest.raises(SystemExit) as ended:
+            found.main()
+        assert (ended.value.code, capsys.readouterr().err.rpartition("error: ")[2]) == (
+            2,
+            "unrecognized arguments: --unknown\n",
+        ), (module, given)
 
 
 def test_an_arm_that_fails_is_a_result_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
