@@ -20,7 +20,8 @@ go() {
     return
   fi
   timeout $((end - began)) "${PYTHON:-python3}" -m "$@" > "$out/$arm.out" 2>&1
-  echo "$(date +%T) $arm: exit code $?, $(($(date +%s) - began)) s"
+  local code=$?
+  echo "$(date +%T) $arm: exit code $code, $(($(date +%s) - began)) s"
 }
 # rows FILE: where an arm adds its rows
 rows() { echo "$out/$1.jsonl"; }
@@ -28,21 +29,23 @@ rows() { echo "$out/$1.jsonl"; }
 if [ -n "${REHEARSE:-}" ]; then
   small=tiny-8 dense=tiny-8 moe=(tiny-moe tiny-moe tiny-moe tiny-moe) device=cpu
   step=(--device cpu --tokens 512 --length 128 --warm-up 1 --steps 2) modes=(--rehearse --arms async@1+1 sync@1+1)
-  run=(--rehearse --windows 1 --plan 2) turns=(--rehearse --steps 4 --groups 8) machines=(--device cpu --tokens 512)
+  run=(--rehearse --windows 1) plan=2 turns=(--rehearse --steps 4 --groups 8) machines=(--device cpu --tokens 512)
   set=("engine.kind='inprocess'") replay=() one=() half=() all=() sized=() peers=(--rehearse)
+  adapters=() # merged: an engine in the worker's process takes none
 else
   small=0.6B dense=32B moe=(30B-A3B:12 30B-A3B:24 235B-A22B:16 235B-A22B:48) device=cuda
   step=(--tokens 16384 --warm-up 10 --steps 10) machines=()
   modes=(--gpus 8 --length-mean 500 --length-max 4096 --running 384 --window 15)
   modes+=(--arms async@1+7 sync@1+7 one_step_off@1+7 async@1+1 async@1+2 async@1+4 async@2+6 sync_colocated)
-  run=(--windows 1 --seconds 20 --plan 20) turns=(--steps 10 --groups 32 --limit-seconds 300) peers=()
-  set=(learner.options.recompute=full) replay=(rollout.routing_replay=on bus.max_log_bytes=34359738368)
+  run=(--windows 1 --seconds 20) plan=20 turns=(--steps 10 --groups 32 --limit-seconds 300) peers=()
+  set=(learner.options.recompute=full) replay=(rollout.routing_replay=on bus.max_log_bytes=68719476736)
   one=('learner.gpus=[0]' 'rollout.gpus=[1,2,3,4,5,6,7]') half=('learner.gpus=[0,1,2,3]' 'rollout.gpus=[4,5,6,7]')
   all=('learner.gpus=[0,1,2,3,4,5,6,7]' 'rollout.gpus=[0,1,2,3,4,5,6,7]' engine.options.tensor_parallel=8)
   sized=(--groups 32 --running 128 --length-mean 400 --length-max 2048 --limit 400)
+  adapters=(learner.lora.publish=adapter)
+  export TMPDIR=/dev/shm # models of 82 GB
 fi
-adapters=(learner.lora.rank=32 learner.lora.publish=adapter)
-adapters+=("learner.lora.modules=['q_proj','k_proj','v_proj','o_proj']")
+adapters+=(learner.lora.rank=32 "learner.lora.modules=['q_proj','k_proj','v_proj','o_proj']")
 
 # Numbers are the points of issue 49.
 # 1, 4, 5: a mixture in turns, from EP 8 to TP 2 x EP 4; how a step scales; one to seven engines; kills and stops
@@ -56,7 +59,7 @@ go storm 360 tests.chaos --faults ranks --kills 50 --limit-seconds 300 --json "$
   --set learner.machines=1 --set learner.expert_parallel=4 --set learner.options.timeout_seconds=20 \
   --set "learner.device=\"$device\""
 # 4: a plan beside its run
-go plan 240 benchmarks.gpu.one_gpu --json "$(rows one_gpu)" "${run[@]}" --shape "$small" --arms async \
+go plan 240 benchmarks.gpu.one_gpu --json "$(rows one_gpu)" "${run[@]}" --plan "$plan" --shape "$small" --arms async \
   --set "${one[@]}" rollout.workers=7
 # 1: four GPUs train and four generate
 go apart 400 benchmarks.gpu.one_gpu --json "$(rows one_gpu)" "${run[@]}" "${sized[@]}" --shape "${moe[1]}" \
