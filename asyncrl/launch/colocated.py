@@ -152,7 +152,8 @@ def _smaller(run: RunConfig, options: Mapping[str, Any], lora: Mapping[str, Any]
     """Return the run with these settings; None if it cannot have them."""
     learner = dataclasses.replace(run.learner, options={**run.learner.options, **options})
     if lora:
-        if run.weights.quantization or ("rank" in lora) == bool(run.learner.lora.rank):
+        takes_adapters = all("adapters" in its(run).takes for its in (registry.engine_class, registry.channel_class))
+        if run.weights.quantization or not takes_adapters or ("rank" in lora) == bool(run.learner.lora.rank):
             return None  # quantized versions are merged, and a rank is for runs without adapters
         adapters = dataclasses.replace(learner.lora, **lora)
         learner = dataclasses.replace(learner, lora=adapters, freeze=(), train_only=())

@@ -112,6 +112,7 @@ def test_a_new_worker_that_gets_a_name_again_is_beside_no_learner(
         (24, ["rollout.workers=1"], 'learner.lora.rank = 32 with learner.lora.publish = "adapter"'),
         (24, ["rollout.workers=1", "learner.lora.rank=32"], 'use learner.lora.publish = "adapter" with learner'),
         (24, ["rollout.workers=1", "weights.quantization=fp8"], "use another GPU"),
+        (24, ["rollout.workers=1", "weights.channel=nccl"], "use another GPU"),
         (12, ["rollout.workers=1"], "use another GPU"),
         (80, ["rollout.workers=5"], "or fewer engines on this GPU"),
         (24, ["rollout.workers=1", "engine.options={server_arguments={mem-fraction-static=0.3}}"], ""),
