@@ -33,7 +33,7 @@ if [ -n "${REHEARSE:-}" ]; then
   set=("engine.kind='inprocess'") replay=() one=() half=() all=() sized=() peers=(--rehearse)
   adapters=() # merged: an engine in the worker's process takes none
 else
-  small=0.6B dense=32B moe=(30B-A3B:12 30B-A3B:24 235B-A22B:16 235B-A22B:48) device=cuda
+  small=0.6B dense=32B moe=(30B-A3B:12 30B-A3B:24 235B-A22B:12 235B-A22B:48) device=cuda
   step=(--tokens 16384 --warm-up 10 --steps 10) machines=()
   modes=(--gpus 8 --length-mean 500 --length-max 4096 --running 384 --window 15)
   modes+=(--arms async@1+7 sync@1+7 one_step_off@1+7 async@1+1 async@1+2 async@1+4 async@2+6 sync_colocated)
@@ -43,7 +43,7 @@ else
   all=('learner.gpus=[0,1,2,3,4,5,6,7]' 'rollout.gpus=[0,1,2,3,4,5,6,7]' engine.options.tensor_parallel=8)
   sized=(--groups 32 --running 128 --length-mean 400 --length-max 2048 --limit 400)
   adapters=(learner.lora.publish=adapter)
-  export TMPDIR=/dev/shm # models of 82 GB
+  export TMPDIR=/dev/shm # models of 65 GB
 fi
 adapters+=(learner.lora.rank=32 "learner.lora.modules=['q_proj','k_proj','v_proj','o_proj']")
 

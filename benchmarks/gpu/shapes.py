@@ -75,7 +75,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         f"235B-A22B:{layers}": Shape(
             hidden=4096, layers=layers, ffn=12288, heads=64, kv_heads=4, experts=128, expert_ffn=1536
         )
-        for layers in (8, 16, 24, 48, 94)
+        for layers in (8, 12, 16, 24, 48, 94)
     },
 }
 
