@@ -29,9 +29,11 @@ MODELS: Final = {"dense": "qwen3", "moe": "qwen3_moe"}
 ADAPTERS: Final = (
     "learner.lora={rank = 16, alpha = 32.0}",
     "learner.learning_rate=5e-3",
+    "staleness.max_staleness=2",
     "learner.decay_steps=60",
     "run.steps=60",
 )
+"""The bound is what the rate allows; with four versions, the default of adapters, every run set off the drift alarm."""
 INITIALIZER_RANGE: Final = 0.05
 OF_FROZEN: Final = 0.15
 """Initializer range with adapters. They leave the output layer as initialized; with smaller weights it could never give

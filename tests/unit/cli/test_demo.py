@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl import config
 from asyncrl.cli import demo
+from asyncrl.config.staleness_bound import beyond_what_was_shown
 from asyncrl.errors import ConfigError
 
 
@@ -21,3 +23,11 @@ def test_a_refused_override_leaves_no_folder(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError):
         demo.main()
     assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize("adapters", [(), demo.ADAPTERS])
+def test_a_demo_trains_no_token_older_than_its_learning_rate_allows(adapters: tuple[str, ...]) -> None:
+    """Its models have random weights, also where adapters are trained."""
+    run = config.load(demo.RUN_FILE, adapters)
+    rate, loss = run.learner.learning_rate, "ppo_clip"
+    assert not beyond_what_was_shown(rate, run.max_staleness, steps=1, trains_adapters=False, loss=loss)
