@@ -55,7 +55,9 @@ def run(task: Mapping[str, Any]) -> int:
 
 
 def tell(message: Mapping[str, Any]) -> None:
-    print(json.dumps({"pid": os.getpid(), **message}), flush=True)
+    """Print a line in one piece, also unbuffered: the ranks of a machine share a pipe."""
+    sys.stdout.write(json.dumps({"pid": os.getpid(), **message}) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import importlib
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from asyncrl import config
 from asyncrl.adapters import registry
-from benchmarks.gpu import arm, lengths, plans, shapes
+from benchmarks.gpu import arm, lengths, machines_rank, plans, shapes
+from benchmarks.gpu.machines import message_in
 from benchmarks.gpu.modes import arguments, assignments
 from benchmarks.gpu.rows import command
 from benchmarks.gpu.sweep import RUN_FILE, Scene
@@ -121,6 +123,14 @@ def test_every_arm_on_eight_gpus_is_a_command_that_its_benchmark_knows(
             2,
             "unrecognized arguments: --unknown\n",
         ), (module, given)
+
+
+def test_a_rank_tells_in_one_write_as_the_ranks_of_a_machine_share_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(write=written.append, flush=lambda: None))
+    machines_rank.tell({"rank": 3})
+    assert written == [f'{{"pid": {os.getpid()}, "rank": 3}}\n']
+    assert message_in(f"unfinished{written[0]}") == {"pid": os.getpid(), "rank": 3}
 
 
 def test_an_arm_that_fails_is_a_result_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
