@@ -195,7 +195,13 @@ def _refuse_unserved(arguments: Mapping[str, Any], *, drafts: frozenset[str]) ->
                 "read prompts and sample; remove it (a frozen model that is served so elsewhere: name its router in "
                 "servers.NAME.url)"
             )
-        if name.startswith("speculative-algo") and str(value).upper() in DRAFT_MODELS - drafts and not has_folder:
+        if not name.startswith("speculative-algo"):
+            continue
+        algorithm, known = str(value).upper(), {*DRAFT_MODELS, "NGRAM"}
+        near = difflib.get_close_matches(algorithm, known, 1, 0.75)  # others may be a newer SGLang's, or a plugin's
+        if near and algorithm not in known:
+            raise ConfigError(f"engine.options: server_arguments: {name} = {value!r}: did you mean {near[0]!r}?")
+        if algorithm in DRAFT_MODELS - drafts and not has_folder:
             raise ConfigError(
                 f"engine.options: server_arguments: {name} = {value!r}: the server would load its draft model from "
                 'the folder of every version, which has only the policy; use "NGRAM", which needs none, '

@@ -72,6 +72,13 @@ def test_options_that_sglang_takes_and_that_cannot_work_in_a_run_are_refused(nam
         check_arguments({"speculative-algorithm": "EAGLE3"}, has_drafts=True)
 
 
+def test_a_misspelled_way_to_speculate_is_refused_before_a_server_starts() -> None:
+    with pytest.raises(ConfigError, match="speculative-algorithm = 'NGRAMM': did you mean 'NGRAM'"):
+        check_arguments({"speculative-algorithm": "NGRAMM"})
+    for taken in ("ngram", "DFLASH", None):
+        check_arguments({"speculative-algorithm": taken})
+
+
 @pytest.mark.parametrize(
     ("said", "ranks"),
     [
