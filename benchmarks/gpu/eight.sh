@@ -47,7 +47,7 @@ else
 fi
 adapters+=(learner.lora.rank=32 "learner.lora.modules=['q_proj','k_proj','v_proj','o_proj']")
 
-# Numbers are the points of issue 49.
+# 1: a mixture. 2: larger models. 3: modes of training, and a peer. 4: scaling. 5: faults.
 # 1, 4, 5: a mixture in turns, from EP 8 to TP 2 x EP 4; how a step scales; one to seven engines; kills and stops
 go mixture 480 benchmarks.gpu.colocated "$(rows colocated)" "${turns[@]}" --gpus 8 --shape "${moe[0]}" --arms turns \
   --set "${set[@]}" "${replay[@]}" learner.expert_parallel=8 \
