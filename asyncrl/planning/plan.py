@@ -252,6 +252,7 @@ def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, se
     sender.close()
     try:
         found = receiver.recv()
+        process.join(END_SECONDS)  # by itself it releases what others would call leaked
     except EOFError:
         raise AsyncRLError(
             f"{measure.__name__}: its process was killed; memory may have run out. See what `asyncrl run` says"
