@@ -26,6 +26,8 @@ from asyncrl.weights.nccl import CUMEM, CollectiveOffer, CollectiveRequest, Send
 from asyncrl.weights.port import Ask, BroadcastUpdater, LoadReport, Receiver, WeightUpdater
 
 _REACH_SECONDS: Final = 5.0
+_ONE_GPU: Final = "Duplicate GPU detected"
+"""NCCL's words for two processes on the same GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +128,14 @@ class CollectiveReceiver:
         self._engine = engine
         self._group = ""
         self._has_joined = False
+        self._refusal = ""
         self._rename()
 
     async def join(self, ask: Ask) -> None:
         if self._has_joined:
             return
+        if self._refusal:
+            raise WeightsError(self._refusal)
         own = _decode_offer(await ask(self.request))
         parts = (own, *own.others)
         for found in parts:
@@ -151,9 +156,16 @@ class CollectiveReceiver:
             own = _decode_offer(offer)
             parts = [(group_of_part(self._group, number), one.buckets) for number, one in enumerate((own, *own.others))]
             return await self._updater.receive(offer.version, parts)
-        except WeightsError:
+        except WeightsError as error:
             await self.leave()
-            raise
+            if _ONE_GPU not in str(error):
+                raise
+            # Every further group would cost the server memory, until it dies.
+            self._refusal = (
+                f"{self._engine} is on the learner's GPU, where NCCL connects no two processes, and its server cannot "
+                'map the learner\'s memory; use weights.channel = "files", or a server that asyncrl starts'
+            )
+            raise WeightsError(self._refusal) from error
 
     @property
     def request(self) -> TransferRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +14,15 @@ import torch
 
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import WeightsError
-from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
+from asyncrl.messages.codec import encode
+from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Kept, Snapshot
 from asyncrl.weights import nccl
-from asyncrl.weights.nccl import Sender
-from asyncrl.weights.nccl_channel import NCCLChannel
+from asyncrl.weights.nccl import CollectiveOffer, Sender
+from asyncrl.weights.nccl_channel import CollectiveReceiver, NCCLChannel
 from asyncrl.weights.port import Transfer
 from tests.harness.nccl import PATIENCE, Peer
-from tests.harness.transfers import collective_of
+from tests.harness.transfers import collective_of, offering
 from tests.harness.weights import OtherRank, in_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl")]  # each engine is a process
@@ -237,6 +239,41 @@ def test_restarted_learner_asks_engine_to_join_again(peers: Any) -> None:
     again = peers(group="w0-again")
     again.meet(restarted)
     assert again.receive(restarted) == bytes_of(weights(0))
+
+
+class _OnTheLearnersGpu:
+    """The updater of a server whose NCCL refuses to connect to a learner on its GPU."""
+
+    num_ranks, buckets_at_once, can_update = 1, 1, False
+
+    def __init__(self) -> None:
+        self.joined: list[str] = []
+        self.left: list[str] = []
+
+    async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
+        self.joined.append(group)
+
+    async def receive(self, version: tuple[int, int], parts: Any) -> Any:
+        raise WeightsError("400: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 70")
+
+    async def leave(self, group: str) -> None:
+        self.left.append(group)
+
+
+async def test_an_engine_on_the_learners_gpu_that_cannot_map_its_memory_joins_once() -> None:
+    """Each group that NCCL refuses takes memory of the server. What the worker does then: it loads folders."""
+    updater: Any = _OnTheLearnersGpu()
+    receiver = CollectiveReceiver(updater, engine="w0")
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as learner:
+        port = learner.sockets[0].getsockname()[1]
+        offer = CollectiveOffer(host="127.0.0.1", port=port, collective="nccl", buckets=())
+        ask = offering(TransferOffer(payload=encode(offer)))
+        await receiver.join(ask)
+        with pytest.raises(WeightsError, match='use weights.channel = "files"'):
+            await receiver.receive(ask)
+        with pytest.raises(WeightsError, match="w0 is on the learner's GPU"):
+            await receiver.join(ask)
+    assert len(updater.joined) == 1 and updater.left == updater.joined
 
 
 # -- the channel -------------------------------------------------------------------------------------------------------
