@@ -105,12 +105,11 @@ def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequenc
         slowdown = timing.train_beside if split.beside else 1.0
         return min(sampled * plan.kept, batch / (slowdown * timing.train_step(packed, machines=split.copies)))
 
-    found: list[Split] = []
-    for kind in ([one for one in splits if not one.beside], [one for one in splits if one.beside]):
-        rates = [rate(split) for split in kind]
-        best = rates.index(max(rates, default=0.0)) if rates else 0
-        found += kind[max(0, best - 2) : best + 3]
-    return found
+    def near_best(kind: Sequence[Split]) -> Sequence[Split]:
+        best = max(range(len(kind)), key=lambda place: rate(kind[place]), default=0)
+        return kind[max(0, best - 2) : best + 3]
+
+    return [*near_best([one for one in splits if not one.beside]), *near_best([one for one in splits if one.beside])]
 
 
 def drawn(lengths: Sequence[Sequence[int]], *, group_size: int, seed: int) -> GroupLengths:

@@ -75,7 +75,7 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
     )
     if any(one.split.beside for one in found.found):
         yield (
-            f"together  on the same GPUs (1+2/1: an engine on the learner's one, too) a decode step takes "
+            "together  on the same GPUs (1+2/1: an engine on the learner's one, too) a decode step takes "
             f"{timing.decode_beside:.2f} times as long while the learner trains, and the learner's step "
             f"{timing.train_beside:.2f} times"
         )

@@ -71,7 +71,7 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
     units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_worker(run))
     of_servers = sum(registry.gpus_of_servers(run).values())
     there, needed = num_gpus(), of_servers + max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)
-    shares = _may_share(run, units) and gpus <= there
+    shares = _may_share(run, units) and not of_servers and gpus <= there  # the servers' GPUs follow the learner's
     try:
         splits = units.splits(gpus - of_servers, shares=shares)
     except ValueError as error:
@@ -159,7 +159,8 @@ def split_of(run: RunConfig, units: Units) -> Split:
     """Return the run file's own split."""
     copies, workers = max(1, run.learner.layout.ranks // units.copy), run.rollout.workers
     try:
-        sharing = len(placement(run).beside_learner)
+        placed = placement(run)
+        sharing = sum(bool(set(gpus) & set(placed.learner)) for gpus in placed.workers)
     except ConfigError:  # it is for another machine
         sharing = 0
     return Split(copies, workers - sharing, beside=sharing)
