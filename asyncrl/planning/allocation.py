@@ -97,11 +97,12 @@ def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequenc
     batch = tokens * plan.groups_per_batch
     packed = round(batch + plan.prompt_tokens * plan.group_size * plan.groups_per_batch)
     window = (plan.bound + 1) * plan.groups_per_batch * plan.group_size
+    context = context_of(lengths, prompt_tokens=plan.prompt_tokens)
 
     def rate(split: Split) -> float:
-        running = min(timing.capacity, window / (split.engines + split.beside))
+        running = max(1.0, min(timing.capacity, window / (split.engines + split.beside)))
         engines = split.engines + split.beside / timing.decode_beside
-        sampled = engines * running / timing.decode_step(max(1, round(running)))
+        sampled = engines * running / timing.decode_step(running, running * context)
         slowdown = timing.train_beside if split.beside else 1.0
         return min(sampled * plan.kept, batch / (slowdown * timing.train_step(packed, machines=split.copies)))
 
@@ -110,6 +111,12 @@ def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequenc
         return kind[max(0, best - 2) : best + 3]
 
     return [*near_best([one for one in splits if not one.beside]), *near_best([one for one in splits if one.beside])]
+
+
+def context_of(lengths: Iterable[Sequence[int]], *, prompt_tokens: float) -> float:
+    """Return the tokens of a sequence that runs, on average, its prompt included. Long ones run longer."""
+    each = [length for group in lengths for length in group]
+    return prompt_tokens + sum(length * length for length in each) / (2 * sum(each))
 
 
 def drawn(lengths: Sequence[Sequence[int]], *, group_size: int, seed: int) -> GroupLengths:

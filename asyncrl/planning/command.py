@@ -65,9 +65,10 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
     timing, best, full = found.timing, found.best, round(found.engine.most_running)
     lengths = _lengths(found)
     yield (
-        f"engine    a decode step takes {1e3 * timing.decode_step(1):.1f} ms with one sequence and "
-        f"{1e3 * timing.decode_step(full):.1f} ms with {full}, the most that ran at once; answers have "
-        f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
+        f"engine    a decode step takes {1e3 * timing.decode_step(1, found.context):.1f} ms with one sequence and "
+        f"{1e3 * timing.decode_step(full, full * found.context):.1f} ms with {full}, the most that ran at once, of "
+        f"{found.context:.0f} tokens on average; answers have {sum(lengths) / len(lengths):.0f} tokens on average, "
+        f"{max(lengths)} at most"
     )
     yield (
         f"learner   {found.units.copy} of the GPUs {'trains' if found.units.copy == 1 else 'train'} "

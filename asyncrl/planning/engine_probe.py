@@ -35,7 +35,7 @@ from asyncrl.policies.staleness.admission import Admission
 
 LOOK_SECONDS: Final = 0.5
 LEVELS: Final = 4
-"""Resolution for merging readings by the number of running sequences: levels per doubling."""
+"""Resolution for merging readings by running sequences and by tokens of each: levels per doubling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,22 +183,26 @@ class _Probe(Actor):
             stats, since = self._worker.engine_stats(), time.monotonic()
             running = (before.running + stats.running) / 2
             tokens = stats.tokens_generated - before.tokens_generated
-            self._looks.append(DecodeReading(running=running, tokens=tokens, seconds=since - began))
+            context = (before.context_tokens + stats.context_tokens) / 2
+            self._looks.append(DecodeReading(running=running, tokens=tokens, seconds=since - began, context=context))
 
 
 def joined(looks: Iterable[DecodeReading]) -> Iterator[DecodeReading]:
-    """Merge readings with similar numbers of sequences, because tokens arrive in bursts.
+    """Merge readings with similar numbers of sequences of similar lengths, because tokens arrive in bursts.
 
     Readings without sequences are left out.
     """
-    levels: dict[int, list[DecodeReading]] = {}
+    levels: dict[tuple[int, int], list[DecodeReading]] = {}
     for look in looks:
         if look.running > 0:
-            levels.setdefault(round(LEVELS * math.log2(look.running)), []).append(look)
+            length = max(1.0, look.context / look.running)
+            place = round(LEVELS * math.log2(look.running)), round(LEVELS * math.log2(length))
+            levels.setdefault(place, []).append(look)
     for _, level in sorted(levels.items()):
         seconds = sum(look.seconds for look in level)
         yield DecodeReading(
             running=sum(look.running * look.seconds for look in level) / seconds,
             tokens=sum(look.tokens for look in level),
             seconds=seconds,
+            context=sum(look.context * look.seconds for look in level) / seconds,
         )

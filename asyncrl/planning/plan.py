@@ -23,7 +23,7 @@ from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.os_process import signal_on_parent_death
-from asyncrl.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
+from asyncrl.planning.allocation import BOUNDS, Predicted, Split, Units, context_of, likely, predict, recommended
 from asyncrl.planning.engine_probe import EngineMeasured, measure_engine
 from asyncrl.planning.learner_probe import LearnerMeasured, measure_learner
 from asyncrl.planning.simulation import Plan, Timing, fit_decode, fit_training
@@ -43,6 +43,7 @@ T = TypeVar("T")
 class Allocation:
     """Measurements of a run, and the resulting predictions.
 
+    context  tokens of a running sequence, its prompt included, on average
     apart  why no engine on the learner's GPUs was planned; empty if it was, or there are no GPUs
     kept   share of the sampled groups that algorithm.filters keep
     found  every simulated split and bound;  best: the best of them;  now: the run file's own, if it uses as many GPUs
@@ -52,6 +53,7 @@ class Allocation:
     timing: Timing
     engine: EngineMeasured
     learner: LearnerMeasured
+    context: float
     apart: str
     kept: float
     found: tuple[Predicted, ...]
@@ -118,6 +120,7 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         timing=timing,
         engine=engine,
         learner=learner,
+        context=context_of(lengths, prompt_tokens=asked.prompt_tokens),
         apart=apart,
         kept=asked.kept,
         found=tuple(found),
@@ -127,11 +130,12 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
 
 
 def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) -> Timing:
-    step, sequence = fit_decode(engine.readings)
+    step, sequence, context = fit_decode(engine.readings)
     rate, constant = fit_training(learner.readings)
     return Timing(
         seconds_per_token=step,
         seconds_per_sequence=sequence,
+        seconds_per_context=context,
         capacity=run.rollout.max_running,
         load_seconds=LOAD_SECONDS,
         train_tokens_per_second=rate,

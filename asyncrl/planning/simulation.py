@@ -36,6 +36,8 @@ class Timing:
 
     seconds_per_token     a: reading the weights, once per decode step however many sequences run
     seconds_per_sequence  b: additional time of a decode step per running sequence
+    seconds_per_context   c: additional time of a decode step per token of the running sequences, prompts included:
+                          reading its keys and values
     capacity              sequences that run at once; further ones queue
     load_seconds          pause of decoding while new weights are loaded
     train_tokens_per_second, train_seconds   an optimizer step of T tokens on m machines takes T / (m x rate) + constant
@@ -49,11 +51,12 @@ class Timing:
     load_seconds: float
     train_tokens_per_second: float
     train_seconds: float
+    seconds_per_context: float = 0.0
     decode_beside: float = 1.0
     train_beside: float = 1.0
 
-    def decode_step(self, running: int) -> float:
-        return self.seconds_per_token + self.seconds_per_sequence * running
+    def decode_step(self, running: float, context: float = 0.0) -> float:
+        return self.seconds_per_token + self.seconds_per_sequence * running + self.seconds_per_context * context
 
     def train_step(self, tokens: int, *, machines: int) -> float:
         return tokens / (machines * self.train_tokens_per_second) + self.train_seconds
@@ -61,11 +64,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReading:
-    """A measurement of an engine: ``running`` sequences on average, ``tokens`` in ``seconds``, including prefill."""
+    """A measurement of an engine: ``tokens`` in ``seconds``, including prefill, with ``running`` sequences on average.
+
+    context  tokens of these in all, prompts included, on average; 0 if the engine does not know
+    """
 
     running: float
     tokens: float
     seconds: float
+    context: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +83,21 @@ class TrainReading:
     seconds: float
 
 
-def fit_decode(readings: Iterable[DecodeReading]) -> tuple[float, float]:
-    """Fit (a, b) of a decode step of a + b x running seconds, both >= 0, to measurements at different ``running``.
+def fit_decode(readings: Iterable[DecodeReading]) -> tuple[float, float, float]:
+    """Fit (a, b, c) of a decode step of a + b x running + c x context seconds, all >= 0.
 
     Least squares over the total seconds of each measurement, so long ones weigh more. The result is scaled so that all
     measurements together take as long as they did. Raises ValueError without a token.
     """
     given = [reading for reading in readings if reading.running > 0 and reading.seconds > 0]
     steps = np.array([reading.tokens / reading.running for reading in given])
-    running = np.array([reading.running for reading in given])
     seconds = np.array([reading.seconds for reading in given])
     if not steps.sum() > 0:
         raise ValueError("the engine sampled no token")
-    a, b = _positive_line(steps, steps * running, seconds)
-    scale = seconds.sum() / (steps * (a + b * running)).sum()
-    return a * scale, b * scale
+    columns = np.array([(1.0, reading.running, reading.context) for reading in given]) * steps[:, None]
+    found = _fit_positive(columns, seconds)
+    a, b, c = (found * (seconds.sum() / (columns @ found).sum())).tolist()
+    return a, b, c
 
 
 def fit_training(readings: Iterable[TrainReading]) -> tuple[float, float]:
@@ -102,23 +109,26 @@ def fit_training(readings: Iterable[TrainReading]) -> tuple[float, float]:
     if not given or not any(reading.tokens for reading in given):
         raise ValueError("the learner trained no token")
     tokens = np.array([float(reading.tokens) for reading in given])
-    constant, per_token = _positive_line(np.ones(len(given)), tokens, np.array([one.seconds for one in given]))
+    columns = np.stack([np.ones(len(given)), tokens], axis=1)
+    constant, per_token = _fit_positive(columns, np.array([one.seconds for one in given])).tolist()
     if per_token <= 0:  # too short to separate the two: attribute all time to the tokens
         constant, per_token = 0.0, float(sum(one.seconds for one in given) / tokens.sum())
     return 1 / per_token, constant
 
 
-def _positive_line(
-    first: NDArray[np.float64], second: NDArray[np.float64], seconds: NDArray[np.float64]
-) -> tuple[float, float]:
-    """Return the least-squares fit of first x a + second x b = seconds, with a >= 0 and b >= 0."""
-    both = np.stack([first, second], axis=1)
-    a, b = np.linalg.lstsq(both, seconds, rcond=None)[0]
-    if a < 0:
-        return 0.0, float(second @ seconds / (second @ second))
-    if b < 0:
-        return float(first @ seconds / (first @ first)), 0.0
-    return float(a), float(b)
+def _fit_positive(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the least-squares fit of columns @ x = seconds with every x >= 0."""
+    size = columns.max(axis=0)
+    units = np.where(size > 0, size, 1.0)
+    scaled = columns / units
+    best, least = np.zeros(len(units)), math.inf
+    for kept in itertools.product((True, False), repeat=len(units)):  # the others are 0
+        found = np.zeros(len(units))
+        found[list(kept)] = np.linalg.lstsq(scaled[:, kept], seconds, rcond=None)[0]
+        error = float(np.square(scaled @ found - seconds).sum())
+        if (found >= 0).all() and error < least:
+            best, least = found / units, error
+    return best
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
@@ -135,18 +145,21 @@ class Finished:
 
 @dataclass(slots=True)
 class Decoding:
-    """The continuous batch of one engine, advanced from event to event; in between, all sequences decode equally fast.
+    """The continuous batch of one engine, advanced from event to event; in between, all sequences decode equally fast,
+    and steps become longer as their contexts grow.
 
-    ``position`` counts decode steps. A sequence that enters at position p with length n finishes at p + n.
-    ``slowdown`` is the factor of a decode step at ``now``.
+    ``position`` counts decode steps. A sequence that enters at position p with length n finishes at p + n. It has
+    ``prompt_tokens`` more. ``slowdown`` is the factor of a decode step at ``now``.
     """
 
     timing: Timing
+    prompt_tokens: float = 0.0
     slowdown: float = 1.0
     now: float = 0.0
     position: float = 0.0
     busy_seconds: float = 0.0
     is_paused: bool = False
+    _entered: float = 0.0  # sum over the running sequences
     _running: list[tuple[float, int, float, int]] = field(default_factory=list)  # (finish, number, entered, length)
     _waiting: deque[tuple[int, int]] = field(default_factory=deque)
 
@@ -154,6 +167,7 @@ class Decoding:
         """Add a sequence of ``length`` tokens at ``now``; it runs if a slot is free, else it waits for one."""
         if len(self._running) < self.timing.capacity:
             heapq.heappush(self._running, (self.position + length, number, self.position, length))
+            self._entered += self.position
         else:
             self._waiting.append((number, length))
 
@@ -161,8 +175,9 @@ class Decoding:
         """Return when the next sequence ends if nothing is added; infinity if none runs or decoding is paused."""
         if not self._running or self.is_paused:
             return math.inf
-        left = max(0.0, self._running[0][0] - self.position)
-        return self.now + left * self._step()
+        steps = max(0.0, self._running[0][0] - self.position)
+        first, growth = self._step()
+        return self.now + steps * (first + growth * steps / 2)
 
     def advance(self, now: float) -> list[Finished]:
         """Decode until ``now``; return what has ended, in order. A slot that becomes free is filled at that moment."""
@@ -171,18 +186,28 @@ class Decoding:
             self.busy_seconds += finish - self.now
             self.now, self.position = finish, max(self.position, self._running[0][0])
             _, number, entered, length = heapq.heappop(self._running)
+            self._entered -= entered
             ended.append(Finished(number, entered, length))
             if self._waiting:
                 self.add(*self._waiting.popleft())
         if self._running:
             self.busy_seconds += now - self.now
             if not self.is_paused:
-                self.position += (now - self.now) / self._step()
+                self.position += self._steps_in(now - self.now)
         self.now = now
         return ended
 
-    def _step(self) -> float:
-        return self.slowdown * self.timing.decode_step(len(self._running))
+    def _step(self) -> tuple[float, float]:
+        """Return the seconds of the next decode step, and by how much each one is longer than the one before."""
+        running = len(self._running)
+        context = running * (self.prompt_tokens + self.position) - self._entered
+        first = self.slowdown * self.timing.decode_step(running, context)
+        return first, self.slowdown * self.timing.seconds_per_context * running
+
+    def _steps_in(self, seconds: float) -> float:
+        """Return how many decode steps take ``seconds``: steps x first + steps^2 x growth / 2 = seconds, solved."""
+        first, growth = self._step()
+        return 2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds))
 
     def places(self) -> Iterator[tuple[int, float | None]]:
         """Yield each unfinished sequence with the position at which it began; None if it waits for a slot."""
@@ -349,7 +374,9 @@ class Ideal:
 
     def run(self) -> Reached:
         self.window = self.plan.window
-        self.engines = [_Engine(Decoding(self.timing)) for _ in range(self.plan.workers)]
+        self.engines = [
+            _Engine(Decoding(self.timing, prompt_tokens=self.plan.prompt_tokens)) for _ in range(self.plan.workers)
+        ]
         tokens, since, trained_before, busy_before = 0, 0.0, 0.0, 0.0
         self._move()
         while self.steps_done < self.plan.steps:

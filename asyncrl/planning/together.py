@@ -36,7 +36,7 @@ class Together:
 def slowdowns(timing: Timing, decode: Iterable[DecodeReading], train: Iterable[TrainReading]) -> tuple[float, float]:
     """Return the factors (decode_beside, train_beside) of readings made at once, both >= 1.  timing: of each alone"""
     given = [reading for reading in decode if reading.running > 0]
-    alone = sum(one.tokens / one.running * timing.decode_step(round(one.running)) for one in given)
+    alone = sum(one.tokens / one.running * timing.decode_step(one.running, one.context) for one in given)
     steps = list(train)
     alone_steps = sum(timing.train_step(one.tokens, machines=1) for one in steps)
     return (

@@ -58,6 +58,7 @@ class AbortableDecoding(Decoding):
         }
         partial |= {number: (self.position, 0) for number, _ in self._waiting}
         self._running.clear()
+        self._entered = 0.0
         self._waiting.clear()
         return partial
 
@@ -67,6 +68,7 @@ class AbortableDecoding(Decoding):
             if running == number:
                 self._running[at] = self._running[-1]
                 self._running.pop()
+                self._entered -= entered
                 heapq.heapify(self._running)
                 if self._waiting:
                     self.add(*self._waiting.popleft())

@@ -289,6 +289,7 @@ class InProcessEngine(EngineAdapter):
         return EngineStats(
             running=len(self._running),
             queued=len(self._waiting),
+            context_tokens=sum(answer.num_tokens for answer in self._running),
             tokens_generated=self._decoder.num_sampled if self._decoder else 0,
             is_live=True,
         )

@@ -283,6 +283,7 @@ class SGLangEngine(EngineAdapter):
         self._adapters = Adapters(self._client.control, first_version=version) if lora else None
         self._updater: SGLangUpdater | None = None
         self._tokens_generated = 0
+        self._replies = set[Reply]()
         self._are_weights_there = self._has_cache = True
         """What of the server's memory is on the GPUs; it leaves and comes in these two parts."""
         self._memory_bytes = 0  # 0: SGLang's own share
@@ -376,7 +377,11 @@ class SGLangEngine(EngineAdapter):
                 partial.follow(reply)
                 stream = is_seen or bool(shown) or not self._has_spans
                 request = self._request(prompt_tokens, sampling, seed=seed, stream=stream)
-                await self._sample(reply, request | shown | names, sent=version, note_read=note_read)
+                self._replies.add(reply)
+                try:
+                    await self._sample(reply, request | shown | names, sent=version, note_read=note_read)
+                finally:
+                    self._replies.remove(reply)
         return await self._stops.cut(partial.prefix.then(reply.generation()), sampling, stop)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
@@ -434,6 +439,7 @@ class SGLangEngine(EngineAdapter):
         return EngineStats(
             running=self._places.running,
             queued=self._places.queued,
+            context_tokens=0 if self._has_spans else sum(reply.num_context_tokens for reply in self._replies),
             tokens_generated=self._tokens_generated,
             is_live=not self._has_spans,  # without spans, replies are streamed
         )

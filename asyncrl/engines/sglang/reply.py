@@ -157,6 +157,11 @@ class Reply:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens that the next one attends to."""
+        return self._num_prompt_tokens + len(self)
+
     def take_whole(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
         """Read a whole reply with spans.  late_tokens: see checks.late_tokens"""
         self._take_tokens(body)

@@ -214,6 +214,30 @@ def test_waiting_sequence_starts_when_a_slot_is_free() -> None:
     assert decoding.busy_seconds == 6.0 + 5.0
 
 
+def test_steps_become_longer_as_contexts_grow_and_shorter_when_a_sequence_ends() -> None:
+    timing = dataclasses.replace(TIMING, seconds_per_context=0.01)
+    decoding = Decoding(timing, prompt_tokens=10)
+    decoding.add(0, 4)
+    decoding.add(1, 8)
+    # Contexts of 20 + 2 x steps tokens: 4 steps of 1.5 + .2 s and .02 more each; then 14 + steps, and .01 more each.
+    first, second = 4 * (1.7 + 4 * 0.02 / 2), 4 * (1.39 + 4 * 0.01 / 2)
+    assert decoding.next_finish() == pytest.approx(first)
+    assert decoding.advance(first / 3) == decoding.advance(first / 2) == []
+    assert decoding.next_finish() == pytest.approx(first)
+    assert [ended.number for ended in decoding.advance(first + 1e-9)] == [0]
+    assert decoding.next_finish() == pytest.approx(first + second)
+
+
+def test_splits_are_likely_by_the_contexts_that_their_engines_will_have() -> None:
+    """Reading 1,000 tokens takes as long as all else, so twice the engines are needed."""
+    lengths, prompted = [[2000] * 4], dataclasses.replace(PLAN, prompt_tokens=0)
+    short = dataclasses.replace(timing(decode=1000, train=4000), capacity=8)
+    long = dataclasses.replace(short, seconds_per_context=short.seconds_per_sequence / 1000)
+    splits = ONE.splits(33)
+    assert Split(33 // 5, 33 - 33 // 5) in likely(splits, prompted, short, lengths)
+    assert Split(33 // 9, 33 - 33 // 9) in likely(splits, prompted, long, lengths)
+
+
 def test_decoding_stops_while_weights_load() -> None:
     decoding = Decoding(TIMING)
     decoding.add(0, 4)
@@ -322,14 +346,26 @@ def test_prompt_waiting_in_an_engine_does_not_age() -> None:
 SECONDS = st.floats(1e-6, 0.1)
 
 
-def reading(running: float, *, step: float, sequence: float, steps: float = 100) -> DecodeReading:
-    return DecodeReading(running=running, tokens=running * steps, seconds=steps * (step + sequence * running))
+def reading(running: float, *, step: float, sequence: float, token: float = 0.0, length: float = 0.0) -> DecodeReading:
+    """A hundred decode steps with sequences of ``length`` tokens."""
+    context = running * length
+    seconds = 100 * (step + sequence * running + token * context)
+    return DecodeReading(running=running, tokens=100 * running, seconds=seconds, context=context)
 
 
 @given(step=SECONDS, sequence=SECONDS, levels=st.sets(st.integers(1, 512), min_size=2, max_size=12))
 def test_fits_an_engine_that_follows_the_formula_exactly(step: float, sequence: float, levels: set[int]) -> None:
     found = fit_decode(reading(running, step=step, sequence=sequence) for running in levels)
-    assert found == pytest.approx((step, sequence), rel=1e-3)
+    assert found == pytest.approx((step, sequence, 0.0), rel=1e-3, abs=1e-12)
+
+
+def test_few_long_answers_and_many_short_ones_tell_reading_their_tokens_from_running_them() -> None:
+    """As an H200 at 0.6B: an engine that fills up, then drains."""
+    filling = [(1, 100), (200, 110), (760, 150), (760, 400), (760, 640)]
+    draining = [(300, 900), (60, 1500), (8, 3000)]
+    given = {"step": 2.7e-3, "sequence": 1.0e-5, "token": 3.1e-8}
+    readings = [reading(running, length=length, **given) for running, length in filling + draining]
+    assert fit_decode(readings) == pytest.approx(tuple(given.values()), rel=1e-6)
 
 
 @given(
@@ -352,14 +388,14 @@ def test_fitted_times_are_never_negative_and_sum_to_the_measured_time(
         with pytest.raises(ValueError, match="sampled no token"):
             fit_decode(readings)
         return
-    step, sequence = fit_decode(readings)
+    step, sequence, _ = fit_decode(readings)
     assert step >= 0 and sequence >= 0
     took = sum(count * (step + sequence * one.running) for count, one in zip(steps, counted, strict=True))
     assert took == pytest.approx(sum(one.seconds for one in counted), rel=1e-6)
 
 
 def test_readings_of_one_size_give_its_speed() -> None:
-    step, sequence = fit_decode([reading(8, step=0.01, sequence=0.001)])
+    step, sequence, _ = fit_decode([reading(8, step=0.01, sequence=0.001)])
     assert step + 8 * sequence == pytest.approx(0.018)
     rate, constant = fit_training([TrainReading(tokens=1000, seconds=2.0)] * 3)
     assert 1000 / rate + constant == pytest.approx(2.0)
