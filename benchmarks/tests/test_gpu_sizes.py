@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import transformers
 from asyncrl import config
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.generation import Generation, RequestReport
-from benchmarks.gpu import grown, one_gpu, speculation
+from benchmarks.gpu import grown, speculation
 from benchmarks.gpu.arm import settings
 from benchmarks.gpu.grow import grow
 
@@ -69,17 +68,6 @@ def test_an_arm_without_routing_replay_leaves_its_columns_empty() -> None:
     row |= {"tokens_per_second": 5.0, "step_seconds": 2.0, "staleness_mean": 0.0, "staleness_max": 0}
     words = grown.line(row).split()
     assert words[words.index("0.25000") - 2 : words.index("0.25000")] == ["-", "-"]
-
-
-def test_an_arm_under_mps_limits_the_learner_alone(tmp_path: Path) -> None:
-    options = one_gpu.parse(
-        one_gpu.run_parser("", "", arms=["async_mps"], seconds=1.0), [], arm=re.compile("async_mps")
-    )
-    run = config.load(Path(one_gpu.RUN_FILE), settings(one_gpu.overrides("async_mps", "a", options, tmp_path)))
-    from asyncrl.adapters import registry
-
-    (learner,) = registry.backend_class(run).environments(run, port=1)
-    assert learner["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "60"
 
 
 def test_speculation_is_compared_with_the_plain_engine_of_the_same_windows() -> None:
