@@ -34,6 +34,8 @@ from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.admission import Admission
 
 LOOK_SECONDS: Final = 0.5
+DRAIN: Final = 9
+"""Times as long as it was full an engine may drain: the longest answers count as much as the others."""
 LEVELS: Final = 4
 """Resolution for merging readings by running sequences and by tokens of each: levels per doubling."""
 
@@ -53,14 +55,15 @@ class EngineMeasured:
 def measure_engine(
     run: RunConfig, together: Together | None = None, *, seconds: float, dry_seconds: float | None = None
 ) -> EngineMeasured:
-    """Measure with a full engine for ``seconds``, then drain it for at most ``dry_seconds`` (None: the same time).
+    """Measure with a full engine for ``seconds``, then drain it for at most ``dry_seconds`` (None: DRAIN times as
+    long).
 
     together: measure it only full, in the memory that the learner leaves, while the learner trains
 
     Blocks. Raises ConfigError, also if there is no room beside the learner, and errors of the engine.
     """
     return asyncio.run(
-        _measure(run, together, seconds=seconds, dry_seconds=seconds if dry_seconds is None else dry_seconds)
+        _measure(run, together, seconds=seconds, dry_seconds=DRAIN * seconds if dry_seconds is None else dry_seconds)
     )
 
 

@@ -24,7 +24,7 @@ from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.os_process import signal_on_parent_death
 from asyncrl.planning.allocation import BOUNDS, Predicted, Split, Units, context_of, likely, predict, recommended
-from asyncrl.planning.engine_probe import EngineMeasured, measure_engine
+from asyncrl.planning.engine_probe import DRAIN, EngineMeasured, measure_engine
 from asyncrl.planning.learner_probe import LearnerMeasured, measure_learner
 from asyncrl.planning.simulation import Plan, Timing, fit_decode, fit_training
 from asyncrl.planning.together import Together, slowdowns
@@ -88,7 +88,10 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         raise ConfigError(f"asyncrl plan measures on this machine, which has {there} of the {needed} GPUs needed")
     with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
         alone = _alone(run, units, Path(folder))
-        tells(f"starting an engine, then sampling for up to {2 * seconds:.0f} s ...")
+        tells(
+            f"starting an engine, then sampling for {seconds:.0f} s and until the last answer ends, at most "
+            f"{(1 + DRAIN) * seconds:.0f} s ..."
+        )
         engine = in_process(measure_engine, alone, seconds=seconds)
         tells(f"{len(engine.groups)} groups sampled; starting the learner, then training for {seconds:.0f} s ...")
         learner = in_process(measure_learner, alone, engine.groups, seconds=seconds)
