@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ from asyncrl.tensors.snapshot import Snapshot
 if TYPE_CHECKING:
     from asyncrl.backends.megatron.rank import MegatronRank
 
+
+_MPS_LIMIT: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -169,6 +171,10 @@ class MegatronBackend(BackendAdapter):
             raise ConfigError(
                 'learner.backend: "megatron" needs megatron-core, which is not installed; '
                 'pip install asyncrl[megatron], or use "reference"'
+            )
+        if (limit := os.environ.get(_MPS_LIMIT, "100")) != "100":
+            log.warning(
+                "%s is %s: with some limits cuBLAS returns wrong products; unset it for the learner", _MPS_LIMIT, limit
             )
         if run.learner.megatron or run.own_megatron:
             from asyncrl.backends.megatron.transformer_config import refuse_options  # takes seconds

@@ -118,6 +118,20 @@ def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytes
     assert "max_staleness = 3" in out
 
 
+def test_a_share_of_a_gpu_that_breaks_products_is_named(
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is 60: with some limits cuBLAS returns wrong products; unset it"
+    for limit, is_named in (("60", True), ("100", False)):
+        monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", limit)
+        caplog.clear()
+        code, _, _ = asyncrl("check", run_file, "--set", "learner.backend=megatron", capsys=capsys)
+        assert (code, said in caplog.text) == (0, is_named)
+
+
 def test_check_counts_the_memory_of_gpus_that_are_elsewhere(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
